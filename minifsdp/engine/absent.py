@@ -1,0 +1,79 @@
+"""What a module shows in place of a parameter that is not here right now.
+
+Outside of its forward and backward a sharded module has no weights: this rank stores a slice of a long flat tensor,
+and the slice may begin in the middle of one weight and end in the middle of the next. What should ``linear.weight`` be
+then? Three answers are possible:
+
+* the full-size view that was there during forward: its memory has been freed, and reading it is reading garbage;
+* nothing at all: ``linear.weight.shape`` in somebody's logging code would end with an ``AttributeError``;
+* a tensor that knows its shape, dtype and device but has no values, and says so when it is asked for them.
+
+This is the third. The usual way to meet it is to call a part of a wrapped model directly, ``model.module[0](x)``: only
+the wrapped module knows when to gather, so the part finds its weights absent::
+
+    RuntimeError: rank 1: parameter '0.weight' (shape (4, 4)) is sharded right now ...
+
+*In torch:* FSDP1 leaves the freed view in place; the same call ends in an autograd message about views, works by
+accident while the root is still gathered, or crashes.
+
+Spec: FWD-01, ORIG-11, NAMES-10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+
+from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.precision import tensors_in
+
+__all__ = ["AbsentParameter"]
+
+
+class AbsentParameter(torch.Tensor):
+    """A tensor with a shape and without values; any operation on it raises ``RuntimeError`` with the remedy.
+
+    Args:
+        shape, dtype, device: those of the parameter in whose place it stands.
+        path: the parameter's name inside its unit.
+    """
+
+    path: str
+
+    # Straight to the dispatcher: a refusal needs no detour through Python-level overrides.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls, shape: torch.Size, dtype: torch.dtype, device: torch.device, path: str
+    ) -> AbsentParameter:  # numpydoc: same arguments as the class
+        absent: AbsentParameter = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        absent.path = path
+        return absent
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, path: str) -> None:
+        super().__init__()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"AbsentParameter({self.path!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise RuntimeError(
+            f"rank {rank_of_this_process()}: a sharded model cannot be copied with copy.deepcopy (parameter "
+            f"{self.path!r} is not here to be copied). Copy the plain model before wrapping it, or carry the values "
+            "over with state_dict() and load_state_dict()"
+        )
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> NoReturn:
+        missing = next(t for t in tensors_in((args, kwargs or {})) if isinstance(t, AbsentParameter))
+        raise RuntimeError(
+            f"rank {rank_of_this_process()}: parameter {missing.path!r} (shape {tuple(missing.shape)}) is sharded "
+            "right now, and its full values are on no rank. If you called a part of a wrapped model directly, call "
+            "the wrapped module instead, or wrap that part as a unit of its own; to read or change values, use "
+            "summon_full_params()"
+        )

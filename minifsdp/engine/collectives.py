@@ -1,0 +1,118 @@
+"""The only place that talks to other ranks while training: gather, reduce-scatter, all-reduce, broadcast, scaling.
+
+Three collectives carry all of FSDP. Two ranks, a tensor of four elements::
+
+    gather           rank 0 has [1 2], rank 1 has [3 4]              both get [1 2 3 4]
+    reduce_scatter   rank 0 has [1 2 3 4], rank 1 has [5 6 7 8]      rank 0 gets [6 8], rank 1 gets [10 12]
+    all_reduce       rank 0 has [1 2], rank 1 has [3 4]              both get [4 6]
+
+The last two *sum*. What training wants is the *mean* over all ranks, so somebody must divide by their number: that is
+`Scaling`. Dividing after the sum costs least, since by then only this rank's piece is left. In float16 the sum itself
+can overflow (its largest number is 65504), so there one part of the division goes before the sum and one part after
+it, as near to the square root each as powers of two allow: 8 ranks divide by 4 before and by 2 after.
+
+The functions call the methods of the ``ProcessGroup`` itself, with option objects made once. The public functions of
+``torch.distributed`` look up the group, check dtypes and wrap exceptions in each call, which for tiny units costs more
+than the rest of the engine; profilers and dispatch modes see the same ``c10d`` operators either way.
+
+*In torch:* FSDP1 calls the public functions in ``_flat_param.py`` and ``_runtime_utils.py``; FSDP2 has
+``_fsdp_collectives.py`` with pluggable allocators. The division rule is theirs.
+
+Spec: SHARD-06, SHARD-11, HYB-04, HYB-05, PAR-04.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions, ReduceScatterOptions
+
+from minifsdp.engine.lanes import Promise
+from minifsdp.engine.mesh import Group
+
+__all__ = ["Scaling", "all_reduce", "broadcast", "gather", "reduce_scatter"]
+
+
+def _on_current_stream(options: Any) -> Any:
+    # On CUDA a synchronous call puts the collective on the current stream, which is the lane's, instead of a hidden
+    # one, and does not stop the CPU. Gloo hands back a Work in both cases.
+    options.asyncOp = False
+    return options
+
+
+_GATHER = _on_current_stream(AllgatherOptions())
+_REDUCE_SCATTER = _on_current_stream(ReduceScatterOptions())
+_ALL_REDUCE = _on_current_stream(AllreduceOptions())
+
+
+def gather(group: Group, output: torch.Tensor, piece: torch.Tensor) -> Promise:
+    """All-gather: ``output`` becomes the pieces of all ranks, one after the other, in order of their position.
+
+    Every rank of the group must call it.
+
+    Args:
+        group: who gathers.
+        output: 1-D, ``group.size * piece.numel()`` elements.
+        piece: 1-D, contiguous, the same number of elements on every rank.
+    """
+    promise: Promise = group.process_group._allgather_base(output, piece, _GATHER)
+    return promise
+
+
+def reduce_scatter(group: Group, piece: torch.Tensor, whole: torch.Tensor) -> Promise:
+    """Reduce-scatter: ``piece`` becomes this rank's part of the sum of ``whole`` over the group.
+
+    Every rank of the group must call it. ``whole`` is 1-D with ``group.size * piece.numel()`` elements, and must be
+    kept alive until the promise was waited for.
+    """
+    promise: Promise = group.process_group._reduce_scatter_base(piece, whole, _REDUCE_SCATTER)
+    return promise
+
+
+def all_reduce(group: Group, tensor: torch.Tensor) -> Promise:
+    """All-reduce: ``tensor`` becomes, in place, the sum over the group. Every rank of the group must call it."""
+    promise: Promise = group.process_group.allreduce([tensor], _ALL_REDUCE)
+    return promise
+
+
+def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
+    """``tensor`` becomes, in place, what it is on position ``source`` of the group. Every rank must call it; it waits."""
+    options = BroadcastOptions()
+    options.rootRank = source
+    group.process_group.broadcast([tensor], options).wait()
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What the gradient is divided by, before and after it is summed over ``before * after`` ranks."""
+
+    before: float
+    after: float
+
+    @classmethod
+    def mean(cls, num_ranks: int, dtype: torch.dtype) -> Scaling:
+        """The mean over ``num_ranks``, split in two if ``dtype`` is so narrow that the sum itself could overflow."""
+        if dtype is not torch.float16:
+            return cls(1.0, float(num_ranks))
+        before = 1
+        while num_ranks % before == 0 and num_ranks / before > before:
+            before *= 2
+        return cls(float(before), num_ranks / before)
+
+    def prepare(self, whole: torch.Tensor) -> None:
+        """Divides, in place, what is about to be summed."""
+        if self.before != 1.0:
+            whole.div_(self.before)
+
+    def complete(self, piece: torch.Tensor) -> None:
+        """Divides, in place, what has been summed."""
+        if self.after != 1.0:
+            piece.div_(self.after)
+
+
+def rank_of_this_process() -> int:
+    """The global rank, for messages; 0 where there is no default group."""
+    return dist.get_rank() if dist.is_initialized() else 0

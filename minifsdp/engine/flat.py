@@ -1,0 +1,347 @@
+"""Layout 1: one flat parameter, and views into it.
+
+All parameters of a unit are laid end to end in one long tensor, which is cut into as many equal pieces as there are
+ranks. Nothing is aligned, nothing is reordered; the last piece is filled up with padding.
+
+Worked example, ``weight`` of shape (2, 3) and ``bias`` of shape (3), two ranks::
+
+    laid out       w w w w w w b b b          9 elements
+    padded         w w w w w w b b b .        10, the next multiple of 2
+    rank 0 stores  w w w w w                  a slice of 5; the cut goes through the middle of the weight
+    rank 1 stores            w b b b .        a slice of 5, one of them padding
+
+What this buys: a gather is *one* collective that writes straight into the memory that will be computed on, with no
+copy before it and none after it. ``weight`` is a view of elements 0 to 5 and ``bias`` of elements 6 to 8. What it costs:
+a slice has no meaning of its own, it cannot be printed, saved or clipped as a weight.
+
+The life of the unsharded tensor, in steps that the code repeats:
+
+1. it is made once, and its storage is *resized* between full size and nothing. It is never replaced: what autograd
+   saved in forward are views of this storage, and backward finds it filled again under the very same address book.
+2. a gather writes through an alias with a version counter of its own. To autograd, the values have not changed between
+   forward and backward, and indeed they have not.
+3. the views are made anew in each forward, at the moment of use. Autograd runs the youngest nodes first; views made
+   earlier, when the gather was issued, would be older than the previous unit's nodes, and this unit's gradient would be
+   completed only after the previous unit's backward, holding the memory of both.
+4. one ``split`` makes all views, because its backward is one concatenation into one flat gradient; parameters that got
+   no gradient count as zeros there, and so does the padding, which is why the padding is a part of the split.
+
+*In torch:* ``FlatParamHandle``, 2834 lines in ``_flat_param.py``. Its parameter switches between sharded, padded,
+unsharded, low-precision and CPU data; here the shard and the unsharded leaf are two tensors for good. Alignment padding
+between parameters is left out.
+
+Spec: SHARD-02, SHARD-03, SHARD-09, SHARD-13, FWD-04, ORIG-12, ORIG-15, MP-02, MP-03, OFF-02.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from minifsdp.engine import collectives, lifetime
+from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.lanes import Lanes, Promise
+from minifsdp.engine.layout import Layout, OwnedParameter, rebound
+from minifsdp.engine.lifetime import ReleaseEvent
+from minifsdp.engine.mesh import Mesh
+from minifsdp.engine.ownership import FlatOwnership
+
+__all__ = ["FlatLayout", "Partition"]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Where a row of parameters is cut.
+
+    Args:
+        numels: elements of each parameter, in order.
+        num_shards: pieces to cut into.
+    """
+
+    numels: tuple[int, ...]
+    num_shards: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters, without padding."""
+        return sum(self.numels)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements that each rank stores, padding included: rounded up, so that the last ones belong to somebody."""
+        return -(-self.numel // self.num_shards)
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of all pieces together."""
+        return self.shard_numel * self.num_shards
+
+    @property
+    def split_sizes(self) -> list[int]:
+        """Sizes of the parameters and, if there is any, of the padding behind them."""
+        padding = self.padded_numel - self.numel
+        return [*self.numels, padding] if padding else list(self.numels)
+
+    def piece(self, index: int) -> slice:
+        """The elements of the padded row that rank ``index`` stores."""
+        return slice(index * self.shard_numel, (index + 1) * self.shard_numel)
+
+    def local_ranges(self, index: int) -> list[range]:
+        """For each parameter the part of it, counted from its own start, that rank ``index`` stores; may be empty."""
+        piece, ranges, start = self.piece(index), [], 0
+        for numel in self.numels:
+            first = min(max(piece.start - start, 0), numel)
+            ranges.append(range(first, max(first, min(piece.stop - start, numel))))
+            start += numel
+        return ranges
+
+
+class FlatLayout(Layout):
+    """The parameters of one unit in one flat tensor.
+
+    Args:
+        home: the unit's module, which gets the flat parameter.
+        parameters: at least one, all of one dtype and one ``requires_grad``.
+        mesh: who shares.
+        device: the compute device.
+        compute_dtype: dtype of the unsharded tensor; ``None`` means the stored one.
+        keep_reduce_dtype: whether gradients may stay in the dtype in which they travelled.
+        offload: whether the shard lives on the CPU.
+
+    Raises:
+        ValueError: the parameters differ in dtype or in ``requires_grad``.
+    """
+
+    def __init__(
+        self,
+        home: nn.Module,
+        parameters: Mapping[nn.Parameter, OwnedParameter],
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        keep_reduce_dtype: bool = False,
+        offload: bool = False,
+    ) -> None:
+        check_uniform(home, parameters)
+        self.mesh, self.device = mesh, device
+        self.parameters = list(parameters.values())
+        self.shapes = [owned.shape for owned in self.parameters]
+        self.partition = Partition(tuple(shape.numel() for shape in self.shapes), mesh.num_shards)
+        shard = self._cut([original.detach() for original in parameters])
+        if not offload:
+            shard = shard.to(device)
+        elif device.type != "cpu":
+            shard = shard.cpu().pin_memory()
+        self.owner = FlatOwnership(home, parameters, shard, keep_reduce_dtype)
+        self._make_unsharded(compute_dtype or shard.dtype)
+        self._places = [
+            (self.owner.dictionary(slot.module), slot, index)
+            for index, owned in enumerate(self.parameters)
+            for slot in owned.slots
+        ]
+        self._shown: Sequence[torch.Tensor] = self.owner.stand_ins
+        self._recorded: Sequence[torch.Tensor] | None = None
+        self._lent: list[nn.Parameter] = []
+        self._gathered_at: object = None
+        if self.is_borrowed:
+            self._show(self._views(self.full))
+
+    def _cut(self, originals: Sequence[torch.Tensor]) -> torch.Tensor:
+        """This rank's slice of the parameters' values, in memory of its own."""
+        partition = self.partition
+        row = originals[0].new_zeros(partition.padded_numel)
+        for target, original in zip(row.split(partition.split_sizes), originals, strict=False):
+            target.copy_(original.reshape(-1))
+        # Without the clone the slice would keep the memory of the whole row.
+        return row if self.mesh.shard is None else row[partition.piece(self.mesh.shard_index)].clone()
+
+    def _make_unsharded(self, compute_dtype: torch.dtype) -> None:
+        shard = self.owner.shard
+        # A unit that nobody shares and nobody casts is computed on where it is stored.
+        self.is_borrowed = self.mesh.shard is None and compute_dtype is shard.dtype and shard.device == self.device
+        if self.is_borrowed:
+            self.full = shard.detach()
+        else:
+            self.full = torch.empty(self.partition.padded_numel, dtype=compute_dtype, device=self.device)
+        self.dtype = compute_dtype
+        self.num_bytes = self.full.numel() * self.full.element_size()
+        self._storage = self.full.untyped_storage()
+        # 2. The alias: same storage, another version counter.
+        self._raw = self.full.data
+        self.leaf = self.full.requires_grad_()
+        if not self.is_borrowed:
+            self._storage.resize_(0)
+
+    # --- memory ---
+
+    def gather(self, lanes: Lanes) -> Promise | None:
+        """Fills the unsharded tensor, from this rank's slice if nothing is sharded, else from everybody's."""
+        self._gathered_at = self.owner.stamp()
+        if self.is_borrowed:
+            self._follow_the_shard()
+            return None
+        shard, group = self.owner.shard.data, self.mesh.shard
+        with lanes.gather as lane:
+            # 1. Resized, not replaced.
+            self._storage.resize_(self.num_bytes)
+            piece = shard
+            if shard.device != self.device or shard.dtype is not self._raw.dtype:
+                # A cast or a copy to the device needs a place to go; the right one is where the gather will want it.
+                piece = self._raw[self.partition.piece(self.mesh.shard_index)]
+                piece.copy_(shard, non_blocking=True)
+            if group is None:
+                return None if lane.stream is None else lane.promise(_NOTHING)
+            return lane.promise(collectives.gather(group, self._raw, piece))
+
+    def _follow_the_shard(self) -> None:
+        # The user may have given the flat parameter other memory (`.data = ...`); compute follows it there.
+        if self.owner.shard.data_ptr() != self._raw.data_ptr():
+            self._raw = self.owner.shard.data
+            self.full.data = self._raw
+
+    def free(self) -> ReleaseEvent | None:
+        """Resizes the unsharded tensor to nothing."""
+        if self.is_borrowed:
+            return None
+        return lifetime.release(self._raw)
+
+    def is_stale(self) -> bool:
+        """Whether the shard has been changed in place, or replaced, since the last gather began."""
+        return self._gathered_at != self.owner.stamp()
+
+    # --- what modules see ---
+
+    def show_unsharded(self) -> None:
+        """Makes new views and puts them on the modules."""
+        if self.full.requires_grad is not self.owner.requires_grad:
+            self.full.requires_grad_(self.owner.requires_grad)
+        # 3. Now, and not when the gather was issued.
+        views = self._views(self.full)
+        if views[0].requires_grad:
+            self._recorded = views
+        shown = self._shown
+        for dictionary, slot, index in self._places:
+            if dictionary.get(slot.name) is not shown[index]:
+                raise rebound(slot)
+        self._show(views)
+
+    def show_again(self) -> None:
+        """Puts the views of the recorded forward back: a recomputed forward inside this unit will look for them."""
+        if self._recorded is not None:
+            self._show(self._recorded)
+
+    def show_sharded(self) -> None:
+        """Puts the stand-ins on the modules, unless the values are there all the time."""
+        if not self.is_borrowed and self._shown is not self.owner.stand_ins:
+            self._show(self.owner.stand_ins)
+
+    def _views(self, row: torch.Tensor) -> list[torch.Tensor]:
+        # 4. One split for all, padding included.
+        pieces = row.split(self.partition.split_sizes)
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=False)]
+
+    def _show(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._shown = tensors
+        for dictionary, slot, index in self._places:
+            if slot.direct:
+                dictionary[slot.name] = tensors[index]
+            else:
+                setattr(slot.module, slot.name, tensors[index])
+
+    # --- gradients ---
+
+    def take_gradient(self) -> torch.Tensor:
+        """The flat gradient that autograd left on the leaf."""
+        gradient = self.full.grad
+        assert gradient is not None
+        self.full.grad = None
+        return gradient
+
+    def keep_unreduced(self, gradient: torch.Tensor) -> None:
+        """Adds to the unreduced gradient that the flat parameter shows."""
+        self.owner.keep_unreduced(gradient)
+
+    def take_unreduced(self) -> torch.Tensor | None:
+        """Takes the unreduced gradient off the flat parameter."""
+        return self.owner.take_unreduced()
+
+    def accept_gradient(self, piece: torch.Tensor) -> None:
+        """Adds a reduced slice to the flat parameter's gradient."""
+        self.owner.add_reduced(piece)
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether the optimizer would find a gradient that was never reduced."""
+        return self.owner.has_unreduced
+
+    # --- the user ---
+
+    def local_parameters(self) -> list[nn.Parameter]:
+        """What the optimizer owns of this unit."""
+        return self.owner.local_parameters()
+
+    def full_row(self) -> torch.Tensor:
+        """A gather of its own, in the stored dtype; the shard itself if nothing is sharded."""
+        shard, group = self.owner.shard.data, self.mesh.shard
+        if group is None:
+            return shard
+        row = torch.empty(self.partition.padded_numel, dtype=shard.dtype, device=self.device)
+        collectives.gather(group, row, shard.to(self.device)).wait()
+        return row
+
+    def show_row(self, row: torch.Tensor) -> None:
+        """Ordinary parameters, in the order in which the modules had them; the flat parameter steps aside."""
+        self.owner.step_aside()
+        lent = [nn.Parameter(view, requires_grad=self.owner.requires_grad) for view in self._views(row)]
+        for _, slot, index in self._places:
+            delattr(slot.module, slot.name)
+            setattr(slot.module, slot.name, lent[index])
+        self._lent = lent
+
+    def hide_row(self, row: torch.Tensor, *, keep_changes: bool) -> None:
+        """The reverse; a parameter that was given other memory in between is read from there."""
+        for _, slot, index in self._places:
+            delattr(slot.module, slot.name)
+            setattr(slot.module, slot.name, self._shown[index])
+        if keep_changes:
+            for view, parameter in zip(self._views(row), self._lent, strict=True):
+                if view.data_ptr() != parameter.data_ptr():
+                    view.copy_(parameter.data)
+            self.owner.overwrite(row[self.partition.piece(self.mesh.shard_index)])
+        self._lent = []
+        self.owner.step_back()
+
+
+class _Nothing:
+    def wait(self) -> None:
+        return None
+
+
+_NOTHING = _Nothing()
+
+
+def check_uniform(home: nn.Module, parameters: Mapping[nn.Parameter, OwnedParameter]) -> None:
+    """One tensor has one dtype and is trained or not as a whole.
+
+    Raises:
+        ValueError: that does not hold, with the names on both sides.
+    """
+    where = f"rank {rank_of_this_process()}: the unit {type(home).__name__} has parameters"
+    dtypes = sorted({str(original.dtype) for original in parameters})
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"{where} of several dtypes ({', '.join(dtypes)}), which cannot be laid out in one flat parameter; convert "
+            "the module, or wrap the submodules of another dtype as units of their own"
+        )
+    trained = [owned.path for original, owned in parameters.items() if original.requires_grad]
+    frozen = [owned.path for original, owned in parameters.items() if not original.requires_grad]
+    if trained and frozen:
+        raise ValueError(
+            f"{where} with requires_grad=True ({trained}) and with requires_grad=False ({frozen}); one flat parameter "
+            "cannot be both when use_orig_params=False. Wrap the frozen parts as units of their own, or set "
+            "use_orig_params=True"
+        )

@@ -1,0 +1,290 @@
+"""Where the machine touches autograd: four moments of a unit, and the end of backward.
+
+::
+
+    pre_forward      gather, ask for the next one's gather, wait, show the full parameters
+      (the module)
+    post_forward     free, and lay a trip wire on the output
+    pre_backward     the trip wire: the gradient of the output has arrived. Gather, prefetch, wait, show
+      (autograd)
+    post_backward    the gradient of all parameters is complete. Free, prefetch, reduce
+    end_backward     autograd is done. Complete the last reduction, tidy up
+
+How do we get into backward?
+
+1. *Pre-backward* is a hook on the tensors that forward returned. That must be laid in each forward, for they are new
+   tensors each time; it is the only hook that is.
+2. *Post-backward* is a hook on the unsharded leaf, laid once for good: autograd accumulates into the leaf exactly when
+   every use of every parameter of the unit has contributed, also when the module was called twice.
+3. *End of backward* is a callback that autograd runs after its last node. It can only be queued from inside a backward,
+   so the first trip wire does it.
+4. A unit without trained parameters has no gradient to wait for. Its backward is over when the gradients of its inputs
+   are known, and if there are none, at the end of backward.
+
+Activation checkpointing runs a unit's forward *again, inside backward*. That is noticed by the fact that autograd is
+running, and changes two things:
+
+5. a forward in the phase PRE_BACKWARD only needs to look: the unit is gathered, its backward is waiting for the result.
+6. a forward in another phase is gathered as usual but not freed after it, because what runs next is its own backward.
+   The unit *lingers* until then; if another one's turn comes instead, it is freed after all. The same holds for a unit
+   whose gradient completes inside a nested backward (reentrant checkpointing of a part of the unit): another part may
+   yet have to be computed again from the same parameters.
+
+*In torch:* ``_runtime_utils.py``, 1654 lines. It lays the post-backward hook in each forward, on a node that it reaches
+by expanding the flat parameter; with reentrant checkpointing it gathers a third time where point 6 needs two.
+
+Spec: SHARD-04, SHARD-08, SHARD-10, SHARD-14, ORIG-14, FWD-06, PREF-02 to PREF-06, NOSYNC-01, NOSYNC-07, PAR-07.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.graph import register_multi_grad_hook
+
+from minifsdp import trace
+from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.precision import tensors_in
+from minifsdp.engine.reduce import Reducer
+from minifsdp.engine.schedule import Schedule
+from minifsdp.engine.unit import Phase, State, Unit
+
+__all__ = ["Cycle", "Prefetch"]
+
+NOT_IN_BACKWARD = -1
+
+
+def graph_task() -> int:
+    """The number of the backward that this thread is inside of; nested ones have numbers of their own."""
+    return torch._C._current_graph_task_id()
+
+
+class Prefetch(Enum):
+    """When backward asks for the gather of the unit that comes next."""
+
+    BEFORE_GRADIENTS = auto()
+    AFTER_GRADIENTS = auto()
+    NEVER = auto()
+
+
+class Cycle:
+    """The iteration that all units of one tree go through together.
+
+    Args:
+        units: all of them.
+        reducer: combines their gradients.
+        backward_prefetch: when to ask for the next unit in backward.
+        forward_prefetch: whether to ask for the next unit in forward.
+    """
+
+    def __init__(
+        self, units: list[Unit], reducer: Reducer, *, backward_prefetch: Prefetch, forward_prefetch: bool
+    ) -> None:
+        self.units, self.reducer = units, reducer
+        self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
+        self.schedule = Schedule()
+        self.in_backward = False
+        self._lingering: Unit | None = None
+        self._spans: dict[Unit, trace.Event] = {}
+        for unit in units:
+            self._lay_permanent_hooks(unit)
+
+    def _lay_permanent_hooks(self, unit: Unit) -> None:
+        # 2. Once for good.
+        unit.trigger = unit.layout.leaf.register_post_accumulate_grad_hook(lambda _: self.post_backward(unit))
+        unit.on_gradient_of_output = lambda _: self.pre_backward(unit)
+
+    def dissolve(self) -> None:
+        """Takes the permanent hooks away: the units are about to join another tree."""
+        for unit in self.units:
+            unit.trigger.remove()
+
+    # --- forward ---
+
+    def pre_forward(self, unit: Unit) -> None:
+        """Called right before the unit's module runs; afterwards its parameters are there."""
+        if unit.phase is Phase.PRE_BACKWARD:
+            # 5. Recomputation: all is in place.
+            return
+        if unit.phase is Phase.SUMMONED:
+            raise _not_while_summoned(unit, "forward")
+        if self._lingering is not None:
+            self._release_lingering(unit)
+        unit.phase = Phase.FORWARD
+        unit.unshard()
+        if torch.is_grad_enabled():
+            self.schedule.enter(unit)
+            if self.forward_prefetch:
+                ahead = self.schedule.next_forward(unit)
+                if ahead is not None:
+                    ahead.unshard()
+        unit.wait()
+        unit.layout.show_unsharded()
+        if trace.recorder is not None:
+            self._spans[unit] = trace.recorder.begin("F", unit.name)
+
+    def post_forward(self, unit: Unit, inputs: Any, output: Any) -> None:
+        """Called right after the unit's module has run."""
+        if unit.phase is Phase.PRE_BACKWARD:
+            return
+        if trace.recorder is not None:
+            trace.recorder.finish(self._spans.pop(unit, None))
+        unit.phase = Phase.IDLE
+        if torch.is_grad_enabled() and self._lay_trip_wires(unit, inputs, output):
+            unit.awaits_backward = True
+            self.schedule.leave(unit)
+            if graph_task() != NOT_IN_BACKWARD:
+                # 6. The backward of what was just recomputed comes next.
+                self._lingering = unit
+                return
+        if self._frees_after_forward(unit):
+            unit.reshard()
+
+    def _frees_after_forward(self, unit: Unit) -> bool:
+        if unit.reshard_after_forward:
+            # The root's backward follows its forward at once: freeing it would only mean to gather it again.
+            return not (unit.is_root and unit.awaits_backward)
+        # Kept for its backward, or by no_sync(). After an evaluation nobody would free it later.
+        return unit.reduces and not unit.awaits_backward
+
+    def _lay_trip_wires(self, unit: Unit, inputs: Any, output: Any) -> bool:
+        """1. Hooks the output; whether a backward through this unit is to be expected."""
+        if isinstance(output, torch.Tensor):
+            if not output.requires_grad:
+                return False
+            output.register_hook(unit.on_gradient_of_output)
+        else:
+            hooked = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            for tensor in hooked:
+                tensor.register_hook(unit.on_gradient_of_output)
+            if not hooked:
+                return False
+        if not unit.layout.leaf.requires_grad:
+            self._wait_for_inputs(unit, inputs)
+        return True
+
+    def _wait_for_inputs(self, unit: Unit, inputs: Any) -> None:
+        # 4. Nothing here is trained.
+        hooked = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+        if hooked:
+            register_multi_grad_hook(hooked, lambda _: self._close(unit))
+
+    # --- backward ---
+
+    def begin_backward(self) -> None:
+        """The first event of this tree in a backward, whichever it is."""
+        if not self.in_backward:
+            self.in_backward = True
+            # 3. Only possible from inside a backward.
+            Variable._execution_engine.queue_callback(self.end_backward)
+
+    def pre_backward(self, unit: Unit) -> None:
+        """The trip wire. With several outputs, or several forwards, only the first one counts."""
+        if unit.phase is Phase.PRE_BACKWARD:
+            return
+        if unit.phase is Phase.SUMMONED:
+            raise _not_while_summoned(unit, "backward")
+        self.begin_backward()
+        unit.phase = Phase.PRE_BACKWARD
+        unit.graph_task = graph_task()
+        if trace.recorder is not None:
+            self._spans[unit] = trace.recorder.begin("B", unit.name)
+        if self._lingering is not None:
+            self._release_lingering(unit)
+        unit.unshard()
+        if self.backward_prefetch is Prefetch.BEFORE_GRADIENTS:
+            self._prefetch_backward(unit)
+        unit.awaits_backward = False
+        unit.wait()
+        unit.layout.show_again()
+
+    def post_backward(self, unit: Unit) -> None:
+        """The unit's gradient is complete."""
+        self.begin_backward()
+        gradient = unit.layout.take_gradient()
+        nested = graph_task() != unit.graph_task
+        unit.phase = Phase.POST_BACKWARD
+        if trace.recorder is not None:
+            trace.recorder.finish(self._spans.pop(unit, None))
+        if nested and unit.state is State.UNSHARDED:
+            self._lingering = unit
+        elif unit.reduces or unit.reshard_after_forward:
+            unit.reshard()
+        if self.backward_prefetch is Prefetch.AFTER_GRADIENTS:
+            self._prefetch_backward(unit)
+        if not unit.reduces:
+            unit.layout.keep_unreduced(gradient)
+            return
+        unreduced = unit.layout.take_unreduced()
+        if unreduced is not None:
+            gradient = unreduced.add_(gradient)
+        self.reducer.reduce(unit.name, unit.layout, unit.plan, gradient)
+
+    def _prefetch_backward(self, unit: Unit) -> None:
+        ahead = self.schedule.next_backward(unit)
+        if ahead is not None and ahead.awaits_backward:
+            ahead.unshard()
+
+    def _release_lingering(self, arriving: Unit) -> None:
+        """6. Another unit's turn has come, so the lingering one's will not come next; unless it is inside of it."""
+        lingering = self._lingering
+        if lingering is None or lingering is arriving or arriving in lingering.inner:
+            return
+        self._lingering = None
+        if lingering.phase is not Phase.PRE_BACKWARD and lingering.reshard_after_forward and not lingering.is_root:
+            lingering.reshard()
+
+    def _close(self, unit: Unit) -> None:
+        """The unit has nothing more to do in this backward."""
+        unit.phase = Phase.IDLE
+        unit.awaits_backward = False
+        if unit.reduces or unit.reshard_after_forward:
+            unit.reshard()
+
+    def end_backward(self) -> None:
+        """3. Autograd is done: afterwards every gradient is where the optimizer looks, and every unit is idle.
+
+        A unit may still be gathered here because a prefetch asked for it in vain, or because autograd never reached
+        its parameters. It is freed; the next forward must not meet parameters from before the optimizer step.
+        """
+        self.reducer.finish()
+        for unit in self.units:
+            if unit.phase is not Phase.IDLE or unit.state is not State.SHARDED:
+                self._close(unit)
+            unit.awaits_backward = False
+        self.schedule.end_iteration()
+        self._lingering = None
+        self._spans.clear()
+        self.in_backward = False
+
+    def watch(self, output: Any) -> None:
+        """For an outermost module without parameters of its own: notices the beginning of backward, nothing else."""
+        for tensor in tensors_in(output):
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                tensor.register_hook(lambda _: self.begin_backward())
+
+    # --- after an error ---
+
+    def recover(self) -> None:
+        """Brings every unit back to where an iteration may begin, after one that ended in an exception."""
+        self.reducer.finish()
+        for unit in self.units:
+            if unit.layout.leaf.grad is not None:
+                unit.layout.take_gradient()
+            unit.phase, unit.awaits_backward = Phase.IDLE, False
+            unit.reshard()
+            unit.limiter.clear()
+        self.schedule.end_iteration()
+        self._lingering = None
+        self._spans.clear()
+        self.in_backward = False
+
+
+def _not_while_summoned(unit: Unit, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"rank {rank_of_this_process()}: {what} of unit {unit.name!r} was started while its full parameters are summoned; "
+        "leave summon_full_params first"
+    )

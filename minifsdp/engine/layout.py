@@ -1,0 +1,199 @@
+"""What a unit asks of the tensors it consists of: the contract, and the places where modules keep parameters.
+
+A unit does not know how its parameters lie in memory. It knows a dozen verbs, and a *layout* answers them: the flat
+layout with one long tensor for all parameters, the per-parameter layout with a tensor each. Read this page as a table
+of contents; the lines under each verb are in ``flat.py``.
+
+Two variables, that is the idea of every layout here. The *shard* is what the optimizer owns: small, in full precision,
+always there. The *unsharded leaf* is what autograd owns: large, in the compute dtype, with memory only while it is
+needed. A gather goes from the first to the second, a reduction from the gradient of the second to that of the first::
+
+    shard          [a a a b] on rank 0, [b b b .] on rank 1        always
+                       | gather                ^ reduce
+    unsharded      [a a a b b b b .]   --->  its gradient          from gather to free
+
+`Slot` is the other half: a place in some module where a parameter is looked up by name. Modules are shown something
+else there as time goes by, the full tensor during compute, and outside of it whatever the layout has to offer.
+
+*In torch:* FSDP1 has one variable, ``FlatParameter``, whose ``.data`` is five different tensors in turn, and saves and
+restores ``.grad`` around them. FSDP2 has the two variables.
+
+Spec: SHARD-02, ORIG-01 to ORIG-04, FWD-04, CTOR-12.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from minifsdp.engine import misuse
+from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.lanes import Lanes, Promise
+from minifsdp.engine.lifetime import ReleaseEvent
+
+__all__ = ["Layout", "OwnedParameter", "Slot", "owned_parameters"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place where a module keeps a parameter: ``module.<name>``.
+
+    Attributes:
+        module: whose attribute it is.
+        name: the attribute's name.
+        path: full name inside the unit's module, for messages and state dicts.
+        direct: whether writing to the dictionary is enough. Modules with a ``__setattr__`` of their own (an LSTM
+            keeps a second list of its weights) must be told in the ordinary way.
+    """
+
+    module: nn.Module
+    name: str
+    path: str
+    direct: bool
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str, path: str) -> Slot:
+        """The slot of an attribute of ``module``."""
+        return cls(module, name, path, type(module).__setattr__ is nn.Module.__setattr__)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedParameter:
+    """One parameter of a unit: what remains to be known of it when its values have gone into a layout.
+
+    Attributes:
+        shape: its original shape.
+        slots: all places that show it, at least one. The first is where it was found first, others are ties to it.
+    """
+
+    shape: torch.Size
+    slots: list[Slot]
+
+    @property
+    def path(self) -> str:
+        """The parameter's name inside the unit."""
+        return self.slots[0].path
+
+
+def owned_parameters(
+    modules: Iterable[tuple[str, nn.Module]], ignored: set[nn.Parameter]
+) -> dict[nn.Parameter, OwnedParameter]:
+    """The parameters that ``modules`` own themselves, each once, in the order of the walk, ties joined.
+
+    Args:
+        modules: pairs of path and module; modules of inner units must not be among them.
+        ignored: parameters to leave alone.
+
+    Raises:
+        ValueError: a parameter belongs to another unit already.
+    """
+    found: dict[nn.Parameter, OwnedParameter] = {}
+    for prefix, module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter in ignored:
+                continue
+            slot = Slot.of(module, name, f"{prefix}.{name}" if prefix else name)
+            misuse.check_not_tied(parameter, slot.path)
+            found.setdefault(parameter, OwnedParameter(parameter.shape, [])).slots.append(slot)
+    return found
+
+
+def rebound(slot: Slot) -> RuntimeError:
+    """The error for a slot that does not hold what was put there."""
+    return RuntimeError(
+        f"rank {rank_of_this_process()}: parameter {slot.path!r} of {type(slot.module).__name__} was removed or "
+        "replaced after sharding, so the unit that owns it can no longer show the gathered values there. Change "
+        "parameters in place inside summon_full_params(), or replace them before wrapping the model"
+    )
+
+
+class Layout(ABC):
+    """How the parameters of one unit lie in memory. A layout talks to lanes and collectives, never to autograd hooks.
+
+    Attributes:
+        device: the compute device.
+        dtype: dtype of the unsharded parameters.
+        num_bytes: bytes of the unsharded parameters, padding included.
+        leaf: the tensor whose gradient says that the unit's gradients are complete.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    num_bytes: int
+    leaf: torch.Tensor
+
+    # --- memory ---
+
+    @abstractmethod
+    def gather(self, lanes: Lanes) -> Promise | None:
+        """Allocates the unsharded memory and starts to fill it. ``None`` if there is nothing to wait for."""
+
+    @abstractmethod
+    def free(self) -> ReleaseEvent | None:
+        """Releases the unsharded memory. ``None`` if there is none to release."""
+
+    @abstractmethod
+    def is_stale(self) -> bool:
+        """Whether the shard has been changed since it was gathered."""
+
+    # --- what modules see ---
+
+    @abstractmethod
+    def show_unsharded(self) -> None:
+        """Puts full parameters on the modules, new views for a new forward."""
+
+    @abstractmethod
+    def show_again(self) -> None:
+        """Puts back the views of the last forward that autograd recorded, for its backward."""
+
+    @abstractmethod
+    def show_sharded(self) -> None:
+        """Puts on the modules what they have while the parameters are not gathered."""
+
+    # --- gradients ---
+
+    @abstractmethod
+    def take_gradient(self) -> torch.Tensor:
+        """The complete unsharded gradient, padded, removed from the leaf."""
+
+    @abstractmethod
+    def keep_unreduced(self, gradient: torch.Tensor) -> None:
+        """Adds an unsharded gradient to those that wait for their reduction."""
+
+    @abstractmethod
+    def take_unreduced(self) -> torch.Tensor | None:
+        """Removes what `keep_unreduced` has collected, or ``None``."""
+
+    @abstractmethod
+    def accept_gradient(self, piece: torch.Tensor) -> None:
+        """Adds this rank's piece of the reduced gradient to what the optimizer will see."""
+
+    @property
+    @abstractmethod
+    def has_unreduced(self) -> bool:
+        """Whether the optimizer would find a gradient that was never reduced."""
+
+    # --- the user ---
+
+    @abstractmethod
+    def local_parameters(self) -> list[nn.Parameter]:
+        """What the optimizer owns of this unit."""
+
+    @abstractmethod
+    def full_row(self) -> torch.Tensor:
+        """The full values of all parameters in the stored dtype, in memory of their own unless nothing is sharded.
+
+        All ranks of the shard group must call it.
+        """
+
+    @abstractmethod
+    def show_row(self, row: torch.Tensor) -> None:
+        """Puts ordinary parameters on the modules, views of ``row``."""
+
+    @abstractmethod
+    def hide_row(self, row: torch.Tensor, *, keep_changes: bool) -> None:
+        """Puts back what the modules had before, and if wished this rank's part of the changes into the shard."""

@@ -1,0 +1,178 @@
+"""Who shards with whom, and who replicates with whom.
+
+All that is left of a sharding strategy, once the words are gone, is a table of ranks with two axes. Ranks in one *row*
+hold the pieces of one copy of the model: they gather from each other. Ranks in one *column* hold the same piece of
+different copies: they average their gradients.
+
+Worked example, four ranks::
+
+    FULL_SHARD            HYBRID_SHARD, two nodes        NO_SHARD
+
+    0 1 2 3               0 1    <- node 0               0
+                          2 3    <- node 1               1
+                                                         2
+    one copy in           two copies in                  3
+    four pieces           two pieces each                four copies, whole
+
+In the middle rank 2 gathers from {2, 3} and averages with {0, 2}. The sum of a gradient over its row and then over its
+column is the sum over all four ranks, which is why two small collectives can do the work of a large one.
+
+A `Group` is one row or one column as this rank sees it. It keeps the answers that ``torch.distributed`` would look up
+again in every call (size, own position, members), because the hot path asks for them in every unit.
+
+*In torch:* FSDP1 keeps ``process_group`` and ``_inter_node_pg`` on its state, FSDP2 has ``FSDPMeshInfo`` and
+``HSDPMeshInfo``; both are the table above.
+
+Spec: CTOR-06, CTOR-14, SHARD-11, HYB-01 to HYB-08.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Group", "Mesh", "default_group", "node_groups"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """One row or column of the table, seen from this rank.
+
+    Attributes:
+        process_group: the ``torch.distributed`` group.
+        size: number of ranks in it.
+        rank: this process's position in it, from 0.
+        ranks: the global ranks of its members, in order of position.
+    """
+
+    process_group: dist.ProcessGroup
+    size: int
+    rank: int
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup) -> Group:
+        """The group's facts, asked once. Nothing is communicated.
+
+        Raises:
+            ValueError: this process is not a member.
+        """
+        rank, size = process_group.rank(), process_group.size()
+        try:
+            ranks = tuple(dist.get_process_group_ranks(process_group))
+        except (KeyError, RuntimeError, ValueError):
+            # A group that torch.distributed did not make, as simulations have; it knows no global ranks.
+            ranks = tuple(range(size))
+        if rank < 0:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not a member of the given process group {ranks}; "
+                "pass every rank a group that it belongs to"
+            )
+        return cls(process_group, size, rank, ranks)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The table of ranks: this rank's row and column. ``None`` stands for a row or column of one.
+
+    Attributes:
+        shard: ranks that hold the other pieces of this copy; ``None`` when every rank holds everything.
+        replicate: ranks that hold the same piece of other copies; ``None`` when there is one copy.
+    """
+
+    shard: Group | None
+    replicate: Group | None
+
+    @classmethod
+    def sharded(cls, group: Group) -> Mesh:
+        """One copy, in as many pieces as the group has ranks."""
+        # A row of one is no row: gathering from nobody is a copy, so such a unit is treated as not sharded at all.
+        return cls(group, None) if group.size > 1 else cls(None, None)
+
+    @classmethod
+    def replicated(cls, group: Group) -> Mesh:
+        """As many whole copies as the group has ranks."""
+        return cls(None, group if group.size > 1 else None)
+
+    @classmethod
+    def hybrid(cls, shard: Group, replicate: Group) -> Mesh:
+        """Copies in pieces: ``shard`` is the row, ``replicate`` the column."""
+        return cls(shard if shard.size > 1 else None, replicate if replicate.size > 1 else None)
+
+    @property
+    def num_shards(self) -> int:
+        """Pieces that one copy is cut into."""
+        return 1 if self.shard is None else self.shard.size
+
+    @property
+    def shard_index(self) -> int:
+        """Which of the pieces this rank holds."""
+        return 0 if self.shard is None else self.shard.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks of the table: a gradient is averaged over this many."""
+        return self.num_shards * (1 if self.replicate is None else self.replicate.size)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank of the whole table, "rank 0" wherever one rank speaks for all."""
+        return self.shard_index == 0 and (self.replicate is None or self.replicate.rank == 0)
+
+
+def default_group() -> dist.ProcessGroup:
+    """The default process group.
+
+    Raises:
+        RuntimeError: there is none yet.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "sharding needs a process group and there is none: call torch.distributed.init_process_group() before "
+            "wrapping the model, or pass process_group="
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def node_size(device: torch.device) -> int:
+    """Ranks on each node: accelerators of this machine, or ``LOCAL_WORLD_SIZE`` on the CPU (set by ``torchrun``)."""
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).device_count())
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+# One pair of groups for each default group and node size: units that were wrapped one by one must share them, and
+# making a group is a collective that nobody should repeat for each of a hundred units.
+_node_groups: dict[tuple[dist.ProcessGroup, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+
+def node_groups(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's row (its node) and column (equal positions on all nodes). Every rank must call it.
+
+    Worked example, four ranks, two on each node: rank 3 gets ``(group of {2, 3}, group of {1, 3})``.
+
+    Raises:
+        ValueError: the number of ranks is no multiple of the ranks on one node.
+    """
+    world = default_group()
+    num_ranks, per_node = dist.get_world_size(), node_size(device)
+    if num_ranks % per_node:
+        raise ValueError(
+            f"rank {dist.get_rank()}: {num_ranks} ranks cannot be laid out in nodes of {per_node}; "
+            "pass process_group=(sharding group, replication group) to say who belongs together"
+        )
+    key = (world, per_node)
+    if key not in _node_groups:
+        for stale in [k for k in _node_groups if k[0] is not world]:
+            del _node_groups[stale]
+        rows = [list(range(start, start + per_node)) for start in range(0, num_ranks, per_node)]
+        columns = [list(column) for column in zip(*rows, strict=True)]
+        row, _ = dist.new_subgroups_by_enumeration(rows)
+        column, _ = dist.new_subgroups_by_enumeration(columns)
+        _node_groups[key] = (row, column)
+    return _node_groups[key]

@@ -1,0 +1,127 @@
+"""Mistakes that would otherwise train on, silently and wrongly: noticed at the next optimizer step.
+
+Two of them cannot be seen where they are made, only where they do harm:
+
+* *An optimizer that was built before wrapping.* It holds the original parameters, which no module uses any more. Its
+  step changes tensors that nobody looks at; the loss stays flat and nothing says why. Every parameter that a unit has
+  replaced is remembered here by a weak reference, and the first step of each optimizer is checked against them.
+* *A step after* ``no_sync()`` *without a reducing backward.* What is found in ``.grad`` then is this rank's own sum in full
+  size, no rank's share of a mean.
+
+A third is noticed at construction: a parameter that is *tied* between two units. The first unit has taken it; the
+second module still shows it, and from then on the two copies would drift apart.
+
+The check is a hook that PyTorch runs before the step of any optimizer. It looks at an optimizer once in its life, and
+at an empty set from then on.
+
+*In torch:* nothing in the first case, a size mismatch without a name in the second, two copies in the third.
+
+Spec: CTOR-05, NOSYNC-10, ORIG-16.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from minifsdp.engine.collectives import rank_of_this_process
+
+__all__ = ["check_not_tied", "check_reduced", "note_replaced", "note_unreduced"]
+
+
+class HoldsGradient(Protocol):
+    """What shows an unreduced gradient to the optimizer."""
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether it does so right now."""
+        ...
+
+    def local_parameters(self) -> Sequence[nn.Parameter]:
+        """What the optimizer owns of it."""
+        ...
+
+
+_replaced: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+_unreduced: weakref.WeakSet[Any] = weakref.WeakSet()
+_checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_is_watching = False
+
+
+def note_replaced(parameter: nn.Parameter, path: str) -> None:
+    """Remembers that a unit has taken the place of ``parameter``, and from now on watches optimizers."""
+    global _is_watching
+    key = id(parameter)
+    _replaced[key] = (weakref.ref(parameter, lambda _: _replaced.pop(key, None)), path)
+    if not _is_watching:
+        _is_watching = True
+        register_optimizer_step_pre_hook(_before_step)
+
+
+def note_unreduced(owner: HoldsGradient) -> None:
+    """Remembers that ``owner`` shows an unreduced gradient."""
+    _unreduced.add(owner)
+
+
+def check_not_tied(parameter: nn.Parameter, path: str) -> None:
+    """Whether a unit may take ``parameter``.
+
+    Raises:
+        ValueError: another unit has taken it already.
+    """
+    reference, other = _replaced.get(id(parameter), (None, ""))
+    if reference is not None and reference() is parameter:
+        raise ValueError(
+            f"rank {rank_of_this_process()}: parameter {path!r} is the same as {other!r} of a unit that was wrapped "
+            "before. A parameter cannot be tied across units, the copies would drift apart; wrap a module that "
+            "contains both of its users as one unit, and neither of them alone"
+        )
+
+
+def check_reduced(what: str, owners: Iterable[HoldsGradient]) -> None:
+    """Whether none of ``owners`` is left with an unreduced gradient.
+
+    Raises:
+        RuntimeError: one is.
+    """
+    if any(owner.has_unreduced for owner in owners):
+        raise RuntimeError(
+            f"rank {rank_of_this_process()}: {what} found gradients that were never reduced: no backward outside of "
+            "no_sync() followed the ones inside. Let the last micro-batch of each step run outside of no_sync(), or "
+            "call zero_grad() to drop the gradients"
+        )
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _unreduced:
+        held = {id(p) for p in _parameters_of(optimizer)}
+        mine = [owner for owner in _unreduced if any(id(p) in held for p in owner.local_parameters())]
+        check_reduced(f"{type(optimizer).__name__}.step()", mine)
+        for owner in mine:
+            _unreduced.discard(owner)
+    if optimizer not in _checked:
+        _checked.add(optimizer)
+        _warn_if_stale(optimizer)
+
+
+def _warn_if_stale(optimizer: torch.optim.Optimizer) -> None:
+    parameters = list(_parameters_of(optimizer))
+    num_stale = sum(id(p) in _replaced and _replaced[id(p)][0]() is p for p in parameters)
+    if num_stale:
+        warnings.warn(
+            f"rank {rank_of_this_process()}: {num_stale} of {len(parameters)} parameters of this "
+            f"{type(optimizer).__name__} were replaced when the model was sharded, so its step cannot change the "
+            "model; build the optimizer after wrapping, from the wrapped model's parameters()",
+            stacklevel=4,
+        )
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

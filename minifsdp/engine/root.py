@@ -1,0 +1,116 @@
+"""The tree: a lazy root, what its units share, and the beginning of an iteration.
+
+Units are made one by one, inner ones first, and none of them can know at that time whether it will be the outermost.
+So the question is left open until the first forward: the unit whose forward runs first, with no other around it, is the
+*root*, and all units inside its module belong to its tree. A tree shares
+
+* the lanes: three streams for a hundred units, not three hundred;
+* the rate limiter: "two in flight" is a statement about all units together;
+* the cycle, with the recorded order and the one reduction in flight.
+
+What is done at the beginning of an iteration, in this order:
+
+1. if the iteration before ended in an exception, which shows in a unit that is still in forward or a backward that
+   never ended, bring every unit back to a defined state;
+2. let the gather lane follow the main road, which has just run the optimizer;
+3. free what is still gathered from before and has been changed since. That happens to the root after a forward that no
+   backward followed; computing on it would mean to train on yesterday's weights.
+
+A unit that ran forward on its own first was the root of its own small tree. When it turns out later that there is a
+larger one around it, the larger tree takes it over.
+
+*In torch:* ``_lazy_init`` and ``_root_pre_forward``; being taken over ends there in an assertion about ``_is_root``.
+
+Spec: CTOR-10, CTOR-11, SHARD-05, NEW-15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from minifsdp.engine.hooks import NOT_IN_BACKWARD, Cycle, Prefetch, graph_task
+from minifsdp.engine.lanes import Lanes
+from minifsdp.engine.lifetime import RateLimiter
+from minifsdp.engine.reduce import Reducer
+from minifsdp.engine.unit import Phase, State, Unit
+
+__all__ = ["Root"]
+
+
+class Root:
+    """What the units of one tree share.
+
+    Args:
+        units: all units of the tree with their full names, the outermost module's own unit (if it has one) included.
+        outermost: the unit of the outermost module; ``None`` if that has no parameters of its own.
+        device: the compute device.
+        backward_prefetch: when backward asks for the next unit.
+        forward_prefetch: whether forward does.
+        limit_gathers: whether the rate limiter is on.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[tuple[str, Unit]],
+        outermost: Unit | None,
+        device: torch.device,
+        *,
+        backward_prefetch: Prefetch,
+        forward_prefetch: bool,
+        limit_gathers: bool,
+    ) -> None:
+        self.device, self.outermost = device, outermost
+        self.lanes = Lanes(device)
+        self.limiter = RateLimiter(limit_gathers)
+        self.units = [unit for _, unit in units]
+        self.cycle = Cycle(
+            self.units,
+            Reducer(self.lanes),
+            backward_prefetch=backward_prefetch,
+            forward_prefetch=forward_prefetch,
+        )
+        self._forward_is_open = False
+        for name, unit in units:
+            unit.name = name
+            unit.is_root = unit is outermost
+            unit.join(self.lanes, self.limiter)
+        self._find_inner_units()
+
+    def _find_inner_units(self) -> None:
+        by_module = {unit.module: unit for unit in self.units}
+        for unit in self.units:
+            inside = (by_module.get(module) for module in unit.module.modules())
+            unit.inner = frozenset(other for other in inside if other is not None and other is not unit)
+
+    def dissolve(self) -> None:
+        """Lets the units go: a larger tree has been found around them."""
+        self.cycle.recover()
+        self.cycle.dissolve()
+
+    def begin_forward(self) -> bool:
+        """Called when a forward of any unit begins.
+
+        Returns:
+            Whether this is the outermost of the calls, the one that must call `end_forward`, also after an exception.
+            That is usually the outermost module's, but an inner unit may be called on its own.
+        """
+        if self._forward_is_open or graph_task() != NOT_IN_BACKWARD:
+            # Inside another forward, or a recomputation inside backward: no new iteration.
+            return False
+        self._forward_is_open = True
+        # 1. An iteration that came to its end leaves nobody in forward and no backward open.
+        if self.cycle.in_backward or any(unit.phase is Phase.FORWARD for unit in self.units):
+            self.cycle.recover()
+        # 2. Once in an iteration is enough: nothing else writes to shards while it runs.
+        self.lanes.gather.follow()
+        # 3. Changed since it was gathered.
+        for unit in self.units:
+            if unit.state is State.UNSHARDED and unit.layout.is_stale():
+                unit.reshard()
+        return True
+
+    def end_forward(self) -> None:
+        """Called when the outermost of the calls has returned or raised."""
+        self._forward_is_open = False

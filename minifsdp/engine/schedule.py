@@ -1,0 +1,99 @@
+"""Who is gathered next: the recorded order.
+
+A gather hides behind compute only if somebody asks for it early, and to ask early one must know who comes next. The
+order of a model's units is not written anywhere; it is *observed*:
+
+* units **leave** forward in some order, 0 1 2 3. Backward will meet them in reverse, so when the gradient of unit 3's
+  output arrives, the next to gather is the one that left before it: 2. This order is recorded anew in every iteration,
+  and a model that takes another branch today is followed today.
+* units **enter** forward in some order, too. When unit 0 enters, the next would be 1, but that is only known from an
+  earlier iteration. So forward prefetch works from the second iteration on, in the order of the first.
+
+Worked example, a root R around 0 and 1::
+
+    entered   R 0 1          next for forward:   R -> 0 -> 1 -> nobody
+    left      0 1 R          next for backward:  R -> 1 -> 0 -> nobody
+
+A unit whose module is called twice is recorded once, at the first time.
+
+A schedule answers questions and never calls a unit: what follows from the answer is decided elsewhere, and whatever a
+wrong guess costs, it does not cost correctness.
+
+*In torch:* ``_ExecOrderData`` in ``_exec_order_utils.py``; FSDP2 keeps ``post_forward_order``.
+
+Spec: PREF-08, PREF-11, PREF-12, PREF-13.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.unit import Unit
+
+__all__ = ["Schedule"]
+
+
+class Schedule:
+    """The order in which the units of one tree enter and leave forward."""
+
+    __slots__ = ("_entered", "_first_order", "_is_first_iteration", "_left", "_left_at", "_position", "_warned")
+
+    def __init__(self) -> None:
+        self._first_order: list[Unit] = []
+        self._entered: dict[Unit, int] = {}
+        self._is_first_iteration = True
+        self._left: list[Unit] = []
+        self._left_at: dict[Unit, int] = {}
+        self._position = 0
+        self._warned = False
+
+    def enter(self, unit: Unit) -> None:
+        """A unit begins a forward that autograd records."""
+        if self._is_first_iteration and unit not in self._entered:
+            self._entered[unit] = len(self._first_order)
+            self._first_order.append(unit)
+
+    def leave(self, unit: Unit) -> None:
+        """A unit has finished a forward that autograd recorded."""
+        if unit not in self._left_at:
+            self._left_at[unit] = len(self._left)
+            self._left.append(unit)
+
+    def next_forward(self, unit: Unit) -> Unit | None:
+        """Who entered after ``unit`` in the first iteration; ``None`` during that iteration, and after the last."""
+        if self._is_first_iteration:
+            return None
+        position = self._entered.get(unit)
+        self._notice_change(unit, position)
+        if position is None or position + 1 >= len(self._first_order):
+            return None
+        return self._first_order[position + 1]
+
+    def _notice_change(self, unit: Unit, position: int | None) -> None:
+        # Entering ahead of the recorded order, or being new, means a prefetch for somebody else was in vain. Entering
+        # again, behind it, is a module that is called more than once.
+        if (position is None or position > self._position) and not self._warned:
+            self._warned = True
+            expected = self._first_order[self._position].name if self._position < len(self._first_order) else "none"
+            warnings.warn(
+                f"rank {rank_of_this_process()}: forward_prefetch expects the units in the order of the first iteration, "
+                f"but {unit.name!r} came where {expected!r} was expected. Results stay correct; the prefetched "
+                "parameters were in vain. Turn forward_prefetch off for a model whose order changes",
+                stacklevel=2,
+            )
+        if position is not None:
+            self._position = max(self._position, position + 1)
+
+    def next_backward(self, unit: Unit) -> Unit | None:
+        """Who left forward just before ``unit`` in this iteration; ``None`` before the first."""
+        position = self._left_at.get(unit)
+        return self._left[position - 1] if position else None
+
+    def end_iteration(self) -> None:
+        """Backward is over."""
+        if self._first_order:
+            self._is_first_iteration = False
+        self._left.clear()
+        self._left_at.clear()
+        self._position = 0

@@ -1,0 +1,232 @@
+"""From the constructor's arguments to a unit: checks, groups, the device.
+
+Nothing here runs again after construction, so it can afford to be careful. A wrong argument must end in a message on
+every rank *before the first collective*: a rank that stops with an error while the others wait for it looks, from
+outside, like a hang.
+
+The order is: check what needs no model, choose the mesh, choose the device, then lay out the parameters. The one
+collective among these is making the groups of a hybrid strategy, when the user has not made them.
+
+*In torch:* ``_init_utils.py``, 1236 lines; a string for a strategy ends in a bare ``KeyError`` there.
+
+Spec: CTOR-02, CTOR-06 to CTOR-09, CTOR-14, PREF-01, HYB-02, HYB-03, HYB-07, HYB-08, DEV-09, LEGACY-04.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.hooks import Prefetch
+from minifsdp.engine.mesh import Group, Mesh, default_group, node_groups
+from minifsdp.engine.precision import Precision
+from minifsdp.fsdp1 import policies
+from minifsdp.fsdp1.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+
+__all__ = ["check_options", "choose_mesh", "compute_device", "modules_of_unit", "precision_of", "prefetch_of"]
+
+ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
+
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+FREES_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+
+def _fail(kind: type[Exception], message: str) -> Exception:
+    return kind(f"rank {rank_of_this_process()}: {message}")
+
+
+def check_options(
+    module: Any,
+    sharding_strategy: Any,
+    cpu_offload: Any,
+    auto_wrap_policy: Any,
+    backward_prefetch: Any,
+    mixed_precision: Any,
+) -> None:
+    """Whether each argument is of a kind that it may be. Nothing is communicated.
+
+    Raises:
+        TypeError: one is not.
+    """
+    if not isinstance(module, nn.Module):
+        raise _fail(TypeError, f"module must be a torch.nn.Module, got {type(module).__name__}")
+    if isinstance(sharding_strategy, CPUOffload):
+        raise _fail(
+            TypeError,
+            "a CPUOffload stands where sharding_strategy is expected; the third position changed its meaning, pass it "
+            "as cpu_offload=",
+        )
+    if sharding_strategy is not None and not isinstance(sharding_strategy, ShardingStrategy):
+        members = ", ".join(f"ShardingStrategy.{member.name}" for member in ShardingStrategy)
+        raise _fail(TypeError, f"sharding_strategy must be one of {members} or None, got {sharding_strategy!r}")
+    if cpu_offload is not None and not isinstance(cpu_offload, CPUOffload):
+        raise _fail(TypeError, f"cpu_offload must be a CPUOffload or None, got {cpu_offload!r}")
+    if backward_prefetch is not None and not isinstance(backward_prefetch, BackwardPrefetch):
+        members = ", ".join(f"BackwardPrefetch.{member.name}" for member in BackwardPrefetch)
+        raise _fail(TypeError, f"backward_prefetch must be one of {members} or None, got {backward_prefetch!r}")
+    if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision):
+        raise _fail(TypeError, f"mixed_precision must be a MixedPrecision or None, got {mixed_precision!r}")
+    if auto_wrap_policy is not None:
+        policies.require_policy(auto_wrap_policy)
+
+
+def choose_mesh(
+    process_group: Any, strategy: ShardingStrategy, *, has_policy: bool, device: torch.device
+) -> tuple[Mesh, ProcessGroups]:
+    """The table of ranks for a strategy, and the groups to hand to inner units.
+
+    Every rank must call it, because a hybrid strategy without groups makes them.
+
+    Raises:
+        RuntimeError: there is no default process group and none was given.
+        ValueError: the groups do not fit the strategy.
+        TypeError: ``process_group`` is neither a group nor a pair of groups.
+    """
+    if strategy in HYBRID:
+        pair = _hybrid_groups(process_group, strategy, has_policy=has_policy, device=device)
+        return Mesh.hybrid(Group.of(pair[0]), Group.of(pair[1])), pair
+    if isinstance(process_group, (tuple, list)):
+        raise _fail(
+            ValueError,
+            f"a pair of process groups means a hybrid strategy, but sharding_strategy is {strategy.name}; pass one "
+            "group, or HYBRID_SHARD",
+        )
+    group = default_group() if process_group is None else process_group
+    if not _is_group(group):
+        raise _fail(TypeError, f"process_group must be a torch.distributed.ProcessGroup, got {process_group!r}")
+    members = Group.of(group)
+    if strategy is ShardingStrategy.NO_SHARD:
+        return Mesh.replicated(members), group
+    return Mesh.sharded(members), group
+
+
+def _hybrid_groups(
+    process_group: Any, strategy: ShardingStrategy, *, has_policy: bool, device: torch.device
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    if process_group is None:
+        default_group()
+        if not has_policy:
+            raise _fail(
+                ValueError,
+                f"{strategy.name} without process_group needs an auto_wrap_policy: units that are wrapped one by one "
+                "would each make groups of their own. Pass process_group=(sharding group, replication group)",
+            )
+        return node_groups(device)
+    pair = tuple(process_group) if isinstance(process_group, (tuple, list)) else ()
+    if len(pair) != 2 or not all(map(_is_group, pair)):
+        raise _fail(
+            ValueError,
+            f"{strategy.name} needs process_group=(sharding group, replication group), got {process_group!r}",
+        )
+    return pair[0], pair[1]
+
+
+def _is_group(candidate: Any) -> bool:
+    # By what it can do: groups written in Python for simulations need not derive from torch's class.
+    return all(callable(getattr(candidate, method, None)) for method in ("rank", "size"))
+
+
+def compute_device(module: nn.Module, device_id: Any) -> torch.device:
+    """Where the unit computes: ``device_id``, else where the module is, else the current accelerator, else the CPU.
+
+    Raises:
+        TypeError: ``device_id`` is neither an index nor a device.
+        ValueError: it is not the accelerator that the module is on.
+        RuntimeError: the module is spread over several devices.
+    """
+    found = {p.device for p in module.parameters() if p.device.type != "meta"}
+    accelerators = {device for device in found if device.type != "cpu"}
+    if len(accelerators) > 1 or (accelerators and len(found) > 1 and device_id is None):
+        raise _fail(
+            RuntimeError,
+            f"the module's parameters are on several devices ({sorted(map(str, found))}); move it to one device first, "
+            "or pass device_id if a part of it is still on the CPU",
+        )
+    if device_id is None:
+        return next(iter(accelerators)) if accelerators else _current_device()
+    device = _as_device(device_id)
+    if accelerators and accelerators != {device}:
+        raise _fail(ValueError, f"device_id is {device} but the module is on {next(iter(accelerators))}; they must agree")
+    return device
+
+
+def _as_device(device_id: Any) -> torch.device:
+    if callable(device_id) or isinstance(device_id, bool):
+        raise _fail(
+            TypeError,
+            f"device_id must be an int, a torch.device or None, got {device_id!r}; if this is "
+            "torch.cuda.current_device, call it",
+        )
+    device = torch.device(device_id)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.index is None:
+        warnings.warn(
+            f"rank {rank_of_this_process()}: device_id={device_id!r} has no index, the current device is taken; pass "
+            "the local rank, or call torch.cuda.set_device() before",
+            stacklevel=4,
+        )
+        return torch.device(device.type, torch.get_device_module(device).current_device())
+    return device
+
+
+def _current_device() -> torch.device:
+    kind = _accelerator()
+    return torch.device(kind, torch.get_device_module(kind).current_device()) if kind else torch.device("cpu")
+
+
+def _accelerator() -> str | None:
+    current = torch.accelerator.current_accelerator(check_available=True)
+    return None if current is None else current.type
+
+
+def precision_of(mixed_precision: MixedPrecision | None) -> Precision:
+    """The engine's words for the user's ``MixedPrecision``."""
+    if mixed_precision is None:
+        return Precision()
+    chosen = mixed_precision
+    return Precision(
+        compute=chosen.param_dtype,
+        reduce=chosen.reduce_dtype,
+        buffers=chosen.buffer_dtype,
+        keep_reduce_dtype=chosen.keep_low_precision_grads,
+        cast_inputs=chosen.cast_forward_inputs,
+        cast_root_inputs=chosen.cast_root_forward_inputs,
+    )
+
+
+def prefetch_of(backward_prefetch: BackwardPrefetch | None) -> Prefetch:
+    """The engine's word for the user's ``BackwardPrefetch``."""
+    if backward_prefetch is None:
+        return Prefetch.NEVER
+    before = backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+    return Prefetch.BEFORE_GRADIENTS if before else Prefetch.AFTER_GRADIENTS
+
+
+def modules_of_unit(module: nn.Module, is_unit: Any, ignored: set[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """The modules whose own parameters belong to the unit around ``module``, with their paths, each once.
+
+    Args:
+        module: the unit's module.
+        is_unit: tells a module that is a unit itself; neither it nor what is inside it is listed.
+        ignored: modules to leave out; what is below them is not left out by that.
+    """
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[nn.Module] = set()
+
+    def walk(path: str, current: nn.Module) -> None:
+        if current in seen or is_unit(current):
+            return
+        seen.add(current)
+        if current not in ignored:
+            found.append((path, current))
+        for name, child in current.named_children():
+            walk(f"{path}.{name}" if path else name, child)
+
+    walk("", module)
+    return found

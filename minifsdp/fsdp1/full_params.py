@@ -1,0 +1,100 @@
+"""The user's hands on full parameters: ``summon_full_params`` and ``apply``.
+
+Outside of forward and backward nobody has the full parameters. Now and then somebody wants them: to look at a weight, to
+initialise by module type, to evaluate a formula. For the time of a ``with`` block each unit is gathered into a *row* of
+its own, in the stored dtype, and its modules show ordinary ``nn.Parameter`` objects that are views of the row. The flat
+parameter steps aside, and the wrappers leave their prefixes out of names, so that inside the block the model looks as
+if it had never been wrapped.
+
+What happens to changes? Each rank writes back *its own slice* of what it sees. If all ranks made the same change, all
+of it persists; if each made a different one, the result is a patchwork by slice. Two ranks, a weight of four elements,
+rank 0 fills it with 0 and rank 1 with 1::
+
+    rank 0 sees [0 0 0 0], keeps [0 0]        afterwards everybody gathers [0 0 1 1]
+    rank 1 sees [1 1 1 1], keeps     [1 1]
+
+The row is a temporary tensor and not the memory that forward uses: that one may have another dtype, and a backward may
+still be waiting for what is in it.
+
+*In torch:* ``_unshard_param_utils.py``. A forward inside the block runs there and breaks on leaving; here it raises.
+
+Spec: SUMMON-01 to SUMMON-20, APPLY-01 to APPLY-04, NAMES-02, NAMES-03, MP-18.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.hooks import NOT_IN_BACKWARD, graph_task
+from minifsdp.engine.unit import Phase, Unit
+
+__all__ = ["check_summon_options", "summoned"]
+
+
+def check_summon_options(*, writeback: bool, rank0_only: bool, offload_to_cpu: bool) -> None:
+    """Whether the options go together. Nothing is communicated.
+
+    Raises:
+        NotImplementedError: ``writeback`` with ``rank0_only``: the other ranks would keep old slices of a new model.
+    """
+    if writeback and rank0_only:
+        raise NotImplementedError(
+            f"rank {rank_of_this_process()}: summon_full_params cannot write back what only rank 0 has seen; pass "
+            "writeback=False to look, or rank0_only=False to change"
+        )
+    if offload_to_cpu and not rank0_only:
+        warnings.warn(
+            f"rank {rank_of_this_process()}: offload_to_cpu=True with rank0_only=False makes a CPU copy of the whole "
+            "model on every rank, also where ranks share the memory of one machine; consider rank0_only=True",
+            stacklevel=4,
+        )
+
+
+@contextmanager
+def summoned(units: Sequence[Unit], *, writeback: bool, rank0_only: bool, offload_to_cpu: bool) -> Generator[None]:
+    """Full parameters on the modules of ``units``. All ranks must enter and leave it, also with ``rank0_only``.
+
+    Raises:
+        RuntimeError: a unit is in forward or backward, or its full parameters have been summoned already.
+    """
+    for unit in units:
+        _check_idle(unit)
+    with ExitStack() as stack:
+        for unit in units:
+            stack.enter_context(_one(unit, writeback, rank0_only, offload_to_cpu))
+        yield
+
+
+def _check_idle(unit: Unit) -> None:
+    if unit.phase is Phase.SUMMONED:
+        raise RuntimeError(
+            f"rank {rank_of_this_process()}: the full parameters of unit {unit.name!r} have been summoned already; "
+            "leave the outer summon_full_params (or apply) first"
+        )
+    if unit.phase is not Phase.IDLE or graph_task() != NOT_IN_BACKWARD:
+        raise RuntimeError(
+            f"rank {rank_of_this_process()}: the full parameters of unit {unit.name!r} cannot be summoned while its "
+            "forward or backward runs; do it before or after"
+        )
+
+
+@contextmanager
+def _one(unit: Unit, writeback: bool, rank0_only: bool, offload_to_cpu: bool) -> Generator[None]:
+    layout, mesh = unit.layout, unit.plan.mesh
+    row = layout.full_row()
+    if rank0_only and not mesh.is_first:
+        # This rank has done its part of the gather; what it would see is none of its business.
+        yield
+        return
+    if offload_to_cpu and mesh.shard is not None:
+        row = row.cpu()
+    unit.phase = Phase.SUMMONED
+    layout.show_row(row)
+    try:
+        yield
+    finally:
+        layout.hide_row(row, keep_changes=writeback or mesh.shard is None)
+        unit.phase = Phase.IDLE

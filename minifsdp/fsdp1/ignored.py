@@ -1,0 +1,94 @@
+"""What to leave alone: ignored modules and parameters.
+
+Somebody else may be in charge of a part of the model: an embedding that another library shards, a frozen tower on one
+device, an expert that only this rank has. Such a part is named, and the unit around it behaves as if it were not there:
+its parameters are not flattened, not sent, and their gradients are not reduced.
+
+A module is ignored with everything below it, up to a wrapper: a unit inside an ignored module is somebody's explicit
+wish and keeps sharding.
+
+*In torch:* ``_get_ignored_modules`` and ``_get_ignored_params`` in ``_init_utils.py``.
+
+Spec: IGN-01 to IGN-12.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from minifsdp.engine.collectives import rank_of_this_process
+
+__all__ = ["find_ignored"]
+
+
+def find_ignored(
+    module: nn.Module,
+    ignored_modules: Any,
+    ignored_states: Any,
+    is_wrapper: Callable[[nn.Module], bool],
+) -> tuple[set[nn.Module], set[nn.Parameter]]:
+    """The modules and the parameters that the wrapper around ``module`` leaves alone. Nothing is communicated.
+
+    Raises:
+        ValueError: both arguments were given, one is itself a wrapper, or parameters and modules are mixed.
+        TypeError: not an iterable, or with something else in it.
+    """
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError(
+            f"rank {rank_of_this_process()}: pass ignored_modules or ignored_states, not both; ignored_states takes "
+            "modules as well"
+        )
+    roots, parameters = _sort_out(ignored_modules, ignored_states)
+    for root in roots:
+        if is_wrapper(root):
+            raise ValueError(
+                f"rank {rank_of_this_process()}: an ignored module must not be a FullyShardedDataParallel itself; "
+                "leave it out, its unit keeps sharding on its own"
+            )
+    modules = {inner for root in roots for inner in _below(root, is_wrapper)}
+    if module in modules:
+        warnings.warn(
+            f"rank {rank_of_this_process()}: the wrapped module itself ({type(module).__name__}) is ignored, so this "
+            "wrapper shards nothing",
+            stacklevel=3,
+        )
+    parameters |= {parameter for inner in modules for parameter in inner.parameters(recurse=False)}
+    return modules, parameters
+
+
+def _sort_out(ignored_modules: Any, ignored_states: Any) -> tuple[list[nn.Module], set[nn.Parameter]]:
+    if ignored_states is None:
+        given = _as_list(ignored_modules, "ignored_modules")
+        for item in given:
+            if not isinstance(item, nn.Module):
+                raise TypeError(f"rank {rank_of_this_process()}: ignored_modules must hold modules, found {type(item).__name__}")
+        return given, set()
+    given = _as_list(ignored_states, "ignored_states")
+    if all(isinstance(item, nn.Parameter) for item in given):
+        return [], set(given)
+    if all(isinstance(item, nn.Module) for item in given):
+        return given, set()
+    kinds = sorted({type(item).__name__ for item in given})
+    raise ValueError(
+        f"rank {rank_of_this_process()}: ignored_states takes parameters or modules, not a mixture; found {kinds}"
+    )
+
+
+def _as_list(given: Iterable[Any] | None, argument: str) -> list[Any]:
+    if given is None:
+        return []
+    if not isinstance(given, Iterable):
+        raise TypeError(f"rank {rank_of_this_process()}: {argument} must be an iterable, got {type(given).__name__}")
+    return list(given)
+
+
+def _below(module: nn.Module, is_wrapper: Callable[[nn.Module], bool]) -> Iterable[nn.Module]:
+    if is_wrapper(module):
+        return
+    yield module
+    for child in module.children():
+        yield from _below(child, is_wrapper)

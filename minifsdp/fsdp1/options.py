@@ -1,0 +1,88 @@
+"""What the user may choose: the enums and records of ``FullyShardedDataParallel``.
+
+Plain data, no behaviour. Every name, member, field and default is that of ``torch.distributed.fsdp``, so that code
+which builds these objects needs a new import line and nothing else.
+
+The one idea worth a sentence: *a strategy is a mesh and one flag*. Who shares the shards, who holds copies, and are the
+full parameters freed after forward? With W ranks in all and L on each node:
+
+=======================  ===========  ===============  ==================  =============
+strategy                 shard group  replicate group  free after forward  also known as
+=======================  ===========  ===============  ==================  =============
+``FULL_SHARD``           W            1                yes                 ZeRO-3
+``SHARD_GRAD_OP``        W            1                no                  ZeRO-2
+``NO_SHARD``             1            W                nothing to free     DDP
+``HYBRID_SHARD``         L            W / L            yes
+``_HYBRID_SHARD_ZERO2``  L            W / L            no
+=======================  ===========  ===============  ==================  =============
+
+*In torch:* ``torch/distributed/fsdp/api.py``.
+
+Spec: SHARD-01, PREF-01, MP-01, OFF-01.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = ["BackwardPrefetch", "CPUOffload", "MixedPrecision", "ShardingStrategy"]
+
+
+class ShardingStrategy(Enum):
+    """Which of parameters, gradients and optimizer state are sharded, over whom, and when the full ones are freed."""
+
+    FULL_SHARD = auto()
+    SHARD_GRAD_OP = auto()
+    NO_SHARD = auto()
+    HYBRID_SHARD = auto()
+    _HYBRID_SHARD_ZERO2 = auto()
+
+
+class BackwardPrefetch(Enum):
+    """When backward asks for the parameters of the unit that comes next.
+
+    ``BACKWARD_PRE`` asks before the current unit's gradients are computed: most overlap, and two units are held at
+    once. ``BACKWARD_POST`` asks after they are computed and the current unit is freed: less memory, less overlap.
+    ``None`` instead of a member asks only when the next unit's own backward begins.
+    """
+
+    BACKWARD_PRE = auto()
+    BACKWARD_POST = auto()
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """Which dtype at which step; ``None`` everywhere means no casting.
+
+    Attributes:
+        param_dtype: dtype of the gathered parameters, hence of forward and backward compute. The stored shards and
+            the optimizer keep their own, full precision.
+        reduce_dtype: dtype in which gradients travel; ``None`` follows ``param_dtype``.
+        buffer_dtype: dtype that floating-point buffers are cast to at the first forward.
+        keep_low_precision_grads: leave the sharded gradient in the dtype in which it travelled.
+        cast_forward_inputs: a unit that is not the root casts its floating-point inputs to ``param_dtype``.
+        cast_root_forward_inputs: the root casts its floating-point inputs to ``param_dtype``.
+        _module_classes_to_ignore: with an auto-wrap policy, modules of these classes become units of their own
+            without mixed precision.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
+
+
+@dataclass
+class CPUOffload:
+    """Whether shards, their gradients and hence the optimizer state live on the CPU between computations."""
+
+    offload_params: bool = False

@@ -1,0 +1,89 @@
+"""Clipping by the norm of all gradients.
+
+The norm of a gradient vector that is cut into pieces is not the sum of the pieces' norms, and not any one of them. But
+the p-th *powers* do add up::
+
+    rank 0 has [3 0], rank 1 has [0 4]         local norms 3 and 4
+    2-norm of [3 0 0 4]                        (3**2 + 4**2) ** (1/2) = 5
+
+So each rank adds the powers of what it has, one number goes through an all-reduce, and the root is taken at the end;
+for the maximum norm the all-reduce takes the maximum. Gradients that every rank has in full (of units that are not
+sharded, of ignored parameters) are counted once, after the sum.
+
+``torch.nn.utils.clip_grad_norm_`` sees local pieces only: it would scale by 3 here and by 4 there, and ranks would
+drift apart without a word.
+
+*In torch:* the method ``clip_grad_norm_``, with one all-reduce over the root's group for all units.
+
+Spec: CLIP-01 to CLIP-10, HYB-09, NOSYNC-10.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.mesh import Group
+
+__all__ = ["clip_gradients"]
+
+
+@torch.no_grad()
+def clip_gradients(
+    sharded: Mapping[Group, Sequence[torch.Tensor]],
+    whole: Sequence[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    device: torch.device,
+) -> torch.Tensor:
+    """Scales all gradients in place so that their common norm is at most ``max_norm``. All ranks must call it.
+
+    Args:
+        sharded: for each shard group the gradients of which this rank has a slice; the keys must be the same on every
+            rank, also where a rank has no gradient.
+        whole: gradients that every rank has in full.
+        max_norm: the largest norm to allow.
+        norm_type: p of the p-norm, ``math.inf`` for the maximum norm.
+        device: where to compute the norm.
+
+    Returns:
+        The norm before clipping, equal on all ranks, in the dtype that all gradients can be promoted to.
+    """
+    # In float32 whatever the gradients are: sums of squares of many small float16 numbers vanish or overflow.
+    parts = [_norm(whole, norm_type, device)]
+    for group, gradients in sharded.items():
+        parts.append(_sum_over(group, _norm(gradients, norm_type, device), norm_type))
+    norm = torch.linalg.vector_norm(torch.stack(parts), norm_type)
+    every = [*whole, *(gradient for gradients in sharded.values() for gradient in gradients)]
+    if not every:
+        warnings.warn(
+            f"rank {rank_of_this_process()}: clip_grad_norm_ found no gradients, so the norm is 0; call it after "
+            "backward and before the optimizer step",
+            stacklevel=3,
+        )
+        return norm
+    # As in torch: the small number keeps a norm of 0 from dividing, the clamp keeps small gradients as they are.
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradient in every:
+        gradient.mul_(factor.to(gradient.device, gradient.dtype))
+    return norm.to(functools.reduce(torch.promote_types, (gradient.dtype for gradient in every)))
+
+
+def _norm(gradients: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    norms = [torch.linalg.vector_norm(g.detach(), norm_type, dtype=torch.float32).to(device) for g in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
+
+
+def _sum_over(group: Group, local: torch.Tensor, norm_type: float) -> torch.Tensor:
+    if norm_type == math.inf:
+        dist.all_reduce(local, op=dist.ReduceOp.MAX, group=group.process_group)
+        return local
+    power = local**norm_type
+    dist.all_reduce(power, group=group.process_group)
+    return torch.as_tensor(power ** (1.0 / norm_type))

@@ -1,0 +1,411 @@
+"""The wrapper module: ``FullyShardedDataParallel``.
+
+::
+
+    model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    optimizer = torch.optim.Adam(model.parameters())        # after wrapping: these are the flat parameters
+    model(batch).sum().backward()
+    optimizer.step()
+
+A wrapper stands between a module and whoever calls it. It takes the module's parameters away, keeps a slice of them,
+and gives the whole back for the time of a forward and a backward. All of that is in `forward`, five lines of it; what
+each line does is the engine's.
+
+Wrappers nest. Each has at most one unit, with the parameters that no wrapper inside has taken. The outermost one to
+run forward is the root and makes the tree that all share; see ``engine/root.py``.
+
+The original parameters are not in ``parameters()`` any more, one flat parameter for each unit is. Everything else about
+the wrapped module can be reached through the wrapper as before: ``model.layer``, ``model[0]``, ``model.vocab_size``.
+
+*In torch:* ``fully_sharded_data_parallel.py``, 2167 lines, of which the constructor and ``forward`` are 140.
+
+Spec: CTOR, SHARD, HYB, FWD, NOSYNC, NAMES; each method names its rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minifsdp.engine import misuse
+from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.flat import FlatLayout
+from minifsdp.engine.layout import owned_parameters
+from minifsdp.engine.mesh import Group
+from minifsdp.engine.precision import cast_floating, move
+from minifsdp.engine.reduce import ReducePlan
+from minifsdp.engine.root import Root
+from minifsdp.engine.unit import Unit
+from minifsdp.fsdp1 import build, initial, wrap
+from minifsdp.fsdp1.full_params import check_summon_options, summoned
+from minifsdp.fsdp1.ignored import find_ignored
+from minifsdp.fsdp1.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from minifsdp.fsdp1.training_aids import clip_gradients
+
+__all__ = ["FullyShardedDataParallel"]
+
+WRAPPED = "_fsdp_wrapped_module"
+PREFIX = WRAPPED + "."
+
+
+def clean_name(name: str) -> str:
+    """A parameter's or module's name without the wrappers' prefixes."""
+    return name.replace(PREFIX, "").removesuffix(WRAPPED).removesuffix(".")
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Shards a module's parameters, gradients and optimizer state over the ranks of a group.
+
+    Every rank of the group must construct it, with modules of the same structure and in the same order.
+
+    Args:
+        module: the module to wrap.
+        process_group: who shards; for a hybrid strategy the pair (sharding group, replication group).
+        sharding_strategy: what is sharded, see `ShardingStrategy`; ``None`` means ``FULL_SHARD``.
+        cpu_offload: whether shards live on the CPU.
+        auto_wrap_policy: which submodules become units of their own.
+        backward_prefetch: when backward asks for the next unit; ``None`` means never ahead of time.
+        mixed_precision: which dtype at which step.
+        ignored_modules: modules whose parameters are left alone.
+        param_init_fn: gives values to modules on the meta device.
+        device_id: where to compute.
+        sync_module_states: whether rank 0's initial values are sent to the others.
+        forward_prefetch: whether forward asks for the next unit, in the order of the first iteration.
+        limit_all_gathers: whether the CPU waits before a third unit is in flight.
+        use_orig_params: whether the original parameters stay visible.
+        ignored_states: parameters or modules to be left alone.
+        device_mesh: who shards, as a mesh of one axis, or of two for a hybrid strategy.
+
+    Raises:
+        TypeError: an argument is of the wrong kind.
+        ValueError: arguments contradict each other.
+        RuntimeError: there is no process group.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: build.ProcessGroups | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: Any = None,
+    ) -> None:
+        build.check_options(
+            module, sharding_strategy, cpu_offload, auto_wrap_policy, backward_prefetch, mixed_precision
+        )
+        super().__init__()
+        strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+        self.compute_device = build.compute_device(module, device_id)
+        self.mesh, self.process_group = build.choose_mesh(
+            process_group, strategy, has_policy=auto_wrap_policy is not None, device=self.compute_device
+        )
+        own_group = self.process_group[0] if isinstance(self.process_group, tuple) else self.process_group
+        self.rank, self.world_size = own_group.rank(), own_group.size()
+        self.sharding_strategy = strategy
+        self.cpu_offload = cpu_offload or CPUOffload()
+        self.backward_prefetch = backward_prefetch
+        self.mixed_precision = mixed_precision or MixedPrecision()
+        self.forward_prefetch = forward_prefetch
+        self.limit_all_gathers = limit_all_gathers
+        self._precision = build.precision_of(mixed_precision)
+        self._tree: Root | None = None
+        self._is_inner = False
+        self._shows_clean_names = False
+        ignored = find_ignored(module, ignored_modules, ignored_states, _is_wrapper)
+        self._ignored_modules, self._ignored_parameters = ignored
+        if auto_wrap_policy is not None:
+            inner_arguments = {
+                "process_group": self.process_group,
+                "sharding_strategy": strategy,
+                "cpu_offload": cpu_offload,
+                "backward_prefetch": backward_prefetch,
+                "mixed_precision": mixed_precision,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "sync_module_states": sync_module_states,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
+                "ignored_states": self._ignored_parameters,
+            }
+            wrap.auto_wrap(module, auto_wrap_policy, FullyShardedDataParallel, inner_arguments, *ignored)
+        for inner in FullyShardedDataParallel.fsdp_modules(module):
+            inner._is_inner = True
+        self.add_module(WRAPPED, module)
+        modules = build.modules_of_unit(module, _is_wrapper, self._ignored_modules)
+        self._initialize(modules, param_init_fn, device_id, sync_module_states)
+        self._unit = self._make_unit(module, modules)
+
+    def _initialize(
+        self, modules: list[tuple[str, nn.Module]], param_init_fn: Any, device_id: Any, sync_module_states: bool
+    ) -> None:
+        """Makes this unit's initial values real, in the right place, and if so wished equal on all ranks."""
+        ignored = self._ignored_parameters
+        initial.materialize(modules, param_init_fn, self.compute_device, ignored)
+        if device_id is not None:
+            initial.move_modules(modules, self.compute_device, ignored)
+        if sync_module_states:
+            initial.synchronize(modules, self.mesh, ignored, type(self.module).__name__)
+
+    def _make_unit(self, module: nn.Module, modules: list[tuple[str, nn.Module]]) -> Unit | None:
+        """The unit of what no inner wrapper has taken; ``None`` if nothing is left."""
+        parameters = owned_parameters(modules, self._ignored_parameters)
+        if not parameters:
+            return None
+        precision = self._precision
+        layout = FlatLayout(
+            module,
+            parameters,
+            self.mesh,
+            self.compute_device,
+            compute_dtype=precision.compute,
+            keep_reduce_dtype=precision.keep_reduce_dtype,
+            offload=self.cpu_offload.offload_params,
+        )
+        plan = ReducePlan.mean(self.mesh, precision.reduce or layout.dtype)
+        frees = self.sharding_strategy in build.FREES_AFTER_FORWARD and self.mesh.shard is not None
+        return Unit(module, layout, plan, precision, reshard_after_forward=frees)
+
+    # --- the algorithm ---
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the wrapped module with its full parameters. Every rank of the group must call it.
+
+        Returns:
+            What the wrapped module returns, of the same structure.
+        """
+        tree = self._tree or self._find_tree()
+        is_outermost_call = tree.begin_forward()
+        try:
+            args, kwargs = self._prepare_inputs(args, kwargs, is_outermost_call)
+            unit = self._unit
+            if unit is not None:
+                tree.cycle.pre_forward(unit)
+            output = self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
+            if unit is not None:
+                tree.cycle.post_forward(unit, (args, kwargs), output)
+            elif is_outermost_call:
+                tree.cycle.watch(output)
+            return output
+        finally:
+            if is_outermost_call:
+                tree.end_forward()
+
+    def _prepare_inputs(self, args: Any, kwargs: Any, is_outermost_call: bool) -> tuple[Any, Any]:
+        if is_outermost_call and self.compute_device.type != "cpu":
+            args, kwargs = move(self.compute_device, (args, kwargs))
+        precision = self._precision
+        if precision.compute is not None:
+            casts = precision.cast_root_inputs if is_outermost_call else precision.cast_inputs
+            if casts:
+                args, kwargs = cast_floating(precision.compute, (args, kwargs))
+        return args, kwargs
+
+    def _find_tree(self) -> Root:
+        """This wrapper's forward is the first to run, with no other wrapper around it: it is the root (CTOR-10)."""
+        members = [(clean_name(name), m) for name, m in self.named_modules() if isinstance(m, FullyShardedDataParallel)]
+        # Parts that ran on their own before were roots of small trees; this one takes them over (CTOR-11).
+        for small in {id(m._tree): m._tree for _, m in members if m._tree is not None}.values():
+            small.dissolve()
+        tree = Root(
+            [(name, member._unit) for name, member in members if member._unit is not None],
+            self._unit,
+            self.compute_device,
+            backward_prefetch=build.prefetch_of(self.backward_prefetch),
+            forward_prefetch=self.forward_prefetch,
+            limit_gathers=self.limit_all_gathers,
+        )
+        for _, member in members:
+            member._tree = tree
+            member._cast_buffers()
+        return tree
+
+    def _cast_buffers(self) -> None:
+        dtype = self._precision.buffers
+        if dtype is None:
+            return
+        for _, owner in build.modules_of_unit(self.module, _is_wrapper, self._ignored_modules):
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    owner._buffers[name] = buffer.to(dtype)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FullyShardedDataParallel:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    # --- accumulation ---
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Backwards inside leave their gradients unreduced; the first one after it reduces the sum (NOSYNC-01 to 10).
+
+        Inside, ``.grad`` has the size of the whole unit. Every rank must enter and leave it at the same backward.
+
+        Raises:
+            RuntimeError: this is not the root.
+        """
+        self._only_on_the_root("no_sync()")
+        units = (self._tree or self._find_tree()).units
+        before = [unit.reduces for unit in units]
+        for unit in units:
+            unit.reduces = False
+        try:
+            yield
+        finally:
+            for unit, reduces in zip(units, before, strict=True):
+                unit.reduces = reduces
+
+    def _only_on_the_root(self, what: str) -> None:
+        if self._is_inner:
+            raise RuntimeError(
+                f"rank {rank_of_this_process()}: {what} acts on the whole tree and must be called on the outermost "
+                "FullyShardedDataParallel, not on one inside it"
+            )
+
+    # --- full parameters ---
+
+    @staticmethod
+    @contextlib.contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Generator[None]:
+        """Inside, every unit below ``module`` shows its full parameters in the stored dtype (SUMMON-01 to 20).
+
+        All ranks must enter and leave it. Neither forward nor backward may be started inside.
+
+        Args:
+            module: where to begin; it need not be a wrapper itself.
+            recurse: whether units below ``module``'s own are summoned too.
+            writeback: whether changes persist, each rank's in its own slice.
+            rank0_only: the first rank alone sees full parameters.
+            offload_to_cpu: they are on the CPU, if they are sharded.
+            with_grads: ``.grad`` is gathered too; needs ``use_orig_params=True``.
+
+        Raises:
+            NotImplementedError: the options do not go together.
+            RuntimeError: a unit is busy, or summoned already.
+        """
+        check_summon_options(writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
+        if with_grads:
+            raise NotImplementedError(
+                f"rank {rank_of_this_process()}: summon_full_params(with_grads=True) shows gradients of original "
+                "parameters and needs use_orig_params=True"
+            )
+        wrappers = FullyShardedDataParallel.fsdp_modules(module)
+        if not recurse:
+            wrappers = [wrapper for wrapper in wrappers if wrapper is module]
+        units = [wrapper._unit for wrapper in wrappers if wrapper._unit is not None]
+        before = [wrapper._shows_clean_names for wrapper in wrappers]
+        with summoned(units, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu):
+            for wrapper in wrappers:
+                wrapper._shows_clean_names = True
+            try:
+                yield
+            finally:
+                for wrapper, shown in zip(wrappers, before, strict=True):
+                    wrapper._shows_clean_names = shown
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Calls ``fn`` on every submodule and on itself, children first, each unit with full parameters (APPLY-01).
+
+        All ranks must call it.
+
+        Raises:
+            RuntimeError: inside ``summon_full_params``.
+        """
+        with FullyShardedDataParallel.summon_full_params(self, recurse=False):
+            super().apply(fn)
+        return self
+
+    # --- clipping ---
+
+    def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int | str = 2.0) -> torch.Tensor:
+        """Scales all gradients so that their norm, seen as one vector, is at most ``max_norm`` (CLIP-01 to 10).
+
+        Every rank must call it, also one that has no gradients: a rank that does not lets the others wait.
+
+        Returns:
+            The norm before clipping, the same on all ranks.
+
+        Raises:
+            RuntimeError: this is not the root, or there are gradients that were never reduced.
+        """
+        self._only_on_the_root("clip_grad_norm_()")
+        units = (self._tree or self._find_tree()).units
+        misuse.check_reduced("clip_grad_norm_()", [unit.layout for unit in units])
+        sharded: dict[Group, list[torch.Tensor]] = {}
+        owned: set[nn.Parameter] = set()
+        whole: list[torch.Tensor] = []
+        for unit in units:
+            group = unit.plan.mesh.shard
+            gradients = whole if group is None else sharded.setdefault(group, [])
+            gradients += [p.grad for p in unit.layout.local_parameters() if p.grad is not None]
+            owned.update(unit.layout.local_parameters())
+        whole += [p.grad for p in self.parameters() if p not in owned and p.grad is not None]
+        return clip_gradients(sharded, whole, float(max_norm), float(norm_type), self.compute_device)
+
+    # --- names and traversal ---
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module (NAMES-01)."""
+        wrapped = self._modules[WRAPPED]
+        assert wrapped is not None
+        return wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        """Looks up what the wrapper does not have in the wrapped module (NAMES-08)."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == WRAPPED:
+                raise
+            return getattr(self.module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Indexes the wrapped module (NAMES-08)."""
+        return self.module[key]  # type: ignore[index]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As ever, but without the wrappers' prefixes inside ``summon_full_params`` (NAMES-02)."""
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield (name.replace(PREFIX, "") if self._shows_clean_names else name), parameter
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As ever, but without the wrappers' prefixes inside ``summon_full_params`` (NAMES-03)."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield (name.replace(PREFIX, "") if self._shows_clean_names else name), buffer
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """All wrappers in ``module``, itself included if it is one; ``root_only`` leaves inner ones out (NAMES-06)."""
+        found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        if not root_only:
+            return found
+        inside = {inner for outer in found for inner in outer.module.modules()}
+        return [m for m in found if m not in inside]
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return isinstance(module, FullyShardedDataParallel)

@@ -1,0 +1,5 @@
+"""``minifsdp.sharded_grad_scaler``: importable like ``torch.distributed.fsdp.sharded_grad_scaler``."""
+
+from minifsdp.fsdp1.grad_scaler import ShardedGradScaler
+
+__all__ = ["ShardedGradScaler"]

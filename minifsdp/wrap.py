@@ -1,0 +1,35 @@
+"""Wrapping under the name that it has in torch: ``from minifsdp.wrap import ModuleWrapPolicy``.
+
+The code, and what there is to read about it, is in ``fsdp1/policies.py`` and ``fsdp1/wrap.py``.
+
+Spec: WRAP-02 to WRAP-16, LEGACY-02, NEW-02, NEW-03.
+"""
+
+from __future__ import annotations
+
+from minifsdp.fsdp1.policies import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    _or_policy,
+    _Policy,
+    always_wrap_policy,
+    default_auto_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+from minifsdp.fsdp1.wrap import enable_wrap, wrap
+
+__all__ = [
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "_Policy",
+    "_or_policy",
+    "always_wrap_policy",
+    "default_auto_wrap_policy",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+]
