@@ -97,13 +97,13 @@ def _origins(events_per_rank: EventsPerRank, origins: Sequence[float] | None) ->
         return [min((event.start for event in events), default=0.0) for events in events_per_rank]
     if len(origins) != len(events_per_rank):
         raise ValueError(
-            f"there are events of {len(events_per_rank)} ranks and {len(origins)} origins; give one origin for each rank"
+            f"there are events of {len(events_per_rank)} ranks but {len(origins)} origins; give one for each rank"
         )
     return list(origins)
 
 
 def _rows(events: Sequence[Event], tolerance: float) -> list[int]:
-    """The row for each event: the lowest in which it overlaps with none before it by more than ``tolerance`` seconds."""
+    """The row for each event: the lowest where it overlaps with none before it by more than ``tolerance`` seconds."""
     ends: list[float] = []
     rows = []
     for event in events:
@@ -212,7 +212,7 @@ font-family:ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica N
 )
 
 # All in pixels.
-_LEFT, _RIGHT, _TOP = 104, 24, 84
+_LEFT, _RIGHT = 104, 24
 _ROW, _GAP, _MEMORY = 20, 4, 40
 _LETTER = 6.2
 
@@ -253,7 +253,11 @@ class _Sheet:
 
 
 def svg(
-    events_per_rank: EventsPerRank, *, origins: Sequence[float] | None = None, title: str = "", width: int = 1200
+    events_per_rank: EventsPerRank,
+    *,
+    origins: Sequence[float] | None = None,
+    title: str = "What each rank did",
+    width: int = 1200,
 ) -> str:
     """The events as a picture, a complete SVG document that needs nothing from outside.
 
@@ -269,25 +273,29 @@ def svg(
     if width < 2 * (_LEFT + _RIGHT):
         raise ValueError(f"width={width} leaves no room beside the names of the lanes; give at least 300")
     zeros = _origins(events_per_rank, origins)
-    shifted = [
-        [_moved(event, zero) for event in events] for events, zero in zip(events_per_rank, zeros, strict=True)
-    ]
+    shifted = [[_moved(event, zero) for event in events] for events, zero in zip(events_per_rank, zeros, strict=True)]
     everything = [event for events in shifted for event in events]
     # A recording without events, or of a single moment, still has a width.
     sheet = _Sheet(width, max((event.end for event in everything), default=0.0) or 1e-3)
     lanes = [lane for lane in LANES if lane != "all_reduce" or any(event.lane == lane for event in everything)]
     largest = max((peak_gathered_bytes(events) for events in shifted), default=0)
-    y = float(_TOP)
+    top = y = _draw_heading(sheet, title, everything, shared_zero=origins is not None)
     for rank, events in enumerate(shifted):
         y = _draw_rank(sheet, y, rank, events, lanes, largest)
-    grid = _grid(sheet, y)
-    _draw_heading(sheet, title or "What each rank did", everything, shared_zero=origins is not None)
+    grid = _grid(sheet, top, y)
     return _document(width, y + 34, title, sheet.bands + grid + sheet.elements)
 
 
 def _moved(event: Event, zero: float) -> Event:
     return Event(
-        event.kind, event.unit, event.start - zero, event.end - zero, event.num_bytes, event.ranks, event.dtype, event.lane
+        event.kind,
+        event.unit,
+        event.start - zero,
+        event.end - zero,
+        event.num_bytes,
+        event.ranks,
+        event.dtype,
+        event.lane,
     )
 
 
@@ -297,26 +305,31 @@ def _document(width: int, height: float, title: str, elements: list[str]) -> str
         f'height="{height:.0f}" viewBox="0 0 {width} {height:.0f}">'
     )
     paper = f'<rect class="paper" width="{width}" height="{height:.0f}" rx="6"/>'
-    name = f"<title>{escape(title or 'What each rank did')}</title>"
+    name = f"<title>{escape(title)}</title>"
     return "\n".join([head, name, f"<style>{_STYLE}</style>", paper, *elements, "</svg>", ""])
 
 
-def _draw_heading(sheet: _Sheet, title: str, events: Sequence[Event], *, shared_zero: bool) -> None:
-    """Title, caption and legend; the legend explains only what occurs."""
+def _draw_heading(sheet: _Sheet, title: str, events: Sequence[Event], *, shared_zero: bool) -> float:
+    """Title, caption and legend, which explains only what occurs; returns where they end."""
     sheet.text(20, 30, title, "title")
     zero = "the end of a barrier that all ranks shared" if shared_zero else "each rank's own first event"
     sheet.text(20, 50, f"Milliseconds of the CPU clock since {zero}.", "soft")
-    x = float(_LEFT)
+    sheet.text(20, 66, "A collective lasts from its issue until somebody waited for it.", "soft")
+    x, y = 20.0, 88.0
     for kind, meaning in MEANINGS.items():
         if not any(event.kind == kind for event in events):
             continue
-        if kind in BOXES:
-            sheet.add(f'<g class="{kind}"><rect x="{x:.1f}" y="61" width="16" height="11" rx="2"/></g>')
-        else:
-            sheet.add(_mark(kind, x + 8, 66.5))
         label = f"{kind} {meaning}"
-        sheet.text(x + 22, 71, label, "soft")
-        x += 22 + _LETTER * len(label) + 22
+        width = 22 + _LETTER * len(label) + 20
+        if x + width > sheet.width:
+            x, y = 20.0, y + 18
+        if kind in BOXES:
+            sheet.add(f'<g class="{kind}"><rect x="{x:.1f}" y="{y - 10:.1f}" width="16" height="11" rx="2"/></g>')
+        else:
+            sheet.add(_mark(kind, x + 8, y - 4.5))
+        sheet.text(x + 22, y, label, "soft")
+        x += width
+    return y + 14
 
 
 def _draw_rank(
@@ -328,10 +341,11 @@ def _draw_rank(
     for lane in lanes:
         y = _draw_lane(sheet, y, lane, [event for event in events if event.lane == lane])
         if lane == "gather":
-            # A free is noted between the gathers and the memory, because it is the end of the one and takes the other.
+            # Between the gathers and the memory, because a free ends the one and takes from the other.
             for event in events:
                 if event.kind == "FREE":
-                    sheet.add(_mark("FREE", sheet.x(event.start), y - _GAP / 2, _tip(event)))
+                    sheet.add(_mark("FREE", sheet.x(event.start), y + 1, _tip(event)))
+            y += _GAP
             y = _draw_memory(sheet, y, events, largest)
     return y + 10
 
@@ -412,14 +426,14 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def _grid(sheet: _Sheet, bottom: float) -> list[str]:
+def _grid(sheet: _Sheet, top: float, bottom: float) -> list[str]:
     """Vertical lines at round numbers of milliseconds, and these numbers below."""
     paper = _Sheet(sheet.width, sheet.seconds)
     step = _round_step(1e3 * sheet.seconds / 10)
     digits = max(0, -math.floor(math.log10(step)))
     for number in range(math.floor(1e3 * sheet.seconds / step + 1e-9) + 1):
         x = paper.x(number * step / 1e3)
-        paper.add(f'<line class="grid" x1="{x:.1f}" y1="{_TOP + 20}" x2="{x:.1f}" y2="{bottom:.1f}"/>')
+        paper.add(f'<line class="grid" x1="{x:.1f}" y1="{top + 20:.1f}" x2="{x:.1f}" y2="{bottom:.1f}"/>')
         paper.text(x, bottom + 16, f"{number * step:.{digits}f}" + (" ms" if number == 0 else ""), "soft mid")
     return paper.elements
 

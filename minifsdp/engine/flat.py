@@ -36,7 +36,6 @@ Spec: SHARD-02, SHARD-03, SHARD-09, SHARD-13, FWD-04, ORIG-12, ORIG-15, MP-02, M
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -47,56 +46,11 @@ from minifsdp.engine.lanes import Lanes, Promise
 from minifsdp.engine.layout import Layout, OwnedParameter, rebound
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Mesh
+from minifsdp.engine.originals import OriginalOwnership
 from minifsdp.engine.ownership import FlatOwnership
+from minifsdp.engine.partition import Partition
 
-__all__ = ["FlatLayout", "Partition"]
-
-
-@dataclass(frozen=True)
-class Partition:
-    """Where a row of parameters is cut.
-
-    Args:
-        numels: elements of each parameter, in order.
-        num_shards: pieces to cut into.
-    """
-
-    numels: tuple[int, ...]
-    num_shards: int
-
-    @property
-    def numel(self) -> int:
-        """Elements of all parameters, without padding."""
-        return sum(self.numels)
-
-    @property
-    def shard_numel(self) -> int:
-        """Elements that each rank stores, padding included: rounded up, so that the last ones belong to somebody."""
-        return -(-self.numel // self.num_shards)
-
-    @property
-    def padded_numel(self) -> int:
-        """Elements of all pieces together."""
-        return self.shard_numel * self.num_shards
-
-    @property
-    def split_sizes(self) -> list[int]:
-        """Sizes of the parameters and, if there is any, of the padding behind them."""
-        padding = self.padded_numel - self.numel
-        return [*self.numels, padding] if padding else list(self.numels)
-
-    def piece(self, index: int) -> slice:
-        """The elements of the padded row that rank ``index`` stores."""
-        return slice(index * self.shard_numel, (index + 1) * self.shard_numel)
-
-    def local_ranges(self, index: int) -> list[range]:
-        """For each parameter the part of it, counted from its own start, that rank ``index`` stores; may be empty."""
-        piece, ranges, start = self.piece(index), [], 0
-        for numel in self.numels:
-            first = min(max(piece.start - start, 0), numel)
-            ranges.append(range(first, max(first, min(piece.stop - start, numel))))
-            start += numel
-        return ranges
+__all__ = ["FlatLayout"]
 
 
 class FlatLayout(Layout):
@@ -110,6 +64,7 @@ class FlatLayout(Layout):
         compute_dtype: dtype of the unsharded tensor; ``None`` means the stored one.
         keep_reduce_dtype: whether gradients may stay in the dtype in which they travelled.
         offload: whether the shard lives on the CPU.
+        keep_originals: whether the optimizer owns slices of the original parameters instead of one flat parameter.
 
     Raises:
         ValueError: the parameters differ in dtype or in ``requires_grad``.
@@ -125,8 +80,9 @@ class FlatLayout(Layout):
         compute_dtype: torch.dtype | None = None,
         keep_reduce_dtype: bool = False,
         offload: bool = False,
+        keep_originals: bool = False,
     ) -> None:
-        check_uniform(home, parameters)
+        check_uniform_dtype(home, parameters)
         self.mesh, self.device = mesh, device
         self.parameters = list(parameters.values())
         self.shapes = [owned.shape for owned in self.parameters]
@@ -136,19 +92,26 @@ class FlatLayout(Layout):
             shard = shard.to(device)
         elif device.type != "cpu":
             shard = shard.cpu().pin_memory()
-        self.owner = FlatOwnership(home, parameters, shard, keep_reduce_dtype)
+        self.owner: FlatOwnership | OriginalOwnership
+        if keep_originals:
+            index = mesh.shard_index
+            self.owner = OriginalOwnership(parameters, shard, self.partition, index, keep_reduce_dtype)
+        else:
+            check_uniform_training(home, parameters)
+            self.owner = FlatOwnership(home, parameters, shard, keep_reduce_dtype)
         self._make_unsharded(compute_dtype or shard.dtype)
         self._places = [
             (self.owner.dictionary(slot.module), slot, index)
             for index, owned in enumerate(self.parameters)
             for slot in owned.slots
         ]
+        # What the modules show right now, and the views of the last forward that autograd recorded.
         self._shown: Sequence[torch.Tensor] = self.owner.stand_ins
         self._recorded: Sequence[torch.Tensor] | None = None
         self._lent: list[nn.Parameter] = []
         self._gathered_at: object = None
-        if self.is_borrowed:
-            self._show(self._views(self.full))
+        if self.is_borrowed and self.owner.hides_originals:
+            self._show(self.partition.views(self.full, self.shapes))
 
     def _cut(self, originals: Sequence[torch.Tensor]) -> torch.Tensor:
         """This rank's slice of the parameters' values, in memory of its own."""
@@ -180,6 +143,7 @@ class FlatLayout(Layout):
 
     def gather(self, lanes: Lanes) -> Promise | None:
         """Fills the unsharded tensor, from this rank's slice if nothing is sharded, else from everybody's."""
+        self.owner.collect()
         self._gathered_at = self.owner.stamp()
         if self.is_borrowed:
             self._follow_the_shard()
@@ -220,7 +184,8 @@ class FlatLayout(Layout):
         if self.full.requires_grad is not self.owner.requires_grad:
             self.full.requires_grad_(self.owner.requires_grad)
         # 3. Now, and not when the gather was issued.
-        views = self._views(self.full)
+        # 4. One split for all.
+        views = self.partition.views(self.full, self.shapes)
         if views[0].requires_grad:
             self._recorded = views
         shown = self._shown
@@ -234,23 +199,22 @@ class FlatLayout(Layout):
         if self._recorded is not None:
             self._show(self._recorded)
 
-    def show_sharded(self) -> None:
-        """Puts the stand-ins on the modules, unless the values are there all the time."""
-        if not self.is_borrowed and self._shown is not self.owner.stand_ins:
-            self._show(self.owner.stand_ins)
+    def show_resting(self, *, is_kept: bool) -> None:
+        """The stand-ins; with original parameters that are kept on purpose, the full ones stay in sight (ORIG-09)."""
+        if not is_kept or self.owner.hides_originals or self.is_borrowed:
+            self.show_sharded()
 
-    def _views(self, row: torch.Tensor) -> list[torch.Tensor]:
-        # 4. One split for all, padding included.
-        pieces = row.split(self.partition.split_sizes)
-        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=False)]
+    def show_sharded(self) -> None:
+        """Puts the stand-ins on the modules, unless the full views may stay: they are valid all the time."""
+        if self._shown is not self.owner.stand_ins and not (self.is_borrowed and self.owner.hides_originals):
+            self._show(self.owner.stand_ins)
 
     def _show(self, tensors: Sequence[torch.Tensor]) -> None:
         self._shown = tensors
         for dictionary, slot, index in self._places:
-            if slot.direct:
-                dictionary[slot.name] = tensors[index]
-            else:
-                setattr(slot.module, slot.name, tensors[index])
+            dictionary[slot.name] = tensors[index]
+            if slot.second_list:
+                slot.update_second_list(tensors[index])
 
     # --- gradients ---
 
@@ -295,25 +259,24 @@ class FlatLayout(Layout):
 
     def show_row(self, row: torch.Tensor) -> None:
         """Ordinary parameters, in the order in which the modules had them; the flat parameter steps aside."""
-        self.owner.step_aside()
-        lent = [nn.Parameter(view, requires_grad=self.owner.requires_grad) for view in self._views(row)]
-        for _, slot, index in self._places:
-            delattr(slot.module, slot.name)
-            setattr(slot.module, slot.name, lent[index])
-        self._lent = lent
+        self._lent = self.owner.lend(self.partition.views(row, self.shapes))
+        for dictionary, slot, index in self._places:
+            dictionary.pop(slot.name)
+            slot.module._parameters[slot.name] = self._lent[index]
+            slot.update_second_list(self._lent[index])
 
     def hide_row(self, row: torch.Tensor, *, keep_changes: bool) -> None:
         """The reverse; a parameter that was given other memory in between is read from there."""
-        for _, slot, index in self._places:
-            delattr(slot.module, slot.name)
-            setattr(slot.module, slot.name, self._shown[index])
+        for _, slot, _ in self._places:
+            slot.module._parameters.pop(slot.name)
+        self._show(self._shown)
         if keep_changes:
-            for view, parameter in zip(self._views(row), self._lent, strict=True):
+            for view, parameter in zip(self.partition.views(row, self.shapes), self._lent, strict=True):
                 if view.data_ptr() != parameter.data_ptr():
                     view.copy_(parameter.data)
             self.owner.overwrite(row[self.partition.piece(self.mesh.shard_index)])
         self._lent = []
-        self.owner.step_back()
+        self.owner.take_back()
 
 
 class _Nothing:
@@ -324,24 +287,32 @@ class _Nothing:
 _NOTHING = _Nothing()
 
 
-def check_uniform(home: nn.Module, parameters: Mapping[nn.Parameter, OwnedParameter]) -> None:
-    """One tensor has one dtype and is trained or not as a whole.
+def check_uniform_dtype(home: nn.Module, parameters: Mapping[nn.Parameter, OwnedParameter]) -> None:
+    """One tensor has one dtype.
 
     Raises:
-        ValueError: that does not hold, with the names on both sides.
+        ValueError: the parameters have several.
     """
-    where = f"rank {rank_of_this_process()}: the unit {type(home).__name__} has parameters"
     dtypes = sorted({str(original.dtype) for original in parameters})
     if len(dtypes) > 1:
         raise ValueError(
-            f"{where} of several dtypes ({', '.join(dtypes)}), which cannot be laid out in one flat parameter; convert "
-            "the module, or wrap the submodules of another dtype as units of their own"
+            f"rank {rank_of_this_process()}: the unit {type(home).__name__} has parameters of several dtypes "
+            f"({', '.join(dtypes)}), which cannot be laid out in one flat tensor; convert the module, or wrap the "
+            "submodules of another dtype as units of their own"
         )
+
+
+def check_uniform_training(home: nn.Module, parameters: Mapping[nn.Parameter, OwnedParameter]) -> None:
+    """One flat parameter is trained or not as a whole.
+
+    Raises:
+        ValueError: some of the parameters are frozen and some are not, with the names on both sides.
+    """
     trained = [owned.path for original, owned in parameters.items() if original.requires_grad]
     frozen = [owned.path for original, owned in parameters.items() if not original.requires_grad]
     if trained and frozen:
         raise ValueError(
-            f"{where} with requires_grad=True ({trained}) and with requires_grad=False ({frozen}); one flat parameter "
-            "cannot be both when use_orig_params=False. Wrap the frozen parts as units of their own, or set "
-            "use_orig_params=True"
+            f"rank {rank_of_this_process()}: the unit {type(home).__name__} has both parameters with "
+            f"requires_grad=True ({trained}) and requires_grad=False ({frozen}); one flat parameter cannot be both when "
+            "use_orig_params=False. Wrap the frozen parts as units of their own, or set use_orig_params=True"
         )

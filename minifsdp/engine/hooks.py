@@ -78,6 +78,10 @@ class Cycle:
         reducer: combines their gradients.
         backward_prefetch: when to ask for the next unit in backward.
         forward_prefetch: whether to ask for the next unit in forward.
+
+    Attributes:
+        in_backward: a backward of this tree has begun and not ended.
+        is_recorded: autograd was on when the outermost of the running forwards began.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class Cycle:
         self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
         self.schedule = Schedule()
         self.in_backward = False
+        self.is_recorded = False
         self._lingering: Unit | None = None
         self._spans: dict[Unit, trace.Event] = {}
         for unit in units:
@@ -142,13 +147,16 @@ class Cycle:
                 return
         if self._frees_after_forward(unit):
             unit.reshard()
+        else:
+            unit.layout.show_resting(is_kept=not unit.reshard_after_forward)
 
     def _frees_after_forward(self, unit: Unit) -> bool:
         if unit.reshard_after_forward:
             # The root's backward follows its forward at once: freeing it would only mean to gather it again.
             return not (unit.is_root and unit.awaits_backward)
-        # Kept for its backward, or by no_sync(). After an evaluation nobody would free it later.
-        return unit.reduces and not unit.awaits_backward
+        # Kept for its backward, or by no_sync(). After an evaluation nobody would free it later; but a part without
+        # grad inside a recorded forward is no evaluation, it is checkpointed and will be computed again.
+        return unit.reduces and not unit.awaits_backward and not self.is_recorded
 
     def _lay_trip_wires(self, unit: Unit, inputs: Any, output: Any) -> bool:
         """1. Hooks the output; whether a backward through this unit is to be expected."""

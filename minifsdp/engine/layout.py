@@ -46,19 +46,24 @@ class Slot:
         module: whose attribute it is.
         name: the attribute's name.
         path: full name inside the unit's module, for messages and state dicts.
-        direct: whether writing to the dictionary is enough. Modules with a ``__setattr__`` of their own (an LSTM
-            keeps a second list of its weights) must be told in the ordinary way.
+        second_list: names of the weights that the module keeps in a list beside its attributes, as an LSTM does.
     """
 
     module: nn.Module
     name: str
     path: str
-    direct: bool
+    second_list: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, module: nn.Module, name: str, path: str) -> Slot:
         """The slot of an attribute of ``module``."""
-        return cls(module, name, path, type(module).__setattr__ is nn.Module.__setattr__)
+        names = tuple(module._flat_weights_names) if isinstance(module, nn.RNNBase) else ()
+        return cls(module, name, path, names if name in names else ())
+
+    def update_second_list(self, tensor: torch.Tensor) -> None:
+        """Tells a module that keeps its weights twice. Writing past ``__setattr__`` is fast, and this is the price."""
+        if self.second_list:
+            self.module._flat_weights[self.second_list.index(self.name)] = tensor  # type: ignore[index,operator]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +154,14 @@ class Layout(ABC):
     @abstractmethod
     def show_again(self) -> None:
         """Puts back the views of the last forward that autograd recorded, for its backward."""
+
+    @abstractmethod
+    def show_resting(self, *, is_kept: bool) -> None:
+        """Puts on the modules what they have between a forward and a backward for which the memory is held.
+
+        Args:
+            is_kept: that is the unit's strategy; otherwise the unit is the root, held because its backward is near.
+        """
 
     @abstractmethod
     def show_sharded(self) -> None:

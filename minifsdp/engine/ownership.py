@@ -31,7 +31,7 @@ Spec: ORIG-01, SHARD-06, NOSYNC-02, NOSYNC-05, NOSYNC-10, FWD-07, FWD-08, MP-11,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -40,7 +40,7 @@ from minifsdp.engine import misuse
 from minifsdp.engine.absent import AbsentParameter
 from minifsdp.engine.layout import OwnedParameter
 
-__all__ = ["FLAT_NAME", "FlatOwnership"]
+__all__ = ["FLAT_NAME", "FlatOwnership", "assign_gradient"]
 
 FLAT_NAME = "_flat_param"
 
@@ -56,8 +56,11 @@ class FlatOwnership:
 
     Attributes:
         shard: the flat parameter itself.
+        hides_originals: whether the original parameters are out of sight between computations; here they are.
         stand_ins: what to show in place of each original parameter while the unit is sharded.
     """
+
+    hides_originals = True
 
     def __init__(
         self,
@@ -107,13 +110,17 @@ class FlatOwnership:
         with torch.no_grad():
             self.shard.copy_(piece)
 
-    def step_aside(self) -> None:
-        """The flat parameter is not listed while the modules show ordinary ones."""
+    def lend(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
+        """Ordinary parameters for ``views``; the flat parameter is not listed while modules show them."""
         del self.home._parameters[FLAT_NAME]
+        return [nn.Parameter(view, requires_grad=self.requires_grad) for view in views]
 
-    def step_back(self) -> None:
+    def take_back(self) -> None:
         """The flat parameter is listed again."""
         self.home.register_parameter(FLAT_NAME, self.shard)
+
+    def collect(self) -> None:
+        """Nothing to do: the flat parameter is looked up afresh for each gather, wherever its memory is."""
 
     def add_reduced(self, piece: torch.Tensor) -> None:
         """Adds this rank's piece of a reduced gradient to what the optimizer will see."""
@@ -123,7 +130,7 @@ class FlatOwnership:
             piece = piece.to(self.shard.device)
         before = self.shard.grad
         if before is None:
-            self._assign(piece)
+            assign_gradient(self.shard, piece)
         else:
             before.add_(piece)
 
@@ -133,7 +140,7 @@ class FlatOwnership:
         if before is not None:
             gradient = before.add_(gradient)
         self._reduced_before = self.shard.grad
-        self._assign(gradient)
+        assign_gradient(self.shard, gradient)
         self._is_unreduced = True
         misuse.note_unreduced(self)
 
@@ -148,15 +155,17 @@ class FlatOwnership:
         if unreduced is not None:
             self.shard.grad = None
             if reduced is not None:
-                self._assign(reduced)
+                assign_gradient(self.shard, reduced)
         return unreduced
 
-    def _assign(self, gradient: torch.Tensor) -> None:
-        shard = self.shard
-        if gradient.shape == shard.shape and gradient.dtype is shard.dtype:
-            shard.grad = gradient
-            return
-        data = shard.data
-        shard.data = gradient
-        shard.grad = gradient
-        shard.data = data
+
+
+def assign_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """``parameter.grad = gradient``, also where shape or dtype differ."""
+    if gradient.shape == parameter.shape and gradient.dtype is parameter.dtype:
+        parameter.grad = gradient
+        return
+    data = parameter.data
+    parameter.data = gradient
+    parameter.grad = gradient
+    parameter.data = data

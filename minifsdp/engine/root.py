@@ -100,6 +100,7 @@ class Root:
             # Inside another forward, or a recomputation inside backward: no new iteration.
             return False
         self._forward_is_open = True
+        self.cycle.is_recorded = torch.is_grad_enabled()
         # 1. An iteration that came to its end leaves nobody in forward and no backward open.
         if self.cycle.in_backward or any(unit.phase is Phase.FORWARD for unit in self.units):
             self.cycle.recover()

@@ -123,6 +123,7 @@ class FullyShardedDataParallel(nn.Module):
         self.mixed_precision = mixed_precision or MixedPrecision()
         self.forward_prefetch = forward_prefetch
         self.limit_all_gathers = limit_all_gathers
+        self._use_orig_params = use_orig_params
         self._precision = build.precision_of(mixed_precision)
         self._tree: Root | None = None
         self._is_inner = False
@@ -177,6 +178,7 @@ class FullyShardedDataParallel(nn.Module):
             compute_dtype=precision.compute,
             keep_reduce_dtype=precision.keep_reduce_dtype,
             offload=self.cpu_offload.offload_params,
+            keep_originals=self._use_orig_params,
         )
         plan = ReducePlan.mean(self.mesh, precision.reduce or layout.dtype)
         frees = self.sharding_strategy in build.FREES_AFTER_FORWARD and self.mesh.shard is not None

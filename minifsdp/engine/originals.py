@@ -1,0 +1,212 @@
+"""What the optimizer owns when the original parameters stay visible.
+
+The flat layout of memory is the same, but nobody is shown the flat tensor. The very ``nn.Parameter`` objects that the
+user made stay registered under their names, and between computations each of them is a 1-D slice: the part of it that
+fell into this rank's piece, which may be all of it, some of it, or nothing. So an optimizer can treat biases otherwise
+than weights, and ``named_parameters()`` has the names that one expects.
+
+Worked example, ``weight`` of shape (2, 3) and ``bias`` of shape (3), two ranks::
+
+    rank 0    weight: 5 elements     bias: 0 elements
+    rank 1    weight: 1 element      bias: 3 elements, and behind them one of padding that nobody sees
+
+The slices are views of the shard, so a step of the optimizer writes into the shard and there is nothing to copy back.
+But here the user can also give a parameter other memory, ``p.data = ...``, as ``model.to()`` does; that is noticed
+before the next gather, by its address, and copied into the shard.
+
+Frozen and trained parameters may share a unit. All of them take part in the gather and in the reduction, frozen ones
+for nothing; the slice of the gradient that belongs to a frozen one is dropped.
+
+*In torch:* ``_use_sharded_views``, ``_use_sharded_grad_views`` and ``_writeback_orig_params`` of ``FlatParamHandle``.
+
+Spec: ORIG-02 to ORIG-05, ORIG-08 to ORIG-10, ORIG-13, NOSYNC-05.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from minifsdp.engine import misuse
+from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.layout import OwnedParameter
+from minifsdp.engine.ownership import assign_gradient
+from minifsdp.engine.partition import Partition
+
+__all__ = ["OriginalOwnership"]
+
+
+class OriginalOwnership:
+    """The shard as slices of the original parameters.
+
+    Args:
+        parameters: the originals; they stay where they are registered.
+        shard: 1-D, this rank's piece.
+        partition: where the parameters are cut.
+        index: which piece this rank has.
+        keep_reduce_dtype: whether a reduced gradient may stay in another dtype than the shard's.
+    """
+
+    hides_originals = False
+
+    def __init__(
+        self,
+        parameters: Mapping[nn.Parameter, OwnedParameter],
+        shard: torch.Tensor,
+        partition: Partition,
+        index: int,
+        keep_reduce_dtype: bool,
+    ) -> None:
+        self.shard, self.partition, self.keep_reduce_dtype = shard, partition, keep_reduce_dtype
+        self.originals = list(parameters)
+        self.shapes = [owned.shape for owned in parameters.values()]
+        self._paths = [owned.path for owned in parameters.values()]
+        # Where each slice lies in this rank's piece.
+        self._slices = partition.slices_of_piece(index)
+        self._is_unreduced = False
+        self._reduced_before: list[torch.Tensor | None] = []
+        self.stand_ins: Sequence[torch.Tensor] = self.originals
+        self._warn_if_mixed()
+        self.take_back()
+
+    def _warn_if_mixed(self) -> None:
+        frozen = [path for path, p in zip(self._paths, self.originals, strict=True) if not p.requires_grad]
+        if frozen and len(frozen) < len(self.originals):
+            warnings.warn(
+                f"rank {rank_of_this_process()}: a unit has frozen parameters ({frozen}) among trained ones; its "
+                "gradients take memory for the frozen ones too. Wrap the frozen parts as units of their own to avoid "
+                "that",
+                stacklevel=6,
+            )
+
+    # --- what is visible ---
+
+    def dictionary(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """Where to write what a module shall show: where its parameters are registered."""
+        return module._parameters  # type: ignore[return-value]
+
+    def lend(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
+        """The originals themselves, showing ``views``; their gradients are put aside."""
+        self._lent_gradients = [p.grad for p in self.originals]
+        for original, view in zip(self.originals, views, strict=True):
+            original.grad = None
+            original.data = view
+        return self.originals
+
+    def take_back(self) -> None:
+        """The originals show their slices of the shard."""
+        for original, view in zip(self.originals, self._own_views(self.shard), strict=True):
+            original.data = view
+
+    def return_gradients(self) -> None:
+        """The gradients that `lend` has put aside are shown again."""
+        for original, gradient in zip(self.originals, self._lent_gradients, strict=True):
+            if gradient is not None:
+                assign_gradient(original, gradient)
+        self._lent_gradients = []
+
+    def _own_views(self, piece: torch.Tensor) -> list[torch.Tensor]:
+        if self.partition.num_shards == 1:
+            # Nobody has another part: there is no reason to show less than the parameter.
+            return [piece[part].view(shape) for part, shape in zip(self._slices, self.shapes, strict=True)]
+        return [piece[part] for part in self._slices]
+
+    def local_parameters(self) -> list[nn.Parameter]:
+        """What the optimizer owns: the originals."""
+        return self.originals
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any of them is to be trained."""
+        return any(original.requires_grad for original in self.originals)
+
+    def stamp(self) -> object:
+        """Changes whenever the values of a slice are changed in place or its memory is replaced."""
+        return [(original._version, original.data_ptr()) for original in self.originals]
+
+    def collect(self) -> None:
+        """Copies into the shard what the user has given other memory, and makes it a slice again.
+
+        Raises:
+            RuntimeError: the new tensor has another number of elements.
+        """
+        for index, original in enumerate(self.originals):
+            part = self._slices[index]
+            if part.start == part.stop and original.numel() == 0:
+                continue
+            mine = self.shard[part]
+            if original.data_ptr() == mine.data_ptr():
+                continue
+            if original.numel() != mine.numel():
+                raise RuntimeError(
+                    f"rank {rank_of_this_process()}: parameter {self._paths[index]!r} was given {original.numel()} "
+                    f"elements outside of summon_full_params(), but this rank stores {mine.numel()} of it; change full "
+                    "values inside summon_full_params()"
+                )
+            mine.copy_(original.data.reshape(-1))
+            original.data = self._own_views(self.shard)[index]
+
+    def overwrite(self, piece: torch.Tensor) -> None:
+        """New values for the shard. The change is one that `stamp` shows."""
+        self.shard.copy_(piece)
+        for original in self.originals:
+            torch.autograd.graph.increment_version(original)
+
+    # --- gradients ---
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether some ``.grad`` is there and has never been reduced."""
+        return self._is_unreduced and any(original.grad is not None for original in self.originals)
+
+    def add_reduced(self, piece: torch.Tensor) -> None:
+        """Adds each trained parameter's part of a reduced piece to its gradient."""
+        if piece.dtype is not self.shard.dtype and not self.keep_reduce_dtype:
+            piece = piece.to(self.shard.dtype)
+        if piece.device != self.shard.device:
+            piece = piece.to(self.shard.device)
+        for original, part in zip(self.originals, self._own_views(piece), strict=True):
+            if not original.requires_grad or part.numel() == 0:
+                continue
+            if original.grad is None:
+                assign_gradient(original, part)
+            else:
+                original.grad.add_(part)
+
+    def keep_unreduced(self, gradient: torch.Tensor) -> None:
+        """Adds an unsharded gradient to the unreduced ones; reduced ones that are there already are put aside."""
+        before = self.take_unreduced()
+        if before is not None:
+            gradient = before.add_(gradient)
+        self._reduced_before = [original.grad for original in self.originals]
+        self._unreduced = gradient
+        for original, part in zip(self.originals, self.partition.views(gradient, self.shapes), strict=True):
+            original.grad = None
+            if original.requires_grad:
+                assign_gradient(original, part)
+        self._is_unreduced = True
+        misuse.note_unreduced(self)
+
+    def take_unreduced(self) -> torch.Tensor | None:
+        """Removes the unreduced gradients and puts the reduced ones, if any, back in their places."""
+        if not self._is_unreduced:
+            return None
+        self._is_unreduced = False
+        unreduced, self._unreduced = self._unreduced, None
+        any_left = False
+        for original, before, part in zip(
+            self.originals, self._reduced_before, self.partition.views(unreduced, self.shapes), strict=True
+        ):
+            if original.grad is None:
+                # zero_grad(), of all or of this one: it was meant for the whole gradient.
+                part.zero_()
+                continue
+            any_left = True
+            original.grad = None
+            if before is not None:
+                assign_gradient(original, before)
+        self._reduced_before = []
+        return unreduced if any_left else None
