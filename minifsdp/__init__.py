@@ -4,5 +4,12 @@ from minifsdp.fsdp1.grad_scaler import ShardedGradScaler
 from minifsdp.fsdp1.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp.fsdp1.wrapper import FullyShardedDataParallel
 
-__all__ = ["BackwardPrefetch", "CPUOffload", "FullyShardedDataParallel", "MixedPrecision", "ShardedGradScaler", "ShardingStrategy"]
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullyShardedDataParallel",
+    "MixedPrecision",
+    "ShardedGradScaler",
+    "ShardingStrategy",
+]
 __version__ = "0.1.0"

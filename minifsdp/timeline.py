@@ -213,7 +213,7 @@ font-family:ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica N
 
 # All in pixels.
 _LEFT, _RIGHT = 104, 24
-_ROW, _GAP, _MEMORY = 20, 4, 40
+_ROW, _GAP, _MEMORY, _STRIP = 20, 4, 40, 10
 _LETTER = 6.2
 
 
@@ -326,7 +326,7 @@ def _draw_heading(sheet: _Sheet, title: str, events: Sequence[Event], *, shared_
         if kind in BOXES:
             sheet.add(f'<g class="{kind}"><rect x="{x:.1f}" y="{y - 10:.1f}" width="16" height="11" rx="2"/></g>')
         else:
-            sheet.add(_mark(kind, x + 8, y - 4.5))
+            sheet.add(_mark(kind, x, y - 4.5, width=16) if kind == "WAIT" else _mark(kind, x + 8, y - 4.5))
         sheet.text(x + 22, y, label, "soft")
         x += width
     return y + 14
@@ -352,16 +352,18 @@ def _draw_rank(
 
 def _draw_lane(sheet: _Sheet, y: float, lane: str, events: Sequence[Event]) -> float:
     boxes = [event for event in events if event.kind in BOXES]
+    marks = [event for event in events if event.kind not in BOXES and event.kind != "FREE"]
     # Half a pixel of overlap is nothing that the eye could see, and not worth a row.
     rows = _rows(boxes, 0.5 * sheet.seconds / sheet.width)
-    height = _ROW * (1 + max(rows, default=0))
+    ground = y + _ROW * (1 + max(rows, default=0))
+    height = ground - y + (_STRIP if marks else 0)
     sheet.band(y, height)
     sheet.text(_LEFT - 10, y + _ROW / 2 + 4, lane.replace("_", "-"), "soft end")
     for event, row in zip(boxes, rows, strict=True):
         sheet.add(_box(sheet, event, y + _ROW * row))
-    for event in events:
-        if event.kind not in BOXES and event.kind != "FREE":
-            sheet.add(_mark(event.kind, sheet.x((event.start + event.end) / 2), y + height - 3, _tip(event)))
+    for event in marks:
+        width = sheet.x(event.end) - sheet.x(event.start)
+        sheet.add(_mark(event.kind, sheet.x(event.start), ground + _STRIP / 2, _tip(event), width))
     return y + height + _GAP
 
 
@@ -396,11 +398,12 @@ def _tip(event: Event) -> str:
     return ", ".join(parts)
 
 
-def _mark(kind: str, x: float, y: float, tip: str = "") -> str:
-    """A moment: a small triangle that points to where it happened."""
+def _mark(kind: str, x: float, y: float, tip: str = "", width: float = 0.0) -> str:
+    """A moment, as a small triangle that points down from where it happened; a wait, as a bar of its length."""
     classes = kind if kind in ("FREE", "WAIT") else "other"
     inside = f"<title>{escape(tip)}</title>" if tip else ""
-    return f'<path class="{classes}" d="M{x - 3.5:.1f} {y - 3:.1f}h7l-3.5 6z">{inside}</path>'
+    shape = f"M{x:.1f} {y - 2:.1f}h{max(width, 1.5):.1f}v4H{x:.1f}z" if kind == "WAIT" else ""
+    return f'<path class="{classes}" d="{shape or f"M{x - 3.5:.1f} {y - 3:.1f}h7l-3.5 6z"}">{inside}</path>'
 
 
 def _draw_memory(sheet: _Sheet, y: float, events: Sequence[Event], largest: int) -> float:

@@ -43,20 +43,19 @@ class AbsentParameter(torch.Tensor):
     path: str
 
     # Straight to the dispatcher: a refusal needs no detour through Python-level overrides.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(
-        cls, shape: torch.Size, dtype: torch.dtype, device: torch.device, path: str
-    ) -> AbsentParameter:  # numpydoc: same arguments as the class
-        absent: AbsentParameter = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+    def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device, path: str) -> AbsentParameter:
+        """Makes a tensor without memory."""
+        absent: AbsentParameter = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         absent.path = path
         return absent
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, path: str) -> None:
         super().__init__()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"AbsentParameter({self.path!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -67,7 +66,7 @@ class AbsentParameter(torch.Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
         missing = next(t for t in tensors_in((args, kwargs or {})) if isinstance(t, AbsentParameter))

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions, ReduceScatterOptions
 
 from minifsdp.engine.lanes import Promise
 from minifsdp.engine.mesh import Group
@@ -79,7 +79,7 @@ def all_reduce(group: Group, tensor: torch.Tensor) -> Promise:
 
 
 def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
-    """``tensor`` becomes, in place, what it is on position ``source`` of the group. Every rank must call it; it waits."""
+    """``tensor`` becomes, in place, what it is on position ``source`` of the group; waits. Every rank must call it."""
     options = BroadcastOptions()
     options.rootRank = source
     group.process_group.broadcast([tensor], options).wait()

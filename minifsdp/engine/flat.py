@@ -11,8 +11,8 @@ Worked example, ``weight`` of shape (2, 3) and ``bias`` of shape (3), two ranks:
     rank 1 stores            w b b b .        a slice of 5, one of them padding
 
 What this buys: a gather is *one* collective that writes straight into the memory that will be computed on, with no
-copy before it and none after it. ``weight`` is a view of elements 0 to 5 and ``bias`` of elements 6 to 8. What it costs:
-a slice has no meaning of its own, it cannot be printed, saved or clipped as a weight.
+copy before it and none after it. ``weight`` is a view of elements 0 to 5 and ``bias`` of elements 6 to 8. What it
+costs: a slice has no meaning of its own, it cannot be printed, saved or clipped as a weight.
 
 The life of the unsharded tensor, in steps that the code repeats:
 
@@ -42,12 +42,13 @@ from torch import nn
 
 from minifsdp.engine import collectives, lifetime
 from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.flat_parameter import FlatOwnership
 from minifsdp.engine.lanes import Lanes, Promise
 from minifsdp.engine.layout import Layout, OwnedParameter, rebound
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Mesh
 from minifsdp.engine.originals import OriginalOwnership
-from minifsdp.engine.ownership import FlatOwnership
+from minifsdp.engine.ownership import Ownership
 from minifsdp.engine.partition import Partition
 
 __all__ = ["FlatLayout"]
@@ -92,7 +93,7 @@ class FlatLayout(Layout):
             shard = shard.to(device)
         elif device.type != "cpu":
             shard = shard.cpu().pin_memory()
-        self.owner: FlatOwnership | OriginalOwnership
+        self.owner: Ownership
         if keep_originals:
             index = mesh.shard_index
             self.owner = OriginalOwnership(parameters, shard, self.partition, index, keep_reduce_dtype)
@@ -313,6 +314,6 @@ def check_uniform_training(home: nn.Module, parameters: Mapping[nn.Parameter, Ow
     if trained and frozen:
         raise ValueError(
             f"rank {rank_of_this_process()}: the unit {type(home).__name__} has both parameters with "
-            f"requires_grad=True ({trained}) and requires_grad=False ({frozen}); one flat parameter cannot be both when "
-            "use_orig_params=False. Wrap the frozen parts as units of their own, or set use_orig_params=True"
+            f"requires_grad=True ({trained}) and requires_grad=False ({frozen}); one flat parameter cannot be both "
+            "when use_orig_params=False. Wrap the frozen parts as units of their own, or set use_orig_params=True"
         )

@@ -293,6 +293,6 @@ class Cycle:
 
 def _not_while_summoned(unit: Unit, what: str) -> RuntimeError:
     return RuntimeError(
-        f"rank {rank_of_this_process()}: {what} of unit {unit.name!r} was started while its full parameters are summoned; "
-        "leave summon_full_params first"
+        f"rank {rank_of_this_process()}: {what} of unit {unit.name!r} was started while its full parameters are "
+        "summoned; leave summon_full_params first"
     )

@@ -63,7 +63,7 @@ class Slot:
     def update_second_list(self, tensor: torch.Tensor) -> None:
         """Tells a module that keeps its weights twice. Writing past ``__setattr__`` is fast, and this is the price."""
         if self.second_list:
-            self.module._flat_weights[self.second_list.index(self.name)] = tensor  # type: ignore[index,operator]
+            self.module._flat_weights[self.second_list.index(self.name)] = tensor  # type: ignore[operator]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ reading. Two ways out:
       CPU    AG0 F0 FREE0   AG1 F1 FREE1   WAIT(FREE0) AG2 ...
       GPU        AG0 F0.......FREE0  AG1 F1.......FREE1
 
-  Each free leaves an event behind. Before a gather, if two events are waiting, the CPU waits for the older one. Hence at
-  most two units are in flight, and the memory of the third is that of the first.
+  Each free leaves an event behind. Before a gather, if two events are waiting, the CPU waits for the older one. Hence
+  at most two units are in flight, and the memory of the third is that of the first.
 
 Why two? With one, the gather could not overlap the compute before it; with three, nothing is gained on a network that
 keeps up, and a unit of memory is lost.

@@ -33,13 +33,13 @@ from torch import nn
 from minifsdp.engine import misuse
 from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.layout import OwnedParameter
-from minifsdp.engine.ownership import assign_gradient
+from minifsdp.engine.ownership import Ownership, assign_gradient
 from minifsdp.engine.partition import Partition
 
 __all__ = ["OriginalOwnership"]
 
 
-class OriginalOwnership:
+class OriginalOwnership(Ownership):
     """The shard as slices of the original parameters.
 
     Args:
@@ -66,9 +66,10 @@ class OriginalOwnership:
         self._paths = [owned.path for owned in parameters.values()]
         # Where each slice lies in this rank's piece.
         self._slices = partition.slices_of_piece(index)
-        self._is_unreduced = False
+        self._unreduced: torch.Tensor | None = None
         self._reduced_before: list[torch.Tensor | None] = []
-        self.stand_ins: Sequence[torch.Tensor] = self.originals
+        self._lent_gradients: list[torch.Tensor | None] = []
+        self.stand_ins = self.originals
         self._warn_if_mixed()
         self.take_back()
 
@@ -160,7 +161,7 @@ class OriginalOwnership:
     @property
     def has_unreduced(self) -> bool:
         """Whether some ``.grad`` is there and has never been reduced."""
-        return self._is_unreduced and any(original.grad is not None for original in self.originals)
+        return self._unreduced is not None and any(original.grad is not None for original in self.originals)
 
     def add_reduced(self, piece: torch.Tensor) -> None:
         """Adds each trained parameter's part of a reduced piece to its gradient."""
@@ -187,15 +188,13 @@ class OriginalOwnership:
             original.grad = None
             if original.requires_grad:
                 assign_gradient(original, part)
-        self._is_unreduced = True
         misuse.note_unreduced(self)
 
     def take_unreduced(self) -> torch.Tensor | None:
         """Removes the unreduced gradients and puts the reduced ones, if any, back in their places."""
-        if not self._is_unreduced:
-            return None
-        self._is_unreduced = False
         unreduced, self._unreduced = self._unreduced, None
+        if unreduced is None:
+            return None
         any_left = False
         for original, before, part in zip(
             self.originals, self._reduced_before, self.partition.views(unreduced, self.shapes), strict=True

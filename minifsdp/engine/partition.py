@@ -77,7 +77,7 @@ class Partition:
         return slice(index * self.shard_numel, (index + 1) * self.shard_numel)
 
     def slices_of_piece(self, index: int) -> list[slice]:
-        """For each parameter where the part of it that rank ``index`` stores lies in that rank's piece; may be empty."""
+        """For each parameter, where its part on rank ``index`` lies inside that rank's piece; may be empty."""
         slices, first = [], -index * self.shard_numel
         for numel in self.numels:
             # Clipped at both ends: what begins before the piece or ends behind it is another rank's.

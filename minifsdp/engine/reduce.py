@@ -181,6 +181,4 @@ def _traced(kind: str, item: _InFlight, group: Group, lane: str) -> trace.Event 
         return None
     sent = item.whole if kind == "RS" else item.piece
     num_bytes = sent.numel() * sent.element_size()
-    return trace.recorder.begin(
-        kind, item.name, num_bytes=num_bytes, ranks=group.ranks, dtype=sent.dtype, lane=lane
-    )
+    return trace.recorder.begin(kind, item.name, num_bytes=num_bytes, ranks=group.ranks, dtype=sent.dtype, lane=lane)

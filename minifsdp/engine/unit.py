@@ -154,7 +154,9 @@ class Unit:
         if self.state is State.UNSHARDED:
             return
         if self.state is State.SHARDED:
-            raise RuntimeError(f"rank {rank_of_this_process()}: unit {self.name!r} is waited for but was never gathered")
+            raise RuntimeError(
+                f"rank {rank_of_this_process()}: unit {self.name!r} is waited for but was never gathered"
+            )
         promise, self._promise = self._promise, None
         if promise is not None:
             promise.wait()

@@ -151,7 +151,9 @@ def compute_device(module: nn.Module, device_id: Any) -> torch.device:
         return next(iter(accelerators)) if accelerators else _current_device()
     device = _as_device(device_id)
     if accelerators and accelerators != {device}:
-        raise _fail(ValueError, f"device_id is {device} but the module is on {next(iter(accelerators))}; they must agree")
+        raise _fail(
+            ValueError, f"device_id is {device} but the module is on {next(iter(accelerators))}; they must agree"
+        )
     return device
 
 

@@ -1,7 +1,7 @@
 """The user's hands on full parameters: ``summon_full_params`` and ``apply``.
 
-Outside of forward and backward nobody has the full parameters. Now and then somebody wants them: to look at a weight, to
-initialise by module type, to evaluate a formula. For the time of a ``with`` block each unit is gathered into a *row* of
+Outside of forward and backward nobody has the full parameters. Now and then somebody wants them: to look at a weight,
+to initialise by module type, to evaluate a formula. For the time of a ``with`` block each unit is gathered into a *row* of
 its own, in the stored dtype, and its modules show ordinary ``nn.Parameter`` objects that are views of the row. The flat
 parameter steps aside, and the wrappers leave their prefixes out of names, so that inside the block the model looks as
 if it had never been wrapped.

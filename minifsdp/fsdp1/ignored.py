@@ -65,7 +65,9 @@ def _sort_out(ignored_modules: Any, ignored_states: Any) -> tuple[list[nn.Module
         given = _as_list(ignored_modules, "ignored_modules")
         for item in given:
             if not isinstance(item, nn.Module):
-                raise TypeError(f"rank {rank_of_this_process()}: ignored_modules must hold modules, found {type(item).__name__}")
+                raise TypeError(
+                    f"rank {rank_of_this_process()}: ignored_modules must hold modules, found {type(item).__name__}"
+                )
         return given, set()
     given = _as_list(ignored_states, "ignored_states")
     if all(isinstance(item, nn.Parameter) for item in given):

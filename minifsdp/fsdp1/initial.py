@@ -4,8 +4,8 @@ Before a unit is cut into slices its parameters must be real, in the right place
 Three steps, each for the modules of one unit only, so that the whole model is never in full size on a device:
 
 1. *materialize*: modules that were built on the meta device have shapes and no memory. They are given memory and their
-   own ``reset_parameters()`` is called, or the user's ``param_init_fn`` does both. A module initialises the tensors that
-   it owns directly and nothing below it, so that nothing is initialised twice, and a module that has real values
+   own ``reset_parameters()`` is called, or the user's ``param_init_fn`` does both. A module initialises the tensors
+   that it owns directly and nothing below it, so that nothing is initialised twice, and a module that has real values
    already is not touched.
 2. *move*: to the compute device, if ``device_id`` says which.
 3. *synchronize*: what rank 0 has is sent to all. Without it each rank keeps what it drew; with slices that means one
@@ -55,7 +55,9 @@ def materialize(modules: Modules, param_init_fn: Any, device: torch.device, igno
             param_init_fn(module)
         else:
             _reset(path, module, device)
-        left = [name for name, t in [*module._parameters.items(), *module._buffers.items()] if t is not None and t.is_meta]
+        left = [
+            name for name, t in [*module._parameters.items(), *module._buffers.items()] if t is not None and t.is_meta
+        ]
         if left:
             raise RuntimeError(
                 f"rank {rank_of_this_process()}: {left} of module {path!r} ({type(module).__name__}) are still on the "

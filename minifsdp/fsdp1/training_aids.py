@@ -59,7 +59,7 @@ def clip_gradients(
     parts = [_norm(whole, norm_type, device)]
     for group, gradients in sharded.items():
         parts.append(_sum_over(group, _norm(gradients, norm_type, device), norm_type))
-    norm = torch.linalg.vector_norm(torch.stack(parts), norm_type)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(parts), norm_type)
     every = [*whole, *(gradient for gradients in sharded.values() for gradient in gradients)]
     if not every:
         warnings.warn(
@@ -77,7 +77,8 @@ def clip_gradients(
 
 def _norm(gradients: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     norms = [torch.linalg.vector_norm(g.detach(), norm_type, dtype=torch.float32).to(device) for g in gradients]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros((), device=device)]), norm_type)
+    return norm
 
 
 def _sum_over(group: Group, local: torch.Tensor, norm_type: float) -> torch.Tensor:

@@ -29,7 +29,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from minifsdp.engine import misuse
@@ -220,7 +219,7 @@ class FullyShardedDataParallel(nn.Module):
         return args, kwargs
 
     def _find_tree(self) -> Root:
-        """This wrapper's forward is the first to run, with no other wrapper around it: it is the root (CTOR-10)."""
+        """A forward runs here with no other wrapper around it, so here is the root (CTOR-10)."""
         members = [(clean_name(name), m) for name, m in self.named_modules() if isinstance(m, FullyShardedDataParallel)]
         # Parts that ran on their own before were roots of small trees; this one takes them over (CTOR-11).
         for small in {id(m._tree): m._tree for _, m in members if m._tree is not None}.values():

@@ -1,0 +1,45 @@
+"""How a spec test runs on several ranks.
+
+    @pytest.mark.spec("SHARD-04")
+    @ranks(2)
+    def test_full_shard_frees_after_forward() -> None:
+        ...                                 # runs on every rank, with a default process group
+
+The body is an ordinary function. The decorator replaces it by one that hands it to a pool of processes, which live
+through the whole session (see ``pool.py``), and raises what a rank has raised.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from spec_tests.harness import pool
+
+__all__ = ["device", "ranks"]
+
+HANG_LIMIT = 60.0
+
+
+def ranks(num_ranks: int, timeout: float = HANG_LIMIT) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Runs the test's body on ``num_ranks`` processes; after ``timeout`` seconds it counts as hanging."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def run(**arguments: Any) -> None:
+            __tracebackhide__ = True
+            pool.run(num_ranks, body.__module__, body.__qualname__, arguments, timeout)
+
+        run.body_on_a_rank = body  # type: ignore[attr-defined]
+        return pytest.mark.ranks(run)  # type: ignore[no-any-return]
+
+    return decorate
+
+
+def device() -> torch.device:
+    """The device that this rank computes on."""
+    return pool.device_of_this_rank()
