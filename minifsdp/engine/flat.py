@@ -84,7 +84,7 @@ class FlatLayout(Layout):
         keep_originals: bool = False,
     ) -> None:
         check_uniform_dtype(home, parameters)
-        self.mesh, self.device = mesh, device
+        self.mesh, self.device, self.offloads = mesh, device, offload
         self.parameters = list(parameters.values())
         self.shapes = [owned.shape for owned in self.parameters]
         self.partition = Partition(tuple(shape.numel() for shape in self.shapes), mesh.num_shards)
@@ -109,7 +109,7 @@ class FlatLayout(Layout):
         # What the modules show right now, and the views of the last forward that autograd recorded.
         self._shown: Sequence[torch.Tensor] = self.owner.stand_ins
         self._recorded: Sequence[torch.Tensor] | None = None
-        self._lent: list[nn.Parameter] = []
+        self._loan: _Loan | None = None
         self._gathered_at: object = None
         if self.is_borrowed and self.owner.hides_originals:
             self._show(self.partition.views(self.full, self.shapes))
@@ -258,26 +258,68 @@ class FlatLayout(Layout):
         collectives.gather(group, row, shard.to(self.device)).wait()
         return row
 
-    def show_row(self, row: torch.Tensor) -> None:
+    def full_gradient_row(self) -> tuple[torch.Tensor, list[bool]]:
+        """Like `full_row`, for gradients; a parameter has one if any rank of the shard group has a part of it."""
+        piece, present = self.owner.reduced_gradient()
+        group = self.mesh.shard
+        if group is None:
+            return piece, present
+        row = torch.empty(self.partition.padded_numel, dtype=piece.dtype, device=self.device)
+        collectives.gather(group, row, piece.to(self.device)).wait()
+        votes = torch.tensor(present, dtype=torch.int32, device=self.device)
+        collectives.all_reduce(group, votes).wait()
+        return row, [vote > 0 for vote in votes.tolist()]
+
+    def show_row(self, row: torch.Tensor, gradients: tuple[torch.Tensor, list[bool]] | None) -> None:
         """Ordinary parameters, in the order in which the modules had them; the flat parameter steps aside."""
-        self._lent = self.owner.lend(self.partition.views(row, self.shapes))
+        self._loan = _Loan(row, self.partition.views(row, self.shapes), gradients)
+        self._loan.parameters = self.owner.lend(self._loan.views)
+        if gradients is not None:
+            self._loan.lend_gradients(self.partition.views(gradients[0], self.shapes), gradients[1])
         for dictionary, slot, index in self._places:
             dictionary.pop(slot.name)
-            slot.module._parameters[slot.name] = self._lent[index]
-            slot.update_second_list(self._lent[index])
+            slot.module._parameters[slot.name] = self._loan.parameters[index]
+            slot.update_second_list(self._loan.parameters[index])
 
-    def hide_row(self, row: torch.Tensor, *, keep_changes: bool) -> None:
+    def hide_row(self, *, keep_changes: bool) -> None:
         """The reverse; a parameter that was given other memory in between is read from there."""
+        loan, self._loan = self._loan, None
+        assert loan is not None
         for _, slot, _ in self._places:
             slot.module._parameters.pop(slot.name)
         self._show(self._shown)
+        piece = self.partition.piece(self.mesh.shard_index)
+        loan.collect()
         if keep_changes:
-            for view, parameter in zip(self.partition.views(row, self.shapes), self._lent, strict=True):
-                if view.data_ptr() != parameter.data_ptr():
-                    view.copy_(parameter.data)
-            self.owner.overwrite(row[self.partition.piece(self.mesh.shard_index)])
-        self._lent = []
+            self.owner.overwrite(loan.row[piece])
         self.owner.take_back()
+        if keep_changes and loan.gradients is not None:
+            self.owner.overwrite_gradient(loan.gradients[0][piece], loan.gradients[1])
+
+
+class _Loan:
+    """Full parameters in the user's hands."""
+
+    def __init__(
+        self, row: torch.Tensor, views: list[torch.Tensor], gradients: tuple[torch.Tensor, list[bool]] | None
+    ) -> None:
+        self.row, self.views, self.gradients = row, views, gradients
+        self.parameters: list[nn.Parameter] = []
+        self._gradient_views: list[torch.Tensor] = []
+
+    def lend_gradients(self, views: list[torch.Tensor], present: list[bool]) -> None:
+        self._gradient_views = views
+        for parameter, view, is_there in zip(self.parameters, views, present, strict=True):
+            parameter.grad = view if is_there else None
+
+    def collect(self) -> None:
+        """Brings into the rows what was put in other memory."""
+        for view, parameter in zip(self.views, self.parameters, strict=True):
+            if view.data_ptr() != parameter.data_ptr():
+                view.copy_(parameter.data)
+        for view, parameter in zip(self._gradient_views, self.parameters, strict=False):
+            if parameter.grad is not None and view.data_ptr() != parameter.grad.data_ptr():
+                view.copy_(parameter.grad)
 
 
 class _Nothing:

@@ -36,6 +36,7 @@ from torch import nn
 
 from minifsdp.engine import misuse
 from minifsdp.engine.absent import AbsentParameter
+from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.layout import OwnedParameter
 from minifsdp.engine.ownership import Ownership, assign_gradient
 
@@ -133,6 +134,17 @@ class FlatOwnership(Ownership):
             assign_gradient(self.shard, piece)
         else:
             before.add_(piece)
+
+    def reduced_gradient(self) -> tuple[torch.Tensor, list[bool]]:
+        """Not here."""
+        raise NotImplementedError(
+            f"rank {rank_of_this_process()}: a flat parameter keeps no gradients of single parameters; wrap with "
+            "use_orig_params=True to see them"
+        )
+
+    def overwrite_gradient(self, piece: torch.Tensor, present: list[bool]) -> None:
+        """Not here either."""
+        self.reduced_gradient()
 
     def keep_unreduced(self, gradient: torch.Tensor) -> None:
         """Adds an unsharded gradient to the unreduced one; a reduced one that is there already is put aside."""

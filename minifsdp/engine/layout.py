@@ -123,12 +123,14 @@ class Layout(ABC):
         device: the compute device.
         dtype: dtype of the unsharded parameters.
         num_bytes: bytes of the unsharded parameters, padding included.
+        offloads: whether shard and gradient live on the CPU between computations.
         leaf: the tensor whose gradient says that the unit's gradients are complete.
     """
 
     device: torch.device
     dtype: torch.dtype
     num_bytes: int
+    offloads: bool
     leaf: torch.Tensor
 
     # --- memory ---
@@ -204,9 +206,16 @@ class Layout(ABC):
         """
 
     @abstractmethod
-    def show_row(self, row: torch.Tensor) -> None:
-        """Puts ordinary parameters on the modules, views of ``row``."""
+    def full_gradient_row(self) -> tuple[torch.Tensor, list[bool]]:
+        """The full reduced gradients in one row, and for each parameter whether there is one on any rank.
+
+        All ranks of the shard group must call it.
+        """
 
     @abstractmethod
-    def hide_row(self, row: torch.Tensor, *, keep_changes: bool) -> None:
+    def show_row(self, row: torch.Tensor, gradients: tuple[torch.Tensor, list[bool]] | None) -> None:
+        """Puts ordinary parameters on the modules, views of ``row``, with views of the full gradients if given."""
+
+    @abstractmethod
+    def hide_row(self, *, keep_changes: bool) -> None:
         """Puts back what the modules had before, and if wished this rank's part of the changes into the shard."""

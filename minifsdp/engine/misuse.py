@@ -5,8 +5,8 @@ Two of them cannot be seen where they are made, only where they do harm:
 * *An optimizer that was built before wrapping.* It holds the original parameters, which no module uses any more. Its
   step changes tensors that nobody looks at; the loss stays flat and nothing says why. Every parameter that a unit has
   replaced is remembered here by a weak reference, and the first step of each optimizer is checked against them.
-* *A step after* ``no_sync()`` *without a reducing backward.* What ``.grad`` holds then is this rank's own sum in full size,
-  no rank's share of a mean.
+* *A step after* ``no_sync()`` *without a reducing backward.* What ``.grad`` holds then is this rank's own sum in full
+  size, no rank's share of a mean.
 
 A third is noticed at construction: a parameter that is *tied* between two units. The first unit has taken it; the
 second module still shows it, and from then on the two copies would drift apart.

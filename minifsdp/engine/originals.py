@@ -68,7 +68,7 @@ class OriginalOwnership(Ownership):
         self._slices = partition.slices_of_piece(index)
         self._unreduced: torch.Tensor | None = None
         self._reduced_before: list[torch.Tensor | None] = []
-        self._lent_gradients: list[torch.Tensor | None] = []
+        self._gradients_aside: list[torch.Tensor | None] = []
         self.stand_ins = self.originals
         self._warn_if_mixed()
         self.take_back()
@@ -91,23 +91,21 @@ class OriginalOwnership(Ownership):
 
     def lend(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
         """The originals themselves, showing ``views``; their gradients are put aside."""
-        self._lent_gradients = [p.grad for p in self.originals]
+        self._gradients_aside = [p.grad for p in self.originals]
         for original, view in zip(self.originals, views, strict=True):
             original.grad = None
             original.data = view
         return self.originals
 
     def take_back(self) -> None:
-        """The originals show their slices of the shard."""
+        """The originals show their slices of the shard, and the gradients that `lend` has put aside."""
         for original, view in zip(self.originals, self._own_views(self.shard), strict=True):
             original.data = view
-
-    def return_gradients(self) -> None:
-        """The gradients that `lend` has put aside are shown again."""
-        for original, gradient in zip(self.originals, self._lent_gradients, strict=True):
+        for original, gradient in zip(self.originals, self._gradients_aside, strict=False):
+            original.grad = None
             if gradient is not None:
                 assign_gradient(original, gradient)
-        self._lent_gradients = []
+        self._gradients_aside = []
 
     def _own_views(self, piece: torch.Tensor) -> list[torch.Tensor]:
         if self.partition.num_shards == 1:
@@ -176,6 +174,22 @@ class OriginalOwnership(Ownership):
                 assign_gradient(original, part)
             else:
                 original.grad.add_(part)
+
+    def reduced_gradient(self) -> tuple[torch.Tensor, list[bool]]:
+        """Each parameter's part of the reduced gradient, in its place in the piece."""
+        dtype = next((p.grad.dtype for p in self.originals if p.grad is not None), self.shard.dtype)
+        piece = torch.zeros_like(self.shard, dtype=dtype)
+        for original, part in zip(self.originals, self._own_views(piece), strict=True):
+            if original.grad is not None:
+                part.copy_(original.grad)
+        return piece, [original.grad is not None for original in self.originals]
+
+    def overwrite_gradient(self, piece: torch.Tensor, present: list[bool]) -> None:
+        """Each parameter's part of ``piece``, copied out of the row it is a slice of."""
+        for original, part, is_there in zip(self.originals, self._own_views(piece.clone()), present, strict=True):
+            original.grad = None
+            if is_there and part.numel():
+                assign_gradient(original, part)
 
     def keep_unreduced(self, gradient: torch.Tensor) -> None:
         """Adds an unsharded gradient to the unreduced ones; reduced ones that are there already are put aside."""

@@ -82,6 +82,18 @@ class Ownership(ABC):
         """Adds this rank's piece of a reduced gradient to what the optimizer will see."""
 
     @abstractmethod
+    def reduced_gradient(self) -> tuple[torch.Tensor, list[bool]]:
+        """The reduced gradient as one piece, zeros where there is none, and which parameters have one here.
+
+        Raises:
+            NotImplementedError: gradients of single parameters are not kept apart.
+        """
+
+    @abstractmethod
+    def overwrite_gradient(self, piece: torch.Tensor, present: list[bool]) -> None:
+        """New values for the reduced gradient."""
+
+    @abstractmethod
     def keep_unreduced(self, gradient: torch.Tensor) -> None:
         """Adds an unsharded gradient to the unreduced one; a reduced one that is there already is put aside."""
 

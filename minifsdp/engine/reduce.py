@@ -151,6 +151,8 @@ class Reducer:
                 old.promise.wait()
             # 5. After the sum.
             plan.scaling.complete(old.piece)
+        if trace.recorder is not None and old.layout.offloads:
+            trace.recorder.begin("D2H", old.name, num_bytes=old.piece.numel() * old.piece.element_size())
         # 6. The layout knows what the optimizer owns.
         old.layout.accept_gradient(old.piece)
 

@@ -77,9 +77,9 @@ class Schedule:
             self._warned = True
             expected = self._first_order[self._position].name if self._position < len(self._first_order) else "none"
             warnings.warn(
-                f"rank {rank_of_this_process()}: forward_prefetch expects the units in the order of the first "
-                f"iteration, but {unit.name!r} came where {expected!r} was expected. Results stay correct; the prefetched "
-                "parameters were in vain. Turn forward_prefetch off for a model whose order changes",
+                f"rank {rank_of_this_process()}: forward_prefetch expects units in the order of the first "
+                f"iteration, but {unit.name!r} came where {expected!r} was expected. Results stay correct; the "
+                "prefetched parameters were in vain. Turn forward_prefetch off for a model whose order changes",
                 stacklevel=2,
             )
         if position is not None:

@@ -137,8 +137,10 @@ class Unit:
             return
         self.limiter.admit(self.name)
         shard = self.plan.mesh.shard
+        layout = self.layout
+        if trace.recorder is not None and layout.offloads:
+            trace.recorder.begin("H2D", self.name, num_bytes=layout.num_bytes // self.plan.mesh.num_shards)
         if trace.recorder is not None and shard is not None:
-            layout = self.layout
             self._event = trace.recorder.begin(
                 "AG", self.name, num_bytes=layout.num_bytes, ranks=shard.ranks, dtype=layout.dtype, lane="gather"
             )

@@ -105,6 +105,26 @@ def choose_mesh(
     return Mesh.sharded(members), group
 
 
+def groups_of(device_mesh: Any, process_group: Any, strategy: ShardingStrategy) -> Any:
+    """The process group, or the pair of a hybrid strategy, that a ``DeviceMesh`` stands for (NEW-01).
+
+    Raises:
+        ValueError: it is given together with ``process_group``, or has not as many axes as the strategy needs.
+    """
+    if device_mesh is None:
+        return process_group
+    if process_group is not None:
+        raise _fail(ValueError, "pass process_group or device_mesh, not both: either says who shards")
+    num_axes = 2 if strategy in HYBRID else 1
+    if device_mesh.ndim != num_axes:
+        raise _fail(
+            ValueError,
+            f"{strategy.name} needs a device_mesh with ndim={num_axes} (replicate, shard for hybrid strategies), got "
+            f"{device_mesh}",
+        )
+    return device_mesh.get_group() if num_axes == 1 else (device_mesh.get_group(1), device_mesh.get_group(0))
+
+
 def _hybrid_groups(
     process_group: Any, strategy: ShardingStrategy, *, has_policy: bool, device: torch.device
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

@@ -1,10 +1,10 @@
 """The user's hands on full parameters: ``summon_full_params`` and ``apply``.
 
 Outside of forward and backward nobody has the full parameters. Now and then somebody wants them: to look at a weight,
-to initialise by module type, to evaluate a formula. For the time of a ``with`` block each unit is gathered into a *row* of
-its own, in the stored dtype, and its modules show ordinary ``nn.Parameter`` objects that are views of the row. The flat
-parameter steps aside, and the wrappers leave their prefixes out of names, so that inside the block the model looks as
-if it had never been wrapped.
+to initialise by module type, to evaluate a formula. For the time of a ``with`` block each unit is gathered into a *row*
+of its own, in the stored dtype, and its modules show ordinary ``nn.Parameter`` objects that are views of the row. The
+flat parameter steps aside, and the wrappers leave their prefixes out of names, so that inside the block the model looks
+as if it had never been wrapped.
 
 What happens to changes? Each rank writes back *its own slice* of what it sees. If all ranks made the same change, all
 of it persists; if each made a different one, the result is a patchwork by slice. Two ranks, a weight of four elements,
@@ -31,19 +31,25 @@ from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.hooks import NOT_IN_BACKWARD, graph_task
 from minifsdp.engine.unit import Phase, Unit
 
-__all__ = ["check_summon_options", "summoned"]
+__all__ = ["UnitIsBusyError", "check_idle", "check_summon_options", "summoned"]
 
 
-def check_summon_options(*, writeback: bool, rank0_only: bool, offload_to_cpu: bool) -> None:
+def check_summon_options(*, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:
     """Whether the options go together. Nothing is communicated.
 
     Raises:
-        NotImplementedError: ``writeback`` with ``rank0_only``: the other ranks would keep old slices of a new model.
+        NotImplementedError: ``writeback`` with ``rank0_only``: the other ranks would keep old slices of a new model;
+            or ``with_grads`` with ``offload_to_cpu``.
     """
     if writeback and rank0_only:
         raise NotImplementedError(
             f"rank {rank_of_this_process()}: summon_full_params cannot write back what only rank 0 has seen; pass "
             "writeback=False to look, or rank0_only=False to change"
+        )
+    if with_grads and offload_to_cpu:
+        raise NotImplementedError(
+            f"rank {rank_of_this_process()}: summon_full_params shows gradients where they were computed; "
+            "with_grads=True does not go together with offload_to_cpu=True"
         )
     if offload_to_cpu and not rank0_only:
         warnings.warn(
@@ -54,37 +60,50 @@ def check_summon_options(*, writeback: bool, rank0_only: bool, offload_to_cpu: b
 
 
 @contextmanager
-def summoned(units: Sequence[Unit], *, writeback: bool, rank0_only: bool, offload_to_cpu: bool) -> Generator[None]:
+def summoned(
+    units: Sequence[Unit], *, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+) -> Generator[None]:
     """Full parameters on the modules of ``units``. All ranks must enter and leave it, also with ``rank0_only``.
 
     Raises:
-        RuntimeError: a unit is in forward or backward, or its full parameters have been summoned already.
+        UnitIsBusyError: a unit is in forward or backward, or its full parameters have been summoned already.
     """
     for unit in units:
-        _check_idle(unit)
+        check_idle(unit)
     with ExitStack() as stack:
         for unit in units:
-            stack.enter_context(_one(unit, writeback, rank0_only, offload_to_cpu))
+            stack.enter_context(_one(unit, writeback, rank0_only, offload_to_cpu, with_grads))
         yield
 
 
-def _check_idle(unit: Unit) -> None:
+class UnitIsBusyError(RuntimeError, AssertionError, ValueError):
+    """A unit is in another phase than it must be. Programs written for torch's FSDP look for any of the three kinds."""
+
+
+def check_idle(unit: Unit) -> None:
+    """Whether nobody else has the unit's parameters in his hands right now.
+
+    Raises:
+        UnitIsBusyError: somebody has.
+    """
+    where = f"rank {rank_of_this_process()}: unit {unit.name!r} is expected to be in states [{Phase.IDLE}] but"
     if unit.phase is Phase.SUMMONED:
-        raise RuntimeError(
-            f"rank {rank_of_this_process()}: the full parameters of unit {unit.name!r} have been summoned already; "
-            "leave the outer summon_full_params (or apply) first"
+        raise UnitIsBusyError(
+            f"{where} is in {unit.phase}. Cannot manually unshard parameters when already unsharding parameters: leave "
+            "the outer summon_full_params() or apply() first"
         )
     if unit.phase is not Phase.IDLE or graph_task() != NOT_IN_BACKWARD:
-        raise RuntimeError(
-            f"rank {rank_of_this_process()}: the full parameters of unit {unit.name!r} cannot be summoned while its "
-            "forward or backward runs; do it before or after"
+        raise UnitIsBusyError(
+            f"{where} its forward or backward runs. Cannot manually unshard parameters during forward/backward: do it "
+            "before or after"
         )
 
 
 @contextmanager
-def _one(unit: Unit, writeback: bool, rank0_only: bool, offload_to_cpu: bool) -> Generator[None]:
+def _one(unit: Unit, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> Generator[None]:
     layout, mesh = unit.layout, unit.plan.mesh
     row = layout.full_row()
+    gradients = layout.full_gradient_row() if with_grads else None
     if rank0_only and not mesh.is_first:
         # This rank has done its part of the gather; what it would see is none of its business.
         yield
@@ -92,9 +111,9 @@ def _one(unit: Unit, writeback: bool, rank0_only: bool, offload_to_cpu: bool) ->
     if offload_to_cpu and mesh.shard is not None:
         row = row.cpu()
     unit.phase = Phase.SUMMONED
-    layout.show_row(row)
+    layout.show_row(row, gradients)
     try:
         yield
     finally:
-        layout.hide_row(row, keep_changes=writeback or mesh.shard is None)
+        layout.hide_row(keep_changes=writeback or mesh.shard is None)
         unit.phase = Phase.IDLE

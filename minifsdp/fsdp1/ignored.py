@@ -22,7 +22,11 @@ from torch import nn
 
 from minifsdp.engine.collectives import rank_of_this_process
 
-__all__ = ["find_ignored"]
+__all__ = ["WrongElementsError", "find_ignored"]
+
+
+class WrongElementsError(TypeError, ValueError):
+    """Something of a wrong type in a list. Programs written for torch's FSDP look for either kind."""
 
 
 def find_ignored(
@@ -39,8 +43,8 @@ def find_ignored(
     """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(
-            f"rank {rank_of_this_process()}: pass ignored_modules or ignored_states, not both; ignored_states takes "
-            "modules as well"
+            f"rank {rank_of_this_process()}: Cannot pass both ignored_modules and ignored_states at the same time; "
+            "ignored_states takes modules as well"
         )
     roots, parameters = _sort_out(ignored_modules, ignored_states)
     for root in roots:
@@ -52,8 +56,8 @@ def find_ignored(
     modules = {inner for root in roots for inner in _below(root, is_wrapper)}
     if module in modules:
         warnings.warn(
-            f"rank {rank_of_this_process()}: the wrapped module itself ({type(module).__name__}) is ignored, so this "
-            "wrapper shards nothing",
+            f"rank {rank_of_this_process()}: Trying to ignore the top-level module passed into the FSDP constructor "
+            f"itself will result in all parameters being ignored ({type(module).__name__} here): nothing is sharded",
             stacklevel=3,
         )
     parameters |= {parameter for inner in modules for parameter in inner.parameters(recurse=False)}
@@ -63,21 +67,25 @@ def find_ignored(
 def _sort_out(ignored_modules: Any, ignored_states: Any) -> tuple[list[nn.Module], set[nn.Parameter]]:
     if ignored_states is None:
         given = _as_list(ignored_modules, "ignored_modules")
-        for item in given:
-            if not isinstance(item, nn.Module):
-                raise TypeError(
-                    f"rank {rank_of_this_process()}: ignored_modules must hold modules, found {type(item).__name__}"
-                )
+        if not all(isinstance(item, nn.Module) for item in given):
+            raise WrongElementsError(
+                f"rank {rank_of_this_process()}: ignored_modules expects nn.Module list elements but got types "
+                f"{_types(given)}; pass parameters as ignored_states"
+            )
         return given, set()
     given = _as_list(ignored_states, "ignored_states")
     if all(isinstance(item, nn.Parameter) for item in given):
         return [], set(given)
     if all(isinstance(item, nn.Module) for item in given):
         return given, set()
-    kinds = sorted({type(item).__name__ for item in given})
-    raise ValueError(
-        f"rank {rank_of_this_process()}: ignored_states takes parameters or modules, not a mixture; found {kinds}"
+    raise WrongElementsError(
+        f"rank {rank_of_this_process()}: ignored_states expects all nn.Parameter or all nn.Module list elements but "
+        f"got types {_types(given)}"
     )
+
+
+def _types(given: list[Any]) -> list[type]:
+    return sorted({type(item) for item in given}, key=repr)
 
 
 def _as_list(given: Iterable[Any] | None, argument: str) -> list[Any]:

@@ -49,7 +49,7 @@ def materialize(modules: Modules, param_init_fn: Any, device: torch.device, igno
     """
     on_meta = [(path, m) for path, m in modules if any(t.is_meta for t in _own_tensors(m, ignored))]
     if on_meta and param_init_fn is not None and not callable(param_init_fn):
-        raise ValueError(f"rank {rank_of_this_process()}: param_init_fn must be callable, got {param_init_fn!r}")
+        raise ValueError(f"rank {rank_of_this_process()}: expected param_init_fn to be callable, got {param_init_fn!r}")
     for path, module in on_meta:
         if param_init_fn is not None:
             param_init_fn(module)

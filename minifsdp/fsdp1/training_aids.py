@@ -63,8 +63,8 @@ def clip_gradients(
     every = [*whole, *(gradient for gradients in sharded.values() for gradient in gradients)]
     if not every:
         warnings.warn(
-            f"rank {rank_of_this_process()}: clip_grad_norm_ found no gradients, so the norm is 0; call it after "
-            "backward and before the optimizer step",
+            f"clip_grad_norm_ was called on rank {rank_of_this_process()} with no gradients -- returning the total "
+            f"norm in the default dtype {norm.dtype}; call it after backward and before the optimizer step",
             stacklevel=3,
         )
         return norm

@@ -25,6 +25,7 @@ Spec: CTOR, SHARD, HYB, FWD, NOSYNC, NAMES; each method names its rows.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
@@ -41,8 +42,9 @@ from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.root import Root
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1 import build, initial, wrap
-from minifsdp.fsdp1.full_params import check_summon_options, summoned
+from minifsdp.fsdp1.full_params import check_idle, check_summon_options, summoned
 from minifsdp.fsdp1.ignored import find_ignored
+from minifsdp.fsdp1.legacy import takes_old_spellings, warn_renamed
 from minifsdp.fsdp1.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp.fsdp1.training_aids import clip_gradients
 
@@ -86,6 +88,7 @@ class FullyShardedDataParallel(nn.Module):
         RuntimeError: there is no process group.
     """
 
+    @takes_old_spellings
     def __init__(
         self,
         module: nn.Module,
@@ -110,6 +113,8 @@ class FullyShardedDataParallel(nn.Module):
         )
         super().__init__()
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+        process_group = build.groups_of(device_mesh, process_group, strategy)
+        self.device_mesh = device_mesh
         self.compute_device = build.compute_device(module, device_id)
         self.mesh, self.process_group = build.choose_mesh(
             process_group, strategy, has_policy=auto_wrap_policy is not None, device=self.compute_device
@@ -131,7 +136,8 @@ class FullyShardedDataParallel(nn.Module):
         self._ignored_modules, self._ignored_parameters = ignored
         if auto_wrap_policy is not None:
             inner_arguments = {
-                "process_group": self.process_group,
+                "process_group": self.process_group if device_mesh is None else None,
+                "device_mesh": device_mesh,
                 "sharding_strategy": strategy,
                 "cpu_offload": cpu_offload,
                 "backward_prefetch": backward_prefetch,
@@ -275,8 +281,8 @@ class FullyShardedDataParallel(nn.Module):
     def _only_on_the_root(self, what: str) -> None:
         if self._is_inner:
             raise RuntimeError(
-                f"rank {rank_of_this_process()}: {what} acts on the whole tree and must be called on the outermost "
-                "FullyShardedDataParallel, not on one inside it"
+                f"rank {rank_of_this_process()}: {what} acts on the whole tree and should only be called on the root "
+                "FSDP instance, not on one inside it"
             )
 
     # --- full parameters ---
@@ -307,18 +313,19 @@ class FullyShardedDataParallel(nn.Module):
             NotImplementedError: the options do not go together.
             RuntimeError: a unit is busy, or summoned already.
         """
-        check_summon_options(writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
-        if with_grads:
-            raise NotImplementedError(
-                f"rank {rank_of_this_process()}: summon_full_params(with_grads=True) shows gradients of original "
-                "parameters and needs use_orig_params=True"
-            )
+        options = {
+            "writeback": writeback,
+            "rank0_only": rank0_only,
+            "offload_to_cpu": offload_to_cpu,
+            "with_grads": with_grads,
+        }
+        check_summon_options(**options)
         wrappers = FullyShardedDataParallel.fsdp_modules(module)
         if not recurse:
             wrappers = [wrapper for wrapper in wrappers if wrapper is module]
         units = [wrapper._unit for wrapper in wrappers if wrapper._unit is not None]
         before = [wrapper._shows_clean_names for wrapper in wrappers]
-        with summoned(units, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu):
+        with summoned(units, **options):
             for wrapper in wrappers:
                 wrapper._shows_clean_names = True
             try:
@@ -335,6 +342,8 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: inside ``summon_full_params``.
         """
+        if self._unit is not None:
+            check_idle(self._unit)
         with FullyShardedDataParallel.summon_full_params(self, recurse=False):
             super().apply(fn)
         return self
@@ -366,6 +375,38 @@ class FullyShardedDataParallel(nn.Module):
         whole += [p.grad for p in self.parameters() if p not in owned and p.grad is not None]
         return clip_gradients(sharded, whole, float(max_norm), float(norm_type), self.compute_device)
 
+    # --- communication hook ---
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Replaces how gradients are combined, for all units of the tree (HOOK-01 to 10).
+
+        A sharded unit calls ``hook(state, grad, out)``: ``grad`` is its padded, unsharded flat gradient, ``out`` this
+        rank's piece, to be filled. A unit that is not sharded calls ``hook(state, grad)``, to be changed in place. To
+        be called once, on every rank, before the first forward.
+
+        Raises:
+            AssertionError: not on the root, a hybrid strategy, or there is a hook already.
+            ValueError: ``hook`` is not callable.
+            RuntimeError: forward has been run already.
+        """
+        where = f"rank {rank_of_this_process()}: register_comm_hook"
+        if self._is_inner:
+            raise AssertionError(f"{where} can only be called on a root instance, not on one inside it")
+        if not callable(hook):
+            raise ValueError(f"{where} expects a callable hook, got {hook!r}")
+        if self._tree is not None:
+            raise RuntimeError(f"{where} was called after the first forward; call it right after wrapping")
+        units = [w._unit for w in FullyShardedDataParallel.fsdp_modules(self) if w._unit is not None]
+        for unit in units:
+            if unit.plan.mesh.shard is not None and unit.plan.mesh.replicate is not None:
+                raise AssertionError(
+                    f"{where} does not support hybrid strategies: there are two collectives to replace"
+                )
+            if unit.plan.hook is not None:
+                raise AssertionError(f"{where}: a communication hook is already registered")
+        for unit in units:
+            unit.plan.hook = functools.partial(hook, state)
+
     # --- names and traversal ---
 
     @property
@@ -374,6 +415,19 @@ class FullyShardedDataParallel(nn.Module):
         wrapped = self._modules[WRAPPED]
         assert wrapped is not None
         return wrapped
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """All parameters that have a gradient; the name is one of torch 1.13 (NAMES-09)."""
+        warn_renamed("params_with_grad", "[p for p in model.parameters() if p.grad is not None]", stacklevel=2)
+        return [parameter for parameter in self.parameters() if parameter.grad is not None]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
+        """Refuses: slices and hooks cannot be copied one by one (NEW-22)."""
+        raise RuntimeError(
+            f"rank {rank_of_this_process()}: a FullyShardedDataParallel cannot be copied with copy.deepcopy. Copy the "
+            "plain model before wrapping it, or carry the values over with state_dict() and load_state_dict()"
+        )
 
     def __getattr__(self, name: str) -> Any:
         """Looks up what the wrapper does not have in the wrapped module (NAMES-08)."""
