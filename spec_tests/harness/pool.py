@@ -25,7 +25,6 @@ import os
 import pathlib
 import random
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -171,12 +170,11 @@ def _work(rank: int, num_ranks: int, kind: str, folder: str, pipe: multiprocessi
     with open(f"{folder}/stacks-{rank}", "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         _start(rank, num_ranks, kind, folder)
-        while True:
-            try:
+        # A closed pipe means that the session is over or has given this pool up.
+        with contextlib.suppress(EOFError, ConnectionError):
+            while True:
                 module, name, arguments = pipe.recv()
-            except EOFError:
-                break
-            pipe.send(_run_body(rank, module, name, arguments))
+                pipe.send(_run_body(rank, module, name, arguments))
     os._exit(0)
 
 
@@ -221,8 +219,6 @@ def _run_body(rank: int, module: str, name: str, arguments: dict[str, Any]) -> s
 
 
 def _find(module: str, name: str) -> Any:
-    with contextlib.suppress(ValueError):
-        sys.path.index(os.getcwd())
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
