@@ -14,17 +14,16 @@ What this buys: a gather is *one* collective that writes straight into the memor
 copy before it and none after it. ``weight`` is a view of elements 0 to 5 and ``bias`` of elements 6 to 8. What it
 costs: a slice has no meaning of its own, it cannot be printed, saved or clipped as a weight.
 
-The life of the unsharded tensor, in steps that the code repeats:
+Two things about the views:
 
-1. it is made once, and its storage is *resized* between full size and nothing. It is never replaced: what autograd
-   saved in forward are views of this storage, and backward finds it filled again under the very same address book.
-2. a gather writes through an alias with a version counter of its own. To autograd, the values have not changed between
-   forward and backward, and indeed they have not.
-3. the views are made anew in each forward, at the moment of use. Autograd runs the youngest nodes first; views made
+1. they are made anew in each forward, at the moment of use. Autograd runs the youngest nodes first; views made
    earlier, when the gather was issued, would be older than the previous unit's nodes, and this unit's gradient would be
    completed only after the previous unit's backward, holding the memory of both.
-4. one ``split`` makes all views, because its backward is one concatenation into one flat gradient; parameters that got
-   no gradient count as zeros there, and so does the padding, which is why the padding is a part of the split.
+2. one ``split`` makes all of them, because its backward is one concatenation into one flat gradient; parameters that
+   got no gradient count as zeros there, and so does the padding, which is why the padding is a part of the split.
+
+The unsharded tensor is as long-lived as the shard (see ``unsharded.py``). There is one for the compute dtype, and, if
+evaluation shall run in full precision, a second one for that; only one of them has memory at a time.
 
 *In torch:* ``FlatParamHandle``, 2834 lines in ``_flat_param.py``. Its parameter switches between sharded, padded,
 unsharded, low-precision and CPU data; here the shard and the unsharded leaf are two tensors for good. Alignment padding
@@ -35,12 +34,13 @@ Spec: SHARD-02, SHARD-03, SHARD-09, SHARD-13, FWD-04, ORIG-12, ORIG-15, MP-02, M
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from minifsdp.engine import collectives, lifetime
+from minifsdp.engine import collectives
 from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.flat_parameter import FlatOwnership
 from minifsdp.engine.lanes import Lanes, Promise
@@ -50,6 +50,7 @@ from minifsdp.engine.mesh import Mesh
 from minifsdp.engine.originals import OriginalOwnership
 from minifsdp.engine.ownership import Ownership
 from minifsdp.engine.partition import Partition
+from minifsdp.engine.unsharded import Unsharded
 
 __all__ = ["FlatLayout"]
 
@@ -100,7 +101,11 @@ class FlatLayout(Layout):
         else:
             check_uniform_training(home, parameters)
             self.owner = FlatOwnership(home, parameters, shard, keep_reduce_dtype)
-        self._make_unsharded(compute_dtype or shard.dtype)
+        self._compute_dtype = compute_dtype
+        self._variants: dict[torch.dtype, Unsharded] = {}
+        self._on_gradient: Callable[[], None] | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._choose(compute_dtype or shard.dtype)
         self._places = [
             (self.owner.dictionary(slot.module), slot, index)
             for index, owned in enumerate(self.parameters)
@@ -111,8 +116,8 @@ class FlatLayout(Layout):
         self._recorded: Sequence[torch.Tensor] | None = None
         self._loan: _Loan | None = None
         self._gathered_at: object = None
-        if self.is_borrowed and self.owner.hides_originals:
-            self._show(self.partition.views(self.full, self.shapes))
+        if self._now.is_borrowed and self.owner.hides_originals:
+            self._show(self.partition.views(self._now.leaf, self.shapes))
 
     def _cut(self, originals: Sequence[torch.Tensor]) -> torch.Tensor:
         """This rank's slice of the parameters' values, in memory of its own."""
@@ -123,22 +128,48 @@ class FlatLayout(Layout):
         # Without the clone the slice would keep the memory of the whole row.
         return row if self.mesh.shard is None else row[partition.piece(self.mesh.shard_index)].clone()
 
-    def _make_unsharded(self, compute_dtype: torch.dtype) -> None:
-        shard = self.owner.shard
-        # A unit that nobody shares and nobody casts is computed on where it is stored.
-        self.is_borrowed = self.mesh.shard is None and compute_dtype is shard.dtype and shard.device == self.device
-        if self.is_borrowed:
-            self.full = shard.detach()
-        else:
-            self.full = torch.empty(self.partition.padded_numel, dtype=compute_dtype, device=self.device)
-        self.dtype = compute_dtype
-        self.num_bytes = self.full.numel() * self.full.element_size()
-        self._storage = self.full.untyped_storage()
-        # 2. The alias: same storage, another version counter.
-        self._raw = self.full.data
-        self.leaf = self.full.requires_grad_()
-        if not self.is_borrowed:
-            self._storage.resize_(0)
+    # --- the unsharded tensor ---
+
+    def _choose(self, dtype: torch.dtype) -> None:
+        """From now on the unit computes in ``dtype``; to be called while it is sharded."""
+        if dtype not in self._variants:
+            shard, numel = self.owner.shard, self.partition.padded_numel
+            # Nobody shares and nobody casts: computed on where it is stored.
+            borrows = self.mesh.shard is None and dtype is shard.dtype and shard.device == self.device
+            self._variants[dtype] = Unsharded(numel, dtype, self.device, shard if borrows else None)
+            self._hook(self._variants[dtype])
+        self._now = self._variants[dtype]
+        self.dtype, self.num_bytes = dtype, self._now.num_bytes
+
+    def _hook(self, unsharded: Unsharded) -> None:
+        notify = self._on_gradient
+        if notify is not None:
+            self._hooks.append(unsharded.leaf.register_post_accumulate_grad_hook(lambda _: notify()))
+
+    def on_gradient(self, notify: Callable[[], None] | None) -> None:
+        """Whom to call when the unsharded gradient is complete."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._on_gradient = [], notify
+        for unsharded in self._variants.values():
+            self._hook(unsharded)
+
+    def settle(self) -> None:
+        """Adapts to a shard that was given another dtype after construction, as by ``model.half()``."""
+        dtype = self._compute_dtype or self.owner.shard.dtype
+        if dtype is not self.dtype:
+            self._variants.clear()
+            self._choose(dtype)
+
+    def use_stored_dtype(self, stored: bool) -> None:
+        """Whether to compute in full precision for now; to be called while the unit is sharded."""
+        dtype = self.owner.shard.dtype
+        self._choose(dtype if stored else self._compute_dtype or dtype)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a backward will end in a gradient."""
+        return self._now.leaf.requires_grad
 
     # --- memory ---
 
@@ -146,33 +177,24 @@ class FlatLayout(Layout):
         """Fills the unsharded tensor, from this rank's slice if nothing is sharded, else from everybody's."""
         self.owner.collect()
         self._gathered_at = self.owner.stamp()
-        if self.is_borrowed:
-            self._follow_the_shard()
+        now, shard, group = self._now, self.owner.shard.data, self.mesh.shard
+        if now.is_borrowed:
+            now.follow(shard)
             return None
-        shard, group = self.owner.shard.data, self.mesh.shard
         with lanes.gather as lane:
-            # 1. Resized, not replaced.
-            self._storage.resize_(self.num_bytes)
+            now.allocate()
             piece = shard
-            if shard.device != self.device or shard.dtype is not self._raw.dtype:
+            if shard.device != self.device or shard.dtype is not self.dtype:
                 # A cast or a copy to the device needs a place to go; the right one is where the gather will want it.
-                piece = self._raw[self.partition.piece(self.mesh.shard_index)]
+                piece = now.alias[self.partition.piece(self.mesh.shard_index)]
                 piece.copy_(shard, non_blocking=True)
             if group is None:
                 return None if lane.stream is None else lane.promise(_NOTHING)
-            return lane.promise(collectives.gather(group, self._raw, piece))
-
-    def _follow_the_shard(self) -> None:
-        # The user may have given the flat parameter other memory (`.data = ...`); compute follows it there.
-        if self.owner.shard.data_ptr() != self._raw.data_ptr():
-            self._raw = self.owner.shard.data
-            self.full.data = self._raw
+            return lane.promise(collectives.gather(group, now.alias, piece))
 
     def free(self) -> ReleaseEvent | None:
-        """Resizes the unsharded tensor to nothing."""
-        if self.is_borrowed:
-            return None
-        return lifetime.release(self._raw)
+        """Gives the unsharded tensor's memory back."""
+        return self._now.release()
 
     def is_stale(self) -> bool:
         """Whether the shard has been changed in place, or replaced, since the last gather began."""
@@ -182,11 +204,11 @@ class FlatLayout(Layout):
 
     def show_unsharded(self) -> None:
         """Makes new views and puts them on the modules."""
-        if self.full.requires_grad is not self.owner.requires_grad:
-            self.full.requires_grad_(self.owner.requires_grad)
-        # 3. Now, and not when the gather was issued.
-        # 4. One split for all.
-        views = self.partition.views(self.full, self.shapes)
+        leaf = self._now.leaf
+        if leaf.requires_grad is not self.owner.requires_grad:
+            leaf.requires_grad_(self.owner.requires_grad)
+        # 1. and 2. Now, and all at once.
+        views = self.partition.views(leaf, self.shapes)
         if views[0].requires_grad:
             self._recorded = views
         shown = self._shown
@@ -202,12 +224,12 @@ class FlatLayout(Layout):
 
     def show_resting(self, *, is_kept: bool) -> None:
         """The stand-ins; with original parameters that are kept on purpose, the full ones stay in sight (ORIG-09)."""
-        if not is_kept or self.owner.hides_originals or self.is_borrowed:
+        if not is_kept or self.owner.hides_originals or self._now.is_borrowed:
             self.show_sharded()
 
     def show_sharded(self) -> None:
         """Puts the stand-ins on the modules, unless the full views may stay: they are valid all the time."""
-        if self._shown is not self.owner.stand_ins and not (self.is_borrowed and self.owner.hides_originals):
+        if self._shown is not self.owner.stand_ins and not (self._now.is_borrowed and self.owner.hides_originals):
             self._show(self.owner.stand_ins)
 
     def _show(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -219,11 +241,10 @@ class FlatLayout(Layout):
 
     # --- gradients ---
 
-    def take_gradient(self) -> torch.Tensor:
+    def take_gradient(self) -> torch.Tensor | None:
         """The flat gradient that autograd left on the leaf."""
-        gradient = self.full.grad
-        assert gradient is not None
-        self.full.grad = None
+        leaf = self._now.leaf
+        gradient, leaf.grad = leaf.grad, None
         return gradient
 
     def keep_unreduced(self, gradient: torch.Tensor) -> None:

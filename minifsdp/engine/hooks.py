@@ -99,13 +99,13 @@ class Cycle:
 
     def _lay_permanent_hooks(self, unit: Unit) -> None:
         # 2. Once for good.
-        unit.trigger = unit.layout.leaf.register_post_accumulate_grad_hook(lambda _: self.post_backward(unit))
+        unit.layout.on_gradient(lambda: self.post_backward(unit))
         unit.on_gradient_of_output = lambda _: self.pre_backward(unit)
 
     def dissolve(self) -> None:
         """Takes the permanent hooks away: the units are about to join another tree."""
         for unit in self.units:
-            unit.trigger.remove()
+            unit.layout.on_gradient(None)
 
     # --- forward ---
 
@@ -170,7 +170,7 @@ class Cycle:
                 tensor.register_hook(unit.on_gradient_of_output)
             if not hooked:
                 return False
-        if not unit.layout.leaf.requires_grad:
+        if not unit.layout.is_trained:
             self._wait_for_inputs(unit, inputs)
         return True
 
@@ -213,6 +213,7 @@ class Cycle:
         """The unit's gradient is complete."""
         self.begin_backward()
         gradient = unit.layout.take_gradient()
+        assert gradient is not None
         nested = graph_task() != unit.graph_task
         unit.phase = Phase.POST_BACKWARD
         if trace.recorder is not None:
@@ -280,8 +281,7 @@ class Cycle:
         """Brings every unit back to where an iteration may begin, after one that ended in an exception."""
         self.reducer.finish()
         for unit in self.units:
-            if unit.layout.leaf.grad is not None:
-                unit.layout.take_gradient()
+            unit.layout.take_gradient()
             unit.phase, unit.awaits_backward = Phase.IDLE, False
             unit.reshard()
             unit.limiter.clear()

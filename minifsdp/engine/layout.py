@@ -24,7 +24,7 @@ Spec: SHARD-02, ORIG-01 to ORIG-04, FWD-04, CTOR-12.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -124,14 +124,31 @@ class Layout(ABC):
         dtype: dtype of the unsharded parameters.
         num_bytes: bytes of the unsharded parameters, padding included.
         offloads: whether shard and gradient live on the CPU between computations.
-        leaf: the tensor whose gradient says that the unit's gradients are complete.
     """
 
     device: torch.device
     dtype: torch.dtype
     num_bytes: int
     offloads: bool
-    leaf: torch.Tensor
+
+    # --- the unsharded tensor ---
+
+    @abstractmethod
+    def on_gradient(self, notify: Callable[[], None] | None) -> None:
+        """Whom to call when the unsharded gradient is complete; ``None`` for nobody. Lays hooks once, for good."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Adapts to what was done to the module between construction and the first forward."""
+
+    @abstractmethod
+    def use_stored_dtype(self, stored: bool) -> None:
+        """Whether to compute in the dtype of the shard for now; to be called while the unit is sharded."""
+
+    @property
+    @abstractmethod
+    def is_trained(self) -> bool:
+        """Whether a backward will end in a gradient."""
 
     # --- memory ---
 
@@ -172,8 +189,8 @@ class Layout(ABC):
     # --- gradients ---
 
     @abstractmethod
-    def take_gradient(self) -> torch.Tensor:
-        """The complete unsharded gradient, padded, removed from the leaf."""
+    def take_gradient(self) -> torch.Tensor | None:
+        """The unsharded gradient, padded, taken away from autograd; ``None`` if there is none."""
 
     @abstractmethod
     def keep_unreduced(self, gradient: torch.Tensor) -> None:

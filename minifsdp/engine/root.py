@@ -72,9 +72,11 @@ class Root:
             forward_prefetch=forward_prefetch,
         )
         self._forward_is_open = False
+        self.is_dissolved = False
         for name, unit in units:
             unit.name = name
             unit.is_root = unit is outermost
+            unit.layout.settle()
             unit.join(self.lanes, self.limiter)
         self._find_inner_units()
 
@@ -85,9 +87,10 @@ class Root:
             unit.inner = frozenset(other for other in inside if other is not None and other is not unit)
 
     def dissolve(self) -> None:
-        """Lets the units go: a larger tree has been found around them."""
+        """Lets the units go; the next forward finds them again, perhaps in a larger tree or in another dtype."""
         self.cycle.recover()
         self.cycle.dissolve()
+        self.is_dissolved = True
 
     def begin_forward(self) -> bool:
         """Called when a forward of any unit begins.

@@ -36,7 +36,6 @@ from enum import Enum, auto
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from minifsdp import trace
 from minifsdp.engine.collectives import rank_of_this_process
@@ -83,7 +82,6 @@ class Unit:
         awaits_backward: a forward has been recorded whose backward has not begun.
         inner: the units inside this unit's module.
         is_root: whether it belongs to the root of its tree.
-        trigger: the permanent hook on the layout's leaf.
         on_gradient_of_output: the hook that is laid on each output.
         graph_task: number of the backward in which the gradient of its output arrived.
     """
@@ -107,7 +105,6 @@ class Unit:
         "reduces",
         "reshard_after_forward",
         "state",
-        "trigger",
     )
 
     def __init__(
@@ -120,7 +117,6 @@ class Unit:
         self.reduces, self.awaits_backward, self.is_root = True, False, False
         self.inner: frozenset[Unit] = frozenset()
         self.graph_task = -1
-        self.trigger: RemovableHandle
         self.on_gradient_of_output: Callable[[torch.Tensor], None]
         self.lanes: Lanes
         self.limiter: RateLimiter

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
@@ -40,8 +41,8 @@ from minifsdp.engine.mesh import Group
 from minifsdp.engine.precision import cast_floating, move
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.root import Root
-from minifsdp.engine.unit import Unit
-from minifsdp.fsdp1 import build, initial, wrap
+from minifsdp.engine.unit import State, Unit
+from minifsdp.fsdp1 import build, compiling, initial, wrap
 from minifsdp.fsdp1.full_params import check_idle, check_summon_options, summoned
 from minifsdp.fsdp1.ignored import find_ignored
 from minifsdp.fsdp1.legacy import takes_old_spellings, warn_renamed
@@ -130,6 +131,8 @@ class FullyShardedDataParallel(nn.Module):
         self._use_orig_params = use_orig_params
         self._precision = build.precision_of(mixed_precision)
         self._tree: Root | None = None
+        # An old switch of torch that programs still set in their environment.
+        self._full_precision_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
         self._is_inner = False
         self._shows_clean_names = False
         ignored = find_ignored(module, ignored_modules, ignored_states, _is_wrapper)
@@ -157,6 +160,7 @@ class FullyShardedDataParallel(nn.Module):
         modules = build.modules_of_unit(module, _is_wrapper, self._ignored_modules)
         self._initialize(modules, param_init_fn, device_id, sync_module_states)
         self._unit = self._make_unit(module, modules)
+        compiling.step_over_this_package()
 
     def _initialize(
         self, modules: list[tuple[str, nn.Module]], param_init_fn: Any, device_id: Any, sync_module_states: bool
@@ -197,11 +201,13 @@ class FullyShardedDataParallel(nn.Module):
         Returns:
             What the wrapped module returns, of the same structure.
         """
-        tree = self._tree or self._find_tree()
+        tree = self._current_tree()
         is_outermost_call = tree.begin_forward()
         try:
-            args, kwargs = self._prepare_inputs(args, kwargs, is_outermost_call)
             unit = self._unit
+            if self._full_precision_in_eval and unit is not None and unit.state is State.SHARDED:
+                unit.layout.use_stored_dtype(not self.training)
+            args, kwargs = self._prepare_inputs(args, kwargs, is_outermost_call)
             if unit is not None:
                 tree.cycle.pre_forward(unit)
             output = self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
@@ -218,18 +224,24 @@ class FullyShardedDataParallel(nn.Module):
         if is_outermost_call and self.compute_device.type != "cpu":
             args, kwargs = move(self.compute_device, (args, kwargs))
         precision = self._precision
-        if precision.compute is not None:
+        if precision.compute is not None and (self.training or not self._full_precision_in_eval):
             casts = precision.cast_root_inputs if is_outermost_call else precision.cast_inputs
             if casts:
                 args, kwargs = cast_floating(precision.compute, (args, kwargs))
         return args, kwargs
+
+    def _current_tree(self) -> Root:
+        tree = self._tree
+        return self._find_tree() if tree is None or tree.is_dissolved else tree
 
     def _find_tree(self) -> Root:
         """A forward runs here with no other wrapper around it, so here is the root (CTOR-10)."""
         members = [(clean_name(name), m) for name, m in self.named_modules() if isinstance(m, FullyShardedDataParallel)]
         # Parts that ran on their own before were roots of small trees; this one takes them over (CTOR-11).
         for small in {id(m._tree): m._tree for _, m in members if m._tree is not None}.values():
-            small.dissolve()
+            if not small.is_dissolved:
+                small.dissolve()
+        compiling.warn_if_compiled(not self._use_orig_params)
         tree = Root(
             [(name, member._unit) for name, member in members if member._unit is not None],
             self._unit,
@@ -254,6 +266,9 @@ class FullyShardedDataParallel(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FullyShardedDataParallel:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # Dtype or device may have changed: the next forward finds the tree anew, and every layout settles again.
+        if self._tree is not None and not self._tree.is_dissolved:
+            self._tree.dissolve()
         return self
 
     # --- accumulation ---
@@ -268,7 +283,7 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: this is not the root.
         """
         self._only_on_the_root("no_sync()")
-        units = (self._tree or self._find_tree()).units
+        units = self._current_tree().units
         before = [unit.reduces for unit in units]
         for unit in units:
             unit.reduces = False
@@ -362,7 +377,7 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: this is not the root, or there are gradients that were never reduced.
         """
         self._only_on_the_root("clip_grad_norm_()")
-        units = (self._tree or self._find_tree()).units
+        units = self._current_tree().units
         misuse.check_reduced("clip_grad_norm_()", [unit.layout for unit in units])
         sharded: dict[Group, list[torch.Tensor]] = {}
         owned: set[nn.Parameter] = set()

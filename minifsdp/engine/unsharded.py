@@ -1,0 +1,76 @@
+"""The unsharded tensor: the one that autograd owns, with memory only while it is needed.
+
+It is made once and lives as long as its unit. What comes and goes is the memory behind it:
+
+1. its storage is *resized* between full size and nothing, never replaced. What autograd saved in forward are views of
+   this storage, and backward must find it filled again under the same views.
+2. a gather writes through an *alias*: the same storage, another version counter. To autograd the values have not
+   changed between forward and backward, and indeed they have not. Written to directly, the tensor would look modified,
+   and backward would refuse.
+
+Worked example, 4 float32 elements::
+
+    made         sizes (4,), storage  0 bytes
+    allocate     sizes (4,), storage 16 bytes, values undefined until the gather is done
+    release      sizes (4,), storage  0 bytes; views keep their sizes, too, and must not be read
+
+A unit that nobody shares and nobody casts needs no second memory: its unsharded tensor *borrows* the shard's.
+
+*In torch:* ``_full_param_padded``, ``_mp_shard`` and ``_full_prec_full_param_padded`` of ``FlatParameter``.
+
+Spec: SHARD-09, SHARD-13, MP-02, MP-03.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from minifsdp.engine import lifetime
+from minifsdp.engine.lifetime import ReleaseEvent
+
+__all__ = ["Unsharded"]
+
+
+class Unsharded:
+    """An unsharded tensor with memory of its own, or borrowed from ``lender``.
+
+    Args:
+        numel: elements, padding included.
+        dtype: in which to compute.
+        device: on which to compute.
+        lender: a tensor of this size, dtype and device whose memory to use instead.
+
+    Attributes:
+        leaf: the tensor; autograd accumulates gradients into it.
+        alias: the same memory for writing.
+        num_bytes: its size while it has memory.
+    """
+
+    __slots__ = ("_storage", "alias", "is_borrowed", "leaf", "num_bytes")
+
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, lender: torch.Tensor | None = None
+    ) -> None:
+        self.is_borrowed = lender is not None
+        tensor = torch.empty(numel, dtype=dtype, device=device) if lender is None else lender.detach()
+        self.num_bytes = numel * tensor.element_size()
+        self._storage = tensor.untyped_storage()
+        # 2. `.data` has a version counter of its own, `.detach()` has not.
+        self.alias = tensor.data
+        self.leaf = tensor.requires_grad_()
+        if lender is None:
+            self._storage.resize_(0)
+
+    def follow(self, lender: torch.Tensor) -> None:
+        """Borrows from ``lender`` from now on, where the user has given the shard other memory."""
+        if lender.data_ptr() != self.alias.data_ptr():
+            self.alias = self.leaf.data = lender
+
+    def allocate(self) -> None:
+        """Memory, with undefined values."""
+        # 1. Resized, not replaced.
+        self._storage.resize_(self.num_bytes)
+
+    def release(self) -> ReleaseEvent | None:
+        """No memory any more; ``None`` if it was borrowed."""
+        return None if self.is_borrowed else lifetime.release(self.alias)

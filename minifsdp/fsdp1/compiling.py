@@ -1,0 +1,48 @@
+"""Getting along with ``torch.compile``.
+
+The compiler records Python code as a graph. Gathering, freeing and hooks are not for a graph: they change what tensors
+*are* between two operations. So this package asks to be stepped over: the compiler leaves the wrapper's own code alone
+and compiles the modules inside it, one unit at a time. For a model of many equal blocks that is no loss; a block is
+compiled once and used many times.
+
+A compiled block looks up its parameters by name each time it runs. With ``use_orig_params=True`` it finds a view under
+the name of a parameter, as if nothing were sharded. With a flat parameter it finds a plain tensor where it saw a
+stand-in before, compiles again and again, and gives up; so that is worth a warning.
+
+*In torch:* ``torch/distributed/fsdp`` is on the compiler's own list of code to step over.
+
+Spec: ORIG-07.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+
+from minifsdp.engine.collectives import rank_of_this_process
+
+__all__ = ["step_over_this_package", "warn_if_compiled"]
+
+
+@functools.cache
+def step_over_this_package() -> None:
+    """Puts ``minifsdp`` on the compiler's list of code that it does not record; once in a process."""
+    from torch._dynamo import trace_rules
+
+    trace_rules.add("minifsdp")
+
+
+def warn_if_compiled(hides_originals: bool) -> None:
+    """Called at the first forward: says what a compiled model needs, if this one does not have it."""
+    if not hides_originals or "torch._dynamo" not in sys.modules:
+        return
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    if callable(get_eval_frame_callback()):
+        warnings.warn(
+            f"rank {rank_of_this_process()}: torch.compile needs use_orig_params=True to see parameters under their "
+            "names; this model was wrapped with use_orig_params=False and will be compiled anew again and again, or "
+            "run uncompiled",
+            stacklevel=2,
+        )
