@@ -47,6 +47,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from minifsdp import trace
 from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.order_check import OrderCheck
 from minifsdp.engine.precision import tensors_in
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import Schedule
@@ -76,6 +77,7 @@ class Cycle:
     Args:
         units: all of them.
         reducer: combines their gradients.
+        order_check: makes sure that all ranks gather the same.
         backward_prefetch: when to ask for the next unit in backward.
         forward_prefetch: whether to ask for the next unit in forward.
 
@@ -85,9 +87,15 @@ class Cycle:
     """
 
     def __init__(
-        self, units: list[Unit], reducer: Reducer, *, backward_prefetch: Prefetch, forward_prefetch: bool
+        self,
+        units: list[Unit],
+        reducer: Reducer,
+        order_check: OrderCheck,
+        *,
+        backward_prefetch: Prefetch,
+        forward_prefetch: bool,
     ) -> None:
-        self.units, self.reducer = units, reducer
+        self.units, self.reducer, self.order_check = units, reducer, order_check
         self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
         self.schedule = Schedule()
         self.in_backward = False
@@ -119,7 +127,9 @@ class Cycle:
         if self._lingering is not None:
             self._release_lingering(unit)
         unit.phase = Phase.FORWARD
-        unit.unshard()
+        if unit.state is State.SHARDED:
+            self.order_check.check(unit)
+            unit.unshard()
         if torch.is_grad_enabled():
             self.schedule.enter(unit)
             if self.forward_prefetch:

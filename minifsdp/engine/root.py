@@ -33,6 +33,7 @@ import torch
 from minifsdp.engine.hooks import NOT_IN_BACKWARD, Cycle, Prefetch, graph_task
 from minifsdp.engine.lanes import Lanes
 from minifsdp.engine.lifetime import RateLimiter
+from minifsdp.engine.order_check import OrderCheck
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.unit import Phase, State, Unit
 
@@ -65,12 +66,6 @@ class Root:
         self.lanes = Lanes(device)
         self.limiter = RateLimiter(limit_gathers)
         self.units = [unit for _, unit in units]
-        self.cycle = Cycle(
-            self.units,
-            Reducer(self.lanes),
-            backward_prefetch=backward_prefetch,
-            forward_prefetch=forward_prefetch,
-        )
         self._forward_is_open = False
         self.is_dissolved = False
         for name, unit in units:
@@ -78,6 +73,13 @@ class Root:
             unit.is_root = unit is outermost
             unit.layout.settle()
             unit.join(self.lanes, self.limiter)
+        self.cycle = Cycle(
+            self.units,
+            Reducer(self.lanes),
+            OrderCheck(self.units, device),
+            backward_prefetch=backward_prefetch,
+            forward_prefetch=forward_prefetch,
+        )
         self._find_inner_units()
 
     def _find_inner_units(self) -> None:

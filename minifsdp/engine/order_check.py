@@ -1,0 +1,77 @@
+"""Do all ranks gather the same unit? Asked before the first gather of each unit.
+
+Collectives pair up by the order of their issue, not by name. If rank 0 gathers unit ``a`` while rank 1 gathers ``b``,
+then with units of equal size each gets the other's weights, in silence; with units of different size one of them hangs
+or dies of a message about sizes. Both come from control flow that depends on the rank: a tower that runs only when the
+batch has an image, an expert that got no tokens.
+
+So before a unit is gathered for the first time, every rank says which one it means, by its number in the tree::
+
+    rank 0: 2    rank 1: 2        fine, never asked again
+    rank 0: 2    rank 1: 3        RuntimeError on both, with the names and with what was gathered before
+
+One small collective and one wait for each unit, once. With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` it is asked for every
+gather, which finds an order that changes later, at a price that only debugging pays.
+
+What it cannot find is a rank that does not gather at all: the others then wait for it until the group's time-out.
+
+*In torch:* FSDP1 has the check in ``_exec_order_utils.py``, for debugging only; FSDP2 has none.
+
+Spec: NEW-19.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import DebugLevel, get_debug_level
+
+from minifsdp.engine import collectives
+from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.unit import Unit
+
+__all__ = ["OrderCheck"]
+
+
+class OrderCheck:
+    """Compares what the ranks are about to gather.
+
+    Args:
+        units: all units of the tree, in the same order on every rank.
+        device: where the numbers travel.
+    """
+
+    def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
+        self._device = device
+        self._number = {unit: number for number, unit in enumerate(units)}
+        self._names = [unit.name for unit in units]
+        self._always = dist.is_initialized() and get_debug_level() is DebugLevel.DETAIL
+        self._agreed: dict[Unit, None] = {}
+
+    def check(self, unit: Unit) -> None:
+        """Called before ``unit`` is gathered for a forward. All ranks of its shard group must call it.
+
+        Raises:
+            RuntimeError: the ranks are about to gather different units.
+        """
+        if unit in self._agreed and not self._always:
+            return
+        group = unit.plan.mesh.shard
+        if group is not None:
+            numbers = torch.empty(group.size, dtype=torch.int64, device=self._device)
+            mine = torch.tensor([self._number[unit]], dtype=torch.int64, device=self._device)
+            collectives.gather(group, numbers, mine).wait()
+            if len(set(numbers.tolist())) > 1:
+                raise self._mismatch(dict(zip(group.ranks, numbers.tolist(), strict=True)))
+        self._agreed[unit] = None
+
+    def _mismatch(self, numbers: dict[int, int]) -> RuntimeError:
+        about_to = ", ".join(f"rank {rank}: {self._names[number]!r}" for rank, number in numbers.items())
+        before = [unit.name for unit in self._agreed]
+        return RuntimeError(
+            f"rank {rank_of_this_process()}: the ranks are about to gather different units, {about_to}; up to here all "
+            f"gathered {before}. Collectives pair up by order, so they would get each other's weights. Make every rank "
+            "run the same units in the same order, for instance by a forward on dummy input where a rank has none"
+        )
