@@ -5,10 +5,10 @@ function of its events and a test can hold it to that.
 
 Worked example, one rank and one unit of 8 float32 parameters, in milliseconds::
 
-    AG 0  0..2   32 bytes            rank 0   compute            [ F 0 ]
-    F 0   2..5                                gather     [ AG 0 ]      v          v = FREE
-    FREE  at 5                                gathered   ########______
-                                                        0      2      5 ms
+    AG 0  from 0 to 2, 32 bytes        rank 0               0        2           5 ms
+    F 0   from 2 to 5                           compute              [   F 0   ]
+    FREE  at 5                                  gather      [  AG 0  ]         v      v is the FREE
+                                                gathered    ####################____
 
 How to read such a picture:
 

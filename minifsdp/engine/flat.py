@@ -156,6 +156,7 @@ class FlatLayout(Layout):
 
     def settle(self) -> None:
         """Adapts to a shard that was given another dtype after construction, as by ``model.half()``."""
+        self.owner.settle()
         dtype = self._compute_dtype or self.owner.shard.dtype
         if dtype is not self.dtype:
             self._variants.clear()
@@ -265,6 +266,32 @@ class FlatLayout(Layout):
         return self.owner.has_unreduced
 
     # --- the user ---
+
+    @property
+    def hides_originals(self) -> bool:  # type: ignore[override]
+        """As the ownership has it."""
+        return self.owner.hides_originals
+
+    def local_values(self) -> torch.Tensor:
+        """The shard."""
+        return self.owner.shard.detach()
+
+    def overwrite_local(self, piece: torch.Tensor) -> None:
+        """A new shard."""
+        self.owner.overwrite(piece)
+
+    def overwrite(self, values: Mapping[int, torch.Tensor]) -> None:
+        """New values in the places of the given parameters, the old ones in the others."""
+        index, partition = self.mesh.shard_index, self.partition
+        piece = self.local_values().clone()
+        places = partition.slices_of_piece(index)
+        for number, value in values.items():
+            piece[places[number]].copy_(value.detach().reshape(-1)[partition.part_in_parameter(index, number)])
+        self.owner.overwrite(piece)
+
+    def views_of(self, row: torch.Tensor) -> list[torch.Tensor]:
+        """Views, in the original shapes."""
+        return self.partition.views(row, self.shapes)
 
     def local_parameters(self) -> list[nn.Parameter]:
         """What the optimizer owns of this unit."""

@@ -106,6 +106,9 @@ class FlatOwnership(Ownership):
         """Changes whenever the shard's values are changed in place or its memory is replaced."""
         return self.shard._version, self.shard.data_ptr()
 
+    def settle(self) -> None:
+        """Nothing to do: the flat parameter is the shard."""
+
     def overwrite(self, piece: torch.Tensor) -> None:
         """New values for the shard. The change is one that `stamp` shows."""
         with torch.no_grad():

@@ -24,7 +24,7 @@ Spec: SHARD-02, ORIG-01 to ORIG-04, FWD-04, CTOR-12.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -124,6 +124,8 @@ class Layout(ABC):
         dtype: dtype of the unsharded parameters.
         num_bytes: bytes of the unsharded parameters, padding included.
         offloads: whether shard and gradient live on the CPU between computations.
+        parameters: what the unit is made of, in order.
+        hides_originals: whether the original parameters are out of sight between computations.
     """
 
     device: torch.device
@@ -210,6 +212,25 @@ class Layout(ABC):
         """Whether the optimizer would find a gradient that was never reduced."""
 
     # --- the user ---
+
+    parameters: list[OwnedParameter]
+    hides_originals: bool
+
+    @abstractmethod
+    def local_values(self) -> torch.Tensor:
+        """What this rank stores, 1-D, padding included; not a copy."""
+
+    @abstractmethod
+    def overwrite_local(self, piece: torch.Tensor) -> None:
+        """New values for what this rank stores."""
+
+    @abstractmethod
+    def overwrite(self, values: Mapping[int, torch.Tensor]) -> None:
+        """New full values for some parameters, by number; this rank keeps its part of each. Nothing is communicated."""
+
+    @abstractmethod
+    def views_of(self, row: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters in a row from `full_row`, in their shapes."""
 
     @abstractmethod
     def local_parameters(self) -> list[nn.Parameter]:

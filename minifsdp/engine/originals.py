@@ -148,6 +148,13 @@ class OriginalOwnership(Ownership):
             mine.copy_(original.data.reshape(-1))
             original.data = self._own_views(self.shard)[index]
 
+    def settle(self) -> None:
+        """A new shard of the dtype and device that the originals have now; their values are collected into it."""
+        first = self.originals[0]
+        if first.dtype is not self.shard.dtype or first.device != self.shard.device:
+            self.shard = self.shard.to(first.device, first.dtype)
+            self.collect()
+
     def overwrite(self, piece: torch.Tensor) -> None:
         """New values for the shard. The change is one that `stamp` shows."""
         self.shard.copy_(piece)

@@ -68,6 +68,10 @@ class Ownership(ABC):
         """Fetches into the shard what the user has put elsewhere; called before each gather."""
 
     @abstractmethod
+    def settle(self) -> None:
+        """Adapts the shard to another dtype or device that its parameters have been given, as by ``model.half()``."""
+
+    @abstractmethod
     def overwrite(self, piece: torch.Tensor) -> None:
         """New values for the shard. The change is one that `stamp` shows."""
 

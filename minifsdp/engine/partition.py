@@ -86,6 +86,12 @@ class Partition:
             first += numel
         return slices
 
+    def part_in_parameter(self, index: int, number: int) -> slice:
+        """Which elements of parameter ``number``, counted from its own start, rank ``index`` stores; may be none."""
+        first = sum(self.numels[:number]) - index * self.shard_numel
+        start = min(max(-first, 0), self.numels[number])
+        return slice(start, max(start, min(self.shard_numel - first, self.numels[number])))
+
     def views(self, row: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
         """The parameters in a padded row. One split makes them all, and the padding is a part of it.
 

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp.engine import misuse
 from minifsdp.engine.collectives import rank_of_this_process
@@ -42,11 +43,19 @@ from minifsdp.engine.precision import cast_floating, move
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.root import Root
 from minifsdp.engine.unit import State, Unit
-from minifsdp.fsdp1 import build, compiling, initial, wrap
+from minifsdp.fsdp1 import build, compiling, initial, state_dict, wrap
 from minifsdp.fsdp1.full_params import check_idle, check_summon_options, summoned
 from minifsdp.fsdp1.ignored import find_ignored
 from minifsdp.fsdp1.legacy import takes_old_spellings, warn_renamed
 from minifsdp.fsdp1.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from minifsdp.fsdp1.state_dict_options import (
+    OptimStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    common_settings,
+    settings_for,
+)
 from minifsdp.fsdp1.training_aids import clip_gradients
 
 __all__ = ["FullyShardedDataParallel"]
@@ -133,6 +142,7 @@ class FullyShardedDataParallel(nn.Module):
         self._tree: Root | None = None
         # An old switch of torch that programs still set in their environment.
         self._full_precision_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
+        self._buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self._is_inner = False
         self._shows_clean_names = False
         ignored = find_ignored(module, ignored_modules, ignored_states, _is_wrapper)
@@ -160,6 +170,9 @@ class FullyShardedDataParallel(nn.Module):
         modules = build.modules_of_unit(module, _is_wrapper, self._ignored_modules)
         self._initialize(modules, param_init_fn, device_id, sync_module_states)
         self._unit = self._make_unit(module, modules)
+        self._state_dict_settings = StateDictSettings()
+        self._register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(self._after_load)  # type: ignore[no-untyped-call]
         compiling.step_over_this_package()
 
     def _initialize(
@@ -261,7 +274,8 @@ class FullyShardedDataParallel(nn.Module):
             return
         for _, owner in build.modules_of_unit(self.module, _is_wrapper, self._ignored_modules):
             for name, buffer in owner._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
+                if buffer is not None and buffer.is_floating_point() and buffer.dtype is not dtype:
+                    self._buffer_dtypes[owner, name] = buffer.dtype
                     owner._buffers[name] = buffer.to(dtype)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FullyShardedDataParallel:
@@ -270,6 +284,93 @@ class FullyShardedDataParallel(nn.Module):
         if self._tree is not None and not self._tree.is_dissolved:
             self._tree.dissolve()
         return self
+
+    # --- state dicts ---
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The state in the chosen form, full by default (SD-FULL, SD-SHARD, SD-LOCAL). Every rank must call it.
+
+        Takes what ``nn.Module.state_dict`` takes; the form is chosen by `set_state_dict_type` or `state_dict_type`.
+        """
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        with state_dict.place_holders(self._unit):
+            state: dict[str, Any] = super().state_dict(*args, **kwargs)
+        inner = prefix + PREFIX
+        if self._unit is not None:
+            mesh = self._state_dict_mesh()
+            state_dict.write_unit(self._unit, self.module, self._state_dict_settings, state, inner, mesh)
+        modules = build.modules_of_unit(self.module, _is_wrapper, self._ignored_modules)
+        state_dict.write_rest(modules, self._buffer_dtypes, self._state_dict_settings, state, inner)
+        state_dict.rename(state, inner, prefix)
+        if getattr(self._state_dict_settings.state_dict_config, "rank0_only", False) and not self.mesh.is_first:
+            state_dict.drop(state, prefix)
+        return state
+
+    def _state_dict_mesh(self) -> DeviceMesh | None:
+        config = self._state_dict_settings.state_dict_config
+        if self.device_mesh is None and not getattr(config, "use_dtensor", False):
+            return None
+        group = self.mesh.shard
+        if self.device_mesh is None and group is not None:
+            return DeviceMesh.from_group(group.process_group, self.compute_device.type)
+        mesh: DeviceMesh | None = self.device_mesh
+        return mesh
+
+    def _before_load(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        errors: list[str] = rest[-1]
+        state_dict.rename(state, prefix, prefix + PREFIX)
+        self._reading = state_dict.Reading(self._unit, self.module, self._state_dict_settings)
+        self._reading.before_walk(state, prefix + PREFIX, errors)
+
+    def _after_load(self, _: nn.Module, incompatible: Any) -> None:
+        self._reading.after_walk(incompatible.missing_keys, incompatible.unexpected_keys, PREFIX)
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Chooses the form for all units below ``module``; returns what was chosen before (SD-CFG-02 to 07).
+
+        Raises:
+            RuntimeError: a configuration belongs to another type.
+            AssertionError: the units differed before.
+        """
+        settings = settings_for(state_dict_type, state_dict_config, optim_state_dict_config)
+        before = FullyShardedDataParallel.get_state_dict_type(module)
+        for wrapper in FullyShardedDataParallel.fsdp_modules(module):
+            wrapper._state_dict_settings = settings
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """The form that is chosen for all units below ``module`` (SD-CFG-09).
+
+        Raises:
+            AssertionError: they differ.
+        """
+        wrappers = [(n, m) for n, m in module.named_modules() if isinstance(m, FullyShardedDataParallel)]
+        return common_settings([(clean_name(name), wrapper._state_dict_settings) for name, wrapper in wrappers])
+
+    @staticmethod
+    @contextlib.contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Generator[None]:
+        """`set_state_dict_type` for the time of a ``with`` block (SD-CFG-08)."""
+        before = FullyShardedDataParallel.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+        try:
+            yield
+        finally:
+            for wrapper in FullyShardedDataParallel.fsdp_modules(module):
+                wrapper._state_dict_settings = before
 
     # --- accumulation ---
 

@@ -1,0 +1,285 @@
+"""Writing and reading the model's state: full, sharded, local.
+
+``nn.Module.state_dict()`` walks over the tree and writes down what every module has registered. In a wrapped tree that
+is a slice under the name ``_flat_param``. So each wrapper corrects, for its own unit, what the walk has written, and
+it does that while the walk goes on, right after its own part of the tree::
+
+    before the walk     place holders are registered under the original names, so that keys come in the usual order
+    after the walk      full: the unit is gathered, each place holder replaced by a copy of the full value, the gathered
+                        row dropped; sharded: the same with this rank's rows; local: one entry, the slice
+    and                 the wrapper's prefix is taken out of all names
+
+One unit is gathered at a time, so at no moment is there more than one unit in full size, beside what the user asked to
+be given.
+
+Reading goes the other way. The wrapper's own values are taken out of the dict *before* the walk looks for them, and
+only this rank's slice of each is copied; nothing is gathered for a full dict, because everybody has it.
+
+*In torch:* ``_state_dict_utils.py``, 932 lines of hooks in three families.
+
+Spec: SD-FULL, SD-SHARD, SD-LOCAL, MP-04, MP-10, IGN-08, NAMES-10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from minifsdp import trace
+from minifsdp.engine import collectives
+from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.flat_parameter import FLAT_NAME
+from minifsdp.engine.mesh import Group
+from minifsdp.engine.unit import Unit
+from minifsdp.fsdp1 import chunks
+from minifsdp.fsdp1.full_params import check_idle
+from minifsdp.fsdp1.state_dict_options import StateDictSettings, StateDictType
+
+__all__ = ["LOCAL_NAME", "Reading", "drop", "place_holders", "plain_path", "rename", "write_rest", "write_unit"]
+
+LOCAL_NAME = "flat_param"
+CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
+
+
+def plain_path(path: str) -> str:
+    """A name without what an activation checkpoint's wrapper adds; that one takes it out of state dicts itself."""
+    return path.replace(CHECKPOINT_PREFIX, "")
+
+
+def names_in_state(unit: Unit, module: nn.Module) -> list[tuple[int, str]]:
+    """Number and plain name of each of the unit's parameters, as often as the walk will come across it.
+
+    The names are looked up now and not remembered from construction: an activation checkpoint may have been put around
+    a module since, and a module that is in the tree twice is written down twice.
+    """
+    numbers: dict[nn.Module, list[tuple[int, str]]] = {}
+    for number, owned in enumerate(unit.layout.parameters):
+        for slot in owned.slots:
+            numbers.setdefault(slot.module, []).append((number, slot.name))
+    found = []
+    for path, inner in module.named_modules(remove_duplicate=False):
+        for number, name in numbers.get(inner, []):
+            found.append((number, plain_path(f"{path}.{name}" if path else name)))
+    return found
+
+
+def rename(state: MutableMapping[str, Any], old: str, new: str) -> None:
+    """Every key that begins with ``old`` begins with ``new``; order is kept among them, they move behind the others."""
+    for key in [key for key in state if key.startswith(old)]:
+        state[new + key.removeprefix(old)] = state.pop(key)
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def place_holders(unit: Unit | None) -> Generator[None]:
+    """While the walk goes on: something under each original name, so that the walk writes keys in their order."""
+    if unit is None or not unit.layout.hides_originals:
+        yield
+        return
+    slots = [slot for owned in unit.layout.parameters for slot in owned.slots]
+    for slot in slots:
+        slot.module._parameters[slot.name] = nn.Parameter(torch.empty(0), requires_grad=False)
+    try:
+        yield
+    finally:
+        for slot in slots:
+            del slot.module._parameters[slot.name]
+
+
+def write_unit(
+    unit: Unit,
+    module: nn.Module,
+    settings: StateDictSettings,
+    state: MutableMapping[str, Any],
+    prefix: str,
+    mesh: DeviceMesh | None,
+) -> None:
+    """Puts the unit's values where the walk has written place holders. All ranks of the unit's mesh must call it.
+
+    Args:
+        unit: whose values.
+        module: the wrapped module.
+        settings: in which form.
+        state: what the walk has written.
+        prefix: the unit's prefix in it.
+        mesh: for sharded values as ``DTensor``.
+    """
+    check_idle(unit)
+    config = settings.state_dict_config
+    assert config is not None
+    state.pop(prefix + FLAT_NAME, None)
+    keys: dict[int, list[str]] = {}
+    for number, name in names_in_state(unit, module):
+        keys.setdefault(number, []).append(prefix + name)
+    group = unit.plan.mesh.shard
+    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        for key in [key for names in keys.values() for key in names]:
+            state.pop(key, None)
+        shard = unit.layout.local_values().to("cpu" if config.offload_to_cpu else unit.layout.device, copy=True)
+        state[prefix + LOCAL_NAME] = shard if group is None else chunks.from_local_slice(shard, group)
+        return
+    wanted = not (getattr(config, "rank0_only", False) and not unit.plan.mesh.is_first)
+    for number, full in enumerate(_gathered(unit)):
+        if not wanted:
+            continue
+        value: Any
+        if settings.state_dict_type is StateDictType.FULL_STATE_DICT or group is None or full.ndim == 0:
+            value = full.to("cpu", copy=True) if config.offload_to_cpu else full.clone()
+        else:
+            source = full.cpu() if config.offload_to_cpu else full
+            device = source.device
+            value = (
+                chunks.as_sharded_tensor(source, group, device)
+                if mesh is None
+                else chunks.as_dtensor(source, group, mesh)
+            )
+        for key in keys[number]:
+            state[key] = value
+
+
+def write_rest(
+    modules: Iterable[tuple[str, nn.Module]],
+    buffer_dtypes: Mapping[tuple[nn.Module, str], torch.dtype],
+    settings: StateDictSettings,
+    state: MutableMapping[str, Any],
+    prefix: str,
+) -> None:
+    """Buffers of the wrapper's own modules, in the dtype that the user gave them. What is ignored stays as it is.
+
+    A local dict keeps the dtype of compute, since it is meant for the very same run (MP-10).
+    """
+    config = settings.state_dict_config
+    is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+    for path, module in modules:
+        for name in module._buffers:
+            key = prefix + plain_path(f"{path}.{name}" if path else name)
+            value = state.get(key)
+            if value is None:
+                continue
+            dtype = value.dtype if is_local else buffer_dtypes.get((module, name), value.dtype)
+            device = "cpu" if config is not None and config.offload_to_cpu else value.device
+            state[key] = value.to(device, dtype)
+
+
+def drop(state: MutableMapping[str, Any], prefix: str) -> None:
+    """This rank is not the one to be given anything."""
+    for key in [key for key in state if key.startswith(prefix)]:
+        del state[key]
+
+
+def _gathered(unit: Unit) -> Iterable[torch.Tensor]:
+    """Every parameter's full value, valid until the next one is asked for."""
+    layout, group = unit.layout, unit.plan.mesh.shard
+    if trace.recorder is not None and group is not None:
+        trace.recorder.begin("AG", unit.name, num_bytes=layout.num_bytes, ranks=group.ranks, lane="gather")
+    row = layout.full_row()
+    yield from layout.views_of(row)
+    if trace.recorder is not None and group is not None:
+        trace.recorder.begin("FREE", unit.name, num_bytes=layout.num_bytes)
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+class Reading:
+    """One wrapper's part in reading a state dict.
+
+    Args:
+        unit: the wrapper's unit, if it has one.
+        module: the wrapped module.
+        settings: in which form the dict is.
+    """
+
+    def __init__(self, unit: Unit | None, module: nn.Module, settings: StateDictSettings) -> None:
+        self._unit, self._module, self._settings = unit, module, settings
+        self._missing: list[str] = []
+        self._own_names: set[str] = set()
+
+    def before_walk(self, state: MutableMapping[str, Any], prefix: str, errors: list[str]) -> None:
+        """Takes the unit's values out of ``state`` and copies this rank's part of them.
+
+        For a sharded dict all ranks of the unit's mesh must call it.
+        """
+        unit = self._unit
+        if unit is None:
+            return
+        check_idle(unit)
+        # Under these names the walk will miss something. They are looked up now and not remembered from construction:
+        # an activation checkpoint may have been put around the module since.
+        owned = set(unit.layout.local_parameters())
+        named = self._module.named_parameters(remove_duplicate=False)
+        self._own_names = {prefix + name for name, parameter in named if parameter in owned}
+        if self._settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            self._read_local(unit, state, prefix, errors)
+            return
+        given: dict[int, Any] = {}
+        for number, name in names_in_state(unit, self._module):
+            if prefix + name in state:
+                given[number] = state.pop(prefix + name)
+            else:
+                self._missing.append(prefix + name)
+        full = _with_whole_values(unit, given, errors, prefix)
+        unit.layout.overwrite(full)
+
+    def _read_local(self, unit: Unit, state: MutableMapping[str, Any], prefix: str, errors: list[str]) -> None:
+        key = next((prefix + name for name in (LOCAL_NAME, FLAT_NAME) if prefix + name in state), None)
+        if key is None:
+            self._missing.append(prefix + LOCAL_NAME)
+            return
+        value, mine = state.pop(key), unit.layout.local_values()
+        local = chunks.local_rows(value)
+        value = value if local is None else local
+        if value.shape != mine.shape:
+            errors.append(
+                f"rank {rank_of_this_process()}: {key} has {value.numel()} elements, but this rank stores "
+                f"{mine.numel()} of unit {unit.name!r}; a local state dict fits only the number of ranks and the "
+                "wrapping that it was written with, use a full or a sharded one to change them"
+            )
+            return
+        unit.layout.overwrite_local(value)
+
+    def after_walk(self, missing: list[str], unexpected: list[str], wrapper_prefix: str) -> None:
+        """Corrects the lists of keys: what the walk did not find is there, and names are those of the plain module."""
+
+        # The lists are those of the whole tree, and inner wrappers have been here before: compare plain names.
+        def plain(names: Iterable[str]) -> list[str]:
+            return [plain_path(name.replace(wrapper_prefix, "")) for name in names]
+
+        own = set(plain(self._own_names))
+        missing[:] = [name for name in plain(missing) if name not in own] + plain(self._missing)
+        unexpected[:] = plain(unexpected)
+
+
+def _with_whole_values(unit: Unit, given: dict[int, Any], errors: list[str], prefix: str) -> dict[int, torch.Tensor]:
+    """The given values that fit, whole: rows that are spread over the ranks are gathered."""
+    layout, group = unit.layout, unit.plan.mesh.shard
+    whole: dict[int, torch.Tensor] = {}
+    for index, value in given.items():
+        shape, path = layout.parameters[index].shape, layout.parameters[index].path
+        if tuple(value.shape) != tuple(shape):
+            errors.append(
+                f"size mismatch for {prefix}{plain_path(path)}: copying a param with shape {tuple(value.shape)} from "
+                f"checkpoint, the shape in current model is {tuple(shape)}."
+            )
+            continue
+        rows = chunks.local_rows(value)
+        whole[index] = value if rows is None else _gather_rows(rows, shape, group, layout.device)
+    return whole
+
+
+def _gather_rows(rows: torch.Tensor, shape: torch.Size, group: Group | None, device: torch.device) -> torch.Tensor:
+    if group is None:
+        return rows
+    size = chunks.rows_per_rank(shape[0], group.size)
+    mine = torch.zeros((size, *shape[1:]), dtype=rows.dtype, device=device)
+    mine[: rows.shape[0]].copy_(rows)
+    everybody = torch.empty((size * group.size, *shape[1:]), dtype=rows.dtype, device=device)
+    collectives.gather(group, everybody.view(-1), mine.view(-1)).wait()
+    return everybody[: shape[0]]

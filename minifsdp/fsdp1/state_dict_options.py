@@ -1,0 +1,178 @@
+"""Which form a state dict takes: three types, their configurations, and how they are set.
+
+The same weights can be written down in three forms. A unit with one weight of shape (3, 2) on two ranks::
+
+    FULL       rank 0 {"weight": 3 x 2}            rank 1 {"weight": 3 x 2}     or {} with rank0_only
+    SHARDED    rank 0 {"weight": rows 0 and 1}     rank 1 {"weight": row 2}
+    LOCAL      rank 0 {"flat_param": 3 elements}   rank 1 {"flat_param": 3 elements}
+
+The full form fits any program, and is the largest. The sharded one fits any number of ranks, through
+``torch.distributed.checkpoint``. The local one needs no communication and fits nothing but the run that wrote it.
+
+The choice belongs to a whole tree and is kept on its wrappers, because ``state_dict()`` has no argument for it. It is
+set for good, or for the time of a ``with`` block.
+
+*In torch:* the classes are in ``api.py``, the three functions are static methods of the wrapper.
+
+Spec: SD-CFG-01 to SD-CFG-18.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from minifsdp.engine.collectives import rank_of_this_process
+
+__all__ = [
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "common_settings",
+    "settings_for",
+]
+
+
+class StateDictType(Enum):
+    """The form of a state dict; see the table above."""
+
+    FULL_STATE_DICT = auto()
+    LOCAL_STATE_DICT = auto()
+    SHARDED_STATE_DICT = auto()
+
+
+class OptimStateKeyType(Enum):
+    """What an optimizer state dict is keyed by: original parameter names, or numbers as a plain optimizer has them."""
+
+    PARAM_NAME = auto()
+    PARAM_ID = auto()
+
+
+@dataclass
+class StateDictConfig:
+    """Base class; use one of its children.
+
+    Attributes:
+        offload_to_cpu: put values on the CPU, unit by unit.
+        use_dtensor: sharded values are ``DTensor`` instead of ``ShardedTensor``.
+    """
+
+    offload_to_cpu: bool = False
+    use_dtensor: bool = False
+
+
+@dataclass
+class FullStateDictConfig(StateDictConfig):
+    """For the full form. ``rank0_only``: the first rank has all entries, the others have an empty dict."""
+
+    rank0_only: bool = False
+
+
+@dataclass
+class LocalStateDictConfig(StateDictConfig):
+    """For the local form."""
+
+
+@dataclass
+class ShardedStateDictConfig(StateDictConfig):
+    """For the sharded form."""
+
+
+@dataclass
+class OptimStateDictConfig:
+    """Base class for optimizer state dicts; use one of its children."""
+
+    offload_to_cpu: bool = True
+    use_dtensor: bool = False
+
+
+@dataclass
+class FullOptimStateDictConfig(OptimStateDictConfig):
+    """For the full form."""
+
+    rank0_only: bool = False
+
+
+@dataclass
+class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """For the sharded form."""
+
+
+@dataclass
+class LocalOptimStateDictConfig(OptimStateDictConfig):
+    """For the local form, which stays where it is."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class StateDictSettings:
+    """A type with its two configurations."""
+
+    state_dict_type: StateDictType | None = StateDictType.FULL_STATE_DICT
+    state_dict_config: StateDictConfig | None = field(default_factory=FullStateDictConfig)
+    optim_state_dict_config: OptimStateDictConfig | None = field(default_factory=FullOptimStateDictConfig)
+
+
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
+
+def settings_for(
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None,
+    optim_state_dict_config: OptimStateDictConfig | None,
+) -> StateDictSettings:
+    """A type with the given configurations, or the type's own where they are ``None``.
+
+    Raises:
+        RuntimeError: a configuration belongs to another type.
+    """
+    if state_dict_type not in _CONFIGS:
+        members = ", ".join(f"StateDictType.{member.name}" for member in StateDictType)
+        raise RuntimeError(
+            f"rank {rank_of_this_process()}: state_dict_type must be one of {members}, got {state_dict_type!r}"
+        )
+    model_class, optim_class = _CONFIGS[state_dict_type]
+    model = model_class() if state_dict_config is None else state_dict_config
+    optim = optim_class() if optim_state_dict_config is None else optim_state_dict_config
+    for name, config, expected in [
+        ("state_dict_config", model, model_class),
+        ("optim_state_dict_config", optim, optim_class),
+    ]:
+        if type(config) is not expected:
+            raise RuntimeError(
+                f"rank {rank_of_this_process()}: Expected {name} of type {expected.__name__} for {state_dict_type}, "
+                f"got {type(config).__name__}"
+            )
+    return StateDictSettings(state_dict_type, model, optim)
+
+
+def common_settings(all_settings: Sequence[tuple[str, StateDictSettings]]) -> StateDictSettings:
+    """The one setting of all units, each given with its name; all ``None`` if there is no unit.
+
+    Raises:
+        AssertionError: two units differ.
+    """
+    if not all_settings:
+        return StateDictSettings(None, None, None)
+    first_name, first = all_settings[0]
+    for name, other in all_settings:
+        if other != first:
+            raise AssertionError(
+                f"rank {rank_of_this_process()}: all units of a model must have the same state dict settings, but "
+                f"{first_name!r} has {first} and {name!r} has {other}; set them on the outermost module"
+            )
+    return first
