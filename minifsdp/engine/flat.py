@@ -34,6 +34,7 @@ Spec: SHARD-02, SHARD-03, SHARD-09, SHARD-13, FWD-04, ORIG-12, ORIG-15, MP-02, M
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -142,9 +143,18 @@ class FlatLayout(Layout):
         self.dtype, self.num_bytes = dtype, self._now.num_bytes
 
     def _hook(self, unsharded: Unsharded) -> None:
-        notify = self._on_gradient
-        if notify is not None:
-            self._hooks.append(unsharded.leaf.register_post_accumulate_grad_hook(lambda _: notify()))
+        if self._on_gradient is None:
+            return
+        # The tensor holds its hook from C++, where Python's garbage collector does not look. A hook that held the
+        # layout would keep it, and through it the whole tree, alive for good.
+        layout = weakref.ref(self)
+
+        def complete(_: torch.Tensor) -> None:
+            living = layout()
+            if living is not None and living._on_gradient is not None:
+                living._on_gradient()
+
+        self._hooks.append(unsharded.leaf.register_post_accumulate_grad_hook(complete))
 
     def on_gradient(self, notify: Callable[[], None] | None) -> None:
         """Whom to call when the unsharded gradient is complete."""
@@ -333,16 +343,24 @@ class FlatLayout(Layout):
         """The reverse; a parameter that was given other memory in between is read from there."""
         loan, self._loan = self._loan, None
         assert loan is not None
-        for _, slot, _ in self._places:
-            slot.module._parameters.pop(slot.name)
+        exchanged = [
+            slot
+            for _, slot, index in self._places
+            if slot.module._parameters.pop(slot.name, None) is not loan.parameters[index]
+        ]
         self._show(self._shown)
         piece = self.partition.piece(self.mesh.shard_index)
         loan.collect()
-        if keep_changes:
+        if keep_changes and self.mesh.shard is not None:
             self.owner.overwrite(loan.row[piece])
+        elif keep_changes:
+            # The row was the shard itself. A copy of it in another dtype may still be there from an earlier gather.
+            self._gathered_at = None
         self.owner.take_back()
         if keep_changes and loan.gradients is not None:
             self.owner.overwrite_gradient(loan.gradients[0][piece], loan.gradients[1])
+        if exchanged:
+            raise rebound(exchanged[0])
 
 
 class _Loan:

@@ -36,7 +36,6 @@ from torch import nn
 
 from minifsdp.engine import misuse
 from minifsdp.engine.absent import AbsentParameter
-from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.layout import OwnedParameter
 from minifsdp.engine.ownership import Ownership, assign_gradient
 
@@ -139,11 +138,8 @@ class FlatOwnership(Ownership):
             before.add_(piece)
 
     def reduced_gradient(self) -> tuple[torch.Tensor, list[bool]]:
-        """Not here."""
-        raise NotImplementedError(
-            f"rank {rank_of_this_process()}: a flat parameter keeps no gradients of single parameters; wrap with "
-            "use_orig_params=True to see them"
-        )
+        """Not here: asked for only where single parameters are visible."""
+        raise NotImplementedError
 
     def overwrite_gradient(self, piece: torch.Tensor, present: list[bool]) -> None:
         """Not here either."""

@@ -173,11 +173,11 @@ class Cycle:
         if isinstance(output, torch.Tensor):
             if not output.requires_grad:
                 return False
-            output.register_hook(unit.on_gradient_of_output)
+            _lay_wire(output, unit)
         else:
             hooked = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
             for tensor in hooked:
-                tensor.register_hook(unit.on_gradient_of_output)
+                _lay_wire(tensor, unit)
             if not hooked:
                 return False
         if not unit.layout.is_trained:
@@ -299,6 +299,13 @@ class Cycle:
         self._lingering = None
         self._spans.clear()
         self.in_backward = False
+
+
+def _lay_wire(output: torch.Tensor, unit: Unit) -> None:
+    output.register_hook(unit.on_gradient_of_output)
+    if output._base is not None and output._base.grad_fn is not None:
+        # The caller may change a view in place. Autograd then goes past the view, by way of what it is a view of.
+        output._base.register_hook(unit.on_gradient_of_output)
 
 
 def _not_while_summoned(unit: Unit, what: str) -> RuntimeError:

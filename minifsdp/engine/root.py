@@ -98,7 +98,7 @@ class Root:
         """Called when a forward of any unit begins.
 
         Returns:
-            Whether this is the outermost of the calls, the one that must call `end_forward`, also after an exception.
+            Whether this is the outermost of the calls, the one that must call `end_forward`, or `fail_forward`.
             That is usually the outermost module's, but an inner unit may be called on its own.
         """
         if self._forward_is_open or graph_task() != NOT_IN_BACKWARD:
@@ -118,5 +118,15 @@ class Root:
         return True
 
     def end_forward(self) -> None:
-        """Called when the outermost of the calls has returned or raised."""
+        """Called when the outermost of the calls has returned."""
         self._forward_is_open = False
+
+    def fail_forward(self) -> None:
+        """Called when the outermost of the calls has raised: the units are as if it had never begun."""
+        self._forward_is_open = False
+        self.cycle.recover()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a forward or a backward of the tree is going on."""
+        return self._forward_is_open or self.cycle.in_backward

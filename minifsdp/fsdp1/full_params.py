@@ -29,9 +29,10 @@ from contextlib import ExitStack, contextmanager
 
 from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.hooks import NOT_IN_BACKWARD, graph_task
+from minifsdp.engine.root import Root
 from minifsdp.engine.unit import Phase, Unit
 
-__all__ = ["UnitIsBusyError", "check_idle", "check_summon_options", "summoned"]
+__all__ = ["UnitIsBusyError", "check_idle", "check_not_running", "check_summon_options", "summoned"]
 
 
 def check_summon_options(*, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:
@@ -70,6 +71,11 @@ def summoned(
     """
     for unit in units:
         check_idle(unit)
+        if with_grads and unit.layout.hides_originals:
+            raise NotImplementedError(
+                f"rank {rank_of_this_process()}: unit {unit.name!r} keeps no gradients of single parameters; "
+                "summon_full_params(with_grads=True) needs use_orig_params=True"
+            )
     with ExitStack() as stack:
         for unit in units:
             stack.enter_context(_one(unit, writeback, rank0_only, offload_to_cpu, with_grads))
@@ -78,6 +84,20 @@ def summoned(
 
 class UnitIsBusyError(RuntimeError, AssertionError, ValueError):
     """A unit is in another phase than it must be. Programs written for torch's FSDP look for any of the three kinds."""
+
+
+def check_not_running(tree: Root) -> None:
+    """Whether no forward or backward of the whole tree is going on.
+
+    Raises:
+        UnitIsBusyError: one is, or was broken off by an exception.
+    """
+    if tree.is_busy:
+        raise UnitIsBusyError(
+            f"rank {rank_of_this_process()}: every unit is expected to be in states [{Phase.IDLE}] but a forward or "
+            "backward of the model runs. Cannot manually unshard parameters during forward/backward: do it before or "
+            "after"
+        )
 
 
 def check_idle(unit: Unit) -> None:
@@ -104,16 +124,14 @@ def _one(unit: Unit, writeback: bool, rank0_only: bool, offload_to_cpu: bool, wi
     layout, mesh = unit.layout, unit.plan.mesh
     row = layout.full_row()
     gradients = layout.full_gradient_row() if with_grads else None
-    if rank0_only and not mesh.is_first:
-        # This rank has done its part of the gather; what it would see is none of its business.
-        yield
-        return
-    if offload_to_cpu and mesh.shard is not None:
-        row = row.cpu()
+    # A rank that sees nothing, because only the first one does, must not compute in the meantime either.
+    sees = mesh.is_first or not rank0_only
     unit.phase = Phase.SUMMONED
-    layout.show_row(row, gradients)
+    if sees:
+        layout.show_row(row.cpu() if offload_to_cpu and mesh.shard is not None else row, gradients)
     try:
         yield
     finally:
-        layout.hide_row(keep_changes=writeback or mesh.shard is None)
         unit.phase = Phase.IDLE
+        if sees:
+            layout.hide_row(keep_changes=writeback or mesh.shard is None)

@@ -44,7 +44,7 @@ from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.root import Root
 from minifsdp.engine.unit import State, Unit
 from minifsdp.fsdp1 import build, compiling, initial, state_dict, wrap
-from minifsdp.fsdp1.full_params import check_idle, check_summon_options, summoned
+from minifsdp.fsdp1.full_params import check_idle, check_not_running, check_summon_options, summoned
 from minifsdp.fsdp1.ignored import find_ignored
 from minifsdp.fsdp1.legacy import takes_old_spellings, warn_renamed
 from minifsdp.fsdp1.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -228,10 +228,13 @@ class FullyShardedDataParallel(nn.Module):
                 tree.cycle.post_forward(unit, (args, kwargs), output)
             elif is_outermost_call:
                 tree.cycle.watch(output)
-            return output
-        finally:
+        except BaseException:
             if is_outermost_call:
-                tree.end_forward()
+                tree.fail_forward()
+            raise
+        if is_outermost_call:
+            tree.end_forward()
+        return output
 
     def _prepare_inputs(self, args: Any, kwargs: Any, is_outermost_call: bool) -> tuple[Any, Any]:
         if is_outermost_call and self.compute_device.type != "cpu":
@@ -439,6 +442,9 @@ class FullyShardedDataParallel(nn.Module):
         wrappers = FullyShardedDataParallel.fsdp_modules(module)
         if not recurse:
             wrappers = [wrapper for wrapper in wrappers if wrapper is module]
+        for wrapper in wrappers:
+            if wrapper._tree is not None:
+                check_not_running(wrapper._tree)
         units = [wrapper._unit for wrapper in wrappers if wrapper._unit is not None]
         before = [wrapper._shows_clean_names for wrapper in wrappers]
         with summoned(units, **options):

@@ -1,0 +1,135 @@
+"""What the engine costs in Python calls, counted in a process of its own and printed as one line of JSON.
+
+The fake process group sends nothing, so that one process is enough and no time is lost in waiting; but it must be the
+default group, hence the own process. There are 48 tiny units, so that what is done once for each iteration hardly
+shows. What the plain model costs is taken off. Nothing here is a time: calls are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+NUM_UNITS = 48
+
+
+def build() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(NUM_UNITS)))
+
+
+def sharded(library: Any, strategy: str, **options: Any) -> nn.Module:
+    model = build()
+    options["sharding_strategy"] = library.ShardingStrategy[strategy]
+    for index in range(NUM_UNITS):
+        model[index] = library.FullyShardedDataParallel(model[index], **options)
+    made: nn.Module = library.FullyShardedDataParallel(model, **options)
+    return made
+
+
+def step(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).sum().backward()
+
+
+def warmed_up(model: nn.Module) -> Callable[[], None]:
+    """One more step of a model that has made three."""
+    x = torch.randn(4, 8)
+    for _ in range(3):
+        step(model, x)
+        model.zero_grad()
+    return lambda: step(model, x)
+
+
+def calls_by_file(action: Callable[[], None]) -> Counter[str]:
+    """Calls of Python functions while ``action`` runs, by the file that the function is in."""
+    counted: Counter[str] = Counter()
+
+    def notice(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            counted[frame.f_code.co_filename] += 1
+
+    sys.setprofile(notice)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
+def per_unit(model: nn.Module) -> float:
+    plain = calls_by_file(warmed_up(build())).total()
+    return (calls_by_file(warmed_up(model)).total() - plain) / NUM_UNITS
+
+
+def costly_calls(action: Callable[[], None]) -> dict[str, int]:
+    """How often ``action`` does what a warm step has no need of."""
+    found: Counter[str] = Counter()
+
+    def counting(name: str, real: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            found[name] += 1
+            return real(*args, **kwargs)
+
+        return called
+
+    enter = torch.profiler.record_function.__enter__
+    signature = inspect.signature
+    lay = torch.Tensor.register_post_accumulate_grad_hook
+    with (
+        mock.patch.object(torch.profiler.record_function, "__enter__", counting("record_function", enter)),
+        mock.patch.object(inspect, "signature", counting("signature", signature)),
+        mock.patch.object(torch.Tensor, "register_post_accumulate_grad_hook", counting("post_accumulate", lay)),
+    ):
+        action()
+    return {name: found[name] for name in ("record_function", "signature", "post_accumulate")}
+
+
+def probe() -> None:
+    """Does everything that is counted, once: a count of zero is worth something only if it can be another one."""
+    with torch.profiler.record_function("probe"):
+        inspect.signature(probe)
+    torch.ones(1, requires_grad=True).register_post_accumulate_grad_hook(lambda _: None)
+
+
+def main() -> None:
+    import torch.distributed.fsdp as torch_fsdp
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import minifsdp
+    from minifsdp import trace
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    cpu = torch.device("cpu")
+    answer: dict[str, Any] = {"calls": {}, "costly": {"probe": costly_calls(probe)}, "trace": {}}
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        for original in (False, True):
+            key = f"{strategy} {'original' if original else 'flat'}"
+            ours = warmed_up(model := sharded(minifsdp, strategy, use_orig_params=original))
+            answer["costly"][key] = costly_calls(ours)
+            answer["trace"][key] = calls_by_file(ours)[trace.__file__]
+            answer["calls"][f"minifsdp {key}"] = per_unit(model)
+    for original in (False, True):
+        options = {"use_orig_params": original, "device_id": cpu}
+        theirs = sharded(torch_fsdp, "FULL_SHARD", **options)
+        name = f"FULL_SHARD {'original' if original else 'flat'}"
+        answer["costly"][f"torch {name}"] = costly_calls(warmed_up(theirs))
+        answer["calls"][f"torch {name}"] = per_unit(theirs)
+    with trace.record():
+        answer["trace"]["recording"] = calls_by_file(warmed_up(sharded(minifsdp, "FULL_SHARD")))[trace.__file__]
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Three small blocks, the ways to shard them, and what a test wants to know afterwards.
+
+The blocks have 31 parameters each, so that two ranks need one element of padding and four ranks need one as well. What
+the sharded model must come to is computed here by a plain model, on every rank alone: one backward for each rank's
+part of the batch, and the mean of the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.engine.unit import Phase, State, Unit
+from spec_tests.harness import device
+
+Loss = Callable[[nn.Module, int], Tensor]
+
+
+class Block(nn.Module):
+    """31 parameters: 12 + 4 of one layer, 12 + 3 of the other, and a bypass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def chain(num_blocks: int = 3) -> nn.Sequential:
+    """Blocks one behind the other, with the same values wherever and whenever it is called."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        return nn.Sequential(*(Block() for _ in range(num_blocks))).to(device())
+
+
+def shard_each(model: nn.Module, **options: Any) -> FSDP:
+    """Each child becomes a unit, and the model around them the root."""
+    for name, child in list(model.named_children()):
+        setattr(model, name, FSDP(child, device_id=device(), **options))
+    return FSDP(model, device_id=device(), **options)
+
+
+def draw(rank: int, step: int = 0) -> Tensor:
+    """One rank's part of the batch of a step; another one for each of both."""
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * step + rank)).to(device())
+
+
+def square_loss(model: nn.Module, rank: int) -> Tensor:
+    """One forward and a loss of it."""
+    return model(draw(rank)).square().mean()
+
+
+def units_of(model: FSDP) -> list[Unit]:
+    """All units of a wrapped model, outer ones first."""
+    return [wrapper._unit for wrapper in FSDP.fsdp_modules(model) if wrapper._unit is not None]
+
+
+def is_open(unit: Unit) -> bool:
+    """Whether the memory of the unit's full parameters is there, whatever the unit believes."""
+    layout: Any = unit.layout
+    size: int = layout._now.leaf.untyped_storage().size()
+    return size > 0
+
+
+def assert_at_rest(model: FSDP) -> None:
+    """Between two iterations: nobody computes, nobody is awaited, and what can be freed is."""
+    for unit in units_of(model):
+        where = f"rank {dist.get_rank()}: unit {unit.name!r}"
+        assert unit.phase is Phase.IDLE, f"{where} is in {unit.phase}"
+        assert unit.state is State.SHARDED, f"{where} is {unit.state}"
+        assert not unit.awaits_backward, f"{where} awaits a backward"
+        assert not is_open(unit) or unit.plan.mesh.shard is None, f"{where} still has its memory"
+
+
+def plain_name(name: str) -> str:
+    """A name without what wrappers put into it."""
+    for wrapper in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module"):
+        name = name.replace(f"{wrapper}.", "").removesuffix(wrapper)
+    return name.removesuffix(".")
+
+
+def full_gradients(model: FSDP) -> dict[str, Tensor | None]:
+    """Every parameter's reduced gradient, put together from all ranks; ``None`` for a unit that has none here.
+
+    All ranks must call it.
+    """
+    found: dict[str, Tensor | None] = {}
+    for prefix, wrapper in model.named_modules():
+        if not isinstance(wrapper, FSDP) or wrapper._unit is None:
+            continue
+        layout: Any = wrapper._unit.layout
+        piece = _gradient_piece(layout)
+        views = [None] * len(layout.parameters) if piece is None else _put_together(layout, piece)
+        for owned, view in zip(layout.parameters, views, strict=True):
+            found[plain_name(f"{prefix}.{owned.path}".removeprefix("."))] = view
+    return found
+
+
+def _gradient_piece(layout: Any) -> Tensor | None:
+    parameters = layout.local_parameters()
+    if parameters[0] is layout.owner.shard:
+        return layout.owner.shard.grad
+    if all(p.grad is None for p in parameters):
+        return None
+    piece = torch.zeros_like(layout.owner.shard)
+    for part, p in zip(layout.owner._slices, parameters, strict=True):
+        if p.grad is not None:
+            piece[part] = p.grad.reshape(-1)
+    return piece
+
+
+def _put_together(layout: Any, piece: Tensor) -> list[Tensor]:
+    row, group = piece, layout.mesh.shard
+    if group is not None:
+        pieces = [torch.empty_like(piece) for _ in range(group.size)]
+        dist.all_gather(pieces, piece, group=group.process_group)
+        row = torch.cat(pieces)
+    padding = row[layout.partition.numel :]
+    assert padding.eq(0).all(), f"rank {dist.get_rank()}: the padding of a gradient is {padding}"
+    return layout.partition.views(row, layout.shapes)
+
+
+def mean_gradients(plain: nn.Module, loss: Loss, ranks: range | None = None) -> dict[str, Tensor | None]:
+    """What the gradients should be: those of a model that nobody shards, averaged over the parts of all ranks."""
+    ranks = ranks or range(dist.get_world_size())
+    parts = []
+    for rank in ranks:
+        plain.zero_grad()
+        loss(plain, rank).backward()
+        parts.append({plain_name(name): p.grad for name, p in plain.named_parameters()})
+    plain.zero_grad()
+    names = parts[0].keys()
+    return {name: _mean([part[name] for part in parts]) for name in names}
+
+
+def _mean(gradients: list[Tensor | None]) -> Tensor | None:
+    known = [gradient for gradient in gradients if gradient is not None]
+    return torch.stack(known).sum(0) / len(gradients) if known else None
+
+
+def assert_gradients(model: FSDP, expected: dict[str, Tensor | None]) -> None:
+    """Whether the sharded model has these gradients; all ranks must call it."""
+    found = full_gradients(model)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        here = found[name]
+        assert (here is None) == (gradient is None), f"{name}: {here} instead of {gradient}"
+        if gradient is not None:
+            torch.testing.assert_close(here, gradient, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def train_once(model: FSDP, loss: Loss = square_loss) -> None:
+    """One forward and backward with this rank's part of the batch."""
+    loss(model, dist.get_rank()).backward()
+
+
+class Wire(TorchDispatchMode):
+    """Counts what really goes over the wire, whatever the package says of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.calls.append(func._schema.name.removeprefix("c10d::"))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def num_gathers(self) -> int:
+        return self.calls.count("_allgather_base_")
+
+    @property
+    def num_reduce_scatters(self) -> int:
+        return self.calls.count("_reduce_scatter_base_")

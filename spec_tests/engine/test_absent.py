@@ -1,0 +1,154 @@
+"""A tensor with a shape and without values, and what it says when it is asked for them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from minifsdp.engine.absent import AbsentParameter
+from minifsdp.engine.layout import Slot
+from spec_tests.engine.small import chain, draw, shard_each
+from spec_tests.harness import ranks
+
+CPU = torch.device("cpu")
+
+
+def absent(dtype: torch.dtype = torch.float32) -> AbsentParameter:
+    return AbsentParameter(torch.Size([2, 3]), dtype, CPU, "layer.weight")
+
+
+@pytest.mark.pure
+@pytest.mark.spec("ORIG-11")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_knows_its_shape_its_dtype_and_its_device(dtype: torch.dtype) -> None:
+    tensor = absent(dtype)
+    assert (tensor.shape, tensor.dtype, tensor.device) == (torch.Size([2, 3]), dtype, CPU)
+    assert (tensor.numel(), tensor.dim(), tensor.ndim, len(tensor), tensor.size(1)) == (6, 2, 2, 2, 3)
+    assert tensor.is_floating_point()
+    assert tensor.requires_grad is False
+
+
+@pytest.mark.pure
+def test_its_text_names_the_parameter_and_has_no_values() -> None:
+    text = "AbsentParameter('layer.weight', shape=(2, 3), dtype=torch.float32)"
+    assert repr(absent()) == text
+    assert str(absent()) == text
+    assert f"{absent()}" == text
+
+
+OPERATIONS: dict[str, Callable[[Any], Any]] = {
+    "addition": lambda t: t + 1,
+    "addition from the right": lambda t: torch.ones(2, 3) + t,
+    "change in place": lambda t: t.add_(1),
+    "filling": lambda t: t.zero_(),
+    "initialisation": nn.init.normal_,
+    "matrix product": lambda t: torch.ones(1, 3) @ t.T,
+    "linear layer": lambda t: nn.functional.linear(torch.ones(1, 3), t),
+    "element": lambda t: t[0],
+    "item": lambda t: t.sum().item(),
+    "list": lambda t: t.tolist(),
+    "numpy": lambda t: t.numpy(),
+    "view": lambda t: t.view(-1),
+    "reshape": lambda t: t.reshape(6),
+    "transpose": lambda t: t.t(),
+    "detach": lambda t: t.detach(),
+    "clone": lambda t: t.clone(),
+    "cast": lambda t: t.to(torch.float64),
+    "copy into another": lambda t: torch.empty(2, 3).copy_(t),
+    "copy from another": lambda t: t.copy_(torch.ones(2, 3)),
+    "comparison": lambda t: torch.equal(t, torch.ones(2, 3)),
+    "as a member of a list": lambda t: torch.stack([torch.ones(2, 3), t]),
+    "as a keyword": lambda t: torch.add(input=torch.ones(2, 3), other=t),
+    "norm": lambda t: torch.linalg.vector_norm(t),
+    "iteration": list,
+    "its data": lambda t: t.data,
+    "other data": lambda t: setattr(t, "data", torch.ones(2, 3)),
+}
+
+
+@pytest.mark.pure
+@pytest.mark.spec("ORIG-11")
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_any_operation_raises_with_the_name_and_the_remedy(operation: str) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        OPERATIONS[operation](absent())
+    message = str(caught.value)
+    assert "rank 0: parameter 'layer.weight' (shape (2, 3)) is sharded right now" in message
+    assert "wrap that part as a unit" in message
+    assert "summon_full_params()" in message
+
+
+@pytest.mark.pure
+def test_it_has_no_memory_to_read_by_accident() -> None:
+    assert absent().data_ptr() == 0
+
+
+@pytest.mark.pure
+@pytest.mark.spec("NEW-22")
+def test_a_deep_copy_raises_with_the_remedy() -> None:
+    with pytest.raises(RuntimeError, match=r"copy\.deepcopy.*'layer\.weight'.*before wrapping.*state_dict") as caught:
+        copy.deepcopy({"model": [absent()]})
+    assert "rank 0" in str(caught.value)
+
+
+@pytest.mark.pure
+def test_a_place_that_shows_it_can_be_looked_at() -> None:
+    linear = nn.Linear(3, 2)
+    slot = Slot.of(linear, "weight", "layer.weight")
+    del linear.weight
+    linear.__dict__["weight"] = absent()
+    assert slot.path == "layer.weight"
+    assert linear.weight.shape == (2, 3)
+    with pytest.raises(RuntimeError, match=r"layer\.weight"):
+        linear(torch.ones(1, 3))
+
+
+# --- in a sharded model ---
+
+
+@pytest.mark.spec("FWD-01", "ORIG-11")
+@pytest.mark.parametrize("moment", ["before the first forward", "after a forward", "after a backward"])
+@ranks(2)
+def test_a_part_of_a_sharded_model_that_is_called_directly_says_what_to_do(moment: str) -> None:
+    model = shard_each(chain(2))
+    if moment != "before the first forward":
+        loss = model(draw(0)).sum()
+        if moment == "after a backward":
+            loss.backward()
+    with pytest.raises(RuntimeError, match=r"'up\.weight' \(shape \(4, 3\)\) is sharded right now.*wrap that part"):
+        model.module[0].module(draw(0))
+
+
+@pytest.mark.spec("FWD-01")
+@ranks(2)
+def test_a_part_of_the_root_says_so_also_while_the_root_is_kept_for_its_backward() -> None:
+    model = shard_each(chain(1), use_orig_params=False)
+    model.module.append(chain(1)[0])
+    whole = type(model)(model.module)
+    whole(draw(0))
+    with pytest.raises(RuntimeError, match=r"'1\.up\.weight'.*is sharded right now"):
+        whole.module[1](draw(0))
+
+
+@pytest.mark.spec("NEW-22")
+@ranks(2)
+def test_a_sharded_model_cannot_be_copied_deeply() -> None:
+    model = shard_each(chain(2))
+    with pytest.raises(RuntimeError, match=r"copy\.deepcopy.*before wrapping"):
+        copy.deepcopy(model)
+    model(draw(0)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"copy\.deepcopy.*before wrapping"):
+        copy.deepcopy(model)
+
+
+@pytest.mark.spec("NEW-22")
+@ranks(2)
+def test_a_sharded_model_with_original_parameters_cannot_be_copied_deeply_either() -> None:
+    model = shard_each(chain(2), use_orig_params=True)
+    with pytest.raises(RuntimeError, match=r"copy\.deepcopy.*before wrapping"):
+        copy.deepcopy(model)

@@ -1,0 +1,327 @@
+"""Layout 1: one flat tensor, cut into slices, gathered without a copy, and shown as views."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minifsdp.engine.absent import AbsentParameter
+from minifsdp.engine.flat import FlatLayout
+from minifsdp.engine.lanes import Lanes
+from minifsdp.engine.layout import owned_parameters
+from minifsdp.engine.mesh import Group, Mesh, default_group
+from spec_tests.engine.small import Block, chain, draw, shard_each, square_loss, train_once, units_of
+from spec_tests.harness import device, ranks
+
+both_kinds = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
+
+
+def a_block() -> Block:
+    (block,) = chain(1)
+    return block
+
+
+def lay_out(module: nn.Module, mesh: Mesh | None = None, **options: Any) -> FlatLayout:
+    parameters = owned_parameters(module.named_modules(), set())
+    mesh = Mesh.sharded(Group.of(default_group())) if mesh is None else mesh
+    return FlatLayout(module, parameters, mesh, device(), **options)
+
+
+def gather(layout: FlatLayout) -> None:
+    promise = layout.gather(Lanes(device()))
+    if promise is not None:
+        promise.wait()
+
+
+def values_of(module: nn.Module) -> list[Tensor]:
+    """What the modules show, in the order of the layout."""
+    layers = [m for m in module.modules() if isinstance(m, nn.Linear)]
+    return [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
+
+
+# --- what is stored ---
+
+
+@pytest.mark.spec("SHARD-02", "SHARD-03")
+@both_kinds
+@ranks(4)
+def test_each_rank_stores_an_equal_slice_and_only_the_last_one_has_padding(original: bool) -> None:
+    layout = lay_out(a_block(), keep_originals=original)
+    row = torch.cat([p.detach().reshape(-1) for p in a_block().parameters()])
+    rank = dist.get_rank()
+    shard = layout.owner.shard.detach()
+    assert shard.numel() == 8
+    mine = row[8 * rank : 8 * rank + 8]
+    assert torch.equal(shard[: mine.numel()], mine)
+    assert shard[mine.numel() :].tolist() == [0.0] * (1 if rank == 3 else 0)
+
+
+@pytest.mark.spec("SHARD-02")
+@ranks(2)
+def test_a_slice_has_memory_of_its_own_and_does_not_keep_that_of_the_whole_row() -> None:
+    layout = lay_out(a_block())
+    assert layout.owner.shard.untyped_storage().size() == 16 * 4
+
+
+@pytest.mark.spec("SHARD-03")
+@ranks(2)
+def test_padding_stays_zero_in_parameters_and_in_gradients_over_steps_of_an_optimizer() -> None:
+    model = shard_each(chain(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        train_once(model)
+        optimizer.step()
+    for unit in units_of(model):
+        (shard,) = unit.layout.local_parameters()
+        if dist.get_rank() == 1:
+            assert shard[-1].item() == 0
+            assert shard.grad is not None
+            assert shard.grad[-1].item() == 0
+
+
+# --- gather and free ---
+
+
+@pytest.mark.spec("SHARD-13", "FWD-04")
+@both_kinds
+@ranks(2)
+def test_a_gather_shows_the_full_values_as_views_and_a_free_takes_their_memory(original: bool) -> None:
+    block = a_block()
+    expected = [p.detach().clone() for p in block.parameters()]
+    layout = lay_out(block, keep_originals=original)
+    seen: list[Tensor] = []
+    for _ in range(2):
+        gather(layout)
+        layout.show_unsharded()
+        shown = values_of(block)
+        assert len({tensor.untyped_storage().data_ptr() for tensor in shown}) == 1, "one flat storage"
+        for tensor, value in zip(shown, expected, strict=True):
+            assert torch.equal(tensor, value)
+            assert type(tensor) is Tensor
+            assert tensor.requires_grad
+        layout.show_sharded()
+        event = layout.free()
+        assert event is not None
+        assert all(tensor.untyped_storage().size() == 0 for tensor in shown)
+        seen += shown
+    assert seen[0] is not seen[4], "views are made anew for each forward"
+    assert seen[0].untyped_storage().size() == 0
+
+
+@pytest.mark.spec("ORIG-11")
+@ranks(2)
+def test_a_sharded_module_shows_absent_parameters() -> None:
+    block = a_block()
+    layout = lay_out(block)
+    for round_ in range(2):
+        assert all(isinstance(tensor, AbsentParameter) for tensor in values_of(block)), round_
+        assert [tensor.shape for tensor in values_of(block)] == [(4, 3), (4,), (3, 4), (3,)]
+        gather(layout)
+        layout.show_unsharded()
+        layout.show_sharded()
+        layout.free()
+
+
+@pytest.mark.spec("ORIG-03", "ORIG-08")
+@ranks(2)
+def test_with_original_parameters_a_sharded_module_shows_its_own_part_of_each() -> None:
+    block = a_block()
+    mine = list(block.parameters())
+    layout = lay_out(block, keep_originals=True)
+    # 31 elements, 16 on each rank, of 12 + 4 + 12 + 3.
+    expected = [[12, 4, 0, 0], [0, 0, 12, 3]][dist.get_rank()]
+    for _ in range(2):
+        assert [p.numel() for p in values_of(block)] == expected
+        assert all(p.dim() == 1 for p in values_of(block))
+        assert all(a is b for a, b in zip(values_of(block), mine, strict=True))
+        gather(layout)
+        layout.show_unsharded()
+        layout.show_sharded()
+        layout.free()
+
+
+@ranks(2)
+def test_a_gather_writes_to_where_it_is_computed_on_and_is_not_noticed_by_autograd() -> None:
+    block = a_block()
+    layout = lay_out(block)
+    gather(layout)
+    layout.show_unsharded()
+    x = draw(0)
+    loss = block(x).square().sum()
+    layout.show_sharded()
+    layout.free()
+    gather(layout)
+    layout.show_again()
+    assert block.up.weight.untyped_storage().size() == layout.num_bytes
+    loss.backward()
+    gradient = layout.take_gradient()
+    assert gradient is not None
+    plain = a_block()
+    plain(x).square().sum().backward()
+    expected = torch.cat([p.grad.reshape(-1) for p in plain.parameters() if p.grad is not None])
+    torch.testing.assert_close(gradient[:-1], expected)
+    assert gradient[-1].item() == 0, "the padding has no gradient"
+    assert layout.take_gradient() is None, "it has been taken"
+
+
+@pytest.mark.spec("MP-02", "MP-03")
+@both_kinds
+@ranks(2)
+def test_the_unsharded_parameters_have_the_compute_dtype_and_the_shard_keeps_its_own(original: bool) -> None:
+    block = a_block()
+    expected = [p.detach().bfloat16() for p in block.parameters()]
+    layout = lay_out(block, compute_dtype=torch.bfloat16, keep_originals=original)
+    gather(layout)
+    layout.show_unsharded()
+    for tensor, value in zip(values_of(block), expected, strict=True):
+        assert tensor.dtype is torch.bfloat16
+        assert torch.equal(tensor, value)
+    assert layout.num_bytes == 32 * 2
+    assert layout.owner.shard.dtype is torch.float32
+
+
+# --- a unit that nobody shares ---
+
+
+@pytest.mark.spec("CTOR-14")
+@ranks(1)
+def test_a_unit_that_nobody_shares_is_computed_on_where_it_is_stored() -> None:
+    block = a_block()
+    layout = lay_out(block)
+    assert layout.gather(Lanes(device())) is None
+    layout.show_unsharded()
+    assert block.up.weight.untyped_storage().data_ptr() == layout.owner.shard.untyped_storage().data_ptr()
+    assert layout.free() is None
+    layout.show_sharded()
+    assert torch.equal(block(draw(0)), a_block()(draw(0))), "the full values may stay in sight"
+
+
+@ranks(1)
+def test_a_unit_that_nobody_shares_follows_its_parameter_to_other_memory() -> None:
+    block = a_block()
+    layout = lay_out(block)
+    layout.owner.shard.data = layout.owner.shard.data * 2
+    layout.gather(Lanes(device()))
+    layout.show_unsharded()
+    torch.testing.assert_close(block.up.weight, a_block().up.weight * 2)
+
+
+@pytest.mark.spec("MP-02")
+@ranks(1)
+def test_a_unit_that_nobody_shares_but_somebody_casts_has_a_copy_that_is_freed() -> None:
+    block = a_block()
+    layout = lay_out(block, compute_dtype=torch.bfloat16)
+    gather(layout)
+    layout.show_unsharded()
+    view = block.up.weight
+    assert torch.equal(view, a_block().up.weight.bfloat16())
+    layout.show_sharded()
+    assert layout.free() is not None
+    assert view.untyped_storage().size() == 0
+
+
+# --- staleness ---
+
+
+@both_kinds
+@ranks(2)
+def test_a_layout_notices_that_its_shard_was_changed_since_the_gather(original: bool) -> None:
+    layout = lay_out(a_block(), keep_originals=original)
+    parameters = layout.local_parameters()
+    changes: list[Any] = [
+        lambda p: p.mul_(2),
+        lambda p: setattr(p, "data", p.data.clone()),
+        lambda p: torch.optim.SGD([p], lr=0.1).step(),
+    ]
+    for change in changes:
+        gather(layout)
+        assert not layout.is_stale()
+        layout.show_unsharded()
+        layout.show_sharded()
+        layout.free()
+        assert not layout.is_stale()
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+                change(parameter)
+        assert layout.is_stale()
+
+
+# --- the whole, for the user ---
+
+
+@both_kinds
+@ranks(4)
+def test_the_full_row_is_the_parameters_end_to_end_in_the_stored_dtype_in_memory_of_its_own(original: bool) -> None:
+    layout = lay_out(a_block(), compute_dtype=torch.bfloat16, keep_originals=original)
+    row = layout.full_row()
+    expected = torch.cat([p.detach().reshape(-1) for p in a_block().parameters()])
+    assert torch.equal(row[:31], expected)
+    assert row.numel() == 32
+    before = layout.owner.shard.detach().clone()
+    row.zero_()
+    assert torch.equal(layout.owner.shard.detach(), before)
+
+
+# --- what may be in one unit ---
+
+
+@pytest.mark.spec("ORIG-12")
+@ranks(2)
+def test_frozen_and_trained_parameters_in_one_flat_parameter_raise_with_both_lists_of_names() -> None:
+    block = a_block()
+    block.up.bias.requires_grad_(False)
+    with pytest.raises(ValueError, match="requires_grad") as caught:
+        lay_out(block)
+    message = str(caught.value)
+    assert "requires_grad=True (['up.weight', 'down.weight', 'down.bias'])" in message
+    assert "requires_grad=False (['up.bias'])" in message
+    assert "use_orig_params=True" in message
+    assert f"rank {dist.get_rank()}" in message
+
+
+@ranks(2)
+def test_after_that_error_the_module_is_as_it_was() -> None:
+    block = a_block()
+    block.up.bias.requires_grad_(False)
+    with pytest.raises(ValueError, match="requires_grad"):
+        lay_out(block)
+    assert torch.equal(block(draw(0)), a_block()(draw(0)))
+    assert [name for name, _ in block.named_parameters()] == ["up.weight", "up.bias", "down.weight", "down.bias"]
+
+
+@both_kinds
+@ranks(2)
+def test_parameters_of_several_dtypes_in_one_unit_raise_with_the_dtypes(original: bool) -> None:
+    block = a_block()
+    block.down.to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"Block has parameters of several dtypes \(torch.bfloat16, torch.float32\)"):
+        lay_out(block, keep_originals=original)
+
+
+@ranks(2)
+def test_a_unit_of_one_element_leaves_a_rank_with_padding_alone_and_trains() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight
+
+    for original in (False, True):
+        model = shard_each(nn.Sequential(Scale().to(device())), use_orig_params=original)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        plain = Scale().to(device())
+        expected = sum(torch.autograd.grad(square_loss(plain, rank), [plain.weight])[0] for rank in (0, 1)) / 2
+        train_once(model)
+        optimizer.step()
+        with type(model).summon_full_params(model):
+            (weight,) = model.parameters()
+            assert weight.shape == ()
+            torch.testing.assert_close(weight.detach(), 0.5 - expected)

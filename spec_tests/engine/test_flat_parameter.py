@@ -1,0 +1,131 @@
+"""One parameter for the whole unit, and gradients of two sizes under its ``.grad``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from minifsdp.engine.flat_parameter import FlatOwnership
+from minifsdp.engine.layout import owned_parameters
+
+
+def owner(num: int = 2, **options: Any) -> FlatOwnership:
+    """A unit of two elements, of which this rank stores ``num``."""
+    home = nn.Linear(1, 1)
+    parameters = owned_parameters([("", home)], set())
+    options.setdefault("keep_reduce_dtype", False)
+    return FlatOwnership(home, parameters, torch.arange(float(num)), **options)
+
+
+def row(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+@pytest.mark.pure
+@pytest.mark.spec("ORIG-01")
+def test_the_module_lists_one_flat_parameter_in_place_of_its_own() -> None:
+    made = owner()
+    assert [(name, p.dim()) for name, p in made.home.named_parameters()] == [("_flat_param", 1)]
+    assert made.local_parameters() == [made.shard]
+    assert made.hides_originals
+
+
+@pytest.mark.pure
+@pytest.mark.spec("FWD-07", "SHARD-06")
+def test_reduced_gradients_add_up() -> None:
+    made = owner()
+    made.add_reduced(row(1, 2))
+    made.add_reduced(row(10, 20))
+    assert made.shard.grad is not None
+    assert made.shard.grad.tolist() == [11, 22]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("MP-11", "MP-12")
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_reduced_gradient_is_widened_unless_it_may_keep_its_dtype(keep: bool) -> None:
+    made = owner(keep_reduce_dtype=keep)
+    made.add_reduced(row(1, 2).bfloat16())
+    assert made.shard.grad is not None
+    assert made.shard.grad.dtype is (torch.bfloat16 if keep else torch.float32)
+    assert made.shard.dtype is torch.float32
+    made.add_reduced(row(1, 2).bfloat16())
+    assert made.shard.grad.tolist() == [2, 4]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("NOSYNC-05")
+def test_an_unreduced_gradient_is_shown_in_full_size_and_adds_up() -> None:
+    made = owner()
+    made.keep_unreduced(row(1, 1, 1, 1))
+    assert made.has_unreduced
+    assert made.shard.grad is not None
+    assert made.shard.grad.tolist() == [1, 1, 1, 1]
+    assert made.shard.tolist() == [0, 1], "the shard itself is what it was"
+    made.keep_unreduced(row(2, 2, 2, 2))
+    taken = made.take_unreduced()
+    assert taken is not None
+    assert taken.tolist() == [3, 3, 3, 3]
+    assert not made.has_unreduced
+    assert made.shard.grad is None
+
+
+@pytest.mark.pure
+def test_a_reduced_gradient_is_put_aside_for_an_unreduced_one_and_comes_back() -> None:
+    made = owner()
+    made.add_reduced(row(5, 6))
+    made.keep_unreduced(row(1, 1, 1, 1))
+    made.keep_unreduced(row(1, 1, 1, 1))
+    taken = made.take_unreduced()
+    assert taken is not None
+    assert taken.tolist() == [2, 2, 2, 2]
+    assert made.shard.grad is not None
+    assert made.shard.grad.tolist() == [5, 6]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("FWD-08")
+def test_zero_grad_drops_the_unreduced_gradient_and_what_was_put_aside() -> None:
+    made = owner()
+    made.add_reduced(row(5, 6))
+    made.keep_unreduced(row(1, 1, 1, 1))
+    torch.optim.SGD(made.local_parameters(), lr=0.1).zero_grad()
+    assert not made.has_unreduced
+    assert made.take_unreduced() is None
+    assert made.shard.grad is None
+
+
+@pytest.mark.pure
+def test_there_is_nothing_to_take_where_nothing_was_kept() -> None:
+    made = owner()
+    made.add_reduced(row(5, 6))
+    assert made.take_unreduced() is None
+    assert made.shard.grad is not None
+    assert made.shard.grad.tolist() == [5, 6]
+
+
+@pytest.mark.pure
+def test_the_stamp_changes_with_the_values_and_with_the_memory_and_with_nothing_else() -> None:
+    made = owner()
+    first = made.stamp()
+    made.add_reduced(row(1, 1))
+    assert made.stamp() == first
+    made.overwrite(row(8, 9))
+    second = made.stamp()
+    assert second != first
+    assert made.shard.tolist() == [8, 9]
+    made.shard.data = made.shard.data.clone()
+    assert made.stamp() != second
+
+
+@pytest.mark.pure
+def test_while_it_is_lent_the_flat_parameter_is_not_listed() -> None:
+    made = owner()
+    lent = made.lend([row(1).view(1, 1), row(2)])
+    assert [type(p) for p in lent] == [nn.Parameter, nn.Parameter]
+    assert list(made.home.named_parameters()) == []
+    made.take_back()
+    assert [name for name, _ in made.home.named_parameters()] == ["_flat_param"]

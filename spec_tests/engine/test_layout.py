@@ -1,0 +1,126 @@
+"""Places of parameters: found once each, ties joined, and every place told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from minifsdp.engine.layout import Layout, Slot, owned_parameters, rebound
+from spec_tests.engine.small import Block, chain, draw, shard_each
+from spec_tests.harness import ranks
+
+
+class Tied(nn.Module):
+    """Two layers, one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
+        self.last.weight = self.first.weight
+
+
+@pytest.mark.pure
+def test_parameters_are_found_in_the_order_of_the_walk_with_their_paths() -> None:
+    block = Block()
+    found = owned_parameters(block.named_modules(), set())
+    assert [owned.path for owned in found.values()] == ["up.weight", "up.bias", "down.weight", "down.bias"]
+    assert [owned.shape for owned in found.values()] == [(4, 3), (4,), (3, 4), (3,)]
+    assert list(found) == list(block.parameters())
+
+
+@pytest.mark.pure
+@pytest.mark.spec("ORIG-15")
+def test_a_tied_parameter_is_found_once_with_all_its_places() -> None:
+    model = Tied()
+    found = owned_parameters(model.named_modules(), set())
+    assert [owned.path for owned in found.values()] == ["first.weight", "first.bias"]
+    places = found[model.first.weight].slots
+    assert [(slot.module, slot.name, slot.path) for slot in places] == [
+        (model.first, "weight", "first.weight"),
+        (model.last, "weight", "last.weight"),
+    ]
+
+
+@pytest.mark.pure
+def test_ignored_parameters_and_absent_ones_are_left_alone() -> None:
+    block = Block()
+    block.up.bias = None  # type: ignore[assignment]
+    found = owned_parameters(block.named_modules(), {block.down.weight})
+    assert [owned.path for owned in found.values()] == ["up.weight", "down.bias"]
+
+
+@pytest.mark.pure
+def test_parameters_of_the_outermost_module_itself_have_no_prefix() -> None:
+    linear = nn.Linear(2, 2)
+    assert [owned.path for owned in owned_parameters([("", linear)], set()).values()] == ["weight", "bias"]
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_a_module_that_keeps_its_weights_twice_is_told_twice(kind: type[nn.RNNBase]) -> None:
+    module = kind(2, 3)
+    for name in ("weight_ih_l0", "bias_hh_l0"):
+        slot, replacement = Slot.of(module, name, name), torch.zeros(1)
+        slot.update_second_list(replacement)
+        index = module._flat_weights_names.index(name)
+        assert module._flat_weights[index] is replacement
+
+
+@pytest.mark.pure
+def test_an_ordinary_module_has_no_second_list() -> None:
+    slot = Slot.of(nn.Linear(2, 2), "weight", "weight")
+    assert slot.second_list == ()
+    slot.update_second_list(torch.zeros(1))
+
+
+@ranks(2)
+def test_a_recurrent_unit_computes_with_the_gathered_weights_and_trains_them() -> None:
+    torch.manual_seed(3)
+    plain = nn.LSTM(3, 2)
+    sharded = nn.LSTM(3, 2)
+    sharded.load_state_dict(plain.state_dict())
+    model: Any = shard_each(nn.Sequential(sharded))
+    for _ in range(2):
+        output, (hidden, _) = model(draw(0))
+        expected, (expected_hidden, _) = plain(draw(0))
+        torch.testing.assert_close(output, expected)
+        (output.sum() + hidden.sum()).backward()
+        (expected.sum() + expected_hidden.sum()).backward()
+    flat = torch.cat([p.grad.reshape(-1) for p in plain.parameters() if p.grad is not None])
+    piece = model[0]._unit.layout.owner.shard.grad
+    index = torch.distributed.get_rank()
+    mine = flat[index * piece.numel() : (index + 1) * piece.numel()]
+    torch.testing.assert_close(piece[: mine.numel()], mine)
+
+
+@pytest.mark.pure
+@pytest.mark.spec("CTOR-12")
+def test_the_message_about_a_replaced_parameter_names_it_and_the_remedy() -> None:
+    message = str(rebound(Slot.of(nn.Linear(2, 2), "weight", "head.weight")))
+    assert "'head.weight' of Linear was removed or replaced" in message
+    assert "summon_full_params()" in message
+    assert "rank 0" in message
+
+
+@pytest.mark.spec("CTOR-12")
+@pytest.mark.parametrize("original", [False, True])
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+@ranks(2)
+def test_a_parameter_that_was_removed_or_replaced_is_noticed_at_the_next_forward(how: str, original: bool) -> None:
+    model = shard_each(chain(2), use_orig_params=original)
+    model(draw(0)).sum().backward()
+    layer: Any = model.module[1].module.down
+    del layer.weight
+    if how == "replaced":
+        layer.weight = nn.Parameter(torch.zeros(3, 4))
+    with pytest.raises(RuntimeError, match=r"'down\.weight' of Linear was removed or replaced"):
+        model(draw(0))
+
+
+@pytest.mark.pure
+def test_a_layout_is_an_interface_and_cannot_be_made() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        Layout()  # type: ignore[abstract]

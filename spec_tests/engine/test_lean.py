@@ -1,0 +1,80 @@
+"""A warm step stays small: few calls for each unit, nothing that is known to be slow, and no trace of the trace.
+
+Counted in a process of its own, see ``count_calls.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+KEYS = [
+    f"{strategy} {kind}" for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD") for kind in ("flat", "original")
+]
+
+
+@functools.cache
+def counted() -> dict[str, Any]:
+    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+    done = subprocess.run(
+        [sys.executable, "-m", "spec_tests.engine.count_calls"],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+# Measured on torch 2.13, for each unit and step above what the plain model costs, flat / original:
+# FULL_SHARD 97 / 105, SHARD_GRAD_OP 81 / 86, NO_SHARD 73 / 83; torch's FULL_SHARD 734 / 896.
+MOST = {"flat": 110, "original": 200}
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("key", KEYS)
+def test_a_unit_costs_few_python_calls_in_a_step(key: str) -> None:
+    _, kind = key.split()
+    assert counted()["calls"][f"minifsdp {key}"] <= MOST[kind]
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("kind", MOST)
+def test_torch_needs_several_times_as_many(kind: str) -> None:
+    calls = counted()["calls"]
+    assert calls[f"torch FULL_SHARD {kind}"] > 4 * calls[f"minifsdp FULL_SHARD {kind}"]
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("key", KEYS)
+def test_a_warm_step_opens_no_profiler_range_inspects_no_signature_and_lays_no_permanent_hook(key: str) -> None:
+    assert counted()["costly"][key] == {"record_function": 0, "signature": 0, "post_accumulate": 0}
+
+
+@pytest.mark.pure
+def test_what_is_counted_as_costly_would_be_seen() -> None:
+    assert counted()["costly"]["probe"] == {"record_function": 1, "signature": 1, "post_accumulate": 1}
+    assert counted()["costly"]["torch FULL_SHARD flat"]["record_function"] > 0
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("key", KEYS)
+def test_with_tracing_off_no_function_of_the_trace_is_called(key: str) -> None:
+    assert counted()["trace"][key] == 0
+
+
+@pytest.mark.pure
+def test_with_tracing_on_its_functions_are_seen() -> None:
+    # Two spans of compute, two gathers and one reduction have a begin and an end each, two frees a begin.
+    assert counted()["trace"]["recording"] >= 12 * 48

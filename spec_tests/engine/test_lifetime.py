@@ -1,0 +1,226 @@
+"""The rate limiter with a GPU that is slow on purpose: its releases are complete when somebody waits for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minifsdp import trace
+from minifsdp.engine import lifetime
+from minifsdp.engine.lifetime import RateLimiter, release
+from spec_tests.engine.small import chain, draw, shard_each, units_of
+from spec_tests.harness import ranks
+
+
+class SlowGPU:
+    """Runs behind the CPU: a unit that the CPU has freed is in use until the CPU waits for it."""
+
+    def __init__(self) -> None:
+        self.in_use = 0
+        self.peak = 0
+        self.pending: deque[SlowEvent] = deque()
+
+    def gather(self) -> None:
+        self.in_use += 1
+        self.peak = max(self.peak, self.in_use)
+
+    def free(self) -> SlowEvent:
+        self.pending.append(SlowEvent(self))
+        return self.pending[-1]
+
+
+class SlowEvent:
+    def __init__(self, gpu: SlowGPU) -> None:
+        self.gpu, self.is_done, self.num_waits = gpu, False, 0
+
+    def query(self) -> bool:
+        return self.is_done
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+        # What was issued before it is done as well: it is one stream.
+        while not self.is_done:
+            earlier = self.gpu.pending.popleft()
+            earlier.is_done = True
+            self.gpu.in_use -= 1
+
+
+def run_units(limiter: RateLimiter, gpu: SlowGPU, num_units: int) -> list[int]:
+    """Gathers and frees units one by one, as a forward does; the limiter's queue length after each step."""
+    lengths = []
+    for index in range(num_units):
+        limiter.admit(str(index))
+        lengths.append(len(limiter))
+        gpu.gather()
+        limiter.released(gpu.free())
+        lengths.append(len(limiter))
+    return lengths
+
+
+@pytest.mark.pure
+@pytest.mark.spec("LIM-02")
+@given(st.integers(1, 30))
+def test_never_more_than_two_units_are_in_flight_and_the_queue_is_never_longer_than_two(num_units: int) -> None:
+    limiter, gpu = RateLimiter(True), SlowGPU()
+    lengths = run_units(limiter, gpu, num_units)
+    assert gpu.peak == min(num_units, 2)
+    assert max(lengths) <= 2
+
+
+@pytest.mark.pure
+@pytest.mark.spec("LIM-02")
+def test_the_cpu_waits_for_the_oldest_release_and_for_no_other() -> None:
+    limiter, gpu = RateLimiter(True), SlowGPU()
+    events = []
+    for index in range(2):
+        limiter.admit(str(index))
+        gpu.gather()
+        events.append(gpu.free())
+        limiter.released(events[-1])
+    limiter.admit("2")
+    assert [event.num_waits for event in events] == [1, 0]
+    assert [event.is_done for event in events] == [True, False]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("LIM-03", "LIM-06")
+def test_a_limiter_that_is_off_never_waits_and_the_memory_of_all_units_is_in_use_at_once() -> None:
+    limiter, gpu = RateLimiter(False), SlowGPU()
+    with trace.record() as recorder:
+        lengths = run_units(limiter, gpu, 10)
+    assert gpu.peak == 10
+    assert recorder.count("WAIT") == 0
+    assert set(lengths) == {0}
+
+
+@pytest.mark.pure
+@pytest.mark.spec("LIM-02")
+def test_a_wait_is_recorded_for_each_unit_from_the_third_on_if_the_gpu_is_slow() -> None:
+    limiter, gpu = RateLimiter(True), SlowGPU()
+    with trace.record() as recorder:
+        run_units(limiter, gpu, 5)
+    assert recorder.order() == ["WAIT 2", "WAIT 3", "WAIT 4"]
+    assert all(event.end > event.start for event in recorder.events)
+
+
+@pytest.mark.pure
+def test_a_wait_is_not_recorded_if_the_release_was_complete_already() -> None:
+    limiter, gpu = RateLimiter(True), SlowGPU()
+    with trace.record() as recorder:
+        for index in range(5):
+            limiter.admit(str(index))
+            gpu.gather()
+            event = gpu.free()
+            event.synchronize()
+            limiter.released(event)
+            assert event.num_waits == 1
+    assert recorder.events == []
+
+
+@pytest.mark.pure
+@given(st.integers(1, 4), st.integers(1, 12))
+def test_the_number_in_flight_is_what_the_limiter_was_told(num_in_flight: int, num_units: int) -> None:
+    limiter, gpu = RateLimiter(True, num_in_flight), SlowGPU()
+    lengths = run_units(limiter, gpu, num_units)
+    assert gpu.peak == min(num_units, num_in_flight)
+    assert max(lengths) <= num_in_flight
+
+
+@pytest.mark.pure
+def test_frees_without_gathers_in_between_do_not_let_the_queue_grow() -> None:
+    limiter, gpu = RateLimiter(True), SlowGPU()
+    for _ in range(5):
+        gpu.gather()
+        limiter.released(gpu.free())
+        assert len(limiter) <= 2
+
+
+@pytest.mark.pure
+def test_a_limiter_that_was_cleared_waits_for_nothing_before() -> None:
+    limiter, gpu = RateLimiter(True), SlowGPU()
+    run_units(limiter, gpu, 2)
+    limiter.clear()
+    assert len(limiter) == 0
+    with trace.record() as recorder:
+        limiter.admit("next")
+    assert recorder.events == []
+
+
+@pytest.mark.pure
+@pytest.mark.spec("SHARD-13")
+def test_a_release_leaves_the_tensor_and_its_views_and_takes_their_memory() -> None:
+    row = torch.arange(8.0)
+    view, storage = row[2:5], row.untyped_storage()
+    event = release(row)
+    assert storage.size() == 0
+    assert view.untyped_storage().size() == 0
+    assert row.shape == (8,)
+    assert view.shape == (3,)
+    assert event.query()
+    event.synchronize()
+
+
+def with_slow_releases(model: Any, gpu: SlowGPU) -> Any:
+    """Lets the engine itself run against the slow GPU: it frees for real, and is told that it takes a while."""
+    really_release = lifetime.release
+
+    def slow_release(storage_owner: torch.Tensor) -> Any:
+        really_release(storage_owner)
+        return gpu.free()
+
+    for unit in units_of(model):
+        really_gather = unit.layout.gather
+
+        def gather(lanes: Any, really_gather: Any = really_gather) -> Any:
+            gpu.gather()
+            return really_gather(lanes)
+
+        unit.layout.gather = gather  # type: ignore[method-assign]
+    patched = pytest.MonkeyPatch()
+    patched.setattr(lifetime, "release", slow_release)
+    return patched
+
+
+@pytest.mark.spec("LIM-02", "LIM-03", "LIM-06")
+@pytest.mark.parametrize("limit", [True, False])
+@ranks(2)
+def test_in_training_the_limiter_holds_two_units_in_flight_where_without_it_the_cpu_runs_ahead(limit: bool) -> None:
+    gpu = SlowGPU()
+    model = shard_each(chain(6), limit_all_gathers=limit)
+    patched = with_slow_releases(model, gpu)
+    try:
+        with trace.record() as recorder, torch.no_grad():
+            model(draw(0))
+        assert model._tree is not None
+        if limit:
+            assert gpu.peak == 2
+            assert recorder.order("WAIT") == ["WAIT 2", "WAIT 3", "WAIT 4", "WAIT 5"]
+            assert len(model._tree.limiter) <= 2
+        else:
+            assert gpu.peak == 6
+            assert recorder.count("WAIT") == 0
+    finally:
+        patched.undo()
+
+
+@pytest.mark.spec("LIM-02")
+@ranks(2)
+def test_each_wait_comes_right_before_the_gather_that_it_holds_back() -> None:
+    gpu = SlowGPU()
+    model = shard_each(chain(4))
+    patched = with_slow_releases(model, gpu)
+    try:
+        with trace.record() as recorder:
+            model(draw(0)).sum().backward()
+        order = recorder.order("WAIT", "AG")
+        waits = [index for index, word in enumerate(order) if word.startswith("WAIT")]
+        assert waits
+        for index in waits:
+            assert order[index + 1] == order[index].replace("WAIT", "AG")
+    finally:
+        patched.undo()

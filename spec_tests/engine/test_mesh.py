@@ -1,0 +1,181 @@
+"""Rows and columns of the table of ranks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minifsdp.engine import mesh
+from minifsdp.engine.mesh import Group, Mesh, default_group, node_groups, node_size
+from spec_tests.harness import ranks
+
+CPU = torch.device("cpu")
+
+
+def group(*members: int, rank: int = 0) -> Group:
+    anything: Any = None
+    return Group(anything, len(members), rank, members)
+
+
+# --- the table ---
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("table", "num_shards", "index", "num_ranks", "is_first"),
+    [
+        (Mesh.sharded(group(0, 1, 2, 3, rank=2)), 4, 2, 4, False),
+        (Mesh.sharded(group(0, 1, 2, 3, rank=0)), 4, 0, 4, True),
+        (Mesh.replicated(group(0, 1, 2, rank=1)), 1, 0, 3, False),
+        (Mesh.replicated(group(0, 1, 2, rank=0)), 1, 0, 3, True),
+        (Mesh.hybrid(group(2, 3, rank=0), group(0, 2, rank=1)), 2, 0, 4, False),
+        (Mesh.hybrid(group(0, 1, rank=1), group(1, 3, rank=0)), 2, 1, 4, False),
+        (Mesh.hybrid(group(0, 1, rank=0), group(0, 2, rank=0)), 2, 0, 4, True),
+        (Mesh.sharded(group(0)), 1, 0, 1, True),
+        (Mesh(None, None), 1, 0, 1, True),
+    ],
+)
+def test_a_mesh_knows_its_size_this_ranks_place_and_who_speaks_for_all(
+    table: Mesh, num_shards: int, index: int, num_ranks: int, is_first: bool
+) -> None:
+    assert (table.num_shards, table.shard_index, table.num_ranks) == (num_shards, index, num_ranks)
+    assert table.is_first is is_first
+
+
+@pytest.mark.pure
+@pytest.mark.spec("CTOR-14")
+def test_a_row_or_a_column_of_one_is_none() -> None:
+    assert Mesh.sharded(group(5)) == Mesh(None, None)
+    assert Mesh.replicated(group(5)) == Mesh(None, None)
+    assert Mesh.hybrid(group(5), group(5, 7)) == Mesh(None, group(5, 7))
+    assert Mesh.hybrid(group(5, 6), group(5)) == Mesh(group(5, 6), None)
+
+
+@pytest.mark.pure
+def test_without_a_process_group_the_message_says_what_to_call() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        default_group()
+
+
+# --- groups ---
+
+
+@ranks(4)
+def test_a_group_is_seen_from_this_rank() -> None:
+    back = dist.new_group([3, 1])
+    rank = dist.get_rank()
+    if rank in (1, 3):
+        seen = Group.of(back)
+        assert (seen.size, seen.ranks) == (2, (1, 3))
+        assert seen.ranks[seen.rank] == rank
+    world = Group.of(default_group())
+    assert (world.size, world.rank, world.ranks) == (4, rank, (0, 1, 2, 3))
+
+
+@ranks(4)
+def test_a_group_of_others_is_refused_with_the_rank_in_the_message() -> None:
+    front = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        assert Group.of(front).ranks == (0, 1)
+        return
+    # What torch.distributed hands to a rank that is no member is not even a group.
+    with pytest.raises(ValueError, match=f"rank {dist.get_rank()} is not a member"):
+        Group.of(front)
+
+
+@ranks(2)
+def test_a_group_object_that_says_it_is_without_this_rank_is_refused() -> None:
+    class Elsewhere:
+        def rank(self) -> int:
+            return -1
+
+        def size(self) -> int:
+            return 2
+
+    elsewhere: Any = Elsewhere()
+    with pytest.raises(ValueError, match=f"rank {dist.get_rank()} is not a member"):
+        Group.of(elsewhere)
+
+
+@ranks(2)
+def test_a_group_that_torch_did_not_make_counts_its_ranks_from_0() -> None:
+    class Simulated:
+        def rank(self) -> int:
+            return 2
+
+        def size(self) -> int:
+            return 3
+
+    simulated: Any = Simulated()
+    seen = Group.of(simulated)
+    assert (seen.size, seen.rank, seen.ranks) == (3, 2, (0, 1, 2))
+
+
+def in_nodes_of(num_ranks: int) -> None:
+    # What torchrun would say on machines of that size. The pool destroys groups between tests, so none is remembered.
+    os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
+    mesh._node_groups.clear()
+
+
+@pytest.mark.spec("HYB-03")
+@ranks(4)
+def test_ranks_of_one_node_are_a_row_and_equal_places_of_all_nodes_a_column() -> None:
+    in_nodes_of(2)
+    rank = dist.get_rank()
+    row, column = (Group.of(found) for found in node_groups(CPU))
+    assert row.ranks == ((0, 1), (0, 1), (2, 3), (2, 3))[rank]
+    assert column.ranks == ((0, 2), (1, 3), (0, 2), (1, 3))[rank]
+    table = Mesh.hybrid(row, column)
+    assert (table.num_shards, table.shard_index, table.num_ranks) == (2, rank % 2, 4)
+    assert table.is_first is (rank == 0)
+    # They are real groups: what is summed over the row and then over the column is summed over all.
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total, group=row.process_group)
+    dist.all_reduce(total, group=column.process_group)
+    assert total.item() == 6
+
+
+@pytest.mark.spec("HYB-03")
+@ranks(4)
+def test_node_groups_are_made_once_and_shared() -> None:
+    in_nodes_of(2)
+    num_before = len(dist.distributed_c10d._world.pg_map)
+    first = node_groups(CPU)
+    num_made = len(dist.distributed_c10d._world.pg_map) - num_before
+    assert num_made == 2, "this rank is in one row and in one column"
+    assert all(a is b for a, b in zip(first, node_groups(CPU), strict=True))
+    assert len(dist.distributed_c10d._world.pg_map) == num_before + num_made
+
+
+@pytest.mark.spec("HYB-03")
+@ranks(4)
+def test_another_node_size_has_groups_of_its_own() -> None:
+    in_nodes_of(2)
+    row, _ = node_groups(CPU)
+    os.environ["LOCAL_WORLD_SIZE"] = "4"
+    whole, alone = node_groups(CPU)
+    assert whole is not row
+    assert Group.of(whole).ranks == (0, 1, 2, 3)
+    assert Group.of(alone).size == 1
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    assert node_groups(CPU)[0] is row
+
+
+@pytest.mark.spec("HYB-03")
+@ranks(4)
+def test_four_ranks_cannot_be_laid_out_in_nodes_of_three() -> None:
+    in_nodes_of(3)
+    with pytest.raises(ValueError, match=f"rank {dist.get_rank()}: 4 ranks .* nodes of 3") as caught:
+        node_groups(CPU)
+    assert "process_group=(sharding group, replication group)" in str(caught.value)
+
+
+@pytest.mark.spec("HYB-03")
+@ranks(2)
+def test_without_local_world_size_all_ranks_are_on_one_node() -> None:
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    assert node_size(CPU) == 2

@@ -1,0 +1,68 @@
+"""Ranks that are about to gather different units are told, before they get each other's weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from spec_tests.engine.small import Block, Wire, chain, draw, shard_each, train_once
+from spec_tests.harness import device, ranks
+
+
+class Tower(nn.Module):
+    """Runs the block that it is told to run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (FSDP(block, device_id=device()) for block in chain(2))
+
+    def forward(self, x: Tensor, left: bool) -> Tensor:
+        return self.left(x) if left else self.right(x)
+
+
+@pytest.mark.spec("NEW-19")
+@ranks(2)
+def test_ranks_that_gather_different_units_raise_on_every_rank_with_both_names() -> None:
+    rank = dist.get_rank()
+    model: Any = FSDP(Tower(), device_id=device())
+    with pytest.raises(RuntimeError, match=rf"rank {rank}: the ranks are about to gather different units") as caught:
+        model(draw(rank), rank == 0)
+    assert "rank 0: 'left', rank 1: 'right'" in str(caught.value)
+
+
+@pytest.mark.spec("NEW-19", "NEW-15")
+@ranks(2)
+def test_after_that_error_the_ranks_may_agree() -> None:
+    rank = dist.get_rank()
+    model: Any = FSDP(Tower(), device_id=device())
+    with pytest.raises(RuntimeError, match="different units"):
+        model(draw(rank), rank == 0)
+    for left in (True, False):
+        model(draw(rank), left).sum().backward()
+
+
+@pytest.mark.spec("NEW-19")
+@ranks(2)
+def test_each_unit_is_asked_for_once() -> None:
+    model = shard_each(chain())
+    counts = []
+    for _ in range(3):
+        with Wire() as wire:
+            train_once(model)
+        counts.append(wire.num_gathers)
+    assert counts == [9, 6, 6]
+
+
+@ranks(2)
+def test_a_unit_that_is_not_sharded_is_not_asked_for() -> None:
+    from minifsdp import ShardingStrategy
+
+    model = shard_each(nn.Sequential(Block().to(device())), sharding_strategy=ShardingStrategy.NO_SHARD)
+    with Wire() as wire, torch.no_grad():
+        model(draw(0))
+    assert wire.calls == []

@@ -1,0 +1,172 @@
+"""Casting reaches every tensor in nested inputs, and changes nothing else."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
+
+from minifsdp.engine.precision import Precision, cast_floating, map_tensors, move, tensors_in
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Batch:
+    values: torch.Tensor
+    label: str
+    rest: list[torch.Tensor]
+    size: int = field(init=False, default=3)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    values: torch.Tensor
+
+
+class Output(OrderedDict):  # type: ignore[type-arg]
+    """A model's output class: a mapping with a constructor and attributes of its own."""
+
+    def __init__(self, logits: Any, *, origin: str) -> None:
+        super().__init__(logits=logits)
+        self.origin = origin
+
+    def copy(self) -> Output:
+        made = Output(self["logits"], origin=self.origin)
+        made.update(self)
+        return made
+
+
+leaves = st.one_of(
+    st.integers(0, 3).map(lambda n: torch.full((2,), float(n))),
+    st.integers(0, 3).map(lambda n: torch.full((2,), n)),
+    st.none(),
+    st.text(max_size=2),
+    st.booleans(),
+)
+nested = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.tuples(inner, inner).map(lambda two: Pair(*two)),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3).map(OrderedDict),
+    ),
+    max_leaves=8,
+)
+
+
+def skeleton(value: Any) -> Any:
+    """The structure without the tensors: types, keys, and everything that is no tensor."""
+    if isinstance(value, torch.Tensor):
+        return "tensor"
+    if isinstance(value, dict):
+        return type(value), {key: skeleton(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value), [skeleton(item) for item in value]
+    return value
+
+
+@pytest.mark.pure
+@given(nested)
+def test_map_tensors_replaces_every_tensor_and_keeps_the_structure(value: Any) -> None:
+    before = list(tensors_in(value))
+    mapped = map_tensors(lambda t: t + 1, value)
+    assert skeleton(mapped) == skeleton(value)
+    after = list(tensors_in(mapped))
+    assert len(after) == len(before)
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(new, old + 1)
+    # The caller's containers are not changed.
+    assert all(a is b for a, b in zip(before, tensors_in(value), strict=True))
+
+
+@pytest.mark.pure
+def test_dataclasses_are_made_anew_with_their_other_fields() -> None:
+    batch = Batch(torch.ones(2), "a", [torch.zeros(1)])
+    batch.size = 5
+    mapped = map_tensors(lambda t: t + 1, batch)
+    assert type(mapped) is Batch
+    assert (mapped.values.tolist(), mapped.label, mapped.rest[0].tolist()) == ([2, 2], "a", [1])
+    assert batch.values.tolist() == [1, 1]
+    assert map_tensors(lambda t: t + 1, Frozen(torch.ones(1))).values.tolist() == [2]
+    assert [t.tolist() for t in tensors_in(batch)] == [[1, 1], [0]]
+
+
+@pytest.mark.pure
+def test_a_dataclass_type_is_passed_on_as_it_is() -> None:
+    assert map_tensors(lambda t: t + 1, Batch) is Batch
+    assert list(tensors_in(Batch)) == []
+
+
+@pytest.mark.pure
+def test_a_mapping_with_a_constructor_of_its_own_keeps_its_class_and_its_attributes() -> None:
+    output = Output(torch.ones(2), origin="encoder")
+    mapped = map_tensors(lambda t: t + 1, output)
+    assert type(mapped) is Output
+    assert mapped.origin == "encoder"
+    assert mapped["logits"].tolist() == [2, 2]
+    assert output["logits"].tolist() == [1, 1]
+    assert map_tensors(lambda t: t + 1, UserDict(a=torch.ones(1)))["a"].tolist() == [2]
+
+
+@pytest.mark.pure
+def test_a_packed_sequence_is_cast_and_its_lengths_are_not() -> None:
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    cast = cast_floating(torch.bfloat16, packed)
+    assert type(cast) is type(packed)
+    assert cast.data.dtype is torch.bfloat16
+    assert cast.batch_sizes.tolist() == [2, 2, 1]
+    assert cast.batch_sizes.dtype is torch.int64
+
+
+@pytest.mark.pure
+@pytest.mark.spec("MP-17")
+def test_only_floating_point_tensors_are_cast() -> None:
+    numbers, mask, real = torch.arange(3), torch.tensor([True]), torch.ones(2)
+    cast = cast_floating(torch.bfloat16, {"tokens": numbers, "rest": (mask, [real, "text", 1.5, None])})
+    assert cast["tokens"] is numbers
+    assert cast["rest"][0] is mask
+    assert cast["rest"][1][0].dtype is torch.bfloat16
+    assert cast["rest"][1][1:] == ["text", 1.5, None]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("MP-17")
+def test_a_complex_tensor_is_not_cast() -> None:
+    wave = torch.ones(2, dtype=torch.complex64)
+    assert cast_floating(torch.bfloat16, [wave])[0] is wave
+
+
+@pytest.mark.pure
+def test_a_tensor_that_has_the_dtype_already_is_not_copied() -> None:
+    tensor = torch.ones(2, dtype=torch.bfloat16)
+    assert cast_floating(torch.bfloat16, (tensor,))[0] is tensor
+    assert move(torch.device("cpu"), (tensor,))[0] is tensor
+
+
+@pytest.mark.pure
+def test_a_cast_passes_the_gradient_on() -> None:
+    tensor = torch.ones(2, requires_grad=True)
+    cast_floating(torch.bfloat16, [tensor])[0].sum().backward()
+    assert tensor.grad is not None
+    assert tensor.grad.dtype is torch.float32
+
+
+@pytest.mark.pure
+def test_move_takes_every_tensor_to_the_device() -> None:
+    moved = move(torch.device("meta"), {"a": [torch.ones(2), torch.arange(3)], "b": "text"})
+    assert [t.device.type for t in tensors_in(moved)] == ["meta", "meta"]
+    assert moved["b"] == "text"
+
+
+@pytest.mark.pure
+def test_a_precision_that_says_nothing_changes_nothing() -> None:
+    assert Precision() == Precision(None, None, None, False, False, False)

@@ -1,0 +1,253 @@
+"""From unsharded gradients to sharded ones: each stage, and one reduction in flight at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minifsdp import trace
+from minifsdp.engine import collectives
+from minifsdp.engine.collectives import Scaling
+from minifsdp.engine.lanes import Lanes
+from minifsdp.engine.mesh import Group, Mesh, default_group
+from minifsdp.engine.reduce import ReducePlan, Reducer
+from spec_tests.harness import device, ranks
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+class Kept:
+    """The end of a layout where reduced gradients arrive."""
+
+    offloads = False
+
+    def __init__(self) -> None:
+        self.pieces: list[torch.Tensor] = []
+
+    def accept_gradient(self, piece: torch.Tensor) -> None:
+        self.pieces.append(piece.clone())
+
+
+def reducer() -> Reducer:
+    return Reducer(Lanes(device()))
+
+
+def reduced(plan: ReducePlan, whole: torch.Tensor) -> torch.Tensor:
+    """What arrives at the layout of one unit."""
+    kept: Any = Kept()
+    one = reducer()
+    one.reduce("unit", kept, plan, whole)
+    one.finish()
+    (piece,) = kept.pieces
+    return piece
+
+
+def full(value: float, num: int = 4, dtype: torch.dtype = F32) -> torch.Tensor:
+    return torch.full((num,), value, dtype=dtype, device=device())
+
+
+def two_by_two() -> Mesh:
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    rank = dist.get_rank()
+    return Mesh.hybrid(Group.of(rows[rank // 2]), Group.of(columns[rank % 2]))
+
+
+def world() -> Group:
+    return Group.of(default_group())
+
+
+# --- what comes out ---
+
+
+@pytest.mark.spec("SHARD-06")
+@ranks(2)
+def test_a_sharded_unit_gets_its_slice_of_the_mean() -> None:
+    rank = dist.get_rank()
+    whole = torch.tensor([1.0, 2, 3, 4], device=device()) * (rank + 1)
+    piece = reduced(ReducePlan.mean(Mesh.sharded(world()), F32), whole)
+    assert piece.tolist() == [[1.5, 3.0], [4.5, 6.0]][rank]
+
+
+@pytest.mark.spec("SHARD-11")
+@ranks(2)
+def test_a_unit_that_is_not_sharded_gets_the_whole_mean_by_one_all_reduce() -> None:
+    rank = dist.get_rank()
+    with trace.record() as recorder:
+        piece = reduced(ReducePlan.mean(Mesh.replicated(world()), F32), full(rank + 1))
+    assert piece.tolist() == [1.5] * 4
+    assert recorder.order() == ["AR unit"]
+    assert recorder.events[0].ranks == (0, 1)
+
+
+@pytest.mark.spec("HYB-04", "HYB-05")
+@ranks(4)
+def test_a_hybrid_unit_is_scattered_over_its_row_and_all_reduced_over_its_column() -> None:
+    rank = dist.get_rank()
+    mesh = two_by_two()
+    with trace.record() as recorder:
+        piece = reduced(ReducePlan.mean(mesh, F32), full(rank + 1))
+    assert piece.tolist() == [2.5, 2.5], "the mean of 1, 2, 3 and 4"
+    scattered, summed = recorder.events
+    assert (scattered.kind, scattered.ranks) == ("RS", ((0, 1), (0, 1), (2, 3), (2, 3))[rank])
+    assert (summed.kind, summed.ranks) == ("AR", ((0, 2), (1, 3), (0, 2), (1, 3))[rank])
+    assert (scattered.num_bytes, summed.num_bytes) == (16, 8), "all-reduced is only the slice"
+    assert (scattered.lane, summed.lane) == ("reduce", "all_reduce")
+
+
+@pytest.mark.spec("HYB-05")
+@ranks(4)
+def test_a_hybrid_unit_gets_the_slice_that_belongs_to_its_place_in_the_row() -> None:
+    rank = dist.get_rank()
+    whole = torch.arange(4.0, device=device()) + 10 * rank
+    piece = reduced(ReducePlan.mean(two_by_two(), F32), whole)
+    assert piece.tolist() == [[15.0, 16.0], [17.0, 18.0]][rank % 2]
+
+
+@ranks(1)
+def test_a_unit_of_one_rank_keeps_its_gradient_and_sends_nothing() -> None:
+    with trace.record() as recorder:
+        piece = reduced(ReducePlan.mean(Mesh(None, None), F32), full(3))
+    assert piece.tolist() == [3.0] * 4
+    assert recorder.events == []
+
+
+# --- dtypes ---
+
+
+@pytest.mark.spec("MP-05")
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@ranks(2)
+def test_gradients_travel_and_arrive_in_the_dtype_of_the_plan(dtype: torch.dtype) -> None:
+    whole = full(dist.get_rank() + 1, dtype=BF16)
+    with trace.record() as recorder:
+        piece = reduced(ReducePlan.mean(Mesh.sharded(world()), dtype), whole)
+    (event,) = recorder.events
+    assert (event.dtype, piece.dtype) == (dtype, dtype)
+    assert event.num_bytes == 4 * dtype.itemsize
+    assert piece.tolist() == [1.5, 1.5]
+
+
+@pytest.mark.spec("MP-07")
+@ranks(2)
+def test_a_sum_in_float32_keeps_what_a_sum_in_bfloat16_loses() -> None:
+    # 256 and 1 have no sum in bfloat16: its next number after 256 is 258.
+    whole = full(256.0 if dist.get_rank() == 0 else 1.0, dtype=BF16)
+    mesh = Mesh.sharded(world())
+    assert reduced(ReducePlan.mean(mesh, F32), whole.clone()).tolist() == [128.5, 128.5]
+    assert reduced(ReducePlan.mean(mesh, BF16), whole.clone()).tolist() == [128.0, 128.0]
+
+
+@ranks(4)
+def test_a_sum_in_float16_does_not_overflow_where_the_mean_does_not() -> None:
+    whole = full(16384.0, dtype=F16)
+    piece = reduced(ReducePlan.mean(Mesh.sharded(world()), F16), whole)
+    assert piece.tolist() == [16384.0]
+
+
+@pytest.mark.pure
+def test_a_plan_divides_by_all_ranks_of_the_mesh() -> None:
+    anything: Any = None
+    row, column = Group(anything, 4, 0, (0, 1, 2, 3)), Group(anything, 2, 0, (0, 4))
+    assert ReducePlan.mean(Mesh.hybrid(row, column), F32).scaling == Scaling(1.0, 8.0)
+    assert ReducePlan.mean(Mesh.hybrid(row, column), F16).scaling == Scaling(4.0, 2.0)
+
+
+# --- one in flight ---
+
+
+@ranks(2)
+def test_a_reduction_is_completed_when_the_next_has_been_issued_and_the_last_one_by_finish() -> None:
+    plan = ReducePlan.mean(Mesh.sharded(world()), F32)
+    first, second, one = Kept(), Kept(), reducer()
+    issued: Any = [first, second]
+    one.reduce("first", issued[0], plan, full(1))
+    assert first.pieces == [], "nobody needs it yet"
+    one.reduce("second", issued[1], plan, full(2))
+    assert len(first.pieces) == 1
+    assert second.pieces == []
+    one.finish()
+    assert [piece.tolist() for piece in first.pieces + second.pieces] == [[1.0, 1.0], [2.0, 2.0]]
+    one.finish()
+    assert len(second.pieces) == 1, "a second finish has nothing to do"
+
+
+class Work:
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def wait(self) -> None:
+        self.log.append(f"wait {self.name}")
+
+
+@pytest.mark.pure
+def test_the_next_reduction_is_issued_before_the_one_before_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    def reduce_scatter(group: Group, piece: torch.Tensor, whole: torch.Tensor) -> Work:
+        name = str(int(whole[0]))
+        log.append(f"issue {name}")
+        piece.copy_(whole[: piece.numel()])
+        return Work(log, name)
+
+    monkeypatch.setattr(collectives, "reduce_scatter", reduce_scatter)
+    anything: Any = None
+    plan = ReducePlan(Mesh.sharded(Group(anything, 2, 0, (0, 1))), F32, Scaling(1.0, 2.0))
+    one, kept = Reducer(Lanes(torch.device("cpu"))), Kept()
+    target: Any = kept
+    for number in (1, 2, 3):
+        one.reduce("unit", target, plan, torch.full((4,), float(number)))
+    one.finish()
+    assert log == ["issue 1", "issue 2", "wait 1", "issue 3", "wait 2", "wait 3"]
+    assert [piece.tolist() for piece in kept.pieces] == [[0.5, 0.5], [1.0, 1.0], [1.5, 1.5]]
+
+
+@ranks(2)
+def test_a_gradient_that_goes_to_the_cpu_is_recorded_after_its_reduction() -> None:
+    kept = Kept()
+    kept.offloads = True
+    target: Any = kept
+    one = reducer()
+    with trace.record() as recorder:
+        one.reduce("unit", target, ReducePlan.mean(Mesh.sharded(world()), F32), full(1))
+        one.finish()
+    assert recorder.order() == ["RS unit", "D2H unit"]
+    assert recorder.events[1].num_bytes == 8
+
+
+@ranks(2)
+def test_the_span_of_a_reduction_ends_when_it_was_waited_for() -> None:
+    plan = ReducePlan.mean(Mesh.sharded(world()), F32)
+    target: Any = Kept()
+    one = reducer()
+    with trace.record() as recorder:
+        one.reduce("unit", target, plan, full(1))
+        (event,) = recorder.events
+        assert event.end == event.start
+        one.finish()
+    assert event.end > event.start
+
+
+# --- a hook of the user's ---
+
+
+@pytest.mark.spec("HOOK-02", "HOOK-03")
+@ranks(2)
+def test_a_hook_replaces_division_and_sum_and_gets_a_piece_to_fill_only_where_the_unit_is_sharded() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def hook(whole: torch.Tensor, piece: torch.Tensor | None = None) -> None:
+        seen.append((whole.numel(),) if piece is None else (whole.numel(), piece.numel()))
+        (whole if piece is None else piece).fill_(7.0)
+
+    sharded = ReducePlan.mean(Mesh.sharded(world()), F32)
+    replicated = ReducePlan.mean(Mesh.replicated(world()), F32)
+    sharded.hook = replicated.hook = hook
+    with trace.record() as recorder:
+        assert reduced(sharded, full(1)).tolist() == [7.0, 7.0]
+        assert reduced(replicated, full(1)).tolist() == [7.0] * 4
+    assert seen == [(4, 2), (4,)]
+    assert recorder.events == [], "the engine itself sends nothing"

@@ -1,0 +1,193 @@
+"""Who is next: the order logic alone, with units that have a name and nothing else."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minifsdp.engine.schedule import Schedule
+
+
+class Named:
+    """A unit as a schedule sees it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def units(num: int) -> list[Any]:
+    return [Named(str(index)) for index in range(num)]
+
+
+def iterate(schedule: Schedule, *order: Any) -> None:
+    """One iteration in which the units run one after the other."""
+    for unit in order:
+        schedule.enter(unit)
+        schedule.leave(unit)
+    schedule.end_iteration()
+
+
+@pytest.mark.pure
+@pytest.mark.spec("PREF-08")
+def test_next_in_backward_is_who_left_forward_before() -> None:
+    a, b, c = units(3)
+    schedule = Schedule()
+    for unit in (a, b, c):
+        schedule.enter(unit)
+        schedule.leave(unit)
+    assert [schedule.next_backward(unit) for unit in (c, b, a)] == [b, a, None]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("PREF-08")
+def test_the_backward_order_is_that_of_leaving_and_not_that_of_entering() -> None:
+    a, b, root = units(3)
+    schedule = Schedule()
+    schedule.enter(root)
+    for inner in (a, b):
+        schedule.enter(inner)
+        schedule.leave(inner)
+    schedule.leave(root)
+    assert [schedule.next_backward(unit) for unit in (root, b, a)] == [b, a, None]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("PREF-08")
+def test_a_model_that_takes_another_branch_today_is_followed_today() -> None:
+    a, b, c = units(3)
+    schedule = Schedule()
+    iterate(schedule, a, b, c)
+    for unit in (c, a):
+        schedule.enter(unit)
+        schedule.leave(unit)
+    assert [schedule.next_backward(unit) for unit in (a, c)] == [c, None]
+    assert schedule.next_backward(b) is None, "b did not run today"
+
+
+@pytest.mark.pure
+@pytest.mark.spec("PREF-08")
+def test_a_unit_that_ran_twice_is_recorded_at_its_first_time() -> None:
+    a, b = units(2)
+    schedule = Schedule()
+    for unit in (a, b, a):
+        schedule.enter(unit)
+        schedule.leave(unit)
+    assert schedule.next_backward(b) is a
+    assert schedule.next_backward(a) is None
+
+
+@pytest.mark.pure
+@pytest.mark.spec("PREF-12")
+def test_the_first_iteration_only_records_and_the_second_follows_its_order() -> None:
+    a, b, c = units(3)
+    schedule = Schedule()
+    for unit in (a, b, c):
+        schedule.enter(unit)
+        assert schedule.next_forward(unit) is None
+        schedule.leave(unit)
+    schedule.end_iteration()
+    followed = []
+    for unit in (a, b, c):
+        schedule.enter(unit)
+        followed.append(schedule.next_forward(unit))
+        schedule.leave(unit)
+    assert followed == [b, c, None]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("PREF-12")
+def test_the_order_of_the_first_iteration_stays_the_order_for_good() -> None:
+    a, b, c = units(3)
+    schedule = Schedule()
+    iterate(schedule, a, b, c)
+    iterate(schedule, c, b, a)
+    schedule.enter(a)
+    assert schedule.next_forward(a) is b
+
+
+@pytest.mark.pure
+def test_an_iteration_in_which_nobody_entered_is_not_the_first_one() -> None:
+    a, b = units(2)
+    schedule = Schedule()
+    schedule.end_iteration()
+    iterate(schedule, a, b)
+    schedule.enter(a)
+    assert schedule.next_forward(a) is b
+
+
+@pytest.mark.pure
+@pytest.mark.spec("PREF-12")
+def test_a_unit_that_is_called_twice_has_the_successor_of_its_first_call_and_no_warning_is_given() -> None:
+    a, b = units(2)
+    schedule = Schedule()
+    iterate(schedule, a, a, b, b)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        followed = [schedule.next_forward(unit) for unit in (a, a, b, b)]
+    assert followed == [b, b, None, None]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("PREF-13")
+def test_units_that_came_in_another_order_give_one_warning_with_both_names() -> None:
+    a, b, c = units(3)
+    schedule = Schedule()
+    iterate(schedule, a, b, c)
+    with pytest.warns(UserWarning, match="'1' came where '0' was expected") as caught:
+        followed = [schedule.next_forward(unit) for unit in (b, a, c)]
+    assert followed == [c, b, None]
+    schedule.end_iteration()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule.next_forward(c)
+    assert len(caught) == 1
+    assert "forward_prefetch off" in str(caught[0].message)
+
+
+@pytest.mark.pure
+@pytest.mark.spec("PREF-13")
+def test_a_unit_that_the_first_iteration_did_not_have_gives_the_warning_and_no_successor() -> None:
+    a, b, new = units(3)
+    schedule = Schedule()
+    iterate(schedule, a, b)
+    assert schedule.next_forward(a) is b
+    with pytest.warns(UserWarning, match="'2' came where '1' was expected"):
+        assert schedule.next_forward(new) is None
+
+
+@pytest.mark.pure
+@pytest.mark.spec("PREF-13")
+def test_a_new_unit_behind_the_last_of_the_recorded_ones_is_noticed_as_well() -> None:
+    a, new = units(2)
+    schedule = Schedule()
+    iterate(schedule, a)
+    assert schedule.next_forward(a) is None
+    with pytest.warns(UserWarning, match="'1' came where 'none' was expected"):
+        assert schedule.next_forward(new) is None
+
+
+@pytest.mark.pure
+@pytest.mark.spec("PREF-08", "PREF-12")
+@given(st.integers(1, 8), st.integers(1, 4))
+def test_a_static_order_is_followed_in_every_iteration_without_a_warning(num: int, num_iterations: int) -> None:
+    order = units(num)
+    schedule = Schedule()
+    iterate(schedule, *order)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(num_iterations):
+            followed = []
+            for unit in order:
+                schedule.enter(unit)
+                followed.append(schedule.next_forward(unit))
+                schedule.leave(unit)
+            assert followed == [*order[1:], None]
+            assert [schedule.next_backward(unit) for unit in reversed(order)] == [*reversed(order[:-1]), None]
+            schedule.end_iteration()

@@ -1,0 +1,225 @@
+"""The state machine alone: a layout that only writes down what it was asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from minifsdp import trace
+from minifsdp.engine.lanes import Lanes
+from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.engine.precision import Precision
+from minifsdp.engine.reduce import ReducePlan
+from minifsdp.engine.unit import Phase, State, Unit
+
+CPU = torch.device("cpu")
+
+
+class Log:
+    """Stands where a layout, its promises and the limiter would be, and does nothing but remember."""
+
+    offloads = False
+
+    def __init__(self, *, has_promise: bool = True, has_memory: bool = True, fails: bool = False) -> None:
+        self.calls: list[str] = []
+        self.has_promise, self.has_memory, self.fails = has_promise, has_memory, fails
+        self.dtype, self.num_bytes = torch.float32, 32
+
+    # layout
+    def gather(self, lanes: Lanes) -> Any:
+        self.calls.append("gather")
+        if self.fails:
+            raise ConnectionError("the wire is cut")
+        return self if self.has_promise else None
+
+    def show_sharded(self) -> None:
+        self.calls.append("show_sharded")
+
+    def free(self) -> Any:
+        self.calls.append("free")
+        return "event" if self.has_memory else None
+
+    # promise
+    def wait(self) -> None:
+        self.calls.append("wait")
+
+    # limiter
+    def admit(self, name: str) -> None:
+        self.calls.append("admit")
+
+    def released(self, event: Any) -> None:
+        assert event == "event"
+        self.calls.append("released")
+
+
+def make(log: Log, mesh: Mesh | None = None) -> Unit:
+    layout: Any = log
+    plan = ReducePlan.mean(mesh or Mesh(None, None), torch.float32)
+    unit = Unit(nn.Linear(2, 2), layout, plan, Precision(), reshard_after_forward=True)
+    limiter: Any = log
+    unit.join(Lanes(CPU), limiter)
+    unit.name = "block"
+    return unit
+
+
+def brought_to(state: State, log: Log) -> Unit:
+    unit = make(log)
+    if state is not State.SHARDED:
+        unit.unshard()
+    if state is State.UNSHARDED:
+        unit.wait()
+    assert unit.state is state
+    log.calls.clear()
+    return unit
+
+
+# from, verb, to, what was asked of layout, promise and limiter, in this order
+TABLE = [
+    (State.SHARDED, "unshard", State.GATHERING, ["admit", "gather"]),
+    (State.SHARDED, "wait", RuntimeError, []),
+    (State.SHARDED, "reshard", State.SHARDED, []),
+    (State.GATHERING, "unshard", State.GATHERING, []),
+    (State.GATHERING, "wait", State.UNSHARDED, ["wait"]),
+    (State.GATHERING, "reshard", State.SHARDED, ["wait", "show_sharded", "free", "released"]),
+    (State.UNSHARDED, "unshard", State.UNSHARDED, []),
+    (State.UNSHARDED, "wait", State.UNSHARDED, []),
+    (State.UNSHARDED, "reshard", State.SHARDED, ["show_sharded", "free", "released"]),
+]
+
+
+@pytest.mark.pure
+def test_the_table_of_transitions_has_every_state_and_every_verb() -> None:
+    assert {(state, verb) for state, verb, _, _ in TABLE} == {
+        (state, verb) for state in State for verb in ("unshard", "wait", "reshard")
+    }
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(("before", "verb", "after", "calls"), TABLE, ids=[f"{s.name}-{v}" for s, v, _, _ in TABLE])
+def test_each_verb_leads_from_each_state_where_the_table_says(
+    before: State, verb: str, after: Any, calls: list[str]
+) -> None:
+    log = Log()
+    unit = brought_to(before, log)
+    if after is RuntimeError:
+        with pytest.raises(RuntimeError, match="'block' is waited for but was never gathered"):
+            getattr(unit, verb)()
+        assert unit.state is before
+    else:
+        getattr(unit, verb)()
+        assert unit.state is after
+    assert log.calls == calls
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("state", State)
+def test_no_verb_changes_the_phase(state: State) -> None:
+    unit = brought_to(state, Log())
+    for phase in Phase:
+        unit.phase = phase
+        unit.unshard()
+        unit.wait()
+        unit.reshard()
+        assert unit.phase is phase
+
+
+@pytest.mark.pure
+def test_a_prefetch_that_was_wrong_is_waited_for_before_it_is_freed() -> None:
+    log = Log()
+    unit = brought_to(State.GATHERING, log)
+    unit.reshard()
+    # Other ranks take part in that gather, so to free under it would be to have the wire write into freed memory.
+    assert log.calls.index("wait") < log.calls.index("free")
+
+
+@pytest.mark.pure
+@pytest.mark.spec("LIM-02")
+@given(st.lists(st.sampled_from(["unshard", "wait", "reshard"]), max_size=20))
+def test_in_any_sequence_of_verbs_the_limiter_is_asked_before_each_gather_and_all_gathers_are_waited_for(
+    verbs: list[str],
+) -> None:
+    log = Log()
+    unit = make(log)
+    for verb in verbs:
+        if verb != "wait" or unit.state is not State.SHARDED:
+            getattr(unit, verb)()
+    unit.reshard()
+    one_life = ["admit", "gather", "wait", "show_sharded", "free", "released"]
+    assert log.calls == one_life * log.calls.count("gather")
+
+
+@pytest.mark.pure
+def test_a_unit_without_anything_to_wait_for_or_to_release_goes_through_the_same_states() -> None:
+    log = Log(has_promise=False, has_memory=False)
+    unit = make(log)
+    with trace.record() as recorder:
+        unit.unshard()
+        assert unit.state is State.GATHERING
+        unit.wait()
+        assert unit.state is State.UNSHARDED
+        unit.reshard()
+    assert unit.state is State.SHARDED
+    assert log.calls == ["admit", "gather", "show_sharded", "free"]
+    assert recorder.events == [], "nothing was sent and nothing was released, so there is nothing to record"
+
+
+@pytest.mark.pure
+def test_a_gather_that_fails_leaves_the_unit_sharded() -> None:
+    log = Log(fails=True)
+    unit = make(log)
+    with pytest.raises(ConnectionError):
+        unit.unshard()
+    assert unit.state is State.SHARDED
+    log.fails = False
+    unit.unshard()
+    unit.wait()
+    assert unit.state is State.UNSHARDED
+
+
+@pytest.mark.pure
+def test_the_trace_of_a_shared_unit_has_the_gather_as_a_span_and_the_free_as_a_moment() -> None:
+    row: Any = Group(None, 2, 0, (4, 5))  # type: ignore[arg-type]
+    unit = make(Log(), Mesh.sharded(row))
+    with trace.record() as recorder:
+        unit.unshard()
+        unit.wait()
+        unit.reshard()
+    gathered, freed = recorder.events
+    assert (gathered.kind, gathered.unit, gathered.ranks, gathered.num_bytes) == ("AG", "block", (4, 5), 32)
+    assert (gathered.lane, gathered.dtype) == ("gather", torch.float32)
+    assert gathered.end > gathered.start
+    assert (freed.kind, freed.unit, freed.num_bytes, freed.ranks) == ("FREE", "block", 32, ())
+    assert freed.end == freed.start
+
+
+@pytest.mark.pure
+def test_a_shard_that_lives_on_the_cpu_is_recorded_as_copied_before_it_is_gathered() -> None:
+    row: Any = Group(None, 2, 0, (4, 5))  # type: ignore[arg-type]
+    log = Log()
+    log.offloads = True
+    unit = make(log, Mesh.sharded(row))
+    with trace.record() as recorder:
+        unit.unshard()
+    copied, gathered = recorder.events
+    assert (copied.kind, copied.unit, copied.num_bytes) == ("H2D", "block", 16)
+    assert gathered.kind == "AG"
+
+
+@pytest.mark.pure
+def test_a_span_of_an_earlier_recording_is_not_touched_by_a_later_one() -> None:
+    row: Any = Group(None, 2, 0, (4, 5))  # type: ignore[arg-type]
+    unit = make(Log(), Mesh.sharded(row))
+    with trace.record() as earlier:
+        unit.unshard()
+        unit.wait()
+        unit.reshard()
+    end = earlier.events[0].end
+    unit.unshard()
+    with trace.record():
+        unit.wait()
+    assert earlier.events[0].end == end

@@ -1,0 +1,687 @@
+"""Constructing the wrapper: its arguments, what it refuses, and what kind of module comes out."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+
+from minifsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, trace
+from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests.fsdp1.four_blocks import (
+    FLAT_STRATEGIES,
+    FULL_SHARD,
+    HYBRID_SHARD,
+    NO_SHARD,
+    SHARD_GRAD_OP,
+    UNITS,
+    WIDTH,
+    Block,
+    Stack,
+    Wire,
+    as_torch,
+    assert_same,
+    batch,
+    chunked,
+    flat_gradients,
+    flat_parameters,
+    full_values,
+    iterate,
+    local_gradients,
+    loss_of,
+    mean_gradients,
+    named,
+    recorded_iteration,
+    seeded,
+    sharded,
+)
+from spec_tests.fsdp1.refusals import caught_warnings, refused
+from spec_tests.harness import device, ranks
+
+FSDP = FullyShardedDataParallel
+
+# --- the arguments ---
+
+
+@pytest.mark.spec("CTOR-01")
+@pytest.mark.pure
+def test_the_arguments_their_order_and_their_defaults_are_these() -> None:
+    parameters = list(inspect.signature(FSDP).parameters.values())
+    assert [(parameter.name, parameter.default) for parameter in parameters[:15]] == [
+        ("module", inspect.Parameter.empty),
+        ("process_group", None),
+        ("sharding_strategy", None),
+        ("cpu_offload", None),
+        ("auto_wrap_policy", None),
+        ("backward_prefetch", BackwardPrefetch.BACKWARD_PRE),
+        ("mixed_precision", None),
+        ("ignored_modules", None),
+        ("param_init_fn", None),
+        ("device_id", None),
+        ("sync_module_states", False),
+        ("forward_prefetch", False),
+        ("limit_all_gathers", True),
+        ("use_orig_params", False),
+        ("ignored_states", None),
+    ]
+    assert {parameter.kind for parameter in parameters} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+
+
+@pytest.mark.spec("CTOR-01")
+@pytest.mark.pure
+def test_the_arguments_are_those_of_torch() -> None:
+    ours, theirs = (
+        [(p.name, getattr(p.default, "name", p.default)) for p in inspect.signature(wrapper).parameters.values()]
+        for wrapper in (FSDP, torch_fsdp.FullyShardedDataParallel)
+    )
+    assert ours == theirs
+
+
+@pytest.mark.spec("CTOR-01")
+@ranks(2)
+def test_the_arguments_may_be_given_by_position() -> None:
+    offload, prefetch, precision = CPUOffload(), BackwardPrefetch.BACKWARD_POST, MixedPrecision()
+    model = FSDP(
+        seeded(), dist.group.WORLD, SHARD_GRAD_OP, offload, ModuleWrapPolicy({Block}), prefetch, precision, None, None,
+        device(), True, True, False, True, [],
+    )  # fmt: skip
+    assert len(FSDP.fsdp_modules(model)) == len(UNITS)
+    assert (model.sharding_strategy, model.backward_prefetch) == (SHARD_GRAD_OP, prefetch)
+    assert (model.cpu_offload, model.mixed_precision) == (offload, precision)
+    assert (model.forward_prefetch, model.limit_all_gathers) == (True, False)
+    assert sum(1 for _ in model.parameters()) == sum(1 for _ in seeded().parameters()), "use_orig_params=True"
+
+
+@pytest.mark.spec("CTOR-02")
+@ranks(2)
+def test_only_the_module_is_required_and_the_result_is_a_module() -> None:
+    model = FSDP(seeded())
+    assert isinstance(model, nn.Module)
+    iterate(model)
+    with pytest.raises(TypeError, match="module"):
+        FSDP()  # type: ignore[call-arg]
+
+
+@pytest.mark.spec("CTOR-02")
+@pytest.mark.parametrize("name", ["nothing", "a number", "a string", "a class", "a parameter", "a list", "a function"])
+@ranks(2)
+def test_what_is_no_module_is_refused(name: str) -> None:
+    given: dict[str, Any] = {
+        "nothing": None,
+        "a number": 3,
+        "a string": "model",
+        "a class": nn.Linear,
+        "a parameter": nn.Parameter(torch.ones(4)),
+        "a list": [nn.Linear(2, 2)],
+        "a function": torch.relu,
+    }
+    with refused(TypeError, "module must be a torch.nn.Module", type(given[name]).__name__):
+        FSDP(given[name])
+
+
+@pytest.mark.spec("CTOR-08")
+@pytest.mark.parametrize("keyword", ["flatten_parameters", "shard_strategy", "reshard_after_forward"])
+@ranks(2)
+def test_an_unknown_keyword_is_refused(keyword: str) -> None:
+    plain = seeded()
+    with pytest.raises(TypeError, match=keyword):
+        FSDP(plain, **{keyword: True})
+    assert_same(named(plain), named(seeded()), bitwise=True)
+
+
+@pytest.mark.spec("CTOR-09")
+@pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, None])
+@ranks(2)
+def test_a_strategy_is_a_member_or_nothing(strategy: ShardingStrategy | None) -> None:
+    model = sharded(sharding_strategy=strategy)
+    iterate(model)
+    assert model.sharding_strategy is (strategy or FULL_SHARD)
+
+
+@pytest.mark.spec("CTOR-09")
+@pytest.mark.parametrize(
+    "strategy", ["FULL_SHARD", "full_shard", "", 1, True, ShardingStrategy, torch_fsdp.ShardingStrategy.FULL_SHARD]
+)
+@ranks(2)
+def test_any_other_strategy_is_refused_with_the_list_of_members(strategy: Any) -> None:
+    members = [f"ShardingStrategy.{member.name}" for member in ShardingStrategy]
+    plain = seeded()
+    with refused(TypeError, "sharding_strategy", repr(strategy), *members):
+        FSDP(plain, sharding_strategy=strategy, sync_module_states=True)
+    assert_same(named(plain), named(seeded()), bitwise=True)
+
+
+LEFT_OUT = (
+    "sharding_strategy",
+    "cpu_offload",
+    "mixed_precision",
+    "auto_wrap_policy",
+    "process_group",
+    "ignored_modules",
+    "ignored_states",
+)
+
+
+@pytest.mark.spec("CTOR-16")
+@pytest.mark.parametrize("argument", LEFT_OUT)
+@ranks(2)
+def test_none_is_the_same_as_leaving_out(argument: str) -> None:
+    given = FSDP(FourLayers(), **{argument: None})
+    left_out = FSDP(FourLayers())
+    assert public_values(given) == public_values(left_out)
+    assert everything_recorded(given) == everything_recorded(left_out)
+    assert_same(flat_gradients(given), flat_gradients(left_out), bitwise=True)
+
+
+@pytest.mark.spec("CTOR-16")
+@pytest.mark.parametrize("argument", [name for name in LEFT_OUT if name != "auto_wrap_policy"])
+@ranks(2)
+def test_none_is_the_same_as_leaving_out_for_many_units_too(argument: str) -> None:
+    given, left_out = sharded(**{argument: None}), sharded()
+    for mine, theirs in zip(FSDP.fsdp_modules(given), FSDP.fsdp_modules(left_out), strict=True):
+        assert public_values(mine) == public_values(theirs)
+    assert everything_recorded(given) == everything_recorded(left_out)
+    assert_same(flat_gradients(given), flat_gradients(left_out), bitwise=True)
+
+
+@pytest.mark.spec("CTOR-16")
+@ranks(2)
+def test_none_for_backward_prefetch_is_not_the_same_as_leaving_it_out() -> None:
+    assert "| AG3 B3 AG2 FREE3" in recorded_iteration(sharded())
+    assert "| B3 AG3 FREE3 RS3 B2 AG2" in recorded_iteration(sharded(backward_prefetch=None))
+
+
+class FourLayers(nn.Sequential):
+    """One unit, the same in every process."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 3), nn.Tanh(), nn.Linear(3, 2))
+        for parameter in self.parameters():
+            torch.nn.init.constant_(parameter, 0.25)
+        self.to(device())
+
+
+def public_values(model: FSDP) -> dict[str, Any]:
+    """What the wrapper says of itself; of the wrapped module nothing."""
+    return {name: value for name, value in vars(model).items() if name[0] != "_" and name != "mesh"}
+
+
+def everything_recorded(model: FSDP) -> list[tuple[Any, ...]]:
+    with trace.record() as recorder:
+        iterate(model)
+    return [(e.kind, e.unit, e.num_bytes, e.ranks, e.dtype, e.lane) for e in recorder.events]
+
+
+# --- forward ---
+
+
+class Both(NamedTuple):
+    left: Tensor
+    right: Any
+
+
+@dataclass
+class Answer:
+    value: Tensor
+    words: list[str]
+
+
+class Opaque:
+    """Not a container of anything, as far as anybody can see."""
+
+
+OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
+    "tensor": lambda y: y,
+    "tuple": lambda y: (y, None, 3, "word"),
+    "list": lambda y: [y, [y.detach(), (y.sum(),)]],
+    "dict": lambda y: {"value": y, 7: {"inner": y.mean(0)}, "nothing": None},
+    "named tuple": lambda y: Both(y, {"right": y + 1}),
+    "dataclass": lambda y: Answer(y, ["some", "words"]),
+    "empty": lambda y: (),
+    "nothing": lambda y: None,
+    "a number": lambda y: float(y.detach().sum()),
+    "a string": lambda y: "word",
+    "a function": lambda y: torch.relu,
+}
+
+
+class Mixed(nn.Module):
+    """Takes arguments of every kind and returns whatever it was told to."""
+
+    def __init__(self, output: str) -> None:
+        super().__init__()
+        self.layer, self.output = nn.Linear(WIDTH, WIDTH), output
+
+    def forward(self, x: Tensor, /, factor: float, *more: Any, mask: Tensor | None = None, **named: Any) -> Any:
+        self.received = (factor, more, sorted(named), None if mask is None else mask.dtype)
+        y = self.layer(x) * factor + sum(named.values())
+        for item in more:
+            y = y + item["x"]
+        return OUTPUTS[self.output](y if mask is None else y.masked_fill(mask, 0.0))
+
+
+class Passes(nn.Module):
+    """Passes everything on to a unit inside, and passes back what comes out."""
+
+    def __init__(self, output: str) -> None:
+        super().__init__()
+        self.before, self.mixed = nn.Linear(WIDTH, WIDTH), Mixed(output)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.mixed(self.before(x), *args, **kwargs)
+
+
+@pytest.mark.spec("CTOR-03")
+@pytest.mark.parametrize("output", list(OUTPUTS))
+@ranks(2)
+def test_arguments_go_in_and_outputs_come_out_unchanged(output: str) -> None:
+    plain = seeded(lambda: Passes(output))
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({Mixed}))
+    x = batch()
+    mask = x > 0.5
+    more, named_ones = ({"x": x[:1], "tag": "a"}, {"x": x[1:2]}), {"shift": x[2:], "other": 2.0}
+    expected = plain(x, 1.5, *more, mask=mask, **named_ones)
+    actual = model(x, 1.5, *more, mask=mask, **named_ones)
+    assert_same_structure(actual, expected)
+    assert model.mixed.module.received == plain.mixed.received == (1.5, more, ["other", "shift"], torch.bool)
+
+
+def assert_same_structure(actual: Any, expected: Any) -> None:
+    assert type(actual) is type(expected)
+    if isinstance(expected, Tensor):
+        assert torch.equal(actual, expected)
+        assert actual.requires_grad is expected.requires_grad
+    elif isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        assert_same_structure(list(actual.values()), list(expected.values()))
+    elif isinstance(expected, (tuple, list)):
+        assert len(actual) == len(expected)
+        for mine, theirs in zip(actual, expected, strict=True):
+            assert_same_structure(mine, theirs)
+    elif isinstance(expected, Answer):
+        assert_same_structure(vars(actual), vars(expected))
+    else:
+        assert actual == expected
+
+
+@pytest.mark.spec("CTOR-03")
+@ranks(2)
+def test_an_object_that_nobody_knows_comes_out_as_the_very_same_object() -> None:
+    class Gives(nn.Linear):
+        def forward(self, x: Tensor, given: Any = None) -> Any:
+            super().forward(x)
+            return given
+
+    opaque = Opaque()
+    model = FSDP(Gives(WIDTH, 2).to(device()))
+    assert model(batch(), given=opaque) is opaque
+    assert model(batch(), opaque) is opaque
+
+
+@pytest.mark.spec("CTOR-03")
+@ranks(2)
+def test_parameters_are_gathered_before_the_modules_forward_and_freed_after_it() -> None:
+    inside: list[list[str]] = []
+    plain = nn.Linear(WIDTH, 2).to(device())
+    plain.register_forward_hook(lambda *_: inside.append(recorder.order()))
+    model = FSDP(plain)
+    with trace.record() as recorder, torch.no_grad():
+        model(batch())
+    assert inside == [["AG", "F"]]
+    assert recorder.order() == ["AG", "F", "FREE"]
+
+
+@pytest.mark.spec("CTOR-04")
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+@ranks(2)
+def test_one_step_of_adam_is_one_step_of_a_single_process(strategy: ShardingStrategy, keep: bool) -> None:
+    plain = seeded()
+    model = sharded(sharding_strategy=strategy, use_orig_params=keep)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    loss_of(model(batch())).backward()
+    optimizer.step()
+    before = named(plain)
+    reference = torch.optim.Adam(plain.parameters(), lr=1e-4)
+    gradients = mean_gradients(plain)
+    for name, parameter in plain.named_parameters():
+        parameter.grad = gradients[name]
+    reference.step()
+    after = full_values(model)
+    assert_same(after, named(plain))
+    assert all(not torch.equal(after[name], before[name]) for name in before), "the step did something"
+
+
+@pytest.mark.spec("CTOR-05")
+@ranks(2)
+def test_an_optimizer_from_before_wrapping_changes_nothing_and_warns_once() -> None:
+    plain = seeded()
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
+    num_stale = len(list(plain.parameters()))
+    model = sharded(plain)
+    before = full_values(model)
+    heard: list[str] = []
+    for step in range(3):
+        iterate(model, step)
+        with caught_warnings() as caught:
+            optimizer.step()
+        heard += [str(warning.message) for warning in caught]
+    assert_same(full_values(model), before, bitwise=True)
+    (message,) = heard
+    assert f"rank {dist.get_rank()}: {num_stale} of {num_stale} parameters of this Adam" in message
+    assert "build the optimizer after wrapping" in message
+
+
+# --- who shards ---
+
+
+@pytest.mark.spec("CTOR-06")
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+@ranks(4)
+def test_a_given_group_is_the_one_that_gathers_and_reduces(strategy: ShardingStrategy) -> None:
+    members = (0, 2) if dist.get_rank() % 2 == 0 else (1, 3)
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = pairs[dist.get_rank() % 2]
+    plain = seeded()
+    model = sharded(process_group=mine, sharding_strategy=strategy)
+    with trace.record() as recorder:
+        iterate(model)
+    communication = [event for event in recorder.events if event.kind in ("AG", "RS", "AR")]
+    assert {event.kind for event in communication} == {"AG", "RS"}
+    assert {event.ranks for event in communication} == {members}
+    assert {unit.process_group for unit in FSDP.fsdp_modules(model)} == {mine}
+    # N is 2: two chunks, and the mean over two ranks. Two numbers have no order, so it is bit by bit.
+    gradients = [local_gradients(plain, [0], rank) for rank in members]
+    mean = {name: (gradients[0][name] + gradients[1][name]) / 2 for name in gradients[0]}
+    expected = chunked(plain, mean, 2, members.index(dist.get_rank()))
+    assert_same(flat_gradients(model), expected, bitwise=True)
+
+
+@pytest.mark.spec("CTOR-06")
+@ranks(4)
+def test_without_a_group_it_is_the_default_group() -> None:
+    plain = seeded()
+    model = sharded(process_group=None)
+    with trace.record() as recorder:
+        iterate(model)
+    assert {event.ranks for event in recorder.events if event.kind in ("AG", "RS")} == {(0, 1, 2, 3)}
+    assert model.process_group is dist.group.WORLD
+    assert_same(flat_parameters(model), chunked(plain, named(plain), 4, dist.get_rank()), bitwise=True)
+
+
+@pytest.mark.spec("CTOR-07")
+@pytest.mark.parametrize("strategy", [None, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD])
+@pytest.mark.pure
+def test_without_any_process_group_the_error_names_what_to_call(strategy: ShardingStrategy | None) -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        FSDP(Stack(), sharding_strategy=strategy, auto_wrap_policy=ModuleWrapPolicy({Block}))
+
+
+@pytest.mark.spec("CTOR-14")
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+@ranks(1)
+def test_a_single_rank_behaves_as_no_shard(strategy: ShardingStrategy) -> None:
+    assert_trains_alone(strategy, None)
+
+
+@pytest.mark.spec("CTOR-14")
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+@ranks(2)
+def test_a_rank_in_a_group_of_its_own_behaves_as_no_shard(strategy: ShardingStrategy) -> None:
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    assert_trains_alone(strategy, groups[dist.get_rank()])
+
+
+def assert_trains_alone(strategy: ShardingStrategy, group: dist.ProcessGroup | None) -> None:
+    plain = seeded()
+    with caught_warnings():  # torch warns here; whoever does may.
+        model = sharded(sharding_strategy=strategy, process_group=group)
+    not_sharded = sharded(sharding_strategy=NO_SHARD, process_group=group)
+    sizes = {unit: parameter.shape for unit, parameter in flat_parameters(model).items()}
+    assert sizes == {unit: parameter.shape for unit, parameter in flat_parameters(not_sharded).items()}
+    assert sum(size.numel() for size in sizes.values()) == sum(p.numel() for p in plain.parameters())
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (plain, model)]
+    for step in range(2):
+        with Wire() as wire:
+            assert recorded_iteration(model, step) == recorded_iteration(not_sharded, step)
+        assert wire.sent == [], "there is nobody to talk to"
+        loss_of(plain(batch(step))).backward()
+        assert_same(flat_gradients(model), chunked(plain, {n: p.grad for n, p in plain.named_parameters()}, 1, 0))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        not_sharded.zero_grad()
+    assert_same(full_values(model), named(plain), bitwise=True)
+
+
+# --- nesting ---
+
+
+@pytest.mark.spec("CTOR-10")
+@pytest.mark.parametrize("has_run", [False, True])
+@ranks(2)
+def test_the_outermost_instance_is_the_root_and_the_others_are_not(has_run: bool) -> None:
+    model = sharded()
+    if has_run:
+        iterate(model)
+    assert FSDP.fsdp_modules(model, root_only=True) == [model]
+    inner = model.blocks[1]
+    assert inner in FSDP.fsdp_modules(model)
+    # What may be called on the root only.
+    for call in (inner.no_sync().__enter__, lambda: inner.clip_grad_norm_(1.0)):
+        with refused(RuntimeError, "root"):
+            call()
+    with refused(AssertionError, "root"):
+        inner.register_comm_hook(None, print)
+    with model.no_sync():
+        iterate(model)
+    model.zero_grad()
+    iterate(model)
+    assert float(model.clip_grad_norm_(1.0)) > 0.0
+
+
+@pytest.mark.spec("CTOR-10")
+@ranks(2)
+def test_the_tree_is_named_from_the_root_that_ran_forward() -> None:
+    outer = nn.Sequential(sharded(), nn.Linear(2, 2).to(device()))
+    root = FSDP(outer)
+    with trace.record() as recorder:
+        iterate(root)
+    assert recorder.order("F") == ["F", "F 0", *(f"F 0.blocks.{index}" for index in range(4))]
+    # The root, and only the root, stays gathered between its forward and its backward.
+    assert recorder.order("AG", "FREE", "B").index("B") < recorder.order("AG", "FREE", "B").index("FREE")
+    assert FSDP.fsdp_modules(root, root_only=True) == [root]
+
+
+@pytest.mark.spec("CTOR-11")
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+@ranks(2)
+def test_an_inner_instance_that_ran_first_on_its_own_joins_the_larger_tree(trains: bool, keep: bool) -> None:
+    plain = seeded()
+    model = sharded(use_orig_params=keep)
+    for index in (2, 0):
+        output = model.blocks[index](batch(5))
+        if trains:
+            loss_of(output).backward()
+    model.zero_grad()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(2):
+        expected = mean_gradients(plain, [step])
+        with trace.record() as recorder:
+            iterate(model, step)
+        assert recorder.order("AG")[:5] == ["AG", *(f"AG blocks.{index}" for index in range(4))]
+        for name, parameter in plain.named_parameters():
+            parameter.grad = expected[name]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(full_values(model), named(plain))
+
+
+@pytest.mark.spec("CTOR-11")
+@ranks(2)
+def test_an_instance_that_ran_before_it_was_wrapped_joins_the_larger_tree() -> None:
+    plain = seeded()
+    inner = FSDP(copy.deepcopy(plain.blocks[1]))
+    loss_of(inner(batch(5))).backward()
+    inner.zero_grad()
+    whole = copy.deepcopy(plain)
+    whole.blocks[1] = inner
+    model = FSDP(whole)
+    iterate(model)
+    assert FSDP.fsdp_modules(model, root_only=True) == [model]
+    mean = mean_gradients(plain)
+    inside = {name: gradient for name, gradient in mean.items() if name.startswith("blocks.1.")}
+    for gradients, parameter in (
+        (inside, inner.module._flat_param),
+        ({name: gradient for name, gradient in mean.items() if name not in inside}, model.module._flat_param),
+    ):
+        row = torch.cat([gradient.reshape(-1) for gradient in gradients.values()])
+        assert torch.equal(parameter.grad, row.chunk(2)[dist.get_rank()])
+
+
+@pytest.mark.spec("CTOR-15", "WRAP-01")
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+@ranks(2)
+def test_an_outer_instance_manages_what_no_inner_one_does(strategy: ShardingStrategy) -> None:
+    layers = [nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 4)]  # 72, 36 and 20 elements
+    total = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+    options = {"sharding_strategy": strategy}
+    inner = FSDP(layers[1].to(device()), **options)
+    middle = FSDP(nn.Sequential(layers[0], inner).to(device()), **options)
+    model = FSDP(nn.Sequential(middle, layers[2]).to(device()), **options)
+    parts = 2 if strategy is FULL_SHARD else 1
+    sizes = [parameter.numel() * parts for parameter in model.parameters()]
+    assert sorted(sizes) == [20, 36, 72]
+    assert sum(sizes) == total
+    assert [sum(p.numel() for p in each.parameters()) * parts for each in (inner, middle, model)] == [36, 108, 128]
+    assert FSDP.fsdp_modules(model) == [model, middle, inner]
+    with trace.record() as recorder:
+        model(torch.ones(2, 8, device=device())).sum().backward()
+    reduced = {event.unit: event.num_bytes for event in recorder.events if event.kind in ("RS", "AR")}
+    assert reduced == {"": 4 * 20, "0": 4 * 72, "0.1": 4 * 36}, "each gradient travels once"
+
+
+@pytest.mark.spec("CTOR-15")
+@ranks(2)
+def test_instances_nested_by_hand_train_as_those_made_by_a_policy() -> None:
+    by_hand = seeded()
+    for index in range(4):
+        by_hand.blocks[index] = FSDP(by_hand.blocks[index])
+    models = [FSDP(by_hand), sharded()]
+    for model in models:
+        iterate(model)
+    assert_same(flat_parameters(models[0]), flat_parameters(models[1]), bitwise=True)
+    assert_same(flat_gradients(models[0]), flat_gradients(models[1]), bitwise=True)
+    theirs = as_torch(seeded())
+    iterate(theirs)
+    assert_same(flat_gradients(models[0]), flat_gradients(theirs), bitwise=True)
+
+
+@pytest.mark.spec("CTOR-13")
+@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+@ranks(2)
+def test_printing_shows_every_unit_as_a_layer(keep: bool) -> None:
+    model = FSDP(nn.ModuleDict({"a": sharded(use_orig_params=keep), "b": FSDP(nn.Linear(2, 2))}))
+    assert len(FSDP.fsdp_modules(model)) == 7
+    for each in (model, model["a"], model["b"]):
+        assert num_printed(each) == len(FSDP.fsdp_modules(each))
+        assert str(each) == repr(each)
+    iterate(model["a"])
+    assert num_printed(model) == 7
+    lines = [line.strip() for line in repr(model["a"]).splitlines()]
+    assert any(line.startswith("(enter): Linear(") for line in lines), "and what is no unit stays a layer"
+
+
+def num_printed(model: nn.Module) -> int:
+    """A list of equal layers is printed once, with their number before it."""
+    found = re.findall(r"(?:(\d+) x )?FullyShardedDataParallel\(", repr(model))
+    return sum(int(number or 1) for number in found)
+
+
+# --- changing the wrapped module behind the wrapper's back ---
+
+
+def remove(layer: nn.Module) -> None:
+    del layer.weight
+
+
+def rebind_to_a_parameter(layer: nn.Module) -> None:
+    layer.weight = nn.Parameter(torch.ones(WIDTH, WIDTH, device=device()))
+
+
+def rebind_to_a_tensor(layer: nn.Module) -> None:
+    if "weight" in layer._parameters:
+        del layer.weight  # nn.Module does not let a tensor take a parameter's name
+    layer.weight = torch.ones(WIDTH, WIDTH, device=device())
+
+
+def rename(layer: nn.Module) -> None:
+    layer.kernel = layer.weight
+    del layer.weight
+
+
+def rebind_to_nothing(layer: nn.Module) -> None:
+    layer.weight = None
+
+
+CHANGES = {
+    change.__name__: change for change in (remove, rebind_to_a_parameter, rebind_to_a_tensor, rename, rebind_to_nothing)
+}
+
+
+@pytest.mark.spec("CTOR-12")
+@pytest.mark.parametrize("change", list(CHANGES))
+@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@ranks(2)
+def test_a_name_that_is_missing_or_rebound_is_noticed_at_the_next_forward(
+    change: str, keep: bool, strategy: ShardingStrategy
+) -> None:
+    model = FSDP(seeded(), sharding_strategy=strategy, use_orig_params=keep)
+    iterate(model)
+    CHANGES[change](model.module.blocks[1].linear)
+    for _ in range(2):
+        with refused(RuntimeError, "'blocks.1.linear.weight'", "Linear", "summon_full_params"):
+            model(batch())
+
+
+@pytest.mark.spec("CTOR-12")
+@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+@ranks(2)
+def test_it_is_noticed_at_the_very_first_forward_too_and_can_be_put_back(keep: bool) -> None:
+    plain = seeded()
+    model = FSDP(seeded(), use_orig_params=keep)
+    layer = model.module.leave
+    before = layer.bias
+    layer.bias = nn.Parameter(torch.zeros(2, device=device()))
+    with pytest.raises(RuntimeError, match=r"leave\.bias"):
+        model(batch())
+    del layer.bias
+    layer.bias = before
+    iterate(model)
+    with FSDP.summon_full_params(model, with_grads=keep):
+        assert_same(named(model), named(plain), bitwise=True)
+        if keep:
+            assert_same({name: p.grad for name, p in model.named_parameters()}, mean_gradients(plain))
+
+
+@pytest.mark.spec("CTOR-12")
+@ranks(2)
+def test_in_a_tree_of_units_the_error_comes_from_the_unit_with_the_name() -> None:
+    model = sharded()
+    iterate(model)
+    del model.module.blocks[2].module.linear.bias
+    with pytest.raises(RuntimeError, match=rf"rank {dist.get_rank()}: parameter '.*linear\.bias'"):
+        model(batch())

@@ -1,0 +1,502 @@
+"""What may be called, what a module sees of its parameters while it computes, and how forwards and backwards add up."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from minifsdp import FullyShardedDataParallel, ShardingStrategy, trace
+from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests.fsdp1.four_blocks import (
+    FLAT_STRATEGIES,
+    FULL_SHARD,
+    NO_SHARD,
+    SHARD_GRAD_OP,
+    UNITS,
+    WIDTH,
+    Block,
+    as_torch,
+    assert_same,
+    batch,
+    chunked,
+    flat_gradients,
+    flat_parameters,
+    full_values,
+    iterate,
+    local_gradients,
+    loss_of,
+    mean_gradients,
+    named,
+    seeded,
+    sharded,
+)
+from spec_tests.fsdp1.refusals import refused
+from spec_tests.harness import device, ranks
+
+FSDP = FullyShardedDataParallel
+flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+
+# --- a part of a unit that is no unit itself ---
+
+
+def nothing_yet(model: FSDP) -> None:
+    pass
+
+
+def a_forward(model: FSDP) -> None:
+    model(batch())
+
+
+def an_evaluation(model: FSDP) -> None:
+    with torch.no_grad():
+        model(batch())
+
+
+def an_iteration(model: FSDP) -> None:
+    iterate(model)
+
+
+MOMENTS = {moment.__name__: moment for moment in (nothing_yet, a_forward, an_evaluation, an_iteration)}
+after = pytest.mark.parametrize("after", list(MOMENTS))
+
+
+@pytest.mark.spec("FWD-01", "NAMES-10")
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+@after
+@ranks(2)
+def test_a_part_that_is_no_unit_refuses_to_be_called_and_says_to_wrap_it(
+    after: str, strategy: ShardingStrategy
+) -> None:
+    model = sharded(sharding_strategy=strategy)
+    MOMENTS[after](model)
+    with refused(RuntimeError, "parameter 'enter.weight'", "wrap that part as a unit of its own"):
+        model.module.enter(batch())
+    with refused(RuntimeError, "parameter 'linear.weight'", "wrap that part as a unit of its own"):
+        model.module.blocks[1].module(batch())
+    with refused(RuntimeError, "wrap"):
+        model.module(batch())
+    model.zero_grad()
+    iterate(model)
+    plain = seeded()
+    assert_same(flat_gradients(model), chunked(plain, mean_gradients(plain), 2, dist.get_rank()))
+
+
+@pytest.mark.spec("FWD-01")
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+@after
+@ranks(2)
+def test_a_part_whose_parameters_stay_visible_refuses_too_or_computes_the_right_thing(
+    after: str, strategy: ShardingStrategy
+) -> None:
+    # Half of the first one's weight is a vector of six, and PyTorch multiplies six inputs by such a vector in silence.
+    for build in (lambda: nn.Sequential(nn.Linear(WIDTH, 2, bias=False), nn.Tanh()), seeded):
+        plain = build().to(device())
+        for parameter in plain.parameters():
+            torch.nn.init.constant_(parameter, 0.5)
+        model = FSDP(copy.deepcopy(plain), sharding_strategy=strategy, use_orig_params=True)
+        MOMENTS[after](model)
+        name, part = next((name, part) for name, part in model.module.named_modules() if isinstance(part, nn.Linear))
+        if after == "a_forward" and strategy is SHARD_GRAD_OP:
+            # The full parameters are kept, in sight, until backward: there is nothing to complain about.
+            assert torch.equal(part(batch()), plain.get_submodule(name)(batch()))
+            continue
+        with refused(RuntimeError, f"{name}.weight", "wrap"):
+            part(batch())
+
+
+@pytest.mark.spec("FWD-01")
+@flat_or_original
+@after
+@ranks(2)
+def test_where_nothing_is_sharded_a_part_refuses_too_or_computes_and_trains_as_it_should(
+    after: str, keep: bool
+) -> None:
+    plain = seeded()
+    model = FSDP(copy.deepcopy(plain), sharding_strategy=NO_SHARD, use_orig_params=keep)
+    MOMENTS[after](model)
+    model.zero_grad()
+    refusal = None
+    try:
+        output = model.module.enter(batch())
+        loss_of(output).backward()
+    except RuntimeError as error:
+        refusal = str(error)
+    if refusal is not None:
+        assert f"rank {dist.get_rank()}" in refusal, refusal
+        assert "wrap" in refusal, refusal
+        return
+    assert torch.equal(output, plain.enter(batch()))
+    # What it must not do is to lose the gradient, or to leave each rank with its own.
+    for rank in range(2):
+        (loss_of(plain.enter(batch(0, rank))) / 2).backward()
+    before = full_values(model)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    expected = {name: before[name] - (0.0 if p.grad is None else p.grad) for name, p in plain.named_parameters()}
+    assert_same(full_values(model), expected)
+
+
+# --- a part that is a unit ---
+
+
+class Pair(nn.Module):
+    """Something that one uses as a whole for training, and the first half of alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Sequential(Block(), Block()), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x))
+
+
+def wrapped_pair(keep: bool = False, strategy: ShardingStrategy = FULL_SHARD) -> tuple[nn.Module, FSDP]:
+    plain = seeded(Pair)
+    model = copy.deepcopy(plain)
+    options: dict[str, Any] = {"sharding_strategy": strategy, "use_orig_params": keep}
+    model.encoder = FSDP(model.encoder, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+    return plain, FSDP(model, **options)
+
+
+@pytest.mark.spec("FWD-02")
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@flat_or_original
+@ranks(2)
+def test_a_part_that_is_a_unit_can_run_alone(keep: bool, strategy: ShardingStrategy) -> None:
+    plain, model = wrapped_pair(keep, strategy)
+    assert torch.equal(model(batch()), plain(batch()))
+    with trace.record() as recorder, torch.no_grad():
+        assert torch.equal(model.encoder(batch(1)), plain.encoder(batch(1)))
+    assert {event.unit for event in recorder.events} == {"encoder.0", "encoder.1"}, "the decoder was left alone"
+
+
+@pytest.mark.spec("FWD-02")
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@flat_or_original
+@ranks(2)
+def test_a_part_that_is_a_unit_can_train_alone_between_steps_of_the_whole(
+    keep: bool, strategy: ShardingStrategy
+) -> None:
+    plain, model = wrapped_pair(keep, strategy)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(4):
+        alone = step % 2 == 1
+        loss_of((model.encoder if alone else model)(batch(step))).backward()
+        for rank in range(2):
+            (loss_of((plain.encoder if alone else plain)(batch(step, rank))) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(full_values(model), named(plain))
+
+
+# --- a reference that somebody has kept ---
+
+
+class Keeps(nn.Module):
+    """Uses a layer's weight through a reference of its own, where no wrapper can see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.kept = [self.layer.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.kept[0].T
+
+
+@pytest.mark.spec("FWD-03")
+@ranks(2)
+def test_a_saved_reference_does_not_see_the_gathered_values_and_its_use_gives_no_gradient() -> None:
+    plain = seeded(Keeps)
+    model = FSDP(plain)
+    (flat,) = model.parameters()
+    with torch.no_grad():
+        flat.zero_()
+    output = model(batch())
+    assert (output != 0).any(), "the values from before wrapping, though the model's are zero"
+    loss_of(output).backward()
+    assert flat.grad is None
+    assert plain.kept[0].grad is not None, "it went to a tensor that no optimizer has"
+
+
+@pytest.mark.spec("FWD-03")
+@ranks(2)
+def test_the_same_weight_used_by_its_name_has_a_gradient() -> None:
+    plain = seeded(Keeps)
+    plain.forward = lambda x: x @ plain.layer.weight.T  # type: ignore[method-assign]
+    model = FSDP(plain)
+    loss_of(model(batch())).backward()
+    (flat,) = model.parameters()
+    assert flat.grad is not None
+    assert (flat.grad != 0).any()
+
+
+# --- what a module sees ---
+
+
+@pytest.mark.spec("FWD-04")
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@flat_or_original
+@ranks(2)
+def test_in_forward_and_backward_parameters_are_plain_views_of_one_flat_tensor(
+    keep: bool, strategy: ShardingStrategy
+) -> None:
+    plain = seeded()
+    values = named(plain)
+    seen: list[str] = []
+
+    def look(moment: str, index: int) -> None:
+        layer = blocks[index].linear
+        for name, offset in (("weight", 0), ("bias", WIDTH * WIDTH)):
+            tensor = getattr(layer, name)
+            assert type(tensor) is Tensor, "neither a parameter nor anything else special"
+            assert tensor._is_view()
+            assert tensor.storage_offset() == offset
+            assert torch.equal(tensor, values[f"blocks.{index}.linear.{name}"])
+        assert layer.weight.untyped_storage().data_ptr() == layer.bias.untyped_storage().data_ptr()
+        assert layer.weight._base is layer.bias._base
+        assert layer.weight.requires_grad
+        seen.append(f"{moment} {index}")
+
+    def in_forward(index: int, output: Tensor) -> None:
+        look("forward", index)
+        output.register_hook(lambda _: look("backward", index))
+
+    blocks = list(plain.blocks)
+    for index, block in enumerate(blocks):
+        block.linear.register_forward_hook(lambda module, args, output, index=index: in_forward(index, output))
+    model = sharded(plain, sharding_strategy=strategy, use_orig_params=keep)
+    loss_of(model(batch())).backward()
+    assert seen == [*(f"forward {index}" for index in range(4)), *(f"backward {index}" for index in (3, 2, 1, 0))]
+
+
+# --- changes in between ---
+
+
+def double(layer: nn.Module) -> None:
+    """Behind the back of autograd, which would refuse to use it again."""
+    layer.weight.data.mul_(2.0)
+
+
+@pytest.mark.spec("FWD-05")
+@flat_or_original
+@ranks(2)
+def test_a_change_to_what_full_shard_has_gathered_is_lost_before_backward(keep: bool) -> None:
+    plain = seeded()
+    model = copy.deepcopy(plain)
+    model.blocks[1].linear.register_forward_hook(lambda module, args, output: double(module))
+    model = sharded(model, use_orig_params=keep)
+    loss_of(model(batch())).backward()
+    assert_same(full_values(model), named(plain), bitwise=True)
+    # Backward has gathered anew: gradients are those of the unchanged weight, also below the changed block.
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    mean = mean_gradients(plain)
+    assert_same(full_values(model), {name: value - mean[name] for name, value in named(plain).items()})
+
+
+@pytest.mark.spec("FWD-05")
+@flat_or_original
+@ranks(2)
+def test_a_change_to_what_shard_grad_op_has_gathered_lasts_until_backward_and_is_lost_then(keep: bool) -> None:
+    plain = seeded()
+    model = copy.deepcopy(plain)
+    model.blocks[1].linear.register_forward_hook(lambda module, args, output: double(module))
+    model = sharded(model, use_orig_params=keep, sharding_strategy=SHARD_GRAD_OP)
+    loss_of(model(batch())).backward()
+    assert_same(full_values(model), named(plain), bitwise=True)
+
+
+@pytest.mark.spec("FWD-05")
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+@ranks(2)
+def test_after_forward_a_change_by_name_is_refused_instead_of_lost(strategy: ShardingStrategy) -> None:
+    plain = seeded()
+    model = sharded(sharding_strategy=strategy)
+    loss = loss_of(model(batch()))
+    for layer in (model.enter, model.blocks[1].linear):
+        with refused(RuntimeError, "summon_full_params"), torch.no_grad():
+            layer.weight.mul_(2.0)
+        with refused(RuntimeError, "summon_full_params"):
+            layer.weight.data.mul_(2.0)
+    loss.backward()
+    assert_same(flat_gradients(model), chunked(plain, mean_gradients(plain), 2, dist.get_rank()))
+
+
+@pytest.mark.spec("FWD-05")
+@ranks(2)
+def test_inside_summon_a_change_persists() -> None:
+    plain = seeded()
+    model = sharded()
+    iterate(model)
+    model.zero_grad()
+    for each in (model, plain):
+        with FSDP.summon_full_params(each), torch.no_grad():
+            each.blocks[1].linear.weight.mul_(2.0)
+    iterate(model)
+    assert_same(flat_gradients(model), chunked(plain, mean_gradients(plain), 2, dist.get_rank()))
+
+
+# --- several forwards, several backwards ---
+
+
+def sum_of_losses(model: nn.Module, steps: tuple[int, ...], rank: int | None = None) -> Tensor:
+    return torch.stack([loss_of(model(batch(step, rank))) for step in steps]).sum()
+
+
+@pytest.mark.spec("FWD-06")
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@pytest.mark.parametrize("steps", [(0, 1), (0, 1, 2)])
+@ranks(2)
+def test_several_forwards_before_one_backward_match_the_reference(
+    strategy: ShardingStrategy, steps: tuple[int, ...]
+) -> None:
+    plain = seeded()
+    for model in (sharded(sharding_strategy=strategy), FSDP(seeded(), sharding_strategy=strategy)):
+        loss = sum_of_losses(model, steps)
+        assert torch.equal(loss, sum_of_losses(plain, steps))
+        loss.backward()
+        expected: dict[str, Tensor] = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
+        for rank in range(2):
+            plain.zero_grad()
+            sum_of_losses(plain, steps, rank).backward()
+            expected = {name: expected[name] + p.grad for name, p in plain.named_parameters()}
+        mean = {name: gradient / 2 for name, gradient in expected.items()}
+        before = full_values(model)
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        assert_same(full_values(model), {name: before[name] - mean[name] for name in mean}, bitwise=True)
+
+
+@pytest.mark.spec("FWD-06")
+@ranks(2)
+def test_several_forwards_before_one_backward_are_bit_by_bit_those_of_torch() -> None:
+    ours, theirs = sharded(), as_torch(seeded())
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs)]
+    for step in range(2):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            sum_of_losses(model, (step, step + 5)).backward()
+        assert_same(flat_gradients(ours), flat_gradients(theirs), bitwise=True)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.spec("FWD-06")
+@ranks(2)
+def test_an_evaluation_between_the_forwards_changes_nothing() -> None:
+    plain = seeded()
+    model = sharded()
+    first = loss_of(model(batch(0)))
+    with torch.no_grad():
+        model(batch(7))
+    (first + loss_of(model(batch(1)))).backward()
+    assert_same(flat_gradients(model), chunked(plain, mean_gradients(plain, [0, 1]), 2, dist.get_rank()))
+
+
+class Recomputes(Block):
+    """Throws its activations away and computes them again in backward."""
+
+    use_reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(lambda y: torch.tanh(self.linear(y)), x, use_reentrant=self.use_reentrant)
+
+
+class RecomputesReentrantly(Recomputes):
+    """The same by a backward inside of backward, which finds its parameters by their names."""
+
+    use_reentrant = True
+
+
+@pytest.mark.spec("FWD-06")
+@pytest.mark.parametrize("kind", [Recomputes, RecomputesReentrantly])
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@flat_or_original
+@ranks(2)
+def test_an_evaluation_before_a_backward_that_computes_again_changes_nothing(
+    kind: type[Recomputes], strategy: ShardingStrategy, keep: bool
+) -> None:
+    plain = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), kind(), kind()))
+    model = sharded(copy.deepcopy(plain), sharding_strategy=strategy, use_orig_params=keep)
+    loss = loss_of(model(batch()))
+    with torch.no_grad():
+        model(batch(7))
+    loss.backward()
+    mean = mean_gradients(plain)
+    before = full_values(model)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert_same(full_values(model), {name: before[name] - mean[name] for name in before})
+
+
+@pytest.mark.spec("FWD-07")
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@ranks(2)
+def test_accumulation_outside_no_sync_reduces_in_each_backward_and_adds_up_shards(strategy: ShardingStrategy) -> None:
+    plain = seeded()
+    model = sharded(sharding_strategy=strategy)
+    parts, index = (1, 0) if strategy is NO_SHARD else (2, dist.get_rank())
+    total: dict[str, Tensor] = {}
+    for step in range(3):
+        with trace.record() as recorder:
+            iterate(model, step)
+        reduced = sorted(event.unit for event in recorder.events if event.kind in ("RS", "AR"))
+        assert reduced == sorted(UNITS), "each unit once in each backward"
+        mean = mean_gradients(plain, [step])
+        total = {name: total[name] + mean[name] for name in mean} if total else mean
+        assert_same(flat_gradients(model), chunked(plain, total, parts, index), bitwise=True)
+        for parameter in flat_parameters(model).values():
+            assert parameter.grad.shape == parameter.shape
+
+
+@pytest.mark.spec("FWD-07")
+@ranks(2)
+def test_accumulation_outside_no_sync_is_bit_by_bit_that_of_torch() -> None:
+    ours, theirs = sharded(), as_torch(seeded(), sharding_strategy=torch_fsdp.ShardingStrategy.FULL_SHARD)
+    for step in range(3):
+        for model in (ours, theirs):
+            iterate(model, step)
+        assert_same(flat_gradients(ours), flat_gradients(theirs), bitwise=True)
+
+
+@pytest.mark.spec("FWD-08")
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@flat_or_original
+@ranks(2)
+def test_zero_grad_clears_the_gradients_of_every_unit(keep: bool, strategy: ShardingStrategy) -> None:
+    plain = seeded()
+    model = sharded(sharding_strategy=strategy, use_orig_params=keep)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for clear in (model.zero_grad, optimizer.zero_grad):
+        iterate(model, 5)
+        assert any(parameter.grad is not None for parameter in model.parameters())
+        clear(set_to_none=True)
+        assert [parameter.grad for parameter in model.parameters()] == [None] * len(list(model.parameters()))
+    optimizer.step()
+    assert_same(full_values(model), named(plain), bitwise=True)
+    # Nothing is left over elsewhere: the next gradient is that of the next batch alone.
+    iterate(model)
+    optimizer.step()
+    mean = mean_gradients(plain)
+    assert_same(full_values(model), {name: value - mean[name] for name, value in named(plain).items()})
+
+
+@pytest.mark.spec("FWD-08")
+@ranks(2)
+def test_zero_grad_clears_what_no_sync_has_left_behind() -> None:
+    plain = seeded()
+    model = sharded()
+    with model.no_sync():
+        iterate(model, 5)
+    model.zero_grad(set_to_none=True)
+    assert flat_gradients(model) == {}
+    iterate(model)
+    assert_same(flat_gradients(model), chunked(plain, mean_gradients(plain), 2, dist.get_rank()))
+    model.zero_grad(set_to_none=False)
+    assert all(not gradient.any() for gradient in flat_gradients(model).values())
+    assert local_gradients(plain, [0], 0), "while a plain model has some"

@@ -1,0 +1,540 @@
+"""Communication hooks: somebody else combines the gradients."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.algorithms._comm_hooks import default_hooks
+
+from minifsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, trace
+from spec_tests.fsdp1.four_blocks import (
+    FLAT_STRATEGIES,
+    FULL_SHARD,
+    HYBRID_STRATEGIES,
+    NO_SHARD,
+    SHARD_GRAD_OP,
+    UNITS,
+    Stack,
+    Wire,
+    as_torch,
+    assert_same,
+    batch,
+    chunked,
+    flattened,
+    full_values,
+    iterate,
+    local_gradients,
+    loss_of,
+    mean_gradients,
+    named,
+    seeded,
+    sharded,
+)
+from spec_tests.fsdp1.whole import group_of, whole
+from spec_tests.harness import ranks
+
+either = pytest.mark.parametrize("use_orig_params", [False, True])
+flat_strategies = pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+sharding = pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+SHARDED_SIZES = {unit: 42 if unit else 56 for unit in UNITS}
+
+
+def odd() -> Stack:
+    """Units of 71, 39, 43 and 60 elements, so that two ranks need padding."""
+    model = Stack(hidden=(5, 2, 3, 4))
+    model.blocks[0].down.bias = None
+    model.blocks[1].down.bias = None
+    model.blocks[2].down.bias = None
+    model.blocks[1].linear.bias = nn.Parameter(torch.randn(2))
+    return model
+
+
+@dataclass
+class Seen:
+    """What a hook was given, call by call."""
+
+    calls: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+
+
+def note_and_fill(state: Seen, grad: Tensor, out: Tensor | None = None) -> None:
+    """Remembers its arguments, and says that the gradient is 5 everywhere."""
+    state.calls.append((grad.clone(), None if out is None else out.clone()))
+    (grad if out is None else out).fill_(5.0)
+
+
+def average(state: Any, grad: Tensor, out: Tensor | None = None) -> None:
+    """What happens without a hook."""
+    if out is None:
+        dist.all_reduce(grad)
+        grad.div_(dist.get_world_size())
+    else:
+        dist.reduce_scatter_tensor(out, grad)
+        out.div_(dist.get_world_size())
+
+
+def compress(dtype: torch.dtype, grad: Tensor, out: Tensor | None = None) -> None:
+    """The average, sent in half the bytes. Its state is the dtype to send in."""
+    small = grad.to(dtype).div_(dist.get_world_size())
+    if out is None:
+        dist.all_reduce(small)
+        grad.copy_(small)
+    else:
+        piece = small.new_empty(out.shape)
+        dist.reduce_scatter_tensor(piece, small)
+        out.copy_(piece)
+
+
+# --- who is replaced by what ---
+
+
+@pytest.mark.spec("HOOK-01")
+@either
+@flat_strategies
+@ranks(2)
+def test_the_hook_combines_the_gradients_of_the_root_and_of_all_units_below(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    seen = Seen()
+    assert model.register_comm_hook(seen, note_and_fill) is None
+    with trace.record() as recorder, Wire() as wire:
+        iterate(model)
+    assert not {"RS", "AR"} & set(wire.kinds()), "nothing is sent behind the hook's back"
+    assert not {"RS", "AR"} & {event.kind for event in recorder.events}
+    assert len(seen.calls) == len(UNITS)
+    gradients = whole(model, group=group_of(strategy))[1]
+    assert sorted(gradients) == sorted(named(seeded()))
+    assert all((gradient == 5.0).all() for gradient in gradients.values())
+
+
+@pytest.mark.spec("HOOK-01")
+@ranks(2)
+def test_the_hook_is_used_in_every_iteration_and_gradients_still_accumulate() -> None:
+    model = sharded()
+    seen = Seen()
+    model.register_comm_hook(seen, note_and_fill)
+    for step in range(3):
+        iterate(model, step)
+    assert len(seen.calls) == 3 * len(UNITS)
+    assert all((parameter.grad == 15.0).all() for parameter in model.parameters())
+
+
+# --- what it is given ---
+
+
+@pytest.mark.spec("HOOK-02", "HOOK-04")
+@either
+@sharding
+@ranks(2)
+def test_a_sharded_unit_hands_over_its_padded_unsharded_gradient_and_a_chunk_to_fill(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    plain = seeded(odd)
+    model = sharded(seeded(odd), sharding_strategy=strategy, use_orig_params=use_orig_params)
+    seen = Seen()
+    model.register_comm_hook(seen, note_and_fill)
+    iterate(model)
+    rows = flattened(plain, local_gradients(plain, [0], dist.get_rank()))
+    assert any(row.numel() % 2 for row in rows.values())
+    # Backward meets the blocks from the last to the first, and the root at the end.
+    order = ["blocks.3", "blocks.2", "blocks.1", "blocks.0", ""]
+    for unit, (grad, out) in zip(order, seen.calls, strict=True):
+        size = rows[unit].numel()
+        assert grad.dim() == out.dim() == 1
+        assert grad.numel() == size + size % 2, "padded to a multiple of the number of ranks"
+        assert out.numel() == grad.numel() // 2
+        assert torch.equal(grad[:size], rows[unit]), "this rank's own gradient, undivided"
+        assert not grad[size:].any()
+        assert (out.dtype, out.device) == (grad.dtype, grad.device)
+
+
+@pytest.mark.spec("HOOK-02")
+@sharding
+@ranks(4)
+def test_each_rank_fills_its_own_chunk(strategy: ShardingStrategy) -> None:
+    plain = seeded(odd)
+    model = sharded(seeded(odd), sharding_strategy=strategy)
+
+    def pick(state: None, grad: Tensor, out: Tensor) -> None:
+        out.copy_(grad.chunk(4)[dist.get_rank()])
+
+    model.register_comm_hook(None, pick)
+    loss_of(model(batch(0, 0))).backward()
+    found = {n.replace("_fsdp_wrapped_module.", "").removesuffix("_flat_param").removesuffix("."): p.grad
+             for n, p in model.named_parameters()}  # fmt: skip
+    assert_same(found, chunked(plain, local_gradients(plain, [0], 0), 4, dist.get_rank()), bitwise=True)
+
+
+@pytest.mark.spec("HOOK-02", "HOOK-04")
+@ranks(2)
+def test_torch_hands_over_tensors_of_the_same_sizes_and_values() -> None:
+    calls = []
+    for model in (sharded(seeded(odd)), as_torch(seeded(odd))):
+        seen = Seen()
+        model.register_comm_hook(seen, note_and_fill)
+        iterate(model)
+        calls.append(seen.calls)
+    assert len(calls[0]) == len(calls[1]) == len(UNITS)
+    for (ours, our_out), (theirs, their_out) in zip(*calls, strict=True):
+        assert our_out.shape == their_out.shape
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.spec("HOOK-03", "HOOK-04")
+@either
+@ranks(2)
+def test_a_unit_that_is_not_sharded_hands_over_its_gradient_and_takes_the_result_in_place(
+    use_orig_params: bool,
+) -> None:
+    own_group, _ = dist.new_subgroups(group_size=1)
+    for options in ({"sharding_strategy": NO_SHARD}, {"process_group": own_group}):
+        plain = seeded(odd)
+        model = sharded(seeded(odd), use_orig_params=use_orig_params, **options)
+        seen: list[Tensor] = []
+
+        def double(state: None, *arguments: Tensor, seen: list[Tensor] = seen) -> None:
+            (grad,) = arguments
+            seen.append(grad.clone())
+            grad.mul_(2.0)
+
+        model.register_comm_hook(None, double)
+        iterate(model)
+        mine = local_gradients(plain, [0], dist.get_rank())
+        rows = flattened(plain, mine)
+        for unit, grad in zip(["blocks.3", "blocks.2", "blocks.1", "blocks.0", ""], seen, strict=True):
+            assert torch.equal(grad.reshape(-1), rows[unit])
+        gradients = whole(model, odd, group="nobody")[1]
+        assert_same(gradients, {name: 2.0 * gradient for name, gradient in mine.items()}, bitwise=True)
+
+
+@pytest.mark.spec("HOOK-03")
+@ranks(2)
+def test_the_result_may_be_put_in_other_memory_behind_the_same_tensor() -> None:
+    model = sharded(sharding_strategy=NO_SHARD)
+
+    def replace(state: None, grad: Tensor) -> None:
+        grad.data = torch.full_like(grad, 3.0)
+
+    model.register_comm_hook(None, replace)
+    iterate(model)
+    assert all((parameter.grad == 3.0).all() for parameter in model.parameters())
+
+
+@pytest.mark.spec("HOOK-04")
+@either
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@ranks(2)
+def test_the_hook_sees_each_parameter_once_with_the_unit_that_has_it(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    def nested() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 4), nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 2))))
+
+    model = seeded(nested)
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    model[1][1] = FullyShardedDataParallel(model[1][1], **options)
+    model[1] = FullyShardedDataParallel(model[1], **options)
+    model = FullyShardedDataParallel(model, **options)
+    seen = Seen()
+    model.register_comm_hook(seen, note_and_fill)
+    iterate(model)
+    assert [grad.numel() for grad, _ in seen.calls] == [10, 20, 28], "innermost first, each without what is inside"
+
+
+@pytest.mark.spec("HOOK-02")
+@sharding
+@ranks(2)
+def test_the_hook_is_given_gradients_in_the_dtype_in_which_they_would_travel(strategy: ShardingStrategy) -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
+    model = sharded(sharding_strategy=strategy, mixed_precision=precision)
+    seen = Seen()
+    model.register_comm_hook(seen, note_and_fill)
+    iterate(model)
+    assert {(grad.dtype, out.dtype) for grad, out in seen.calls} == {(torch.float16, torch.float16)}
+    for parameter in model.parameters():
+        assert parameter.grad.dtype is torch.float32
+        assert (parameter.grad == 5.0).all()
+
+
+@pytest.mark.spec("HOOK-02")
+@flat_strategies
+@ranks(2)
+def test_inside_no_sync_the_hook_is_not_called_and_after_it_it_is_given_the_sum(strategy: ShardingStrategy) -> None:
+    plain = seeded()
+    model = sharded(sharding_strategy=strategy)
+    seen = Seen()
+    model.register_comm_hook(seen, note_and_fill)
+    with model.no_sync():
+        iterate(model, 0)
+    assert seen.calls == []
+    iterate(model, 1)
+    rows = flattened(plain, local_gradients(plain, [0, 1], dist.get_rank()))
+    for unit, (grad, _) in zip(["blocks.3", "blocks.2", "blocks.1", "blocks.0", ""], seen.calls, strict=True):
+        assert_same({unit: grad.reshape(-1)}, {unit: rows[unit]}, bitwise=False)
+
+
+# --- the state ---
+
+
+class Secret:
+    """A state that cannot be copied, compared or sent anywhere."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.num_calls = 0
+        self.rank = dist.get_rank()
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("compared")
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __copy__(self) -> Any:
+        raise AssertionError("copied")
+
+    __deepcopy__ = __reduce__ = __copy__  # type: ignore[assignment]
+
+
+@pytest.mark.spec("HOOK-05")
+@flat_strategies
+@ranks(2)
+def test_the_state_is_the_very_object_and_stays_on_this_rank(strategy: ShardingStrategy) -> None:
+    model, without_hook = (sharded(sharding_strategy=strategy) for _ in range(2))
+    secret = Secret()
+
+    def count(state: Secret, grad: Tensor, out: Tensor | None = None) -> None:
+        assert state is secret
+        assert state.rank == dist.get_rank()
+        # Only one rank changes its state, and each sees its own.
+        state.num_calls += dist.get_rank()
+        assert state.num_calls <= 2 * len(UNITS) * dist.get_rank()
+        average(state, grad, out)
+
+    with Wire() as wire:
+        model.register_comm_hook(secret, count)
+    assert wire.sent == []
+    for step in range(2):
+        with Wire() as wire:
+            iterate(model, step)
+        with Wire() as other_wire:
+            iterate(without_hook, step)
+        assert wire.sent == other_wire.sent, "the hook's own reductions in place of the others, nothing else"
+    assert secret.num_calls == 2 * len(UNITS) * dist.get_rank()
+
+
+@pytest.mark.spec("HOOK-05")
+@ranks(2)
+def test_the_state_may_be_none() -> None:
+    model = sharded()
+    model.register_comm_hook(None, average)
+    iterate(model)
+    assert_same(whole(model)[1], mean_gradients(seeded()), bitwise=True)
+
+
+# --- hooks that people write ---
+
+
+@pytest.mark.spec("HOOK-06")
+@either
+@flat_strategies
+@ranks(2)
+def test_a_hook_that_averages_gives_the_default_result(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    trained = []
+    for hook, state in ((None, None), (average, None), (default_hook_of(strategy), default_state())):
+        model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+        if hook is not None:
+            model.register_comm_hook(state, hook)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        for step in range(3):
+            optimizer.zero_grad()
+            iterate(model, step)
+            optimizer.step()
+        trained.append(full_values(model))
+    assert_same(trained[1], trained[0], bitwise=True)
+    assert_same(trained[2], trained[0], bitwise=True)
+    assert not torch.equal(trained[0]["enter.weight"], seeded().enter.weight)
+
+
+def default_hook_of(strategy: ShardingStrategy) -> Any:
+    return default_hooks.allreduce_hook if strategy is NO_SHARD else default_hooks.reduce_scatter_hook
+
+
+def default_state() -> default_hooks.DefaultState:
+    return default_hooks.DefaultState(dist.group.WORLD)
+
+
+@pytest.mark.spec("HOOK-06")
+@flat_strategies
+@ranks(4)
+def test_on_four_ranks_the_hooks_that_come_with_torch_give_the_default_result(strategy: ShardingStrategy) -> None:
+    model = sharded(sharding_strategy=strategy)
+    model.register_comm_hook(default_state(), default_hook_of(strategy))
+    iterate(model)
+    assert_same(whole(model, group=group_of(strategy))[1], mean_gradients(seeded()))
+
+
+@pytest.mark.spec("HOOK-07")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@flat_strategies
+@ranks(2)
+def test_a_compressing_hook_sends_half_the_bytes_and_trains_nearly_as_well(
+    strategy: ShardingStrategy, dtype: torch.dtype
+) -> None:
+    losses = []
+    for hook in (None, compress):
+        model = sharded(sharding_strategy=strategy)
+        if hook is not None:
+            model.register_comm_hook(dtype, hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        curve = []
+        for step in range(5):
+            optimizer.zero_grad()
+            curve.append(iterate(model, step % 2))
+            if step == 0:
+                gradients = whole(model, group=group_of(strategy))[1]
+                close = {"rtol": 0.02, "atol": 0.01}
+                torch.testing.assert_close(gradients, mean_gradients(seeded()), **close)
+                assert all(gradient.dtype is torch.float32 for gradient in gradients.values())
+                rounded = any((gradient.to(dtype) != gradient).any() for gradient in gradients.values())
+                assert rounded is (hook is None), "what arrives has been through the narrow dtype"
+            optimizer.step()
+        losses.append(curve)
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    assert losses[1][4] < 0.9 * losses[1][0]
+
+
+@pytest.mark.gpu
+@pytest.mark.spec("HOOK-07")
+@flat_strategies
+@ranks(2)
+def test_the_compressing_hooks_that_come_with_torch_can_be_used(strategy: ShardingStrategy) -> None:
+    for hook in (default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook):
+        model = sharded(sharding_strategy=strategy)
+        model.register_comm_hook(default_hooks.LowPrecisionState(dist.group.WORLD), hook)
+        iterate(model)
+        gradients = whole(model, group=group_of(strategy))[1]
+        torch.testing.assert_close(gradients, mean_gradients(seeded()), rtol=0.02, atol=0.01)
+
+
+@dataclass
+class Gossip:
+    """Who talks to whom: in each iteration another partner, so that news reaches everybody in a few of them."""
+
+    pairings: list[dist.ProcessGroup]
+    calls_per_iteration: int
+    num_calls: int = 0
+
+    def partners(self) -> dist.ProcessGroup:
+        iteration = self.num_calls // self.calls_per_iteration
+        self.num_calls += 1
+        return self.pairings[iteration % len(self.pairings)]
+
+
+def gossip(state: Gossip, grad: Tensor) -> None:
+    """Average with one partner instead of everybody."""
+    dist.all_reduce(grad, group=state.partners())
+    grad.div_(2.0)
+
+
+@pytest.mark.spec("HOOK-07")
+@ranks(4)
+def test_a_gossiping_hook_averages_with_another_partner_in_each_iteration() -> None:
+    neighbours, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+    across, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    model = sharded(sharding_strategy=NO_SHARD)
+    model.register_comm_hook(Gossip([neighbours, across], len(UNITS)), gossip)
+    rank = dist.get_rank()
+    for step, partners in enumerate([(rank, rank ^ 1), (rank, rank ^ 2), (rank, rank ^ 1)]):
+        model.zero_grad()
+        iterate(model, step)
+        of_pair = [local_gradients(seeded(), [step], partner) for partner in partners]
+        expected = {name: (of_pair[0][name] + of_pair[1][name]) / 2 for name in of_pair[0]}
+        assert_same(whole(model, group="nobody")[1], expected, bitwise=True)
+
+
+# --- what is refused ---
+
+
+def check_nothing_is_registered(model: FullyShardedDataParallel) -> None:
+    iterate(model)
+    group = model.process_group[0] if isinstance(model.process_group, tuple) else group_of(model.sharding_strategy)
+    assert_same(whole(model, group=group)[1], mean_gradients(seeded()))
+
+
+@pytest.mark.spec("HOOK-08")
+@flat_strategies
+@ranks(2)
+def test_a_second_registration_is_refused_and_the_first_hook_stays(strategy: ShardingStrategy) -> None:
+    model = sharded(sharding_strategy=strategy)
+    seen = Seen()
+    model.register_comm_hook(seen, note_and_fill)
+    for hook in (average, note_and_fill):
+        with pytest.raises(AssertionError, match=rf"rank {dist.get_rank()}.*already registered"):
+            model.register_comm_hook(None, hook)
+    iterate(model)
+    assert len(seen.calls) == len(UNITS)
+
+
+@pytest.mark.spec("HOOK-09")
+@flat_strategies
+@ranks(2)
+def test_after_the_first_forward_it_is_too_late(strategy: ShardingStrategy) -> None:
+    for evaluates in (False, True):
+        model = sharded(sharding_strategy=strategy)
+        with torch.set_grad_enabled(not evaluates):
+            model(batch())
+        with pytest.raises(RuntimeError, match=rf"rank {dist.get_rank()}.*after the first forward"):
+            model.register_comm_hook(None, average)
+        check_nothing_is_registered(model)
+
+
+@pytest.mark.spec("HOOK-10")
+@flat_strategies
+@ranks(2)
+def test_a_hook_must_be_callable(strategy: ShardingStrategy) -> None:
+    model = sharded(sharding_strategy=strategy)
+    for hook in (None, 3, "average"):
+        with pytest.raises(ValueError, match=rf"rank {dist.get_rank()}.*callable"):
+            model.register_comm_hook(None, hook)
+    check_nothing_is_registered(model)
+
+
+@pytest.mark.spec("HOOK-10")
+@ranks(2)
+def test_a_unit_that_is_not_the_root_takes_no_hook() -> None:
+    model = sharded()
+    inner = model.module.blocks[1]
+    with pytest.raises(AssertionError, match=rf"rank {dist.get_rank()}.*root"):
+        inner.register_comm_hook(None, note_and_fill)
+    check_nothing_is_registered(model)
+    with pytest.raises(AssertionError, match="root"):
+        inner.register_comm_hook(None, note_and_fill)
+
+
+@pytest.mark.spec("HOOK-10")
+@pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)
+@ranks(4)
+def test_hybrid_strategies_take_no_hook(strategy: ShardingStrategy) -> None:
+    model = sharded(sharding_strategy=strategy)
+    with pytest.raises(AssertionError, match=rf"rank {dist.get_rank()}.*hybrid"):
+        model.register_comm_hook(Seen(), note_and_fill)
+    check_nothing_is_registered(model)
+
+
+@pytest.mark.spec("HOOK-10")
+@ranks(2)
+def test_torch_refuses_the_same_with_the_same_kinds_of_error() -> None:
+    for library in (FullyShardedDataParallel, torch_fsdp.FullyShardedDataParallel):
+        model = sharded() if library is FullyShardedDataParallel else as_torch(seeded())
+        model.register_comm_hook(None, average)
+        with pytest.raises(AssertionError):
+            model.register_comm_hook(None, average)
+        with pytest.raises(ValueError):
+            (sharded() if library is FullyShardedDataParallel else as_torch(seeded())).register_comm_hook(None, 3)

@@ -1,0 +1,253 @@
+"""The rate limiter: the CPU may gather only so far ahead of the device.
+
+On the CPU a freed unit is free at once, and nobody ever waits. So here the device is made slow: what the engine frees
+stays in use until somebody waits for the event, as if a GPU had not yet come to the end of the computation before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+
+from minifsdp import BackwardPrefetch, FullyShardedDataParallel, trace
+from minifsdp.engine import lifetime
+from spec_tests.fsdp1.four_blocks import (
+    Block,
+    Stack,
+    Watch,
+    assert_same,
+    batch,
+    flat_gradients,
+    full_values,
+    iterate,
+    loss_of,
+    said,
+    seeded,
+    sharded,
+)
+from spec_tests.harness import device, ranks
+
+
+class SlowDevice:
+    """Gives memory back only when it is waited for.
+
+    Attributes:
+        in_use: numbers of the releases that the device has not come to yet, oldest first.
+        waited_for: numbers of the releases that the CPU has waited for, in this order.
+    """
+
+    def __init__(self) -> None:
+        self.in_use: list[int] = []
+        self.waited_for: list[int] = []
+        self._num_released = 0
+
+    def release(self, owner: torch.Tensor) -> SlowRelease:
+        lifetime_release(owner)
+        self._num_released += 1
+        self.in_use.append(self._num_released - 1)
+        return SlowRelease(self, self._num_released - 1)
+
+
+class SlowRelease:
+    """The event of one release on a slow device."""
+
+    def __init__(self, device: SlowDevice, number: int) -> None:
+        self.device, self.number = device, number
+
+    def query(self) -> bool:
+        return self.number not in self.device.in_use
+
+    def synchronize(self) -> None:
+        self.device.waited_for.append(self.number)
+        # A device works in order: what came before is done as well.
+        self.device.in_use = [number for number in self.device.in_use if number > self.number]
+
+
+lifetime_release = lifetime.release
+
+
+@contextmanager
+def slow_device() -> Iterator[SlowDevice]:
+    slow = SlowDevice()
+    with mock.patch.object(lifetime, "release", slow.release):
+        yield slow
+
+
+# --- the option ---
+
+
+@pytest.mark.spec("LIM-01")
+@ranks(2)
+def test_the_limit_is_on_by_default() -> None:
+    assert inspect.signature(FullyShardedDataParallel).parameters["limit_all_gathers"].default is True
+    model = sharded()
+    assert {unit.limit_all_gathers for unit in FullyShardedDataParallel.fsdp_modules(model)} == {True}
+    with slow_device(), trace.record() as recorder:
+        iterate(model)
+    assert recorder.count("WAIT") > 0, "and it limits"
+
+
+# --- on ---
+
+
+@pytest.mark.spec("LIM-02")
+@ranks(2)
+def test_the_third_gather_waits_for_the_oldest_release() -> None:
+    model = sharded()
+    with slow_device() as slow, trace.record() as recorder, torch.no_grad():
+        model(batch())
+    assert said(recorder.events) == (
+        "AGR AG0 F0 FREE0 AG1 F1 FREE1 WAIT2 AG2 F2 FREE2 WAIT3 AG3 F3 FREE3 FREER"
+    )  # fmt: skip
+    assert slow.waited_for == [0, 1], "the releases of blocks 0 and 1"
+
+
+@pytest.mark.spec("LIM-02")
+@ranks(2)
+def test_in_forward_two_consecutive_units_are_gathered_at_most() -> None:
+    """In use are the units that are gathered, and those that were freed without the device having come so far."""
+    assert max(units_in_use(limit_all_gathers=True)) == 2
+
+
+@pytest.mark.spec("LIM-06")
+@ranks(2)
+def test_without_the_limit_a_slow_device_has_all_units_in_use_at_once() -> None:
+    assert units_in_use(limit_all_gathers=False) == [1, 2, 3, 4]
+
+
+def units_in_use(*, limit_all_gathers: bool) -> list[int]:
+    """How many blocks have memory in the middle of each block's forward."""
+    plain = seeded()
+    watch = Watch(plain)
+    model = sharded(plain, limit_all_gathers=limit_all_gathers)
+    in_use: list[int] = []
+
+    def look(unit: str) -> None:
+        if unit:
+            in_use.append(len(watch.alive_blocks()) + len(slow.in_use))
+
+    watch.in_forward = look
+    with slow_device() as slow:
+        iterate(model)
+    return in_use
+
+
+@pytest.mark.spec("LIM-02")
+@pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None])
+@pytest.mark.parametrize("forward_prefetch", [False, True])
+@ranks(2)
+def test_never_are_more_than_two_releases_queued(prefetch: BackwardPrefetch | None, forward_prefetch: bool) -> None:
+    plain = seeded()
+    watch = Watch(plain)
+    model = sharded(plain, backward_prefetch=prefetch, forward_prefetch=forward_prefetch)
+    lengths: list[int] = []
+    watch.in_forward = watch.in_backward = lambda unit: lengths.append(len(model._tree.limiter))
+    for step in range(3):
+        iterate(model, step)
+        lengths.append(len(model._tree.limiter))
+    assert max(lengths) == 2, "it is in use, and never longer"
+
+
+@pytest.mark.spec("LIM-02")
+@pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None])
+@ranks(2)
+def test_every_gather_leaves_at_most_one_release_open(prefetch: BackwardPrefetch | None) -> None:
+    """One that is open and one that is gathered make two, in backward as in forward."""
+    model = sharded(backward_prefetch=prefetch)
+    open_releases: list[int] = []
+    with slow_device() as slow, trace.record() as recorder:
+        begin = recorder.begin
+
+        def looking(kind: str, unit: str, **rest: object) -> trace.Event:
+            if kind == "AG":
+                open_releases.append(len(slow.in_use))
+            return begin(kind, unit, **rest)
+
+        with mock.patch.object(trace.Recorder, "begin", lambda self, *args, **rest: looking(*args, **rest)):
+            for step in range(2):
+                iterate(model, step)
+    assert max(open_releases) == 1
+
+
+# --- off ---
+
+
+@pytest.mark.spec("LIM-03")
+@ranks(2)
+def test_without_the_limit_the_cpu_never_waits() -> None:
+    model = sharded(limit_all_gathers=False)
+    with slow_device() as slow, trace.record() as recorder:
+        for step in range(2):
+            iterate(model, step)
+    assert recorder.count("WAIT") == 0
+    assert slow.waited_for == []
+    assert recorder.count("AG") == 18
+
+
+@pytest.mark.spec("LIM-05")
+@pytest.mark.parametrize("is_slow", [False, True])
+@ranks(2)
+def test_both_settings_give_the_same_results_bit_by_bit(is_slow: bool) -> None:
+    results = []
+    for limit_all_gathers in (True, False):
+        model = sharded(limit_all_gathers=limit_all_gathers)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for step in range(3):
+            optimizer.zero_grad()
+            if is_slow:
+                with slow_device():
+                    iterate(model, step)
+            else:
+                iterate(model, step)
+            optimizer.step()
+        results.append((flat_gradients(model), full_values(model)))
+    for with_limit, without_limit in zip(*results, strict=True):
+        assert_same(with_limit, without_limit, bitwise=True)
+
+
+# --- with a real one ---
+
+BLOCK_BYTES = 1024 * 1025 * 4
+
+
+class SlowBlock(Block):
+    """Keeps the GPU busy for some milliseconds, so that the CPU is far ahead."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(20_000_000)
+        return super().forward(x)
+
+
+def slow_stack() -> Stack:
+    model = Stack(1024)
+    model.blocks = torch.nn.ModuleList(SlowBlock(1024) for _ in range(8))
+    model.order = range(8)
+    return model
+
+
+@pytest.mark.gpu
+@pytest.mark.spec("LIM-02", "LIM-03", "LIM-06")
+@ranks(2)
+def test_on_a_slow_gpu_the_limit_saves_memory_and_shows_as_waiting() -> None:
+    peaks, waits = {}, {}
+    for limit_all_gathers in (True, False):
+        model = sharded(seeded(slow_stack), limit_all_gathers=limit_all_gathers)
+        for _ in range(2):
+            torch.cuda.synchronize(device())
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_stats()["active_bytes.all.current"]
+            with trace.record() as recorder:
+                loss_of(model(batch(width=1024)))
+            torch.cuda.synchronize(device())
+        # Active, not allocated: what Python has freed and the GPU still reads counts.
+        peaks[limit_all_gathers] = torch.cuda.memory_stats()["active_bytes.all.peak"] - before
+        waits[limit_all_gathers] = recorder.count("WAIT")
+    assert peaks[True] < 3 * BLOCK_BYTES, "two blocks, and what a block computes"
+    assert peaks[False] > peaks[True] + 2 * BLOCK_BYTES
+    assert waits[True] > 0
+    assert waits[False] == 0

@@ -1,0 +1,288 @@
+"""What things are called, and how to get from the wrapper to them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+
+from minifsdp import FullyShardedDataParallel, ShardingStrategy
+from spec_tests.fsdp1.four_blocks import (
+    FLAT_STRATEGIES,
+    WIDTH,
+    Block,
+    as_torch,
+    assert_same,
+    batch,
+    iterate,
+    named,
+    seeded,
+    sharded,
+)
+from spec_tests.fsdp1.refusals import refused
+from spec_tests.harness import ranks
+
+FSDP = FullyShardedDataParallel
+PREFIX = "_fsdp_wrapped_module."
+
+
+class Normed(Block):
+    """A block with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x))
+
+
+class Named(nn.Module):
+    """Parameters and buffers everywhere, a tied one, one that is no child's but the module's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(2))
+        self.register_buffer("table", torch.arange(WIDTH).float())
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(Normed(), Normed())
+        self.leave = nn.Linear(WIDTH, WIDTH)
+        self.leave.weight = self.enter.weight
+        self.label = "a plain attribute"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.blocks(self.enter(x + self.table))) * self.own.sum()
+
+    def shout(self, word: str, *, times: int = 1) -> str:
+        return word.upper() * times
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+
+def both(**options: Any) -> tuple[nn.Module, FSDP]:
+    """The model, plain and wrapped, with one unit for each block and one around."""
+    plain = seeded(Named)
+    return plain, sharded(copy.deepcopy(plain), **options)
+
+
+flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+
+# --- the wrapped module ---
+
+
+@pytest.mark.spec("NAMES-01")
+@flat_or_original
+@ranks(2)
+def test_module_is_the_wrapped_module_itself(keep: bool) -> None:
+    plain = seeded(Named)
+    blocks = list(plain.blocks)
+    model = sharded(plain, use_orig_params=keep)
+    for _ in range(2):
+        assert model.module is plain
+        assert [wrapper.module for wrapper in plain.blocks] == blocks
+        iterate(model)
+
+
+@pytest.mark.spec("NAMES-08")
+@ranks(2)
+def test_what_the_wrapper_does_not_have_is_looked_up_in_the_wrapped_module() -> None:
+    plain = seeded(Named)
+    model = sharded(plain)
+    assert model.label == "a plain attribute"
+    assert model.enter is plain.enter
+    assert model.table is plain.table
+    assert model.shout("a", times=2) == "AA"
+    assert model.num_blocks == 2
+    assert model.blocks[0] is plain.blocks[0]
+    assert model.blocks[0].norm is plain.blocks[0].module.norm, "through two wrappers"
+    with pytest.raises(AttributeError, match="nowhere"):
+        _ = model.nowhere
+    assert not hasattr(model, "nowhere")
+    assert getattr(model, "nowhere", 3) == 3
+
+
+@pytest.mark.spec("NAMES-08")
+@ranks(2)
+def test_indexing_goes_to_the_wrapped_module() -> None:
+    layers = [nn.Linear(4, 4), nn.Tanh(), FSDP(nn.Linear(4, 4))]
+    model = FSDP(nn.Sequential(*layers))
+    assert [model[index] for index in range(3)] == layers
+    assert model[-1] is layers[-1]
+    assert list(model[1:]) == layers[1:]
+    by_name = FSDP(nn.ModuleDict({"a": nn.Linear(4, 4)}))
+    assert by_name["a"] is by_name.module["a"]
+    with pytest.raises(TypeError):
+        FSDP(nn.Linear(4, 4))[0]
+    with pytest.raises(IndexError):
+        model[3]
+
+
+# --- names of parameters and buffers ---
+
+
+@pytest.mark.spec("NAMES-02")
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@flat_or_original
+@ranks(2)
+def test_inside_summon_parameters_are_named_as_in_the_plain_module(strategy: ShardingStrategy, keep: bool) -> None:
+    plain, model = both(sharding_strategy=strategy, use_orig_params=keep)
+    for has_run in (False, True):
+        with FSDP.summon_full_params(model):
+            pairs = list(model.named_parameters())
+            assert [name for name, _ in pairs] == [name for name, _ in plain.named_parameters()]
+            assert {type(parameter) for _, parameter in pairs} == {nn.Parameter}
+            assert_same(dict(pairs), named(plain), bitwise=True)
+            inner = [name for name, _ in model.blocks[0].named_parameters()]
+            assert inner == [name for name, _ in plain.blocks[0].named_parameters()]
+        assert all(name.startswith(PREFIX) for name, _ in model.named_parameters()), "and afterwards as before"
+        if not has_run:
+            model(batch())
+
+
+@pytest.mark.spec("NAMES-03")
+@flat_or_original
+@ranks(2)
+def test_inside_summon_buffers_are_named_as_in_the_plain_module(keep: bool) -> None:
+    plain, model = both(use_orig_params=keep)
+    with FSDP.summon_full_params(model):
+        pairs = list(model.named_buffers())
+        assert [name for name, _ in pairs] == [name for name, _ in plain.named_buffers()]
+        assert len(pairs) == 7, "three of each batch norm, and the table"
+        assert all(isinstance(buffer, Tensor) and not isinstance(buffer, nn.Parameter) for _, buffer in pairs)
+        assert_same(dict(pairs), dict(plain.named_buffers()), bitwise=True)
+
+
+@pytest.mark.spec("NAMES-04")
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@flat_or_original
+@ranks(2)
+def test_outside_names_carry_the_prefix_as_in_torch(strategy: ShardingStrategy, keep: bool) -> None:
+    plain, model = both(sharding_strategy=strategy, use_orig_params=keep)
+    torch_strategy = torch_fsdp.ShardingStrategy[strategy.name]
+    theirs = as_torch(plain, sharding_strategy=torch_strategy, use_orig_params=keep)
+    parameters = [name for name, _ in model.named_parameters()]
+    assert parameters == [name for name, _ in theirs.named_parameters()]
+    assert f"{PREFIX}own" in parameters or f"{PREFIX}_flat_param" in parameters
+    assert any(name.startswith(f"{PREFIX}blocks.1.{PREFIX}") for name in parameters)
+    buffers = [name for name, _ in model.named_buffers()]
+    assert buffers == [name for name, _ in theirs.named_buffers()]
+    assert f"{PREFIX}blocks.1.{PREFIX}norm.running_mean" in buffers
+
+
+ARGUMENTS: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = (
+    (("here",), {}),
+    (("here", False), {}),
+    (("here", True, False), {}),
+    ((), {"prefix": "here"}),
+    ((), {"recurse": False}),
+    ((), {"remove_duplicate": False}),
+    ((), {"prefix": "here", "recurse": True, "remove_duplicate": False}),
+)
+
+
+@pytest.mark.spec("NAMES-05")
+@pytest.mark.parametrize("index", range(len(ARGUMENTS)))
+@flat_or_original
+@ranks(2)
+def test_arguments_of_named_parameters_and_named_buffers_keep_working(index: int, keep: bool) -> None:
+    args, kwargs = ARGUMENTS[index]
+    plain, model = both(use_orig_params=keep)
+    theirs = as_torch(copy.deepcopy(plain), use_orig_params=keep)
+    for listing in ("named_parameters", "named_buffers"):
+
+        def names(module: nn.Module, listing: str = listing) -> list[str]:
+            return [name for name, _ in getattr(module, listing)(*args, **kwargs)]
+
+        # Sorted, because torch puts the second place of a tied parameter at the end.
+        assert sorted(names(model)) == sorted(names(theirs)), "outside"
+        with FSDP.summon_full_params(model), torch_fsdp.FullyShardedDataParallel.summon_full_params(theirs):
+            assert sorted(names(model)) == sorted(names(theirs)), "inside"
+            # A wrapper owns nothing itself, its wrapped module does.
+            assert sorted(names(model.module)) == sorted(names(theirs.module))
+            goes_down = kwargs.get("recurse", not args[1:2] or args[1])
+            assert names(model) == (names(plain) if goes_down else [])
+
+
+# --- finding wrappers ---
+
+
+@pytest.mark.spec("NAMES-06")
+@ranks(2)
+def test_fsdp_modules_lists_every_wrapper_below() -> None:
+    model = sharded()
+    blocks = list(model.blocks)
+    assert FSDP.fsdp_modules(model) == [model, *blocks]
+    assert FSDP.fsdp_modules(model.module) == blocks, "the module may be plain"
+    assert FSDP.fsdp_modules(blocks[1]) == [blocks[1]]
+    assert FSDP.fsdp_modules(nn.Linear(2, 2)) == []
+    assert model.fsdp_modules(blocks[1]) == [blocks[1]], "it is static"
+    several = nn.ModuleDict({"b": blocks[1], "plain": nn.Linear(2, 2), "again": blocks[1], "a": blocks[0]})
+    assert FSDP.fsdp_modules(several) == [blocks[1], blocks[0]], "each once, in the order of modules()"
+    iterate(model)
+    assert FSDP.fsdp_modules(model) == [model, *blocks]
+
+
+@pytest.mark.spec("NAMES-07")
+@pytest.mark.parametrize("has_run", [False, True])
+@ranks(2)
+def test_root_only_lists_the_roots_and_two_trees_have_two(has_run: bool) -> None:
+    trees = [sharded(), sharded()]
+    if has_run:
+        for tree in trees:
+            iterate(tree)
+    pair = nn.ModuleList([*trees, nn.Linear(2, 2)])
+    assert FSDP.fsdp_modules(pair, root_only=True) == trees
+    assert FSDP.fsdp_modules(pair, True) == trees
+    assert len(FSDP.fsdp_modules(pair)) == 10
+    assert FSDP.fsdp_modules(nn.Linear(2, 2), root_only=True) == []
+
+
+@pytest.mark.spec("NAMES-07", "CTOR-10")
+@ranks(2)
+def test_root_only_does_not_list_an_inner_instance_though_it_is_asked_from_inside() -> None:
+    ours, theirs = sharded(), as_torch(seeded())
+    for model in (ours, theirs):
+        iterate(model)
+        kind = type(model)
+        assert kind.fsdp_modules(model.blocks[1], root_only=True) == []
+        assert kind.fsdp_modules(model.module, root_only=True) == []
+
+
+# --- the ways in ---
+
+
+@pytest.mark.spec("NAMES-10")
+@ranks(2)
+def test_forward_is_called_on_the_wrapper_and_not_on_the_module_inside() -> None:
+    plain, model = both()
+    assert torch.equal(model.eval()(batch()), plain.eval()(batch()))
+    assert torch.equal(model.forward(batch()), plain(batch()))
+    with refused(RuntimeError, "wrapped module"):
+        model.module(batch())
+
+
+@pytest.mark.spec("NAMES-10")
+@flat_or_original
+@ranks(2)
+def test_state_dict_and_load_state_dict_are_called_on_the_wrapper(keep: bool) -> None:
+    plain, model = both(use_orig_params=keep)
+    values = model.state_dict()
+    assert list(values) == list(plain.state_dict())
+    assert_same(values, plain.state_dict(), bitwise=True)
+    others = {name: value + 1 for name, value in plain.state_dict().items()}
+    result = model.load_state_dict(others)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    with FSDP.summon_full_params(model, writeback=False):
+        assert_same({**named(model), **dict(model.named_buffers())}, unique(plain, others), bitwise=True)
+
+
+def unique(plain: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without the second names of tied parameters."""
+    names = {name for name, _ in [*plain.named_parameters(), *plain.named_buffers()]}
+    return {name: value for name, value in values.items() if name in names}

@@ -1,0 +1,404 @@
+"""When the next unit is asked for: in backward, in forward, and what it costs.
+
+A layer's watch says what is in memory in the middle of each unit's forward and backward; the tracer says what was
+issued when. The whole orders are in ``test_timelines.py``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minifsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy, trace
+from spec_tests.fsdp1.four_blocks import (
+    FULL_SHARD,
+    NO_SHARD,
+    SHARD_GRAD_OP,
+    Stack,
+    Watch,
+    Wire,
+    assert_same,
+    batch,
+    chunked,
+    flat_gradients,
+    iterate,
+    loss_of,
+    mean_gradients,
+    said,
+    seeded,
+    sharded,
+)
+from spec_tests.harness import ranks
+
+PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
+SETTINGS = (PRE, POST, None)
+
+
+def computing(**options: Any) -> tuple[FullyShardedDataParallel, Watch]:
+    """A model whose units write ``GRAD`` into the recording in the middle of their backward."""
+    plain = seeded()
+    watch = Watch(plain)
+    watch.in_backward = lambda unit: trace.recorder.begin("GRAD", unit) and None
+    return sharded(plain, **options), watch
+
+
+def backward_words(model: nn.Module, step: int = 0, **arguments: Any) -> list[str]:
+    loss = loss_of(model(batch(step), **arguments))
+    with trace.record() as recorder:
+        loss.backward()
+    return said(recorder.events).split()
+
+
+# --- the option ---
+
+
+@pytest.mark.spec("PREF-01")
+@ranks(2)
+def test_the_argument_takes_two_members_or_none_and_nothing_else() -> None:
+    assert [member.name for member in BackwardPrefetch] == ["BACKWARD_PRE", "BACKWARD_POST"]
+    assert inspect.signature(FullyShardedDataParallel).parameters["backward_prefetch"].default is PRE
+    assert sharded().backward_prefetch is PRE
+    for setting in SETTINGS:
+        model = sharded(backward_prefetch=setting)
+        assert {unit.backward_prefetch for unit in FullyShardedDataParallel.fsdp_modules(model)} == {setting}
+    for wrong in ("BACKWARD_PRE", 1, True, False, object()):
+        with pytest.raises(TypeError, match=r"backward_prefetch must be one of BackwardPrefetch\.BACKWARD_PRE"):
+            sharded(backward_prefetch=wrong)
+
+
+# --- backward ---
+
+
+@pytest.mark.spec("PREF-02", "PREF-09")
+@ranks(2)
+def test_pre_gathers_the_next_unit_before_the_current_gradients_are_computed() -> None:
+    model, _ = computing(backward_prefetch=PRE)
+    words = backward_words(model)
+    assert words.index("AG3") < words.index("B3"), "asked for by the root"
+    for index in (3, 2, 1):
+        gather_of_next = words.index(f"AG{index - 1}")
+        assert words.index(f"B{index}") < gather_of_next < words.index(f"GRAD{index}")
+
+
+@pytest.mark.spec("PREF-04", "PREF-09")
+@ranks(2)
+def test_post_gathers_the_next_unit_after_the_current_one_is_computed_and_freed() -> None:
+    model, _ = computing(backward_prefetch=POST)
+    words = backward_words(model)
+    for index in (3, 2, 1):
+        gather_of_next = words.index(f"AG{index - 1}")
+        assert words.index(f"GRAD{index}") < words.index(f"FREE{index}") < gather_of_next
+        assert gather_of_next < words.index(f"RS{index}"), "ahead of the reduction, which nobody waits for yet"
+        assert gather_of_next < words.index(f"B{index - 1}")
+
+
+@pytest.mark.spec("PREF-06", "PREF-09")
+@ranks(2)
+def test_none_gathers_a_unit_when_its_own_backward_begins() -> None:
+    model, _ = computing(backward_prefetch=None)
+    words = backward_words(model)
+    for index in (3, 2, 1, 0):
+        begins = words.index(f"B{index}")
+        assert words[begins : begins + 3] == [f"B{index}", f"AG{index}", f"GRAD{index}"]
+
+
+ALIVE = {
+    PRE: {"blocks.3": ["blocks.2", "blocks.3"], "blocks.2": ["blocks.1", "blocks.2"],
+          "blocks.1": ["blocks.0", "blocks.1"], "blocks.0": ["blocks.0"]},
+    POST: {f"blocks.{index}": [f"blocks.{index}"] for index in range(4)},
+    None: {f"blocks.{index}": [f"blocks.{index}"] for index in range(4)},
+}  # fmt: skip
+
+
+@pytest.mark.spec("PREF-03", "PREF-05", "PREF-06")
+@pytest.mark.parametrize("setting", SETTINGS)
+@ranks(2)
+def test_so_many_units_are_gathered_while_a_block_computes_its_gradients(setting: BackwardPrefetch | None) -> None:
+    plain = seeded()
+    watch = Watch(plain)
+    alive: dict[str, list[str]] = {}
+
+    def look(unit: str) -> None:
+        if unit:
+            alive[unit] = watch.alive_blocks()
+
+    watch.in_backward = look
+    model = sharded(plain, backward_prefetch=setting)
+    for step in range(2):
+        alive.clear()
+        iterate(model, step)
+        assert alive == ALIVE[setting]
+
+
+@pytest.mark.spec("PREF-03", "PREF-05")
+@pytest.mark.parametrize(("setting", "most"), [(PRE, 2), (POST, 1), (None, 1)])
+@ranks(2)
+def test_at_no_time_of_backward_are_more_blocks_gathered(setting: BackwardPrefetch | None, most: int) -> None:
+    model = sharded(backward_prefetch=setting)
+    loss = loss_of(model(batch()))
+    with trace.record() as recorder:
+        loss.backward()
+    alive, peak = 0, 0
+    for event in recorder.events:
+        if event.unit:
+            alive += {"AG": 1, "FREE": -1}.get(event.kind, 0)
+            peak = max(peak, alive)
+    assert peak == most
+
+
+@pytest.mark.gpu
+@pytest.mark.spec("PREF-03", "PREF-05")
+@ranks(2)
+def test_pre_holds_one_unit_more_than_post_in_memory() -> None:
+    block_bytes = 1024 * 1025 * 4
+    peaks = {setting: peak_of_backward(setting) for setting in (PRE, POST)}
+    # Pre: current and next parameters, current gradients. Post: one of the two, and current gradients.
+    assert peaks[PRE] > 2.5 * block_bytes
+    assert peaks[POST] < peaks[PRE] - 0.5 * block_bytes
+
+
+def peak_of_backward(setting: BackwardPrefetch) -> int:
+    """The most bytes that were allocated in backward beyond those at its beginning."""
+    plain = seeded(lambda: Stack(1024))
+    watch = Watch(plain)
+    # Memory crosses lanes; without this the allocator could not yet give back what the last unit has freed.
+    watch.in_backward = lambda unit: torch.cuda.synchronize()
+    model = sharded(plain, backward_prefetch=setting)
+    for _ in range(2):
+        model.zero_grad(set_to_none=False)
+        loss = loss_of(model(batch(width=1024)))
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss.backward()
+        torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.spec("PREF-07")
+@ranks(2)
+def test_all_settings_give_the_same_gradients_bit_by_bit() -> None:
+    results = []
+    for setting in SETTINGS:
+        model = sharded(backward_prefetch=setting)
+        for step in range(2):
+            iterate(model, step)
+        results.append({unit: gradient.clone() for unit, gradient in flat_gradients(model).items()})
+    for other in results[1:]:
+        assert_same(other, results[0], bitwise=True)
+    plain = seeded()
+    assert_same(results[0], chunked(plain, mean_gradients(plain, [0, 1]), 2, dist.get_rank()), bitwise=False)
+
+
+@pytest.mark.spec("PREF-08")
+@pytest.mark.parametrize("orders", [[(2, 0, 3, 1)], [(0, 1, 2, 3), (3, 1, 0, 2)], [(1, 2), (3, 0, 2)]])
+@ranks(2)
+def test_next_in_backward_is_the_one_before_in_the_forward_of_this_iteration(orders: Sequence[Sequence[int]]) -> None:
+    model = sharded()
+    for step, order in enumerate(orders):
+        words = backward_words(model, step, order=order)
+        asked_for = [word for word in words if word.startswith(("AG", "B"))]
+        expected = [f"AG{order[-1]}"]
+        for position in reversed(range(len(order))):
+            expected += [f"B{order[position]}"] + ([f"AG{order[position - 1]}"] if position else [])
+        assert asked_for == expected
+
+
+class Branches(Stack):
+    """Block 0 feeds two branches, 1 and 2, whose outputs meet in 3."""
+
+    def forward(self, x: Tensor, order: Any = None) -> Tensor:
+        x = self.blocks[0](self.enter(x))
+        return self.leave(self.blocks[3](self.blocks[1](x) + self.blocks[2](x)))
+
+
+@pytest.mark.spec("PREF-08")
+@pytest.mark.parametrize("setting", SETTINGS)
+@ranks(2)
+def test_branches_are_gathered_in_the_reverse_of_the_order_in_which_they_ran(setting: BackwardPrefetch | None) -> None:
+    model = sharded(seeded(Branches), backward_prefetch=setting)
+    for step in range(2):
+        words = backward_words(model, step)
+        assert [word for word in words if word.startswith("AG")] == ["AG3", "AG2", "AG1", "AG0"]
+        if setting is PRE:
+            assert words.index("B3") < words.index("AG2") < words.index("FREE3")
+            assert words.index("B2") < words.index("AG1") < words.index("FREE2")
+    plain = seeded(Branches)
+    expected = mean_gradients(plain, [0, 1])
+    assert_same(flat_gradients(model), chunked(plain, expected, 2, dist.get_rank()), bitwise=False)
+
+
+@pytest.mark.spec("PREF-15")
+@pytest.mark.parametrize("forward_prefetch", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("strategy", [SHARD_GRAD_OP, NO_SHARD])
+@ranks(2)
+def test_what_is_kept_is_not_gathered_in_backward(
+    strategy: ShardingStrategy, setting: BackwardPrefetch | None, forward_prefetch: bool
+) -> None:
+    model = sharded(sharding_strategy=strategy, backward_prefetch=setting, forward_prefetch=forward_prefetch)
+    for step in range(3):
+        loss = loss_of(model(batch(step)))
+        with trace.record() as recorder, Wire() as wire:
+            loss.backward()
+        assert recorder.count("AG") == 0
+        assert "AG" not in wire.kinds()
+
+
+# --- lanes ---
+
+
+@pytest.mark.spec("PREF-10")
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+@pytest.mark.parametrize("setting", SETTINGS)
+@ranks(2)
+def test_collectives_run_in_the_order_in_which_the_trace_says_they_were_issued(
+    strategy: ShardingStrategy, setting: BackwardPrefetch | None
+) -> None:
+    """Blocks of different sizes, so that a number of elements says whose collective it is."""
+    model = sharded(seeded(lambda: Stack(hidden=(2, 4, 6, 8))), sharding_strategy=strategy, backward_prefetch=setting)
+    for step in range(2):
+        with trace.record() as recorder, Wire() as wire:
+            iterate(model, step)
+        assert wire.values == [(event.kind, event.num_bytes // 4) for event in recorder.events if event.ranks]
+
+
+@pytest.mark.gpu
+@pytest.mark.spec("PREF-10", "PREF-14")
+@ranks(2)
+def test_gathers_have_a_stream_of_their_own_and_all_of_them_the_same() -> None:
+    plain = seeded()
+    model = sharded(plain)
+    iterate(model)
+    lanes = {unit._unit.lanes for unit in FullyShardedDataParallel.fsdp_modules(model)}
+    assert len(lanes) == 1
+    (lanes_of_tree,) = lanes
+    streams = [lanes_of_tree.gather.stream, lanes_of_tree.reduce.stream, torch.cuda.current_stream()]
+    assert len({stream.cuda_stream for stream in streams}) == 3
+
+
+@pytest.mark.spec("PREF-14")
+@ranks(2)
+def test_gathers_and_reductions_are_labelled_with_lanes_of_their_own() -> None:
+    model = sharded()
+    with trace.record() as recorder:
+        iterate(model)
+    lanes = {kind: {event.lane for event in recorder.events if event.kind == kind} for kind in ("AG", "F", "B", "RS")}
+    assert lanes == {"AG": {"gather"}, "F": {"compute"}, "B": {"compute"}, "RS": {"reduce"}}
+
+
+@pytest.mark.spec("PREF-14")
+@ranks(2)
+def test_a_gather_is_waited_for_at_its_own_forward_and_not_where_it_was_issued() -> None:
+    """What was asked for early is on its way while another unit computes: that is all the overlap there is."""
+    model = sharded(forward_prefetch=True)
+    iterate(model)
+    with trace.record() as recorder:
+        iterate(model, 1)
+    first = {}
+    for event in recorder.events:
+        first.setdefault((event.kind, event.unit), event)
+    for index in range(3):
+        computes, ahead = first["F", f"blocks.{index}"], first["AG", f"blocks.{index + 1}"]
+        assert ahead.start < computes.start < computes.end < ahead.end
+
+
+# --- forward ---
+
+
+@pytest.mark.spec("PREF-11")
+@ranks(2)
+def test_by_default_a_unit_is_gathered_at_its_own_forward() -> None:
+    assert inspect.signature(FullyShardedDataParallel).parameters["forward_prefetch"].default is False
+    model = sharded()
+    assert model.forward_prefetch is False
+    for step in range(3):
+        with trace.record() as recorder:
+            model(batch(step))
+        words = said(recorder.events).split()
+        for index in range(4):
+            forward = words.index(f"F{index}")
+            assert words[forward - 1] == f"AG{index}"
+            assert index == 0 or words[forward - 2] == f"FREE{index - 1}"
+
+
+@pytest.mark.spec("PREF-12")
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1)])
+@ranks(2)
+def test_forward_prefetch_follows_the_order_of_the_first_iteration_from_the_second_on(order: Sequence[int]) -> None:
+    model = sharded(forward_prefetch=True)
+    for step in range(3):
+        with trace.record() as recorder:
+            loss = loss_of(model(batch(step), order=order))
+        loss.backward()
+        words = said(recorder.events).split()
+        for current, following in itertools.pairwise(order):
+            is_ahead = words.index(f"AG{following}") < words.index(f"F{current}")
+            assert is_ahead is (step > 0), "the first iteration only records"
+        assert [word for word in words if word.startswith("AG")] == ["AGR", *(f"AG{index}" for index in order)]
+
+
+@pytest.mark.spec("PREF-13")
+@pytest.mark.parametrize("later", [(0, 2, 1, 3), (3, 2, 1, 0), (1, 3), (0, 2)])
+@ranks(2)
+def test_forward_prefetch_with_another_order_warns_and_stays_correct(later: Sequence[int]) -> None:
+    plain = seeded()
+    watch = Watch(plain)
+    model = sharded(plain, forward_prefetch=True)
+    iterate(model, 0)
+    iterate(model, 1)
+    model.zero_grad()
+    with pytest.warns(UserWarning, match=r"forward_prefetch expects .*order of the first iteration"):
+        iterate(model, 2, order=later)
+    assert watch.alive() == [], "what was gathered in vain is dropped at the end of backward"
+    check_gradients(model, later, 2)
+    # Back to the recorded order, after a step that a stale prefetch would not have seen.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.25)
+    model.zero_grad()
+    iterate(model, 3)
+    check_gradients(model, range(4), 3, shifted_by=0.25)
+
+
+def check_gradients(model: nn.Module, order: Sequence[int], step: int, shifted_by: float = 0.0) -> None:
+    """Against one process that runs the blocks in this order; a block that did not run has no gradient."""
+    plain = seeded()
+    plain.order = order
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(shifted_by)
+    assert_same(flat_gradients(model), chunked(plain, mean_gradients(plain, [step]), 2, dist.get_rank()))
+
+
+@pytest.mark.spec("PREF-12", "PREF-13")
+@ranks(2)
+def test_forward_prefetch_with_a_constant_order_does_not_warn() -> None:
+    model = sharded(forward_prefetch=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            iterate(model, step)
+
+
+@pytest.mark.spec("PREF-12")
+@ranks(2)
+def test_forward_prefetch_changes_no_gradient() -> None:
+    results = []
+    for forward_prefetch in (False, True):
+        model = sharded(forward_prefetch=forward_prefetch)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            iterate(model, step)
+            optimizer.step()
+        results.append(flat_gradients(model))
+    assert_same(*results, bitwise=True)

@@ -1,0 +1,848 @@
+"""Full parameters in the user's hands: ``summon_full_params``."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from minifsdp import FullyShardedDataParallel, ShardingStrategy
+from spec_tests.fsdp1.four_blocks import (
+    FLAT_STRATEGIES,
+    FULL_SHARD,
+    HYBRID_STRATEGIES,
+    NO_SHARD,
+    SHARD_GRAD_OP,
+    Stack,
+    Watch,
+    Wire,
+    as_torch,
+    assert_same,
+    batch,
+    flattened,
+    full_values,
+    iterate,
+    loss_of,
+    mean_gradients,
+    named,
+    own_names,
+    seeded,
+    sharded,
+)
+from spec_tests.fsdp1.whole import by_name, group_of, whole
+from spec_tests.harness import device, ranks
+
+summon = FullyShardedDataParallel.summon_full_params
+SHARDING = (FULL_SHARD, SHARD_GRAD_OP)
+flat_strategies = pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+sharding = pytest.mark.parametrize("strategy", SHARDING)
+either = pytest.mark.parametrize("use_orig_params", [False, True])
+# The pairs that differ in more than one way of showing parameters; not the whole product.
+PAIRS = [(FULL_SHARD, False), (FULL_SHARD, True), (SHARD_GRAD_OP, True), (NO_SHARD, False), (NO_SHARD, True)]
+pairs = pytest.mark.parametrize(("strategy", "use_orig_params"), PAIRS)
+sharding_pairs = pytest.mark.parametrize(("strategy", "use_orig_params"), PAIRS[:3])
+
+
+def local(model: nn.Module) -> dict[str, Tensor]:
+    """What is visible outside: names, shapes and values."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def units(strategy: ShardingStrategy) -> tuple[int, int]:
+    """Into how many pieces a unit is cut on the ranks of this test, and which one is here."""
+    if strategy is NO_SHARD:
+        return 1, 0
+    return (2, dist.get_rank() % 2) if strategy in HYBRID_STRATEGIES else (dist.get_world_size(), dist.get_rank())
+
+
+# --- what is seen inside ---
+
+
+@pytest.mark.spec("SUMMON-01")
+@pytest.mark.pure
+def test_the_signature_is_that_of_torch() -> None:
+    def expected(
+        module, recurse=True, writeback=True, rank0_only=False, offload_to_cpu=False, with_grads=False
+    ) -> None: ...
+
+    def shape(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
+        return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+    assert shape(summon) == shape(expected)
+    assert shape(summon) == shape(torch_fsdp.FullyShardedDataParallel.summon_full_params)
+    assert isinstance(inspect.getattr_static(FullyShardedDataParallel, "summon_full_params"), staticmethod)
+    assert isinstance(summon(nn.Linear(1, 1)), contextlib.AbstractContextManager)
+
+
+@pytest.mark.spec("SUMMON-02")
+@either
+@pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, *HYBRID_STRATEGIES])
+@ranks(4)
+def test_inside_parameters_have_their_names_shapes_and_values_on_every_rank(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    plain = seeded()
+    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(2):
+        # The first time before any forward, when there is no root yet.
+        with summon(model):
+            assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+            assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
+            assert_same(named(model), named(plain), bitwise=step == 0)
+            # And where the model's own code looks.
+            torch.testing.assert_close(model.module.blocks[1].module.linear.weight, plain.blocks[1].linear.weight)
+        for name, gradient in mean_gradients(plain, [step]).items():
+            plain.get_parameter(name).grad = gradient
+        iterate(model, step)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.spec("SUMMON-02")
+@sharding_pairs
+@ranks(2)
+def test_inside_parameters_have_the_values_of_torch(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    ours = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    theirs = as_torch(
+        seeded(), sharding_strategy=torch_fsdp.ShardingStrategy[strategy.name], use_orig_params=use_orig_params
+    )
+    seen = []
+    for model in (ours, theirs):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        iterate(model)
+        optimizer.step()
+        with type(model).summon_full_params(model):
+            seen.append(named(model))
+    assert_same(seen[0], seen[1], bitwise=True)
+
+
+@pytest.mark.spec("SUMMON-02")
+@either
+@ranks(2)
+def test_inside_the_model_can_be_read_like_one_that_was_never_wrapped(use_orig_params: bool) -> None:
+    plain = seeded()
+    model = sharded(use_orig_params=use_orig_params)
+    with summon(model):
+        assert sum(parameter.numel() for parameter in model.parameters()) == sum(p.numel() for p in plain.parameters())
+        norm = torch.stack([parameter.norm() for parameter in model.parameters()]).norm()
+        torch.nn.functional.linear(batch(), model.module.enter.weight, model.module.enter.bias)
+    assert norm == torch.stack([parameter.norm() for parameter in plain.parameters()]).norm()
+
+
+# --- which units ---
+
+
+def islands(**options: Any) -> nn.Sequential:
+    """Two independent wrapped layers with an ordinary one between them, in a module that is not wrapped."""
+
+    def build() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
+
+    model = seeded(build)
+    for index in (0, 2):
+        model[index] = FullyShardedDataParallel(model[index], **options)
+    return model
+
+
+@pytest.mark.spec("SUMMON-03")
+@either
+@ranks(2)
+def test_a_plain_module_summons_all_units_below_it(use_orig_params: bool) -> None:
+    model = islands(use_orig_params=use_orig_params)
+    expected = [layer.weight for layer in seeded(lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))))]
+    between = model[1].weight
+    before = local(model)
+    with summon(model):
+        assert model[1].weight is between
+        for layer, weight in zip((model[0].module, model[1], model[2].module), expected, strict=True):
+            assert torch.equal(layer.weight, weight)
+            assert isinstance(layer.weight, nn.Parameter)
+    assert_same(local(model), before, bitwise=True)
+
+
+@pytest.mark.spec("SUMMON-03")
+@either
+@ranks(2)
+def test_a_plain_module_hands_its_arguments_to_every_unit(use_orig_params: bool) -> None:
+    model = islands(use_orig_params=use_orig_params)
+    before = local(model)
+    with summon(model, writeback=False), torch.no_grad():
+        for wrapper in (model[0], model[2]):
+            wrapper.module.weight.fill_(7.0)
+    assert_same(local(model), before, bitwise=True)
+    with summon(model, writeback=False, rank0_only=True):
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        for wrapper in (model[0], model[2]):
+            numels = [parameter.numel() for parameter in wrapper.parameters()]
+            assert sum(numels) == (42 if dist.get_rank() == 0 else 21)
+    assert len(shapes) >= 4
+    with summon(model, writeback=True), torch.no_grad():
+        for wrapper in (model[0], model[2]):
+            wrapper.module.weight.fill_(7.0)
+    with summon(model, writeback=False):
+        assert all((wrapper.module.weight == 7.0).all() for wrapper in (model[0], model[2]))
+    with summon(model, recurse=False):
+        assert {name: p.shape for name, p in model.named_parameters()} == {n: t.shape for n, t in before.items()}
+
+
+@pytest.mark.spec("SUMMON-04")
+@either
+@ranks(2)
+def test_an_inner_unit_is_summoned_alone(use_orig_params: bool) -> None:
+    model = sharded(use_orig_params=use_orig_params)
+    inner = model.module.blocks[1]
+    others = {name: tensor.shape for name, tensor in local(model).items() if "blocks.1." not in name}
+    iterate(model)
+    with Wire() as wire, summon(inner):
+        assert_same(named(inner), named(seeded().blocks[1]), bitwise=True)
+        visible = {name: p.shape for name, p in model.named_parameters() if "blocks.1." not in name}
+        assert visible == others
+    assert wire.sent == [("AG", 42)], "no other unit was gathered"
+
+
+@pytest.mark.spec("SUMMON-04")
+@ranks(2)
+def test_the_subtree_of_an_inner_unit_belongs_to_it() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+
+    model = seeded(build)
+    model[1][0] = FullyShardedDataParallel(model[1][0])
+    model[1] = FullyShardedDataParallel(model[1])
+    model = FullyShardedDataParallel(model)
+    with summon(model.module[1]):
+        assert_same(named(model.module[1]), named(seeded(build)[1]), bitwise=True)
+        assert model.module[0].weight.shape == (6, 6)
+        with pytest.raises(RuntimeError, match="sharded"):
+            model.module[0].weight.sum()
+
+
+@pytest.mark.spec("SUMMON-05")
+@either
+@ranks(2)
+def test_without_recurse_nested_units_stay_sharded(use_orig_params: bool) -> None:
+    plain = seeded()
+    model = sharded(use_orig_params=use_orig_params)
+    before = local(model)
+    with Wire() as wire, summon(model, recurse=False):
+        visible = dict(model.named_parameters())
+        for name in own_names(plain)[""]:
+            assert torch.equal(visible.pop(name), plain.get_parameter(name))
+        assert sorted(p.numel() for p in visible.values()) == sorted(
+            tensor.numel() for name, tensor in before.items() if "blocks" in name
+        )
+    assert wire.sent == [("AG", 56)]
+
+
+# --- leaving ---
+
+
+@pytest.mark.spec("SUMMON-06")
+@either
+@pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, *HYBRID_STRATEGIES])
+@ranks(4)
+def test_on_exit_the_local_shards_are_back(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    before, objects = local(model), list(model.parameters())
+    for writeback in (True, False):
+        with summon(model, writeback=writeback):
+            pass
+        assert_same(local(model), before, bitwise=True)
+        assert all(now is then for now, then in zip(model.parameters(), objects, strict=True))
+
+
+@pytest.mark.spec("SUMMON-06")
+@pytest.mark.parametrize("writeback", [True, False])
+@sharding_pairs
+@ranks(2)
+def test_on_exit_the_full_memory_is_freed(strategy: ShardingStrategy, writeback: bool, use_orig_params: bool) -> None:
+    plain = seeded()
+    watch = Watch(plain)
+    model = sharded(plain, sharding_strategy=strategy, use_orig_params=use_orig_params)
+    with summon(model, writeback=writeback):
+        memories = [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]
+        assert not any(memory.expired() for memory in memories)
+    # Gloo's own thread may be the last to let go.
+    deadline = time.monotonic() + 5
+    while not all(memory.expired() for memory in memories):
+        assert time.monotonic() < deadline, "somebody still holds full parameters"
+        time.sleep(0.001)
+    iterate(model)
+    with summon(model, writeback=writeback):
+        pass
+    assert watch.alive() == []
+    for name, parameter in model.named_parameters():
+        assert parameter.untyped_storage().nbytes() <= 4 * 28, f"{name} is not a slice of something large"
+
+
+@pytest.mark.gpu
+@pytest.mark.spec("SUMMON-06")
+@ranks(2)
+def test_on_exit_allocated_memory_is_what_it_was() -> None:
+    model = sharded(seeded(lambda: Stack(1024)))
+    before = torch.cuda.memory_allocated()
+    with summon(model):
+        assert torch.cuda.memory_allocated() > before + 4 * 1024 * 1024 * 4
+    assert torch.cuda.memory_allocated() == before
+
+
+# --- changes ---
+
+
+def patchwork(strategy: ShardingStrategy) -> dict[str, Tensor]:
+    """By unit, what is left if each rank fills everything with its number."""
+    plain = seeded()
+    rows = flattened(plain, named(plain))
+    num, _ = units(strategy)
+    for row in rows.values():
+        size = -(-row.numel() // num)
+        for index in range(num):
+            row[index * size : (index + 1) * size] = float(index)
+    return rows
+
+
+CHANGES: dict[str, Callable[[nn.Parameter, float], Any]] = {
+    "in place": lambda parameter, value: parameter.fill_(value),
+    "through data": lambda parameter, value: parameter.data.fill_(value),
+    "other memory": lambda parameter, value: setattr(parameter, "data", torch.full_like(parameter, value)),
+    "element by element": lambda parameter, value: [row.fill_(value) for row in parameter],
+    "init": lambda parameter, value: nn.init.constant_(parameter, value),
+}
+
+
+@pytest.mark.spec("SUMMON-07")
+@sharding_pairs
+@ranks(4)
+def test_of_each_ranks_changes_its_own_chunk_persists(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    for change in CHANGES.values():
+        with summon(model), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        with summon(model), torch.no_grad():
+            for parameter in model.parameters():
+                change(parameter, float(dist.get_rank()))
+        assert_same(flattened(seeded(), full_values(model)), patchwork(strategy), bitwise=True)
+        # From the second time on the units have been gathered for a computation before.
+        iterate(model)
+
+
+@pytest.mark.spec("SUMMON-07")
+@sharding_pairs
+@ranks(2)
+def test_the_patchwork_is_computed_with(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    plain = seeded()
+    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model(batch())
+    with summon(model), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.1 * dist.get_rank())
+    with torch.no_grad():
+        for unit, row in patchwork(strategy).items():
+            names = own_names(plain)[unit]
+            parts = row.split([plain.get_parameter(name).numel() for name in names])
+            for name, part in zip(names, parts, strict=True):
+                plain.get_parameter(name).copy_(0.1 * part.view_as(plain.get_parameter(name)))
+        assert torch.equal(model(batch()), plain(batch()))
+
+
+@pytest.mark.spec("SUMMON-07")
+@ranks(2)
+def test_the_patchwork_is_that_of_torch() -> None:
+    seen = []
+    for model in (sharded(), as_torch(seeded())):
+        with type(model).summon_full_params(model), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(float(dist.get_rank()))
+        with type(model).summon_full_params(model, writeback=False):
+            seen.append(named(model))
+    assert_same(seen[0], seen[1], bitwise=True)
+    assert not torch.equal(seen[0]["enter.weight"], seeded().enter.weight)
+
+
+@pytest.mark.spec("SUMMON-07")
+@either
+@pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)
+@ranks(4)
+def test_the_same_change_on_all_ranks_persists_as_a_whole(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    with summon(model), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+    assert_same(full_values(model), {name: 2.0 * value for name, value in named(seeded()).items()}, bitwise=True)
+
+
+@pytest.mark.spec("SUMMON-07")
+@either
+@ranks(2)
+def test_a_parameter_object_that_is_exchanged_inside_is_not_silently_forgotten(use_orig_params: bool) -> None:
+    model = sharded(use_orig_params=use_orig_params)
+    with pytest.raises(RuntimeError, match=r"enter\.weight"), summon(model):
+        model.module.enter.weight = nn.Parameter(torch.ones(6, 6, device=device()))
+    model = sharded(use_orig_params=use_orig_params)
+    with pytest.raises(RuntimeError, match=r"enter\.weight"), summon(model):
+        del model.module.enter.weight
+
+
+@pytest.mark.spec("SUMMON-08")
+@sharding_pairs
+@ranks(2)
+def test_without_writeback_changes_are_dropped(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    before = local(model)
+    for change in CHANGES.values():
+        with summon(model, writeback=False), torch.no_grad():
+            for parameter in model.parameters():
+                change(parameter, 3.0)
+        assert_same(local(model), before, bitwise=True)
+    with torch.no_grad():
+        assert torch.equal(model(batch()), seeded()(batch()))
+
+
+@pytest.mark.spec("SUMMON-08")
+@sharding_pairs
+@ranks(2)
+def test_without_writeback_nothing_is_copied_back(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    written = {}
+    for writeback in (False, True):
+        before = [parameter._version for parameter in model.parameters()]
+        with summon(model, writeback=writeback):
+            pass
+        written[writeback] = [p._version > version for p, version in zip(model.parameters(), before, strict=True)]
+    assert not any(written[False])
+    assert all(written[True])
+
+
+@pytest.mark.spec("SUMMON-09")
+@either
+@pytest.mark.parametrize("writeback", [True, False])
+@ranks(2)
+def test_changes_of_what_is_not_sharded_persist_in_any_case(writeback: bool, use_orig_params: bool) -> None:
+    own_group, _ = dist.new_subgroups(group_size=1)
+    for options in ({"sharding_strategy": NO_SHARD}, {"process_group": own_group}):
+        model = sharded(use_orig_params=use_orig_params, **options)
+        expected = seeded()
+        for value, change in enumerate(CHANGES.values(), start=3):
+            with summon(model, writeback=writeback), torch.no_grad():
+                for parameter in model.parameters():
+                    change(parameter, float(value))
+            with torch.no_grad():
+                for parameter in expected.parameters():
+                    parameter.fill_(float(value))
+                assert_same(full_values(model), named(expected), bitwise=True)
+                assert torch.equal(model(batch()), expected(batch()))
+
+
+# --- on rank 0 only, on the CPU ---
+
+
+def check_rank0_only(model: FullyShardedDataParallel, *, is_first: bool) -> None:
+    before = local(model)
+    shapes = sorted(tensor.shape for tensor in before.values())
+    for offload_to_cpu in (False, True):
+        with summon(model, writeback=False, rank0_only=True, offload_to_cpu=offload_to_cpu):
+            if is_first:
+                assert_same(named(model), named(seeded()), bitwise=True)
+            else:
+                assert sorted(parameter.shape for parameter in model.parameters()) == shapes
+                assert_same(dict(zip(before, model.parameters(), strict=True)), before, bitwise=True)
+        assert_same(local(model), before, bitwise=True)
+
+
+@pytest.mark.spec("SUMMON-10")
+@sharding_pairs
+@ranks(4)
+def test_rank_0_alone_sees_full_parameters(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    check_rank0_only(model, is_first=dist.get_rank() == 0)
+    iterate(model)
+    assert len(FullyShardedDataParallel.fsdp_modules(model)) == 5
+
+
+@pytest.mark.spec("SUMMON-10")
+@either
+@ranks(4)
+def test_in_a_sub_group_its_first_rank_alone_sees_full_parameters(use_orig_params: bool) -> None:
+    group = dist.new_group([2, 3])
+    if dist.get_rank() >= 2:
+        model = sharded(process_group=group, use_orig_params=use_orig_params)
+        check_rank0_only(model, is_first=dist.get_rank() == 2)
+
+
+@pytest.mark.spec("SUMMON-10")
+@either
+@pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)
+@ranks(4)
+def test_in_a_hybrid_the_first_rank_of_all_alone_sees_full_parameters(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    check_rank0_only(model, is_first=dist.get_rank() == 0)
+
+
+@pytest.mark.spec("SUMMON-11")
+@pytest.mark.parametrize("options", [{"rank0_only": True}, {"rank0_only": True, "writeback": True}])
+@ranks(2)
+def test_rank0_only_cannot_write_back(options: dict[str, bool]) -> None:
+    model = sharded()
+    before = local(model)
+    with Wire() as wire, pytest.raises(NotImplementedError, match="writeback=False"), summon(model, **options):
+        pass
+    assert wire.sent == []
+    assert_same(local(model), before, bitwise=True)
+
+
+@pytest.mark.spec("SUMMON-12")
+@sharding_pairs
+@ranks(2)
+def test_offloaded_to_the_cpu_the_values_are_right(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    iterate(model)
+    with summon(model, writeback=False, rank0_only=True, offload_to_cpu=True):
+        if dist.get_rank() == 0:
+            assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+            assert_same(named(model), named(seeded()), bitwise=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with summon(model, offload_to_cpu=True), torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.device.type == "cpu"
+                parameter.add_(1.0)
+    assert {parameter.device for parameter in model.parameters()} == {device()}
+    assert_same(full_values(model), {name: value + 1.0 for name, value in named(seeded()).items()}, bitwise=True)
+    iterate(model)
+
+
+@pytest.mark.spec("SUMMON-13")
+@ranks(2)
+def test_offloading_on_all_ranks_warns_of_redundant_copies() -> None:
+    model = sharded()
+    with pytest.warns(UserWarning, match="rank0_only=True") as caught, summon(model, offload_to_cpu=True):
+        pass
+    assert len(caught) == 1
+    assert "CPU cop" in str(caught[0].message)
+    assert caught[0].filename == __file__, "it points to the line that is to be changed"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with summon(model, offload_to_cpu=True, rank0_only=True, writeback=False):
+            pass
+
+
+@pytest.mark.spec("SUMMON-14")
+@either
+@ranks(2)
+def test_what_is_not_sharded_is_not_offloaded(use_orig_params: bool) -> None:
+    model = sharded(sharding_strategy=NO_SHARD, use_orig_params=use_orig_params)
+    memory = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    with summon(model, offload_to_cpu=True, rank0_only=True, writeback=False):
+        if dist.get_rank() == 0:
+            assert {parameter.device for parameter in model.parameters()} == {device()}
+            assert {parameter.untyped_storage().data_ptr() for parameter in model.parameters()} == memory
+            assert_same(named(model), named(seeded()), bitwise=True)
+
+
+# --- with gradients ---
+
+
+@pytest.mark.spec("SUMMON-15")
+@pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, *HYBRID_STRATEGIES])
+@ranks(4)
+def test_gradients_are_summoned_in_their_original_shapes(strategy: ShardingStrategy) -> None:
+    model = sharded(sharding_strategy=strategy, use_orig_params=True)
+    with summon(model, with_grads=True):
+        assert all(parameter.grad is None for parameter in model.parameters())
+    iterate(model)
+    before = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    for options in ({"writeback": False}, {}, {"writeback": False, "rank0_only": True}):
+        with summon(model, with_grads=True, **options):
+            if dist.get_rank() == 0 or "rank0_only" not in options:
+                gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+                assert_same(gradients, mean_gradients(seeded()))
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) is (before[name] is None)
+        assert parameter.grad is None or torch.equal(parameter.grad, before[name])
+
+
+@pytest.mark.spec("SUMMON-15")
+@flat_strategies
+@ranks(2)
+def test_a_parameter_without_a_gradient_has_none_when_summoned(strategy: ShardingStrategy) -> None:
+    model = sharded(sharding_strategy=strategy, use_orig_params=True)
+    model.module.blocks[1].requires_grad_(False)
+    iterate(model)
+    by_name(model)["leave.weight"].grad = None
+    with summon(model, with_grads=True):
+        without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    assert without == {"blocks.1.linear.weight", "blocks.1.linear.bias", "leave.weight"}
+
+
+@pytest.mark.spec("SUMMON-15")
+@pytest.mark.parametrize("writeback", [True, False])
+@sharding
+@ranks(2)
+def test_changes_of_gradients_are_written_back_if_asked(strategy: ShardingStrategy, writeback: bool) -> None:
+    model = sharded(sharding_strategy=strategy, use_orig_params=True)
+    theirs = as_torch(seeded(), sharding_strategy=torch_fsdp.ShardingStrategy[strategy.name], use_orig_params=True)
+    for each in (model, theirs):
+        iterate(each)
+        with type(each).summon_full_params(each, with_grads=True, writeback=writeback):
+            for parameter in each.parameters():
+                parameter.grad.mul_(2.0)
+    factor = 2.0 if writeback else 1.0
+    gradients = whole(model)[1]
+    assert_same(gradients, {name: factor * g for name, g in mean_gradients(seeded()).items()}, bitwise=True)
+    assert_same(gradients, whole(theirs)[1], bitwise=True)
+
+
+@pytest.mark.spec("SUMMON-15")
+@ranks(2)
+def test_gradients_cannot_be_summoned_from_flat_parameters_or_to_the_cpu() -> None:
+    flat, original = sharded(), sharded(use_orig_params=True)
+    for model in (flat, original):
+        iterate(model)
+    before = [local(flat), local(original)]
+    with Wire() as wire:
+        with pytest.raises(NotImplementedError, match="use_orig_params=True"), summon(flat, with_grads=True):
+            pass
+        with (
+            pytest.raises(NotImplementedError, match="offload_to_cpu"),
+            summon(original, with_grads=True, offload_to_cpu=True),
+        ):
+            pass
+    assert wire.sent == [], "refused before anybody waits for anybody"
+    assert_same(local(flat), before[0], bitwise=True)
+    assert_same(local(original), before[1], bitwise=True)
+    with summon(flat, writeback=False):
+        assert_same(named(flat), named(seeded()), bitwise=True)
+
+
+# --- when it may not be used ---
+
+
+def rootless(**options: Any) -> FullyShardedDataParallel:
+    """Two units inside a root that owns nothing itself, with a moment between them when no unit computes."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))
+    for index in (0, 2):
+        model[index] = FullyShardedDataParallel(model[index], **options)
+    return FullyShardedDataParallel(model, **options)
+
+
+def with_root(**options: Any) -> FullyShardedDataParallel:
+    return sharded(**options)
+
+
+models = pytest.mark.parametrize("build", [with_root, rootless])
+
+
+def middle_of(model: FullyShardedDataParallel) -> nn.Module:
+    """A module that runs in the middle of the forward."""
+    return model.module[1] if isinstance(model.module, nn.Sequential) else model.module.blocks[1].module.linear
+
+
+def check_it_still_trains(model: FullyShardedDataParallel, build: Callable[..., Any]) -> None:
+    """The next iteration on it is like the first on a fresh one."""
+    fresh = build(sharding_strategy=model.sharding_strategy, use_orig_params=model._use_orig_params)
+    model.zero_grad()
+    for each in (model, fresh):
+        loss_of(each(batch())).backward()
+    for (name, ours), (_, expected) in zip(model.named_parameters(), fresh.named_parameters(), strict=True):
+        assert torch.equal(ours, expected), name
+        assert (ours.grad is None) is (expected.grad is None)
+        assert ours.grad is None or torch.equal(ours.grad, expected.grad), name
+
+
+@pytest.mark.spec("SUMMON-16")
+@models
+@pairs
+@ranks(2)
+def test_it_cannot_be_entered_during_forward_or_backward(
+    strategy: ShardingStrategy, use_orig_params: bool, build: Callable[..., FullyShardedDataParallel]
+) -> None:
+    model = build(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    refused: list[str] = []
+
+    def try_it(moment: str) -> None:
+        with pytest.raises(RuntimeError, match=r"rank \d.*forward") as raised, summon(model, writeback=False):
+            pass
+        assert "backward" in str(raised.value)
+        refused.append(moment)
+
+    def in_forward(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        try_it("forward")
+        if output.requires_grad:
+            output.register_hook(lambda _: try_it("backward"))
+
+    hook = middle_of(model).register_forward_hook(in_forward)
+    loss_of(model(batch())).backward()
+    assert refused == ["forward", "backward"]
+    with torch.no_grad():
+        model(batch())
+    assert refused == ["forward", "backward", "forward"]
+    hook.remove()
+    check_it_still_trains(model, build)
+
+
+@pytest.mark.spec("SUMMON-16")
+@ranks(2)
+def test_an_error_out_of_a_forward_that_tried_it_leaves_a_model_that_can_be_used() -> None:
+    model = sharded()
+
+    def in_forward(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        with summon(model):
+            pass
+
+    hook = middle_of(model).register_forward_hook(in_forward)
+    with pytest.raises(RuntimeError, match="during forward"):
+        model(batch())
+    hook.remove()
+    with summon(model, writeback=False):
+        assert_same(named(model), named(seeded()), bitwise=True)
+    check_it_still_trains(model, with_root)
+
+
+@pytest.mark.spec("SUMMON-17")
+@models
+@pytest.mark.parametrize("options", [{}, {"writeback": False, "rank0_only": True}])
+@pairs
+@ranks(2)
+def test_inside_neither_forward_nor_backward_can_be_started(
+    strategy: ShardingStrategy,
+    options: dict[str, bool],
+    use_orig_params: bool,
+    build: Callable[..., FullyShardedDataParallel],
+) -> None:
+    model = build(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    for gradients in (True, False):
+        with summon(model, **options), torch.set_grad_enabled(gradients), Wire() as wire:
+            with pytest.raises(RuntimeError, match=r"rank \d.*forward.*summon"):
+                model(batch())
+            assert wire.sent == [], "at once"
+    loss = loss_of(model(batch()))
+    with summon(model, **options), Wire() as wire:
+        with pytest.raises(RuntimeError, match=r"rank \d.*backward.*summon"):
+            loss.backward()
+        assert wire.sent == [], "at once"
+    check_it_still_trains(model, build)
+
+
+@pytest.mark.spec("SUMMON-17")
+@ranks(2)
+def test_while_an_inner_unit_is_summoned_the_whole_model_cannot_be_run() -> None:
+    model = sharded()
+    with summon(model.module.blocks[1]), pytest.raises(RuntimeError, match=r"forward.*blocks\.1.*summon"):
+        model(batch())
+    check_it_still_trains(model, with_root)
+
+
+@pytest.mark.spec("SUMMON-18")
+@pytest.mark.parametrize("options", [{}, {"writeback": False, "rank0_only": True}])
+@pairs
+@ranks(2)
+def test_it_cannot_be_entered_twice(
+    strategy: ShardingStrategy, options: dict[str, bool], use_orig_params: bool
+) -> None:
+    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    block = model.module.blocks[2]
+    for outer, inner in ((model, model), (model, block), (block, model), (block, block)):
+        with summon(outer, **options):
+            during = local(model)
+            with Wire() as wire, pytest.raises(RuntimeError, match="already"), summon(inner, **options):
+                pass
+            assert wire.sent == []
+            assert_same(local(model), during, bitwise=True)
+    check_it_still_trains(model, with_root)
+
+
+@pytest.mark.spec("SUMMON-18")
+@ranks(2)
+def test_different_units_can_be_summoned_one_inside_the_other() -> None:
+    model = sharded()
+    first, second = model.module.blocks[0], model.module.blocks[1]
+    with summon(first), summon(second), torch.no_grad():
+        for parameter in (*first.parameters(), *second.parameters()):
+            parameter.add_(1.0)
+    expected = {n: v + 1.0 if n.startswith(("blocks.0", "blocks.1")) else v for n, v in named(seeded()).items()}
+    assert_same(full_values(model), expected, bitwise=True)
+
+
+@pytest.mark.spec("SUMMON-19")
+@pytest.mark.parametrize("writeback", [True, False])
+@pairs
+@ranks(2)
+def test_after_an_exception_in_the_body_the_shards_are_restored(
+    strategy: ShardingStrategy, writeback: bool, use_orig_params: bool
+) -> None:
+    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    before, objects = local(model), list(model.parameters())
+    with pytest.raises(KeyError, match="the user's"), summon(model, writeback=writeback):
+        raise KeyError("the user's")
+    assert_same(local(model), before, bitwise=True)
+    assert all(now is then for now, then in zip(model.parameters(), objects, strict=True))
+    with summon(model, writeback=False):
+        assert_same(named(model), named(seeded()), bitwise=True)
+    check_it_still_trains(model, with_root)
+
+
+# --- inspection ---
+
+
+@pytest.mark.spec("SUMMON-20")
+@either
+@pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, *HYBRID_STRATEGIES])
+@ranks(4)
+def test_looking_at_parameters_at_any_time_leaves_training_as_it_is(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    results = []
+    for looks in (False, True):
+        model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def look(model: FullyShardedDataParallel = model, looks: bool = looks) -> None:
+            for options in ({"writeback": False}, {}, {"writeback": False, "rank0_only": True}) if looks else ():
+                with summon(model, **options):
+                    seen.append(sum(float(p.sum()) for p in model.parameters()))
+
+        seen: list[float] = []
+        for step in range(3):
+            optimizer.zero_grad()
+            look()
+            loss = loss_of(model(batch(step)))
+            look()
+            loss.backward()
+            look()
+            optimizer.step()
+            look()
+        results.append(full_values(model))
+    assert len(seen) == 36
+    assert_same(results[0], results[1], bitwise=True)
+
+
+@pytest.mark.spec("SUMMON-20")
+@sharding
+@ranks(2)
+def test_looking_while_gradients_accumulate_keeps_them(strategy: ShardingStrategy) -> None:
+    for use_orig_params in (False, True):
+        model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+        with model.no_sync():
+            iterate(model)
+            with summon(model):
+                pass
+        iterate(model, 1)
+        with summon(model):
+            pass
+        iterate(model, 2)
+        expected = mean_gradients(seeded(), [0, 1, 2])
+        assert_same(whole(model, group=group_of(strategy))[1], expected, bitwise=False)

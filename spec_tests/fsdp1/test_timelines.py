@@ -1,0 +1,178 @@
+"""Who comes when, as whole lists: one word too many, too few or out of place fails.
+
+Four equal blocks 0 to 3 and a root R with parameters of its own. ``B`` is the moment when the gradient of a block's
+output arrives. The bar stands between forward and backward, and ``keepR`` before it says that the root stays gathered.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+
+from minifsdp import BackwardPrefetch, ShardingStrategy, trace
+from spec_tests.fsdp1.four_blocks import (
+    FLAT_STRATEGIES,
+    HYBRID_SHARD,
+    HYBRID_SHARD_ZERO2,
+    NO_SHARD,
+    SHARD_GRAD_OP,
+    Stack,
+    Wire,
+    as_torch,
+    iterate,
+    recorded_iteration,
+    said,
+    seeded,
+    sharded,
+)
+from spec_tests.harness import device, ranks
+
+PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
+
+FORWARD = "AGR AG0 F0 FREE0 AG1 F1 FREE1 AG2 F2 FREE2 AG3 F3 FREE3 keepR"
+FORWARD_AHEAD = "AGR AG0 AG1 F0 FREE0 AG2 F1 FREE1 AG3 F2 FREE2 F3 FREE3 keepR"
+BACKWARD = {
+    PRE: "AG3 B3 AG2 FREE3 RS3 B2 AG1 FREE2 RS2 B1 AG0 FREE1 RS1 B0 FREE0 RS0 FREER RSR",
+    POST: "B3 AG3 FREE3 AG2 RS3 B2 FREE2 AG1 RS2 B1 FREE1 AG0 RS1 B0 FREE0 RS0 FREER RSR",
+    None: "B3 AG3 FREE3 RS3 B2 AG2 FREE2 RS2 B1 AG1 FREE1 RS1 B0 AG0 FREE0 RS0 FREER RSR",
+}
+KEPT_FORWARD = "AGR AG0 F0 AG1 F1 AG2 F2 AG3 F3 keepR"
+KEPT_BACKWARD = "B3 FREE3 RS3 B2 FREE2 RS2 B1 FREE1 RS1 B0 FREE0 RS0 FREER RSR"
+
+
+@pytest.mark.spec("SHARD-04", "SHARD-05", "SHARD-16", "PREF-02", "PREF-04", "PREF-06")
+@pytest.mark.parametrize("prefetch", [PRE, POST, None])
+@ranks(2)
+def test_the_whole_iteration_of_full_shard(prefetch: BackwardPrefetch | None) -> None:
+    model = sharded(backward_prefetch=prefetch)
+    for step in range(3):
+        assert recorded_iteration(model, step) == f"{FORWARD} | {BACKWARD[prefetch]}"
+
+
+@pytest.mark.spec("SHARD-08", "SHARD-16", "PREF-15")
+@pytest.mark.parametrize("prefetch", [PRE, POST, None])
+@ranks(2)
+def test_the_whole_iteration_of_shard_grad_op(prefetch: BackwardPrefetch | None) -> None:
+    model = sharded(sharding_strategy=SHARD_GRAD_OP, backward_prefetch=prefetch)
+    for step in range(3):
+        assert recorded_iteration(model, step) == f"{KEPT_FORWARD} | {KEPT_BACKWARD}"
+
+
+@pytest.mark.spec("SHARD-10", "NOSYNC-01", "NOSYNC-08")
+@ranks(2)
+def test_of_shard_grad_op_under_no_sync_only_the_first_micro_batch_gathers() -> None:
+    model = sharded(sharding_strategy=SHARD_GRAD_OP)
+    with model.no_sync():
+        assert recorded_iteration(model, 0) == f"{KEPT_FORWARD} | B3 B2 B1 B0"
+        assert recorded_iteration(model, 1) == "F0 F1 F2 F3 | B3 B2 B1 B0"
+    assert recorded_iteration(model, 2) == f"F0 F1 F2 F3 | {KEPT_BACKWARD}"
+    assert recorded_iteration(model, 3) == f"{KEPT_FORWARD} | {KEPT_BACKWARD}"
+
+
+@pytest.mark.spec("NOSYNC-01", "NOSYNC-08")
+@ranks(2)
+def test_full_shard_under_no_sync_frees_and_gathers_as_ever_and_reduces_nothing() -> None:
+    model = sharded()
+    silent = " ".join(word for word in BACKWARD[PRE].split() if not word.startswith("RS"))
+    with model.no_sync():
+        for step in range(2):
+            assert recorded_iteration(model, step) == f"{FORWARD} | {silent}"
+    assert recorded_iteration(model, 2) == f"{FORWARD} | {BACKWARD[PRE]}"
+
+
+@pytest.mark.spec("SHARD-11", "SHARD-16", "PREF-15")
+@pytest.mark.parametrize("prefetch", [PRE, POST, None])
+@ranks(2)
+def test_the_whole_iteration_of_no_shard(prefetch: BackwardPrefetch | None) -> None:
+    model = sharded(sharding_strategy=NO_SHARD, backward_prefetch=prefetch)
+    for step in range(2):
+        assert recorded_iteration(model, step) == "F0 F1 F2 F3 | B3 AR3 B2 AR2 B1 AR1 B0 AR0 ARR"
+
+
+# A stream can wait for another stream, so with streams the all-reduce follows its reduce-scatter at once. A thread
+# would have to stop for that, so without them it is issued when the next unit's reduce-scatter is on its way.
+HYBRID_BACKWARD = {
+    "cuda": "AG3 B3 AG2 FREE3 RS3 AR3 B2 AG1 FREE2 RS2 AR2 B1 AG0 FREE1 RS1 AR1 B0 FREE0 RS0 AR0 FREER RSR ARR",
+    "cpu": "AG3 B3 AG2 FREE3 RS3 B2 AG1 FREE2 RS2 AR3 B1 AG0 FREE1 RS1 AR2 B0 FREE0 RS0 AR1 FREER RSR AR0 ARR",
+}
+
+
+@pytest.mark.spec("HYB-01", "HYB-04", "HYB-06")
+@pytest.mark.parametrize("strategy", [HYBRID_SHARD, HYBRID_SHARD_ZERO2])
+@ranks(4)
+def test_the_whole_iteration_of_a_hybrid_on_two_times_two(strategy: ShardingStrategy) -> None:
+    model = sharded(sharding_strategy=strategy)
+    backward = HYBRID_BACKWARD[device().type]
+    if strategy is HYBRID_SHARD:
+        expected = f"{FORWARD} | {backward}"
+    else:
+        expected = f"{KEPT_FORWARD} | " + " ".join(word for word in backward.split() if not word.startswith("AG"))
+    for step in range(2):
+        assert recorded_iteration(model, step) == expected
+
+
+@pytest.mark.spec("PREF-11", "PREF-12")
+@pytest.mark.parametrize("prefetch", [PRE, POST, None])
+@ranks(2)
+def test_forward_prefetch_begins_in_the_second_iteration_and_leaves_backward_as_it_is(
+    prefetch: BackwardPrefetch | None,
+) -> None:
+    model = sharded(forward_prefetch=True, backward_prefetch=prefetch)
+    assert recorded_iteration(model, 0) == f"{FORWARD} | {BACKWARD[prefetch]}"
+    for step in (1, 2):
+        assert recorded_iteration(model, step) == f"{FORWARD_AHEAD} | {BACKWARD[prefetch]}"
+
+
+@pytest.mark.spec("SHARD-14")
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@ranks(2)
+def test_the_whole_of_an_evaluation(strategy: ShardingStrategy) -> None:
+    model = sharded(sharding_strategy=strategy).eval()
+    expected = "AGR AG0 F0 FREE0 AG1 F1 FREE1 AG2 F2 FREE2 AG3 F3 FREE3 FREER"
+    if strategy is NO_SHARD:
+        expected = "F0 F1 F2 F3"
+    for step in range(3):
+        with trace.record() as recorder, torch.no_grad():
+            model(torch.ones(3, 6, device=device()))
+        assert said(recorder.events) == expected, f"evaluation {step}"
+
+
+@pytest.mark.spec("WRAP-17")
+@ranks(2)
+def test_one_unit_has_nothing_to_prefetch_and_four_talk_between_computations() -> None:
+    alone = sharded(auto_wrap_policy=None, forward_prefetch=True)
+    iterate(alone)
+    with trace.record() as recorder:
+        iterate(alone)
+    assert recorder.order() == ["AG", "F", "B", "FREE", "RS"]
+    words = recorded_iteration(sharded()).split()
+    computations = [words.index(f"F{index}") for index in range(4)]
+    for before, after in itertools.pairwise(computations):
+        assert any(word.startswith("AG") for word in words[before:after])
+
+
+SIZES = (2, 4, 6, 8)
+
+
+@pytest.mark.spec("SHARD-04", "PREF-02", "PREF-04", "PREF-06")
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
+@ranks(2)
+def test_the_collectives_are_those_of_torch_in_the_same_order(prefetch: str | None) -> None:
+    """Blocks of different sizes, so that a number of elements says whose collective it is."""
+    ours = sharded(seeded(lambda: Stack(hidden=SIZES)), backward_prefetch=prefetch and BackwardPrefetch[prefetch])
+    theirs_prefetch = prefetch and torch_fsdp.BackwardPrefetch[prefetch]
+    theirs = as_torch(seeded(lambda: Stack(hidden=SIZES)), backward_prefetch=theirs_prefetch)
+    for step in range(2):
+        with Wire() as wire_of_ours:
+            iterate(ours, step)
+        with Wire() as wire_of_theirs:
+            iterate(theirs, step)
+        assert padded(wire_of_ours) == padded(wire_of_theirs)
+
+
+def padded(wire: Wire) -> list[tuple[str, int]]:
+    """What went over the wire, with sizes rounded up to whole chunks of two ranks."""
+    return [(kind, size + size % 2) for kind, size in wire.values]

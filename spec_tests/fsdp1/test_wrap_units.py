@@ -1,0 +1,524 @@
+"""Units that a policy or the user has cut, at work: who holds what, who inherits what, and what it is good for.
+
+Where a policy cuts is in ``test_wrap.py``, which needs no ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+import torch.distributed.fsdp.wrap as torch_policies
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from minifsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, trace
+from minifsdp.wrap import ModuleWrapPolicy, always_wrap_policy, transformer_auto_wrap_policy
+from spec_tests.fsdp1.four_blocks import (
+    HYBRID_SHARD,
+    SHARD_GRAD_OP,
+    WIDTH,
+    Block,
+    Stack,
+    assert_same,
+    batch,
+    chunked,
+    flat_gradients,
+    flat_parameters,
+    full_values,
+    grid,
+    iterate,
+    loss_of,
+    mean_gradients,
+    named,
+    recorded_iteration,
+    seeded,
+    sharded,
+)
+from spec_tests.fsdp1.refusals import caught_warnings
+from spec_tests.harness import device, ranks
+
+FSDP = FullyShardedDataParallel
+flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+
+# --- how many units, and what is in the outermost ---
+
+
+@pytest.mark.spec("WRAP-01")
+@ranks(2)
+def test_without_a_policy_there_is_one_unit_for_the_whole_module() -> None:
+    for model in (FSDP(seeded()), FSDP(seeded(), auto_wrap_policy=None)):
+        assert FSDP.fsdp_modules(model) == [model]
+        (flat,) = model.parameters()
+        assert flat.numel() * 2 == sum(parameter.numel() for parameter in seeded().parameters())
+
+
+@pytest.mark.spec("WRAP-01")
+@ranks(2)
+def test_without_a_policy_there_are_more_units_only_where_children_were_wrapped_by_hand() -> None:
+    plain = seeded()
+    for index in (1, 3):
+        plain.blocks[index] = FSDP(plain.blocks[index])
+    model = FSDP(plain)
+    assert FSDP.fsdp_modules(model) == [model, plain.blocks[1], plain.blocks[3]]
+    assert not isinstance(model.blocks[0], FSDP)
+
+
+def wrap_nothing(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    return recurse
+
+
+@pytest.mark.spec("WRAP-10")
+@pytest.mark.parametrize("kind", ["nothing", "blocks", "everything"])
+@ranks(2)
+def test_the_module_passed_in_is_always_the_outermost_unit_and_keeps_what_is_left(kind: str) -> None:
+    policies: dict[str, Any] = {
+        "nothing": wrap_nothing,
+        "blocks": ModuleWrapPolicy({Block, Stack}),
+        "everything": always_wrap_policy,
+    }
+    plain = seeded()
+    asked: list[nn.Module] = []
+
+    def recording(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        if not recurse:
+            asked.append(module)
+        return bool(policies[kind](module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel))
+
+    inside = list(plain.modules())[1:]
+    model = FSDP(plain, auto_wrap_policy=recording)
+    assert isinstance(model, FSDP)
+    assert model.module is plain, "wrapped once, and not inside of itself once more"
+    assert plain not in asked
+    assert set(asked) <= set(inside)
+    total = {"": 42 + 14 + 4 * 42, "blocks": 42 + 14}
+    rest = {"nothing": total[""], "blocks": total["blocks"], "everything": 0}[kind]
+    with FSDP.summon_full_params(model, recurse=False):
+        own = [p for name, p in plain.named_parameters() if not name.endswith("_flat_param")]
+        assert sum(parameter.numel() for parameter in own) == rest
+    assert len(FSDP.fsdp_modules(model)) == {"nothing": 1, "blocks": 5, "everything": 1 + len(inside)}[kind]
+    plain = seeded()
+    before = full_values(model)
+    iterate(model)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    after, mean = full_values(model), mean_gradients(plain)
+    assert_same(after, {name: before[name] - mean[name] for name in before})
+
+
+# --- one embedding for an encoder and a decoder ---
+
+VOCABULARY = 11
+
+
+class EncoderLayer(nn.Module):
+    """Each position looks at the mean of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.down(torch.tanh(self.up(x + x.mean(1, keepdim=True)))))
+
+
+class DecoderLayer(nn.Module):
+    """Looks at what the encoder has written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.cross = EncoderLayer(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return self.layer(x) + self.cross(memory.mean(1, keepdim=True))
+
+
+class Half(nn.Module):
+    """Encoder or decoder: the shared embedding, under a name of its own, and layers."""
+
+    def __init__(self, embedding: nn.Embedding, layer: type[nn.Module]) -> None:
+        super().__init__()
+        self.embed_tokens, self.layers = embedding, nn.ModuleList(layer() for _ in range(2))
+
+    def forward(self, tokens: Tensor, *memory: Tensor) -> Tensor:
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x, *memory)
+        return x
+
+
+class SmallT5(nn.Module):
+    """The embedding has three places and is the output matrix besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Embedding(VOCABULARY, WIDTH)
+        self.encoder, self.decoder = Half(self.shared, EncoderLayer), Half(self.shared, DecoderLayer)
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.lm_head.weight = self.shared.weight
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        hidden = self.decoder(target, self.encoder(source))
+        return F.cross_entropy(self.lm_head(hidden).flatten(0, 1), target.flatten())
+
+
+def sentences(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    dice = torch.Generator().manual_seed(100 * step + rank)
+    source, target = torch.randint(VOCABULARY, (2, 3, 4), generator=dice).to(device())
+    return source, target
+
+
+LAYERS = {EncoderLayer, DecoderLayer}
+
+
+@pytest.mark.spec("WRAP-11")
+@flat_or_original
+@ranks(2)
+def test_a_shared_embedding_lands_in_the_outer_unit_and_both_halves_train_it(keep: bool) -> None:
+    plain = seeded(SmallT5)
+    policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=LAYERS)
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=policy, use_orig_params=keep)
+    kinds = [type(unit.module) for unit in FSDP.fsdp_modules(model)]
+    # A decoder layer contains an encoder layer, which is a unit, too.
+    assert kinds == [SmallT5, *[EncoderLayer] * 2, *[DecoderLayer, EncoderLayer] * 2]
+    with FSDP.summon_full_params(model, recurse=False):
+        own = [name for name, p in model.named_parameters() if p.shape == (VOCABULARY, WIDTH)]
+        assert own == ["shared.weight"]
+        assert model.encoder.embed_tokens.weight is model.decoder.embed_tokens.weight is model.lm_head.weight
+    assert_trains_like(model, plain, sentences, lambda loss: loss)
+
+
+def assert_trains_like(
+    model: FSDP, plain: nn.Module, inputs: Callable[[int, int], tuple[Tensor, ...]], loss: Callable[[Any], Tensor]
+) -> None:
+    """Three steps; the plain model sees the batches of all ranks."""
+    num_ranks = dist.get_world_size()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)]
+    for step in range(3):
+        loss(model(*inputs(step, dist.get_rank()))).backward()
+        for rank in range(num_ranks):
+            (loss(plain(*inputs(step, rank))) / num_ranks).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    # Three uses of one parameter are added up in another order.
+    assert_same(full_values(model), named(plain), bitwise=False)
+
+
+# --- what inner units inherit ---
+
+
+@pytest.mark.spec("WRAP-14")
+@ranks(4)
+def test_units_made_by_a_policy_inherit_the_arguments_of_the_outer_call() -> None:
+    groups = grid()
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = sharded(
+        process_group=groups,
+        sharding_strategy=HYBRID_SHARD,
+        cpu_offload=CPUOffload(offload_params=True),
+        backward_prefetch=BackwardPrefetch.BACKWARD_POST,
+        mixed_precision=precision,
+        device_id=device(),
+        forward_prefetch=True,
+        limit_all_gathers=False,
+        use_orig_params=True,
+    )
+    for unit in FSDP.fsdp_modules(model):
+        assert unit.process_group == groups
+        assert unit.sharding_strategy is HYBRID_SHARD
+        assert unit.cpu_offload == CPUOffload(offload_params=True)
+        assert unit.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+        assert unit.mixed_precision == precision
+        assert unit.compute_device == device()
+        assert (unit.forward_prefetch, unit.limit_all_gathers) == (True, False)
+        assert "linear.weight" in dict(unit.module.named_parameters()) or unit is model, "original parameters"
+    # They do not only carry the arguments, they follow them.
+    with trace.record() as recorder:
+        iterate(model)
+    rank = dist.get_rank()
+    row, column = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
+    for unit in ("", *(f"blocks.{index}" for index in range(4))):
+        events = [event for event in recorder.events if event.unit == unit]
+        assert {(e.dtype, e.ranks) for e in events if e.kind == "AG"} == {(torch.bfloat16, row)}
+        assert {(e.dtype, e.ranks) for e in events if e.kind == "RS"} == {(torch.float32, row)}
+        assert {(e.dtype, e.ranks) for e in events if e.kind == "AR"} == {(torch.float32, column)}
+        assert {"H2D", "D2H"} <= {event.kind for event in events}
+
+
+@pytest.mark.spec("WRAP-14")
+@ranks(2)
+def test_the_defaults_are_inherited_too() -> None:
+    model = sharded(process_group=dist.group.WORLD, sharding_strategy=SHARD_GRAD_OP)
+    for unit in FSDP.fsdp_modules(model)[1:]:
+        for name in ("backward_prefetch", "cpu_offload", "mixed_precision", "forward_prefetch", "limit_all_gathers"):
+            assert getattr(unit, name) == getattr(model, name)
+        assert unit.process_group is dist.group.WORLD
+        assert unit.sharding_strategy is SHARD_GRAD_OP
+
+
+# --- a part that nobody wrapped ---
+
+
+@pytest.mark.spec("WRAP-15")
+@ranks(2)
+def test_what_is_left_unwrapped_is_neither_sharded_nor_synchronised() -> None:
+    reference = seeded()
+    model = copy.deepcopy(reference)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = FSDP(block)
+    iterate(model)
+    mean = mean_gradients(reference)
+    head = model.leave.weight
+    assert head.shape == reference.leave.weight.shape
+    everybody = [torch.empty_like(head) for _ in range(2)]
+    dist.all_gather(everybody, head.grad)
+    assert not torch.equal(*everybody), "each rank has the gradient of its own data"
+    assert torch.allclose(sum(everybody) / 2, mean["leave.weight"])
+    # The wrapped blocks are in order.
+    for index, block in enumerate(model.blocks):
+        row = torch.cat([mean[f"blocks.{index}.linear.{name}"].reshape(-1) for name in ("weight", "bias")])
+        assert torch.equal(block.module._flat_param.grad, row.chunk(2)[dist.get_rank()])
+
+
+@pytest.mark.spec("WRAP-15")
+@ranks(2)
+def test_wrapping_the_whole_model_repairs_it() -> None:
+    reference = seeded()
+    plain = copy.deepcopy(reference)
+    for index, block in enumerate(plain.blocks):
+        plain.blocks[index] = FSDP(block)
+    model = FSDP(plain)
+    iterate(model)
+    assert_same(flat_gradients(model), chunked(reference, mean_gradients(reference), 2, dist.get_rank()))
+
+
+# --- what units are good for ---
+
+
+@pytest.mark.spec("WRAP-17")
+@ranks(2)
+def test_with_one_unit_nothing_is_sent_between_its_computations() -> None:
+    one = FSDP(seeded())
+    assert recorded_iteration(one) == "AGR keepR | FREER RSR"
+    with trace.record() as recorder:
+        iterate(one)
+    kinds = [event.kind for event in recorder.events]
+    assert kinds == ["AG", "F", "B", "FREE", "RS"], "all of it waits for the gather, the reduction waits for all of it"
+
+
+@pytest.mark.spec("WRAP-17")
+@ranks(2)
+def test_with_a_unit_for_each_block_there_is_communication_between_computations() -> None:
+    forward, backward = recorded_iteration(sharded()).split(" | ")
+    for this, following in (("0", "1"), ("1", "2"), ("2", "3")):
+        assert in_order(forward, f"F{this}", f"AG{following}", f"F{following}")
+    for this, following in (("3", "2"), ("2", "1"), ("1", "0")):
+        # The next one's gather is under way while this one computes, and so is this one's reduction under the next.
+        assert in_order(backward, f"AG{following}", f"B{following}")
+        assert in_order(backward, f"B{this}", f"RS{this}", f"B{following}")
+    assert in_order(backward, "AG2", "FREE3"), "prefetched: there is something to prefetch"
+
+
+def in_order(words: str, *expected: str) -> bool:
+    places = [words.split().index(word) for word in expected]
+    return places == sorted(places)
+
+
+# --- batch norms, which do not compute in low precision ---
+
+
+class Normed(nn.Module):
+    """A layer between two norms, either of which may be set apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.batch_norm, self.layer_norm = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer_norm(x + torch.tanh(self.batch_norm(self.linear(x))))
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), Normed(), Normed(), nn.Linear(6, 2))
+
+
+class Dtypes:
+    """Which dtype each layer's weight had in its last forward. To be laid before wrapping."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.of_weights: dict[str, torch.dtype] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.Linear, nn.BatchNorm1d, nn.LayerNorm)):
+                module.register_forward_hook(functools.partial(self._note, name))
+
+    def _note(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self.of_weights[name] = module.weight.dtype
+
+    def of(self, kind: str) -> set[torch.dtype]:
+        return {dtype for name, dtype in self.of_weights.items() if name.endswith(kind)}
+
+
+LOW = torch.bfloat16
+FULL = torch.float32
+
+
+def low(wrapper: type[nn.Module], **options: Any) -> Any:
+    """The ``MixedPrecision`` that belongs to a wrapper, ours or torch's."""
+    kind = MixedPrecision if wrapper is FSDP else torch_fsdp.MixedPrecision
+    return kind(param_dtype=LOW, **options)
+
+
+# A batch norm that stays in its unit computes in low precision, and the CPU wants its buffers in the same one.
+low_with_buffers = functools.partial(low, buffer_dtype=LOW)
+
+
+def cut(wrapper: type[nn.Module], model: nn.Module, **options: Any) -> Any:
+    """With one unit for each `Normed`, by the policy that belongs to the wrapper."""
+    policies = ModuleWrapPolicy if wrapper is FSDP else torch_policies.ModuleWrapPolicy
+    return wrapper(model, auto_wrap_policy=policies({Normed}), device_id=device(), **options)
+
+
+def both_trained(wrap: Callable[[type[nn.Module], nn.Module], Any]) -> tuple[list[float], list[float]]:
+    """The losses of three steps, in our wrapper and in torch's."""
+    return tuple(losses(wrap(kind, seeded(normed))) for kind in (FSDP, torch_fsdp.FullyShardedDataParallel))  # type: ignore[return-value]
+
+
+def losses(model: nn.Module) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(4):
+        found.append(iterate(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert found[-1] < found[0], f"it learns nothing: {found}"
+    return found
+
+
+@pytest.mark.spec("MP-19")
+@ranks(2)
+def test_batch_norms_become_units_of_their_own_with_mixed_precision_off() -> None:
+    plain = seeded(normed)
+    dtypes = Dtypes(plain)
+    with caught_warnings() as caught:
+        model = cut(FSDP, plain, mixed_precision=low(FSDP))
+    (warning,) = caught
+    assert "BatchNorm1d" in str(warning.message)
+    kinds = [type(unit.module).__name__ for unit in FSDP.fsdp_modules(model)]
+    assert kinds == ["Sequential", "Normed", "BatchNorm1d", "Normed", "BatchNorm1d"]
+    for unit in FSDP.fsdp_modules(model):
+        off = isinstance(unit.module, nn.BatchNorm1d)
+        assert unit.mixed_precision == (MixedPrecision() if off else low(FSDP))
+    with trace.record() as recorder:
+        iterate(model)
+    assert dtypes.of("batch_norm") == {FULL}
+    assert dtypes.of("linear") == dtypes.of("layer_norm") == {LOW}
+    gathered = {event.unit: event.dtype for event in recorder.events if event.kind == "AG"}
+    assert gathered == {"": LOW, "1": LOW, "2": LOW, "1.batch_norm": FULL, "2.batch_norm": FULL}
+
+
+@pytest.mark.spec("MP-19")
+@ranks(2)
+def test_one_warning_lists_all_classes_that_were_set_apart() -> None:
+    layers = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Flatten(), nn.BatchNorm1d(8), nn.BatchNorm1d(8))
+    with caught_warnings() as caught:
+        FSDP(layers.to(device()), auto_wrap_policy=always_wrap_policy, mixed_precision=low(FSDP))
+    (warning,) = caught
+    assert "BatchNorm1d, BatchNorm2d" in str(warning.message)
+
+
+@pytest.mark.spec("MP-19")
+@ranks(2)
+def test_with_batch_norms_set_apart_it_trains_as_in_torch() -> None:
+    with caught_warnings():
+        ours, theirs = both_trained(lambda kind, model: cut(kind, model, mixed_precision=low(kind)))
+    assert ours == theirs
+
+
+@pytest.mark.spec("MP-20")
+@ranks(2)
+def test_without_a_policy_nothing_is_set_apart() -> None:
+    plain = seeded(normed)
+    dtypes = Dtypes(plain)
+    with caught_warnings() as caught:
+        model = FSDP(plain, mixed_precision=low_with_buffers(FSDP))
+    assert caught == []
+    assert FSDP.fsdp_modules(model) == [model]
+    iterate(model)
+    assert dtypes.of("batch_norm") == dtypes.of("layer_norm") == dtypes.of("linear") == {LOW}
+    assert (model.module[1].batch_norm.running_mean != 0).any(), "the batch norm did its work"
+
+
+@pytest.mark.spec("MP-20")
+@pytest.mark.parametrize("ignored", [(), (nn.LayerNorm,)])
+@ranks(2)
+def test_without_a_policy_the_classes_to_ignore_do_not_matter(ignored: tuple[type[nn.Module], ...]) -> None:
+    def one_unit(kind: type[nn.Module], model: nn.Module, **options: Any) -> nn.Module:
+        return kind(model, device_id=device(), mixed_precision=low_with_buffers(kind, **options))
+
+    listed = functools.partial(one_unit, _module_classes_to_ignore=ignored)
+    ours, theirs = both_trained(listed)
+    assert ours == theirs == losses(one_unit(FSDP, seeded(normed)))
+
+
+@pytest.mark.spec("MP-21")
+@pytest.mark.parametrize("classes", ["norms of layers", "none"])
+@ranks(2)
+def test_the_classes_to_set_apart_may_be_changed(classes: str) -> None:
+    ignored = {"norms of layers": (nn.LayerNorm,), "none": ()}[classes]
+    plain = seeded(normed)
+    dtypes = Dtypes(plain)
+    with caught_warnings() as caught:
+        model = cut(FSDP, plain, mixed_precision=low_with_buffers(FSDP, _module_classes_to_ignore=ignored))
+    apart = [type(unit.module) for unit in FSDP.fsdp_modules(model) if not isinstance(unit.module, Normed)]
+    assert apart == [nn.Sequential, *ignored * 2]
+    assert ["LayerNorm" in str(warning.message) for warning in caught] == [True] * len(ignored)
+    iterate(model)
+    assert dtypes.of("batch_norm") == {LOW}, "it stays in its parent unit"
+    assert dtypes.of("layer_norm") == ({FULL} if ignored else {LOW})
+    with caught_warnings():
+        ours, theirs = both_trained(functools.partial(cut_with, ignored))
+    assert ours == theirs
+
+
+def cut_with(ignored: tuple[type[nn.Module], ...], kind: type[nn.Module], model: nn.Module) -> Any:
+    return cut(kind, model, mixed_precision=low_with_buffers(kind, _module_classes_to_ignore=ignored))
+
+
+def by_hand(kind: type[nn.Module], model: nn.Module) -> nn.Module:
+    for index in (1, 2):
+        block = model[index]
+        block.batch_norm = kind(block.batch_norm, mixed_precision=None, device_id=device())
+        model[index] = kind(block, mixed_precision=low(kind), device_id=device())
+    return kind(model, mixed_precision=low(kind), device_id=device())
+
+
+@pytest.mark.spec("MP-22")
+@ranks(2)
+def test_a_batch_norm_that_was_wrapped_by_hand_without_mixed_precision_trains() -> None:
+    plain = seeded(normed)
+    dtypes = Dtypes(plain)
+    with caught_warnings() as caught:
+        model = by_hand(FSDP, plain)
+    assert caught == []
+    iterate(model)
+    assert dtypes.of("batch_norm") == {FULL}
+    assert dtypes.of("linear") == dtypes.of("layer_norm") == {LOW}
+    assert {unit: p.dtype for unit, p in flat_parameters(model).items()} == dict.fromkeys(flat_parameters(model), FULL)
+    ours, theirs = both_trained(by_hand)
+    assert ours == theirs
+
+
+@pytest.mark.spec("MP-22")
+@ranks(2)
+def test_the_inputs_of_that_batch_norm_have_the_dtype_of_its_neighbours() -> None:
+    seen: list[tuple[torch.dtype, torch.dtype]] = []
+    plain = seeded(normed)
+    plain[1].batch_norm.register_forward_hook(lambda module, args, output: seen.append((args[0].dtype, output.dtype)))
+    loss_of(by_hand(FSDP, plain)(batch())).backward()
+    assert seen == [(LOW, LOW)], "nobody casts: the layer takes low precision in and computes with its own weights"

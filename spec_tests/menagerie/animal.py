@@ -1,0 +1,106 @@
+"""What an animal is, how it gets into the menagerie, and the few things that many of them are made of."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["ANIMALS", "SAMPLES", "WIDTH", "Animal", "Batch", "Block", "Scale", "dice", "floats", "keep", "tokens"]
+
+Batch = tuple[tuple[Any, ...], dict[str, Any]]
+SAMPLES, WIDTH = 4, 8
+
+
+@dataclass(frozen=True)
+class Animal:
+    """A model, and all that is needed to train it.
+
+    Attributes:
+        name: its key in `ANIMALS`.
+        build: makes it, with the same values in every process; leaves the global random state alone.
+        unit_classes: modules of these classes become units, and the model itself becomes the root.
+        batch: from seed, step and rank to the arguments of ``forward``.
+        loss: from the output of ``forward`` to a scalar. It may change the output in place.
+        num_forwards: forwards before the one backward; each draws the batch of a step of its own.
+        leaves_some_out: whether a parameter may end a backward without a gradient.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    unit_classes: tuple[type[nn.Module], ...]
+    batch: Callable[[int, int, int], Batch]
+    loss: Callable[[Any], Tensor]
+    num_forwards: int = 1
+    leaves_some_out: bool = False
+
+
+ANIMALS: dict[str, Animal] = {}
+
+
+def dice(seed: int, step: int, rank: int) -> torch.Generator:
+    """The source of all chance in a rank's part of a batch."""
+    return torch.Generator().manual_seed((seed * 1009 + step) * 1009 + rank)
+
+
+def floats(*shape: int, requires_grad: bool = False) -> Callable[[int, int, int], Batch]:
+    """The batch is one tensor, normally distributed."""
+
+    def batch(seed: int, step: int, rank: int) -> Batch:
+        return (torch.randn(*shape, generator=dice(seed, step, rank)).requires_grad_(requires_grad),), {}
+
+    return batch
+
+
+def tokens(seed: int, step: int, rank: int) -> Batch:
+    """The batch is sequences of five out of eleven tokens."""
+    return (torch.randint(11, (SAMPLES, 5), generator=dice(seed, step, rank)),), {}
+
+
+def mean_square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def keep(
+    name: str,
+    build: Callable[[], nn.Module],
+    *unit_classes: type[nn.Module],
+    batch: Callable[[int, int, int], Batch] = floats(SAMPLES, WIDTH),  # noqa: B008  # a function, not a value
+    loss: Callable[[Any], Tensor] = mean_square,
+    **rest: Any,
+) -> None:
+    """Puts an animal into `ANIMALS`; see `Animal` for the arguments."""
+
+    def seeded() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(zlib.crc32(name.encode()))
+            return build()
+
+    ANIMALS[name] = Animal(name, seeded, unit_classes, batch, loss, **rest)
+
+
+class Block(nn.Module):
+    """The unit of most animals: two linear layers around a ``tanh``, and a bypass. 280 parameters."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Scale(nn.Module):
+    """One number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight

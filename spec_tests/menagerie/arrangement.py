@@ -1,0 +1,179 @@
+"""Difficult by how units are arranged, by who uses them how often, and by who has a gradient."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from spec_tests.menagerie.animal import Block, Scale, floats, keep, tokens
+
+# --- how units are arranged ---
+
+# Nothing but equal units, and a root that owns no parameter at all: it must not gather, and must not be missed.
+keep("blocks", lambda: nn.Sequential(Block(), Block(), Block()), Block)
+
+
+# The usual shape: equal units between layers of the root, which is in use from the first moment to the last.
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), Block(), Block(), Block(), Block(), nn.Linear(8, 3))
+
+
+keep("mlp", _mlp, Block)
+
+
+# No size is a multiple of anything, and `Scale` has fewer elements than there are ranks: somebody owns only padding.
+def _uneven() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 5), nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 7)), Scale())
+
+
+keep("uneven", _uneven, nn.Sequential, Scale)
+
+
+class Nested(nn.Module):
+    """A unit that owns a layer used first, a unit used in the middle, and a layer used last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = nn.Linear(8, 8), Block(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.after(self.inner(self.before(x)))
+
+
+# Units inside of units: the outer one's parameters are needed before and after the inner one's whole life.
+keep("nested", lambda: nn.Sequential(Nested(), nn.Tanh(), Nested()), Nested, Block)
+
+
+# --- who uses a unit, and how often ---
+
+
+class Tied(nn.Module):
+    """A language model without a middle to speak of: the embedding is also the output matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.block, self.head = nn.Embedding(11, 8), Block(), nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.block(self.embedding(tokens[:, :-1]))).transpose(1, 2), tokens[:, 1:])
+
+
+# One parameter under two names, used at both ends; its gradient is complete only at the very end of backward.
+keep("tied", Tied, Block, batch=tokens, loss=lambda output: output)
+
+
+class Twice(nn.Module):
+    """Three units, each applied twice in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(block(x))
+        return x
+
+
+# One forward of the root is two of each unit, and the gradient is complete only after the second backward of it.
+keep("called_twice", Twice, Block)
+
+
+class Alias(nn.Module):
+    """One unit under two names, with another in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle = Block(), Block()
+        self.last = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x)))
+
+
+# Whoever wraps name by name makes two units out of one, and backward meets the two uses far apart.
+keep("shared_module", Alias, Block)
+
+# Two forwards of everything, then one backward: all units are used once more before the first one is done.
+keep("several_forwards", lambda: nn.Sequential(Block(), Block(), Block()), Block, num_forwards=2)
+
+
+class Detour(nn.Module):
+    """A unit in the middle that runs on odd steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.side, self.last = Block(), Block(), Block()
+
+    def forward(self, x: Tensor, detour: bool) -> Tensor:
+        x = self.first(x)
+        return self.last(self.side(x) if detour else x)
+
+
+# The order of the first iteration is not that of the second: a prefetch by recorded order gathers the wrong unit.
+keep(
+    "sometimes",
+    Detour,
+    Block,
+    batch=lambda seed, step, rank: ((*floats(4, 8)(seed, step, rank)[0], step % 2 == 1), {}),
+    leaves_some_out=True,
+)
+
+
+# --- who has a gradient ---
+
+
+def _frozen() -> nn.Module:
+    model = nn.Sequential(Block(), Block(), Block(), Block())
+    for index in (0, 2):
+        model[index].requires_grad_(False)
+    return model
+
+
+# Frozen units: the first never sees a backward, the third must be there in backward without a gradient of its own.
+keep("frozen", _frozen, Block)
+
+
+class Spare(Block):
+    """A block with a layer that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(3, 5)
+
+
+# Parameters without a gradient in a unit that has gradients: the unit must not wait for them.
+keep("unused", lambda: nn.Sequential(Spare(), nn.Linear(8, 8), Spare()), Spare, leaves_some_out=True)
+
+
+class OneSided(nn.Module):
+    """Two blocks; the first has a layer that is called only if the batch says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Skipping(), Block()
+
+    def forward(self, x: Tensor, with_extra: bool) -> Tensor:
+        return self.last(self.first(x, with_extra))
+
+
+class Skipping(Block):
+    """A block with a layer that it can do without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, with_extra: bool = False) -> Tensor:
+        return super().forward(self.extra(x) if with_extra else x)
+
+
+# A gradient on even ranks and none on odd ones: all must reduce the same number of elements nevertheless.
+keep(
+    "one_sided",
+    OneSided,
+    Block,
+    batch=lambda seed, step, rank: ((*floats(4, 8)(seed, step, rank)[0], rank % 2 == 0), {}),
+    leaves_some_out=True,
+)

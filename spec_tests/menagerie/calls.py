@@ -1,0 +1,182 @@
+"""Difficult to call: by what goes in, by what comes out, and by a forward that runs again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    CheckpointWrapper,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import checkpoint
+
+from spec_tests.menagerie.animal import SAMPLES, WIDTH, Batch, Block, dice, floats, keep
+
+# --- what a forward takes and returns ---
+
+
+class ByName(nn.Module):
+    """Takes nothing but keywords, some of them nested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, *, inputs: dict[str, Any], power: int = 1) -> Tensor:
+        mixed = inputs["pair"][0] + inputs["more"]["x"] ** power
+        return torch.tanh(self.linear(mixed))
+
+
+class ByNameModel(nn.Module):
+    """Calls its units by keyword only, like itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = ByName(), ByName()
+
+    def forward(self, *, batch: dict[str, Any]) -> Tensor:
+        x = self.first(inputs={"pair": (batch["x"], None), "more": batch["more"]}, power=2)
+        return self.last(inputs={"pair": [x, "label"], "more": {"x": x}})
+
+
+def _nested_batch(seed: int, step: int, rank: int) -> Batch:
+    left, right = torch.randn(2, SAMPLES, WIDTH, generator=dice(seed, step, rank))
+    return (), {"batch": {"x": left, "more": {"x": right, "name": "right", "nothing": None}}}
+
+
+# No positional argument: whoever looks for input tensors in the first position finds none.
+keep("keywords", ByNameModel, ByName, batch=_nested_batch)
+
+
+class Bundle(Block):
+    """Returns its result among things that are not tensors."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return {"value": y, "nothing": None, "count": 3}, [y.detach(), (y.sum(),)]
+
+
+class Bundles(nn.Module):
+    """Unpacks one bundle, returns another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Bundle(), Bundle()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.first(x)[0]["value"])
+
+
+# The tensors to watch for backward hang deep in the output, and one of them needs no gradient.
+keep(
+    "nested_outputs",
+    Bundles,
+    Bundle,
+    loss=lambda output: output[0]["value"].square().mean() + output[1][1][0] / output[0]["count"],
+)
+
+
+class Updates(nn.Module):
+    """Takes a dictionary and returns a longer one."""
+
+    def __init__(self, source: str, target: str) -> None:
+        super().__init__()
+        self.block, self.source, self.target = Block(), source, target
+
+    def forward(self, record: dict[str, Any]) -> dict[str, Any]:
+        return {**record, self.target: self.block(record[self.source])}
+
+
+# One positional argument, a dictionary; what comes out holds tensors of the units before as well.
+keep(
+    "dict_input",
+    lambda: nn.Sequential(Updates("x", "y"), Updates("y", "z")),
+    Updates,
+    batch=lambda seed, step, rank: (({"x": floats(4, 8)(seed, step, rank)[0][0], "step": step},), {}),
+    loss=lambda output: (output["y"] * output["z"]).mean(),
+)
+
+
+class View(nn.Module):
+    """Returns a view of the left half of what it computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)[:, :8]
+
+
+# What a unit returns is a view; what it was computed with must not be freed as long as the view is needed.
+keep("view_output", lambda: nn.Sequential(View(), nn.Tanh(), View()), View)
+
+
+class Overwrites(nn.Module):
+    """Changes what its units returned, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).mul_(2.0).tanh_())
+
+
+# Outputs are changed in place by the caller, the root's by the loss: hooks that were laid on them must survive that.
+keep("overwritten_output", Overwrites, Block, loss=lambda output: output.add_(1.0).square().mean())
+
+
+# A unit begins with an in-place ReLU, so what enters it is overwritten: it must not have been wrapped into a view.
+def _writes_input() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), *(nn.Sequential(nn.ReLU(inplace=True), Block()) for _ in range(3)))
+
+
+keep("writes_input", _writes_input, nn.Sequential)
+
+# --- a forward that runs again in backward ---
+
+
+def _checkpointed(implementation: CheckpointImpl) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*(checkpoint_wrapper(Block(), checkpoint_impl=implementation) for _ in range(3)))
+
+
+# Checkpointing inside the unit: what runs again is the inside of a unit that backward has gathered already.
+keep("checkpoint_inside", _checkpointed(CheckpointImpl.NO_REENTRANT), CheckpointWrapper)
+
+# The same by the older implementation, which runs a backward inside of backward. It needs an input with a gradient.
+keep(
+    "checkpoint_inside_reentrant",
+    _checkpointed(CheckpointImpl.REENTRANT),
+    CheckpointWrapper,
+    batch=floats(SAMPLES, WIDTH, requires_grad=True),
+)
+
+
+class Recomputing(nn.Module):
+    """Checkpoints its units from outside."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.blocks, self.use_reentrant = nn.ModuleList(Block() for _ in range(3)), use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+# Checkpointing around the unit: its whole forward, hooks and all, is entered again in the middle of backward.
+keep("checkpoint_outside", lambda: Recomputing(use_reentrant=False), Block)
+
+# The same by the older implementation: the unit's backward is a backward of its own, inside the large one.
+keep(
+    "checkpoint_outside_reentrant",
+    lambda: Recomputing(use_reentrant=True),
+    Block,
+    batch=floats(SAMPLES, WIDTH, requires_grad=True),
+)

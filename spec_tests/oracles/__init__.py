@@ -1,0 +1,75 @@
+"""Other ways to train the same model, to compare with.
+
+Nobody can say by looking at it whether a gradient is right. But there are four trainers that other people trust: one
+process without any of this, `DistributedDataParallel`, and torch's own FSDP1 and FSDP2. Each of them gets the same
+animal (see ``menagerie.py``) and the same `Recipe`, and returns a `Record`; two records can be compared::
+
+    recipe = Recipe(steps=3, optimizer=adamw, accumulate=2, no_sync=True)
+    ours = train_fsdp1(minifsdp.FullyShardedDataParallel, animal, recipe, sharding_strategy="FULL_SHARD")
+    assert_same_training(ours, train_single(animal, 2, recipe, flat_units=True), tolerance_for(2))
+
+A record holds the losses of all ranks, the full parameters and the full gradients of the last step, by the names that
+they have in the plain model. Nothing in it is sharded, so it does not matter who cut what where.
+
+How equal must two records be? With two ranks the only sum over ranks is ``a + b``, which has no order, and dividing by
+two is exact. So there all of the trainers agree *bit by bit*, and what is bit-equal cannot be subtly wrong. With four
+ranks a sum depends on its order, and the last bits are nobody's fault. ``compare.py`` has the tolerances, and
+`tolerance_for` chooses.
+
+Reading order: ``recipe`` -> ``training`` -> ``gathering`` -> ``compare`` -> ``counting``.
+"""
+
+from spec_tests.oracles.compare import (
+    BIT_EQUAL,
+    FLOAT,
+    LOW_PRECISION,
+    SAME_MATH,
+    Tolerance,
+    assert_same_training,
+    tolerance_for,
+)
+from spec_tests.oracles.counting import Counts, count_collectives, world_groups_2x2
+from spec_tests.oracles.gathering import Chunks, clean_name, flat_chunks, gather_chunks, split_by_name, units_of
+from spec_tests.oracles.recipe import Recipe, Record, adamw, forward_backward, sgd
+from spec_tests.oracles.training import (
+    shard_fsdp1,
+    shard_fsdp2,
+    train_ddp,
+    train_fsdp1,
+    train_fsdp2,
+    train_single,
+    train_torch_fsdp1,
+    train_torch_fsdp2,
+)
+
+__all__ = [
+    "BIT_EQUAL",
+    "FLOAT",
+    "LOW_PRECISION",
+    "SAME_MATH",
+    "Chunks",
+    "Counts",
+    "Recipe",
+    "Record",
+    "Tolerance",
+    "adamw",
+    "assert_same_training",
+    "clean_name",
+    "count_collectives",
+    "flat_chunks",
+    "forward_backward",
+    "gather_chunks",
+    "sgd",
+    "shard_fsdp1",
+    "shard_fsdp2",
+    "split_by_name",
+    "tolerance_for",
+    "train_ddp",
+    "train_fsdp1",
+    "train_fsdp2",
+    "train_single",
+    "train_torch_fsdp1",
+    "train_torch_fsdp2",
+    "units_of",
+    "world_groups_2x2",
+]

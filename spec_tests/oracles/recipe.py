@@ -1,0 +1,101 @@
+"""What is trained, for how long and with what; and what is left of it afterwards.
+
+The numbers of a run depend on the recipe, on the rank and on nothing else: batches are drawn from seed, step and rank,
+and before each micro-batch the global generator is set from the same three, so that dropout draws one mask on rank 1
+and in the single process that plays rank 1.
+
+Two ways to accumulate ``g`` over micro-batches 0 and 1, on ranks a and b, differ in the order of the sums and hence in
+the last bits; every trainer here follows the recipe in that, the single process too::
+
+    no_sync=True     ((a0 + a1) + (b0 + b1)) / 2            reduced once
+    no_sync=False    (a0 + b0) / 2 + (a1 + b1) / 2          reduced in each micro-batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from spec_tests.harness import device
+from spec_tests.menagerie import Animal
+
+__all__ = ["USUAL", "Recipe", "Record", "adamw", "forward_backward", "sgd"]
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Momentum makes every later step remember a wrong gradient."""
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The step size hardly depends on the size of the gradient, so a wrong *scale* of gradients goes unnoticed: use
+    `sgd` as well. The large epsilon keeps rounding errors in tiny gradients from growing into whole steps."""
+    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-4, weight_decay=0.01)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train.
+
+    Attributes:
+        steps: optimizer steps.
+        optimizer: makes the optimizer.
+        accumulate: micro-batches in each step; each one's loss is divided by their number.
+        no_sync: whether all micro-batches but the last leave their gradients unreduced.
+        seed: of the batches and of dropout.
+    """
+
+    steps: int = 3
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = sgd
+    accumulate: int = 1
+    no_sync: bool = False
+    seed: int = 0
+
+
+USUAL = Recipe()
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a training leaves behind; everything is on the CPU.
+
+    Attributes:
+        losses: shape (micro-batches, ranks): the loss of each rank in each micro-batch of each step, undivided.
+        parameters: the full parameters after the last step, by their names in the plain model.
+        gradients: the full gradients of the last step, by the same names; without the parameters that have none.
+        buffers: this rank's buffers after the last step, by the same names.
+    """
+
+    losses: Tensor
+    parameters: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+def forward_backward(
+    model: nn.Module, animal: Animal, recipe: Recipe, rank: int, step: int, micro_batch: int = 0
+) -> Tensor:
+    """One micro-batch of one rank: its forwards and the one backward.
+
+    Returns:
+        The loss of the micro-batch, detached and not divided by the number of micro-batches.
+    """
+    index = step * recipe.accumulate + micro_batch
+    # For dropout; the batch has a generator of its own.
+    torch.manual_seed((recipe.seed * 4001 + index) * 4001 + rank)
+    losses = []
+    for forward in range(animal.num_forwards):
+        args, kwargs = _here(animal.batch(recipe.seed, index * animal.num_forwards + forward, rank))
+        losses.append(animal.loss(model(*args, **kwargs)))
+    loss = torch.stack(losses).mean()
+    (loss / recipe.accumulate).backward()
+    return loss.detach()
+
+
+def _here(batch: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device()), batch)

@@ -1,0 +1,275 @@
+"""The trainers.
+
+All of them run `forward_backward` on the same batches in the same order. They differ in who averages the gradients, in
+how that is put off during accumulation, and in how one gets at the whole parameters afterwards. On the distributed
+ones every rank must call the trainer; all ranks get the same record, except for ``buffers``.
+
+`train_fsdp1` and `train_fsdp2` take the library as an argument: torch's and ours are trained by the same lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from spec_tests.harness import device
+from spec_tests.menagerie import Animal
+from spec_tests.oracles.gathering import clean_name, flat_chunks, gather_chunks, split_by_name, units_of, wrap_units
+from spec_tests.oracles.recipe import USUAL, Recipe, Record, forward_backward
+
+__all__ = [
+    "shard_fsdp1",
+    "shard_fsdp2",
+    "train_ddp",
+    "train_fsdp1",
+    "train_fsdp2",
+    "train_single",
+    "train_torch_fsdp1",
+    "train_torch_fsdp2",
+]
+
+Named = dict[str, Tensor]
+
+
+# --- one process ---
+
+
+def train_single(animal: Animal, world_size: int, recipe: Recipe = USUAL, *, flat_units: bool = False) -> Record:
+    """One process that plays all ranks in turn. Needs no process group.
+
+    Args:
+        animal: what to train.
+        world_size: how many ranks to play.
+        recipe: how to train it.
+        flat_units: whether a parameter without gradient counts as one with gradient zero if its unit has any
+            gradient. With one flat parameter for each unit it does, and the optimizer can tell the difference.
+
+    Returns:
+        The record; its buffers are those of rank 0.
+    """
+    model = animal.build().to(device())
+    units = units_of(model, animal.unit_classes) if flat_units else {}
+    optimizer = recipe.optimizer(model.parameters())
+    # Each rank has running statistics of its own.
+    buffers = [[buffer.clone() for buffer in model.buffers()] for _ in range(world_size)]
+    losses: list[Tensor] = []
+    together = [list(range(recipe.accumulate))] if recipe.no_sync else [[i] for i in range(recipe.accumulate)]
+    gradients: dict[nn.Parameter, Tensor] = {}
+    for step in range(recipe.steps):
+        optimizer.zero_grad()
+        gradients = {}
+        for micro_batches in together:
+            total: dict[nn.Parameter, Tensor] = {}
+            of_ranks = []
+            for rank in range(world_size):
+                _copy(buffers[rank], model.buffers())
+                of_ranks.append([forward_backward(model, animal, recipe, rank, step, i) for i in micro_batches])
+                _copy(model.buffers(), buffers[rank])
+                _add(total, _taken_gradients(model))
+            losses.extend(torch.stack(row) for row in zip(*of_ranks, strict=True))
+            _add(gradients, {parameter: gradient / world_size for parameter, gradient in total.items()})
+        for parameter in model.parameters():
+            parameter.grad = gradients.get(parameter)
+        _fill_units(model, units)
+        optimizer.step()
+    _copy(buffers[0], model.buffers())
+    return _record(model, torch.stack(losses), *_plain(model))
+
+
+def _copy(source: Any, target: Any) -> None:
+    for from_here, to_there in zip(source, target, strict=True):
+        to_there.copy_(from_here)
+
+
+def _taken_gradients(model: nn.Module) -> dict[nn.Parameter, Tensor]:
+    taken = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
+    model.zero_grad()
+    return taken
+
+
+def _add(total: dict[nn.Parameter, Tensor], more: dict[nn.Parameter, Tensor]) -> None:
+    for parameter, gradient in more.items():
+        total[parameter] = total[parameter] + gradient if parameter in total else gradient
+
+
+def _fill_units(model: nn.Module, units: dict[str, dict[str, torch.Size]]) -> None:
+    by_name = {clean_name(name): parameter for name, parameter in model.named_parameters()}
+    for shapes in units.values():
+        members = [by_name[name] for name in shapes]
+        if any(member.grad is not None for member in members):
+            for member in members:
+                member.grad = torch.zeros_like(member) if member.grad is None else member.grad
+
+
+# --- several processes ---
+
+
+def _train(
+    model: nn.Module,
+    animal: Animal,
+    recipe: Recipe,
+    no_sync: Callable[[], AbstractContextManager[Any]],
+    full: Callable[[nn.Module], tuple[Named, Named]],
+) -> Record:
+    """The loop that the distributed trainers share; ``full`` returns whole parameters and gradients."""
+    optimizer = recipe.optimizer(model.parameters())
+    losses = []
+    gradients: Named = {}
+    for step in range(recipe.steps):
+        optimizer.zero_grad()
+        for i in range(recipe.accumulate):
+            puts_off = recipe.no_sync and i < recipe.accumulate - 1
+            with no_sync() if puts_off else contextlib.nullcontext():
+                losses.append(forward_backward(model, animal, recipe, dist.get_rank(), step, i))
+        if step == recipe.steps - 1:
+            # Now, because an optimizer is free to change gradients.
+            gradients = full(model)[1]
+        optimizer.step()
+    mine = torch.stack(losses)
+    of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, mine)
+    return _record(model, torch.stack(of_ranks, dim=1), full(model)[0], gradients)
+
+
+def _record(model: nn.Module, losses: Tensor, parameters: Named, gradients: Named) -> Record:
+    return Record(losses.cpu(), parameters, gradients, _buffers(model))
+
+
+def _buffers(model: nn.Module) -> Named:
+    return {clean_name(name): buffer.detach().to("cpu", copy=True) for name, buffer in model.named_buffers()}
+
+
+def _plain(model: nn.Module) -> tuple[Named, Named]:
+    return _whole(model, lambda tensor: tensor)
+
+
+def _whole(model: nn.Module, whole: Callable[[Tensor], Tensor]) -> tuple[Named, Named]:
+    values, gradients = {}, {}
+    for name, parameter in model.named_parameters():
+        values[clean_name(name)] = whole(parameter.detach()).to("cpu", copy=True)
+        if parameter.grad is not None:
+            gradients[clean_name(name)] = whole(parameter.grad).to("cpu", copy=True)
+    return values, gradients
+
+
+def train_ddp(animal: Animal, recipe: Recipe = USUAL) -> Record:
+    """`DistributedDataParallel`: every rank holds everything, gradients are all-reduced."""
+    model = animal.build().to(device())
+    # Without this DDP sends rank 0's running statistics to everybody, which FSDP does not do.
+    ddp = DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=animal.leaves_some_out)
+    record = _train(ddp, animal, recipe, ddp.no_sync, lambda _: _plain(model))
+    return replace(record, buffers=_buffers(model))
+
+
+def train_torch_fsdp1(animal: Animal, recipe: Recipe = USUAL, **options: Any) -> Record:
+    """torch's `FullyShardedDataParallel`; see `train_fsdp1`.
+
+    It runs every animal on the CPU. Two things it cannot do there or anywhere, seen in 2.13, so ask another oracle:
+
+    * accumulate without ``no_sync`` in a unit of one element (``uneven``): it tells a sharded gradient from an
+      unsharded one by its size, which is the same here, and reduces once more what is reduced already. The result is
+      silently wrong;
+    * reduce a unit that ran inside ``no_sync`` but not in the last micro-batch (``sometimes``): it raises.
+    """
+    return train_fsdp1(torch_fsdp.FullyShardedDataParallel, animal, recipe, **options)
+
+
+def train_fsdp1(library: Any, animal: Animal, recipe: Recipe = USUAL, **options: Any) -> Record:
+    """A wrapper of the FSDP1 kind, with each unit wrapped by hand.
+
+    Args:
+        library: the class ``FullyShardedDataParallel``, torch's or ours.
+        animal: what to train.
+        recipe: how to train it.
+        **options: for the constructor, as described in `shard_fsdp1`.
+    """
+    units = units_of(animal.build(), animal.unit_classes)
+    group = _shard_group(options)
+
+    def full(model: nn.Module) -> tuple[Named, Named]:
+        return split_by_name(gather_chunks(flat_chunks(model), group), units)
+
+    model = shard_fsdp1(library, animal, **options)
+    return _train(model, animal, recipe, model.no_sync, full)
+
+
+def shard_fsdp1(library: Any, animal: Animal, **options: Any) -> Any:
+    """The animal with each of its units wrapped, and then itself.
+
+    Args:
+        library: the class ``FullyShardedDataParallel``, torch's or ours.
+        animal: whose model to wrap.
+        **options: for the constructor. Since each library has enums and records of its own, ``sharding_strategy`` and
+            ``backward_prefetch`` may be given by the name of a member, and ``mixed_precision`` as a dictionary.
+    """
+    chosen = {"device_id": device(), **_in_words_of(library, options)}
+    with warnings.catch_warnings():
+        # That NO_SHARD, and FSDP1 as such, are not the future is not what is compared here.
+        warnings.simplefilter("ignore")
+        return wrap_units(animal.build(), animal.unit_classes, lambda module: library(module, **chosen))
+
+
+def _in_words_of(library: Any, options: dict[str, Any]) -> dict[str, Any]:
+    words = importlib.import_module("torch.distributed.fsdp" if library.__module__.startswith("torch.") else "minifsdp")
+    translated = dict(options)
+    for option, enum in (("sharding_strategy", "ShardingStrategy"), ("backward_prefetch", "BackwardPrefetch")):
+        if isinstance(options.get(option), str):
+            translated[option] = getattr(words, enum)[options[option]]
+    if isinstance(options.get("mixed_precision"), dict):
+        translated["mixed_precision"] = words.MixedPrecision(**options["mixed_precision"])
+    return translated
+
+
+def _shard_group(options: dict[str, Any]) -> dist.ProcessGroup | None:
+    strategy = options.get("sharding_strategy")
+    if getattr(strategy, "name", strategy) == "NO_SHARD":
+        return None
+    group = options.get("process_group") or dist.group.WORLD
+    return group[0] if isinstance(group, tuple) else group
+
+
+def train_torch_fsdp2(animal: Animal, recipe: Recipe = USUAL, **options: Any) -> Record:
+    """torch's `fully_shard`; see `train_fsdp2`."""
+    return train_fsdp2(torch_fsdp.fully_shard, animal, recipe, **options)
+
+
+def train_fsdp2(library: Any, animal: Animal, recipe: Recipe = USUAL, **options: Any) -> Record:
+    """A function of the FSDP2 kind, applied to each unit and to the model.
+
+    Args:
+        library: the function ``fully_shard``, torch's or ours.
+        animal: what to train.
+        recipe: how to train it.
+        **options: for the function.
+    """
+    model = shard_fsdp2(library, animal, **options)
+
+    @contextlib.contextmanager
+    def no_sync() -> Iterator[None]:
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+    return _train(model, animal, recipe, no_sync, lambda _: _whole(model, _full_tensor))
+
+
+def shard_fsdp2(library: Any, animal: Animal, **options: Any) -> Any:
+    """The animal with ``library(unit, **options)`` applied to each of its units, and then to itself."""
+    model = animal.build().to(device())
+    return wrap_units(model, animal.unit_classes, lambda module: library(module, **options))
+
+
+def _full_tensor(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

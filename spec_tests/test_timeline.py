@@ -1,0 +1,242 @@
+"""Pictures and traces are pure functions of the events, so what they show can be computed and compared."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minifsdp.timeline import chrome_trace, gathered_bytes, peak_gathered_bytes, svg
+from minifsdp.trace import Event
+
+pytestmark = pytest.mark.pure
+
+SVG = "{http://www.w3.org/2000/svg}"
+MILLI = 1e-3
+
+
+def step_of_two_units(zero: float = 50.0) -> list[Event]:
+    """The root and one block, 100 ms long, in the order in which an FSDP with prefetch records it."""
+
+    def span(kind: str, unit: str, start: float, end: float, num_bytes: int = 0, lane: str = "compute") -> Event:
+        ranks, dtype = ((0, 1), torch.float32) if lane != "compute" else ((), None)
+        return Event(kind, unit, zero + start * MILLI, zero + end * MILLI, num_bytes, ranks, dtype, lane)
+
+    return [
+        span("AG", "", 0, 5, 64, "gather"),
+        span("F", "", 5, 40),
+        span("AG", "blocks.0", 5, 10, 200, "gather"),
+        span("F", "blocks.0", 10, 30),
+        span("FREE", "blocks.0", 30, 30, 200),
+        span("B", "", 40, 90),
+        span("AG", "blocks.0", 40, 50, 200, "gather"),
+        span("B", "blocks.0", 50, 85),
+        span("FREE", "blocks.0", 85, 85, 200),
+        span("RS", "blocks.0", 85, 95, 200, "reduce"),
+        span("FREE", "", 90, 90, 64),
+        span("RS", "", 90, 100, 64, "reduce"),
+    ]
+
+
+def boxes(picture: str) -> list[tuple[str, float, float, float, str]]:
+    """Kind, left, top, width and label of every box, in the order of the file."""
+    found = []
+    for group in ET.fromstring(picture).iter(f"{SVG}g"):
+        if not group.get("class", "").startswith("box "):
+            continue
+        rect, label = group.find(f"{SVG}rect"), group.find(f"{SVG}text")
+        assert rect is not None
+        left, top, width = (float(rect.get(name, "nan")) for name in ("x", "y", "width"))
+        found.append((group.get("class", "")[4:], left, top, width, label.text or "" if label is not None else ""))
+    return found
+
+
+def texts(picture: str) -> list[str]:
+    return [text.text or "" for text in ET.fromstring(picture).iter(f"{SVG}text")]
+
+
+# --- memory ---
+
+
+def test_each_gather_adds_its_bytes_and_each_free_takes_them_away() -> None:
+    heights = [num_bytes for _, num_bytes in gathered_bytes(step_of_two_units())]
+
+    assert heights == [64, 264, 64, 264, 64, 0]
+    assert peak_gathered_bytes(step_of_two_units()) == 264
+
+
+def test_freeing_what_was_gathered_before_the_recording_counts_as_nothing() -> None:
+    assert gathered_bytes([Event("FREE", "0", 1.0, 1.0, 8)]) == [(1.0, 0)]
+    assert peak_gathered_bytes([]) == 0
+
+
+# --- the picture ---
+
+
+def test_every_span_of_every_rank_becomes_one_box() -> None:
+    kinds = [kind for kind, *_ in boxes(svg([step_of_two_units(), step_of_two_units()]))]
+
+    assert {kind: kinds.count(kind) for kind in set(kinds)} == {"AG": 6, "F": 4, "B": 4, "RS": 4}
+
+
+def test_left_edge_and_width_of_a_box_are_proportional_to_time() -> None:
+    found = boxes(svg([step_of_two_units()], width=1128))  # 104 + 24 of margin leave 1000 pixels for 100 ms.
+
+    assert [(left, width) for kind, left, _, width, _ in found if kind == "F"] == [(154.0, 350.0), (204.0, 200.0)]
+    assert [(left, width) for kind, left, _, width, _ in found if kind == "RS"] == [(954.0, 100.0), (1004.0, 100.0)]
+
+
+def test_boxes_that_overlap_in_time_lie_in_different_rows() -> None:
+    found = boxes(svg([step_of_two_units(), step_of_two_units()]))
+
+    for top in {top for _, _, top, _, _ in found}:
+        row = sorted((left, left + width) for _, left, other, width, _ in found if other == top)
+        assert all(end <= start + 0.6 for (_, end), (start, _) in pairwise(row))
+
+
+def test_a_box_carries_as_much_of_its_name_as_fits() -> None:
+    wide, narrow = boxes(svg([step_of_two_units()], width=1200)), boxes(svg([step_of_two_units()], width=428))
+
+    assert [label for kind, *_, label in wide if kind == "F"] == ["F root", "F blocks.0"]
+    assert [label for kind, *_, label in narrow if kind == "F"] == ["F root", "blocks.0"]
+    assert [label for kind, *_, label in narrow if kind == "AG"] == ["", "0", "0"]
+
+
+def test_there_is_a_free_mark_at_the_time_of_each_free() -> None:
+    paths = ET.fromstring(svg([step_of_two_units()], width=1128)).iter(f"{SVG}path")
+    starts = [path.get("d", "").split()[0] for path in paths if path.get("class") == "FREE"]
+
+    assert starts[1:] == ["M400.5", "M950.5", "M1000.5"]  # The first is the legend's; a mark is 7 pixels wide.
+
+
+def test_the_all_reduce_lane_and_its_legend_appear_only_where_one_was_recorded() -> None:
+    plain = step_of_two_units()
+    hybrid = [*plain, Event("AR", "", 50.1, 50.11, 64, (0, 2), torch.float32, "all_reduce")]
+
+    assert "all-reduce" not in texts(svg([plain]))
+    assert "AR all-reduce" not in texts(svg([plain]))
+    assert "all-reduce" in texts(svg([hybrid]))
+    assert "AR all-reduce" in texts(svg([hybrid]))
+
+
+def test_a_wait_of_the_rate_limiter_is_a_bar_of_its_length() -> None:
+    events = [*step_of_two_units(), Event("WAIT", "blocks.0", 50.02, 50.03)]
+    paths = ET.fromstring(svg([events], width=1128)).iter(f"{SVG}path")
+    bars = [path.get("d", "") for path in paths if path.get("class") == "WAIT"]
+
+    assert bars[1].startswith("M304.0 ")
+    assert "h100.0" in bars[1]
+
+
+def test_the_axis_counts_in_round_milliseconds() -> None:
+    axis = [
+        text.text
+        for text in ET.fromstring(svg([step_of_two_units()])).iter(f"{SVG}text")
+        if "mid" in text.get("class", "")
+    ]
+
+    assert axis == ["0 ms", "10", "20", "30", "40", "50", "60", "70", "80", "90", "100"]
+
+
+def test_the_picture_does_not_depend_on_where_a_clock_has_its_zero() -> None:
+    # Powers of two, so that shifting the clock is exact in floating point.
+    def events(zero: float) -> list[Event]:
+        return [Event("F", "0", zero + 0.25, zero + 0.5), Event("B", "0", zero + 0.5, zero + 1.0)]
+
+    assert svg([events(0.0)]) == svg([events(1024.0)])
+
+
+def test_without_origins_each_rank_begins_at_zero_and_the_caption_says_so() -> None:
+    picture = svg([step_of_two_units(50.0), step_of_two_units(50.02)])
+    lefts = [left for kind, left, *_ in boxes(picture) if kind == "AG"]
+
+    assert lefts[:3] == lefts[3:]
+    assert any("each rank's own first event" in text for text in texts(picture))
+
+
+def test_with_origins_a_rank_that_began_later_is_drawn_later_and_the_caption_says_so() -> None:
+    picture = svg([step_of_two_units(50.0), step_of_two_units(7.02)], origins=[50.0, 7.0], width=1328)
+    lefts = [left for kind, left, *_ in boxes(picture) if kind == "AG"]
+
+    assert lefts[3] - lefts[0] == pytest.approx(200.0, abs=0.2)  # 20 of 120 ms on 1200 pixels.
+    assert any("barrier" in text for text in texts(picture))
+
+
+def test_as_many_origins_as_ranks_are_required() -> None:
+    for draw in (svg, chrome_trace):
+        with pytest.raises(ValueError, match="2 ranks but 1 origins"):
+            draw([[], []], origins=[0.0])
+
+
+def test_names_are_escaped() -> None:
+    picture = svg([[Event("F", 'a<b>&"c"', 0.0, 1.0)]], title="<&>")
+
+    assert 'F a<b>&"c"' in texts(picture)
+    assert "<&>" in texts(picture)
+
+
+def test_the_picture_needs_nothing_from_outside_and_runs_nothing() -> None:
+    picture = svg([step_of_two_units()])
+
+    assert "script" not in picture
+    assert "href" not in picture
+    assert "url(" not in picture
+    assert picture.count("http") == 1  # The name of the SVG language itself.
+
+
+def test_the_picture_knows_the_dark() -> None:
+    assert "@media (prefers-color-scheme:dark)" in svg([step_of_two_units()])
+
+
+@pytest.mark.parametrize("events", [[], [[]], [[], [Event("FREE", "0", 3.0, 3.0, 8)]]])
+def test_a_recording_with_nothing_in_it_still_gives_a_valid_picture(events: list[list[Event]]) -> None:
+    assert ET.fromstring(svg(events)).tag == f"{SVG}svg"
+    json.dumps(chrome_trace(events))
+
+
+def test_a_picture_too_narrow_for_its_lanes_is_refused() -> None:
+    with pytest.raises(ValueError, match="width=100"):
+        svg([step_of_two_units()], width=100)
+
+
+# --- the trace ---
+
+
+def test_the_trace_has_a_process_for_each_rank_and_a_named_thread_for_each_lane() -> None:
+    items = chrome_trace([step_of_two_units(), step_of_two_units()])["traceEvents"]
+    named = {(item["pid"], item["args"]["name"]) for item in items if item["name"] == "thread_name"}
+
+    assert {item["args"]["name"] for item in items if item["name"] == "process_name"} == {"rank 0", "rank 1"}
+    assert {name for rank, name in named if rank == 1} == {"compute", "compute (2)", "gather", "reduce", "reduce (2)"}
+
+
+def test_spans_moments_and_memory_follow_the_trace_event_format() -> None:
+    items = json.loads(json.dumps(chrome_trace([step_of_two_units()])))["traceEvents"]
+    spans = [item for item in items if item["ph"] == "X"]
+    moments = [item for item in items if item["ph"] == "i"]
+    counters = [item for item in items if item["ph"] == "C"]
+
+    assert {item["ph"] for item in items} == {"M", "X", "i", "C"}
+    assert (len(spans), len(moments), len(counters)) == (9, 3, 6)
+    assert all({"name", "cat", "pid", "tid", "ts", "dur", "args"} <= item.keys() and item["dur"] > 0 for item in spans)
+    assert max(item["args"]["bytes"] for item in counters) == 264
+    first = next(item for item in spans if item["name"] == "AG blocks.0")
+    assert first["ts"] == pytest.approx(5000)
+    assert first["dur"] == pytest.approx(5000)
+    assert first["args"] == {"unit": "blocks.0", "bytes": 200, "ranks": [0, 1], "dtype": "float32"}
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), max_size=30))
+def test_no_thread_of_a_trace_ever_does_two_things_at_once(spans: list[tuple[int, int]]) -> None:
+    events = [Event("AG", str(n), start, start + length, 8, lane="gather") for n, (start, length) in enumerate(spans)]
+    items = [item for item in chrome_trace([events])["traceEvents"] if item["ph"] == "X"]
+
+    assert len(items) == len(spans)
+    for thread in {item["tid"] for item in items}:
+        busy = sorted((item["ts"], item["ts"] + item["dur"]) for item in items if item["tid"] == thread)
+        assert all(end <= start for (_, end), (start, _) in pairwise(busy))

@@ -1,0 +1,154 @@
+"""The recorder: what it keeps, in which order, and that it costs nothing while it is off."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minifsdp import trace
+from minifsdp.trace import Event, Recorder
+from spec_tests.engine.small import chain, draw, shard_each, train_once
+from spec_tests.harness import ranks
+
+
+@pytest.mark.pure
+def test_it_is_off_by_default() -> None:
+    assert trace.recorder is None
+
+
+@pytest.mark.pure
+def test_an_event_begins_as_a_moment_and_becomes_a_span_when_it_is_finished() -> None:
+    recorder = Recorder()
+    before = time.perf_counter()
+    event = recorder.begin("AG", "0", num_bytes=32, ranks=(0, 1), dtype=torch.bfloat16, lane="gather")
+    assert before <= event.start == event.end <= time.perf_counter()
+    recorder.finish(event)
+    assert event.start < event.end <= time.perf_counter()
+    assert recorder.events == [event]
+    assert (event.kind, event.unit, event.num_bytes, event.ranks, event.dtype, event.lane) == (
+        "AG", "0", 32, (0, 1), torch.bfloat16, "gather",
+    )  # fmt: skip
+
+
+@pytest.mark.pure
+def test_what_is_not_said_of_an_event_is_empty() -> None:
+    event = Recorder().begin("F", "")
+    assert (event.num_bytes, event.ranks, event.dtype, event.lane) == (0, (), None, "compute")
+
+
+@pytest.mark.pure
+def test_a_span_that_began_before_the_recorder_was_there_may_be_finished() -> None:
+    recorder = Recorder()
+    recorder.finish(None)
+    assert recorder.events == []
+
+
+@pytest.mark.pure
+def test_the_order_is_that_of_the_beginnings_whatever_is_finished_first() -> None:
+    recorder = Recorder()
+    outer, inner = recorder.begin("F", ""), recorder.begin("F", "0.layer")
+    recorder.begin("FREE", "0.layer")
+    recorder.finish(inner)
+    recorder.finish(outer)
+    assert recorder.order() == ["F", "F 0.layer", "FREE 0.layer"]
+    assert recorder.order("FREE") == ["FREE 0.layer"]
+    assert recorder.order("FREE", "F") == ["F", "F 0.layer", "FREE 0.layer"]
+    assert recorder.order("AG") == []
+    assert [recorder.count(kind) for kind in ("F", "FREE", "AG")] == [2, 1, 0]
+
+
+@pytest.mark.pure
+def test_recordings_may_be_nested_and_the_inner_one_takes_the_events() -> None:
+    with trace.record() as outer:
+        assert trace.recorder is outer
+        outer.begin("F", "before")
+        with trace.record() as inner:
+            assert trace.recorder is inner
+            inner.begin("F", "inside")
+        assert trace.recorder is outer
+        outer.begin("F", "after")
+    assert trace.recorder is None
+    assert outer.order() == ["F before", "F after"]
+    assert inner.order() == ["F inside"]
+
+
+@pytest.mark.pure
+def test_an_exception_ends_the_recording_and_what_was_recorded_stays() -> None:
+    kept: list[Recorder] = []
+
+    def interrupted() -> None:
+        with trace.record() as recorder:
+            kept.append(recorder)
+            recorder.begin("F", "")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        interrupted()
+    assert trace.recorder is None
+    assert kept[0].order() == ["F"]
+
+
+@pytest.mark.pure
+def test_two_recordings_have_lists_of_their_own() -> None:
+    with trace.record() as first:
+        first.begin("F", "")
+    with trace.record() as second:
+        pass
+    assert second.events == []
+    assert Event("F", "", 0.0, 0.0) == Event("F", "", 0.0, 0.0)
+
+
+# --- what the engine writes ---
+
+
+@ranks(2)
+def test_the_example_of_the_essay_holds() -> None:
+    model = shard_each(torch.nn.Sequential(torch.nn.Linear(3, 2)))
+    with trace.record() as recorder, torch.no_grad():
+        model(draw(0))
+    assert recorder.order() == ["AG 0", "F 0", "FREE 0"]
+    gathered, computed, freed = recorder.events
+    assert gathered.num_bytes == freed.num_bytes == 32
+    assert (gathered.ranks, freed.ranks) == ((0, 1), ())
+    assert (gathered.lane, computed.lane) == ("gather", "compute")
+
+
+@ranks(2)
+def test_one_rank_may_record_alone_and_both_train_alike() -> None:
+    model = shard_each(chain())
+    if dist.get_rank() == 0:
+        with trace.record() as recorder:
+            train_once(model)
+        assert (recorder.count("AG"), recorder.count("RS")) == (6, 3)
+    else:
+        train_once(model)
+
+
+@ranks(2)
+def test_every_span_of_a_step_has_ended_when_the_step_has() -> None:
+    model = shard_each(chain())
+    with trace.record() as recorder:
+        train_once(model)
+    moments = {"FREE", "WAIT", "H2D", "D2H", "BCAST"}
+    for event in recorder.events:
+        assert (event.end == event.start) == (event.kind in moments), event
+    assert [event.start for event in recorder.events] == sorted(event.start for event in recorder.events)
+
+
+@ranks(2)
+def test_a_recording_that_begins_or_ends_in_the_middle_of_a_step_does_no_harm() -> None:
+    model = shard_each(chain())
+    for _ in range(2):
+        with trace.record() as forward:
+            loss = model(draw(dist.get_rank())).sum()
+        with trace.record() as backward:
+            loss.backward()
+        assert {event.kind for event in forward.events} == {"AG", "F", "FREE"}
+        assert {event.kind for event in backward.events} == {"AG", "B", "FREE", "RS"}
+        loss = model(draw(dist.get_rank())).sum()
+        with trace.record() as only_backward:
+            loss.backward()
+        assert only_backward.order() == backward.order()

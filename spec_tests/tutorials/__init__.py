@@ -1,0 +1,1 @@
+"""Tests of the programs in ``tutorials/``: that what a visitor runs first works, and says what is true."""

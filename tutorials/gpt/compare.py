@@ -1,0 +1,151 @@
+"""The same training four times: one process, DDP, torch's FSDP, minifsdp. One table.
+
+What must be equal is equal: the initial weights (same seed), the windows (a batch is a function of seed, rank and
+step), the optimizer, the steps. The single process sees in each step what all ranks of the others see together. What
+may differ is the order in which floating-point numbers are added, so the losses agree to six digits or more and not
+always to the last.
+
+What should differ is what the table is for: how much each rank stores, how much is whole at the same time, and what
+is sent in exchange.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .counting import CollectiveCounter
+from .data import Corpus, batch_of, global_batch
+from .ranks import Place
+from .report import Stored, fact, mean_over_ranks, measure
+
+__all__ = ["Outcome", "compare"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one contender came to, as seen by this rank.
+
+    Attributes:
+        losses: of each step, the mean over all windows of all ranks.
+        stored: bytes on this rank between two steps.
+        peak_whole: the largest number of bytes of full parameters that lay on this rank together.
+        milliseconds: of a step, the median.
+        counter: what one step sent.
+    """
+
+    losses: list[float]
+    stored: Stored
+    peak_whole: int
+    milliseconds: float
+    counter: CollectiveCounter
+
+
+def compare(
+    options: Namespace,
+    corpus: Corpus,
+    place: Place,
+    build: Callable[[Namespace, Place], nn.Module],
+    shard: Callable[[nn.Module, str, Namespace, Place], nn.Module],
+    train_step: Callable[[nn.Module, torch.optim.Optimizer, Tensor, Tensor], Tensor],
+) -> None:
+    """Trains all contenders, one after the other, and prints the table. Every rank must call it; one prints.
+
+    Args:
+        options: of the command line.
+        corpus: what to train on.
+        place: of this rank.
+        build: makes the plain model, always with the same weights.
+        shard: wraps a model with the library of the given name.
+        train_step: one step; returns the loss of this rank.
+    """
+    ids = [place.device] if place.device.type == "cuda" else None
+    contenders: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "single": lambda model: model,
+        "DDP": lambda model: DistributedDataParallel(model, device_ids=ids),
+        "torch FSDP": lambda model: shard(model, "torch", options, place),
+        "minifsdp": lambda model: shard(model, "minifsdp", options, place),
+    }
+    outcomes = {}
+    for name, wrap in contenders.items():
+        begin = time.perf_counter()
+        outcomes[name] = _train(options, corpus, place, wrap(build(options, place)), train_step, alone=name == "single")
+        if place.speaks:
+            fact(name, f"{options.steps} steps in {time.perf_counter() - begin:.1f} s")
+    if place.speaks:
+        _print_table(outcomes)
+
+
+def _train(
+    options: Namespace,
+    corpus: Corpus,
+    place: Place,
+    model: nn.Module,
+    train_step: Callable[[nn.Module, torch.optim.Optimizer, Tensor, Tensor], Tensor],
+    *,
+    alone: bool,
+) -> Outcome:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    whole = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    window = {"seed": options.seed, "num_windows": options.batch, "context": options.context}
+    losses, durations = [], []
+    for step in range(options.steps):
+        # "One process" is played by every rank for itself, on the windows of all: nobody has to wait for anybody.
+        inputs, targets = (
+            global_batch(corpus.train, num_ranks=place.num_ranks, step=step, **window)
+            if alone
+            else batch_of(corpus.train, rank=place.rank, step=step, **window)
+        )
+        inputs, targets = inputs.to(place.device), targets.to(place.device)
+        dist.barrier()
+        begin = time.perf_counter()
+        # The last step is watched by the counter, and for that reason not timed.
+        counter = CollectiveCounter()
+        if step == options.steps - 1:
+            with counter:
+                loss = train_step(model, optimizer, inputs, targets)
+        else:
+            loss = train_step(model, optimizer, inputs, targets)
+        losses.append(mean_over_ranks(loss))
+        durations.append(1000 * (time.perf_counter() - begin))
+    milliseconds = statistics.median(durations[:-1] or durations)
+    # Where nothing is gathered, every rank holds the whole model at all times.
+    peak = counter.peak_gathered or whole
+    return Outcome(losses, measure(model, optimizer), peak, milliseconds, counter)
+
+
+def _print_table(outcomes: dict[str, Outcome]) -> None:
+    """A column for each contender, all sizes in bytes and for one rank."""
+    first = next(iter(outcomes.values())).losses[-1]
+    kinds = ["all-gather", "reduce-scatter", "all-reduce"]
+    kinds += sorted({kind for outcome in outcomes.values() for kind in outcome.counter.num_calls} - set(kinds))
+    column = list(outcomes.values())
+    rows: list[tuple[str, list[str]]] = [
+        ("final loss", [f"{outcome.losses[-1]:.6f}" for outcome in column]),
+        ("  less that of single", [_difference(outcome.losses[-1] - first) for outcome in column]),
+        ("stored, bytes", []),
+        ("  parameters", [f"{outcome.stored.parameters:,}" for outcome in column]),
+        ("  gradients", [f"{outcome.stored.gradients:,}" for outcome in column]),
+        ("  optimizer", [f"{outcome.stored.optimizer:,}" for outcome in column]),
+        ("  together", [f"{outcome.stored.together:,}" for outcome in column]),
+        ("whole at once, bytes", [f"{outcome.peak_whole:,}" for outcome in column]),
+        ("in each step", []),
+        *((f"  {kind}s", [f"{outcome.counter.num_calls[kind]}" for outcome in column]) for kind in kinds),
+        ("  bytes sent", [f"{outcome.counter.bytes_sent:,}" for outcome in column]),
+        ("  milliseconds", [f"{outcome.milliseconds:.0f}" for outcome in column]),
+    ]
+    print(f"\n{'on each rank':<24}" + "".join(f"{name:>14}" for name in outcomes))
+    for name, cells in rows:
+        print((f"{name:<24}" + "".join(f"{cell:>14}" for cell in cells)).rstrip())
+
+
+def _difference(loss: float) -> str:
+    return f"{loss:+.1e}" if loss else "0"

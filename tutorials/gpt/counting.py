@@ -1,0 +1,112 @@
+"""What a step sends and what it gathers, seen from below every library.
+
+Each library could be asked to count for itself, and each would count differently. But all of them, DDP's C++
+included, end up calling the same few operators of torch, ``c10d.allreduce_`` and its sisters, and a *dispatch mode*
+sees every operator that runs inside a ``with`` block. So one small class counts for all contenders alike.
+
+**Bytes sent** are those of the textbook algorithms, for N ranks and a whole tensor of M bytes:
+
+==============  ==================  ================================================================
+all-gather      ``(N - 1) / N * M``  everybody's piece has to reach everybody else
+reduce-scatter  ``(N - 1) / N * M``  the same journey backwards
+all-reduce      twice as much        it *is* a reduce-scatter, followed by an all-gather
+==============  ==================  ================================================================
+
+What the backend does on the wire may differ; gloo, for instance, carries out a reduce-scatter as an all-reduce. The
+table therefore compares the algorithms of the libraries and not the quality of a backend.
+
+**Peak of gathered parameters.** The output of each all-gather is a tensor that holds full parameters until it is
+freed. The counter keeps an eye on the memory behind those outputs without keeping it alive, and adds up what is still
+there at each new all-gather. That is the only moment at which the sum can grow, so no peak is missed. Worked example,
+three units of 100 bytes: gathered, freed, gathered, gathered, freed, freed has sums 100, 100, 200: the peak is 200.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["CollectiveCounter"]
+
+GATHERS = {"_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"}
+SCATTERS = {"_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_"}
+REDUCES = {"allreduce_", "allreduce_coalesced_"}
+# Work without data, which every library may use as it likes.
+SILENT = {"barrier", "monitored_barrier_"}
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts this rank's collectives while it is entered as a context.
+
+    Attributes:
+        num_calls: how often each kind was called: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, and any
+            other operator of ``c10d`` under its own name, so that nothing is sent unseen.
+        bytes_sent: of the three kinds, by the formulas above.
+        peak_gathered: the largest number of bytes of all-gather outputs that were alive together.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls: Counter[str] = Counter()
+        self.bytes_sent = 0
+        self.peak_gathered = 0
+        self._gathered: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self._count(func._schema.name.removeprefix("c10d::"), args)
+        return result
+
+    def _count(self, name: str, args: tuple[Any, ...]) -> None:
+        # In every schema of c10d the tensors come first, outputs before inputs, and then the process group.
+        num_ranks = next((size for arg in args if (size := _group_size(arg)) is not None), 1)
+        if name in GATHERS:
+            outputs = list(_tensors(args[0]))
+            self.num_calls["all-gather"] += 1
+            self.bytes_sent += _num_bytes(outputs) * (num_ranks - 1) // num_ranks
+            self._watch(outputs)
+        elif name in SCATTERS:
+            self.num_calls["reduce-scatter"] += 1
+            self.bytes_sent += _num_bytes(_tensors(args[1])) * (num_ranks - 1) // num_ranks
+        elif name in REDUCES:
+            self.num_calls["all-reduce"] += 1
+            self.bytes_sent += 2 * _num_bytes(_tensors(args[0])) * (num_ranks - 1) // num_ranks
+        elif name not in SILENT:
+            self.num_calls[name.strip("_")] += 1
+
+    def _watch(self, outputs: list[Tensor]) -> None:
+        for output in outputs:
+            self._gathered.add(output.untyped_storage())
+        # A library may free by dropping the tensor or by shrinking its memory to nothing; the sum sees both.
+        self.peak_gathered = max(self.peak_gathered, sum(storage.nbytes() for storage in self._gathered))
+
+
+def _tensors(argument: Any) -> Iterator[Tensor]:
+    if isinstance(argument, Tensor):
+        yield argument
+    elif isinstance(argument, list | tuple):
+        for item in argument:
+            yield from _tensors(item)
+
+
+def _num_bytes(tensors: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _group_size(argument: Any) -> int | None:
+    if not isinstance(argument, torch.ScriptObject):
+        return None
+    try:
+        return dist.ProcessGroup.unbox(argument).size()
+    except RuntimeError:  # Another boxed class, such as the operation of a reduction.
+        return None

@@ -1,0 +1,104 @@
+"""The command line of `train_gpt.py`. Whatever is wrong with it is said by argparse, before a single rank is joined."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import os
+from pathlib import Path
+
+__all__ = ["parse"]
+
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
+PREFETCHES = ["BACKWARD_PRE", "BACKWARD_POST", "NONE"]
+STEPS, STEPS_OF_COMPARISON = 300, 30
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Reads the options.
+
+    Raises:
+        SystemExit: an option is unknown, has a value it cannot have, or contradicts another; status 2.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.steps is None:
+        options.steps = STEPS_OF_COMPARISON if options.compare else STEPS
+    if options.width % (2 * options.heads):
+        parser.error(f"--width {options.width} is not a multiple of twice --heads {options.heads}")
+    records = options.trace or options.timeline
+    if records and (options.library != "minifsdp" or options.compare):
+        parser.error("--trace and --timeline record a training by minifsdp; leave out --library and --compare")
+    if options.library == "minifsdp" and importlib.util.find_spec("minifsdp") is None:
+        parser.error("minifsdp is not installed in this Python; run first: python -m pip install -e .")
+    launched = os.environ.get("WORLD_SIZE")
+    if options.world_size is not None and launched is not None and int(launched) != options.world_size:
+        parser.error(f"--world-size {options.world_size}, but the launcher has started {launched} ranks")
+    options.world_size = options.world_size or int(launched or 2)
+    if options.strategy == "HYBRID_SHARD" and options.world_size % 2:
+        parser.error(
+            f"--strategy HYBRID_SHARD shards over pairs of ranks, and {options.world_size} ranks are not pairs"
+        )
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT on Python's own source, sharded over several ranks."
+    )
+    run = parser.add_argument_group("the run")
+    run.add_argument("--steps", type=_positive, help=f"default: {STEPS}, with --compare {STEPS_OF_COMPARISON}")
+    run.add_argument("--world-size", type=_positive, help="ranks to start, default: 2; torchrun brings its own number")
+    run.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: CUDA if there is enough"
+    )
+    run.add_argument("--seed", type=int, default=0, help="of weights, windows and sample, default: %(default)s")
+    run.add_argument(
+        "--sample", type=_positive, default=320, metavar="BYTES", help="text to write, default: %(default)s"
+    )
+    sharding = parser.add_argument_group("the sharding")
+    choice = functools.partial(sharding.add_argument, type=str.upper, help="default: %(default)s")
+    choice("--strategy", choices=STRATEGIES, default="FULL_SHARD")
+    choice("--prefetch", choices=PREFETCHES, default="BACKWARD_PRE")
+    sharding.add_argument("--forward-prefetch", action="store_true", help="gather early in forward, too")
+    sharding.add_argument("--library", choices=["minifsdp", "torch"], default="minifsdp", help="default: %(default)s")
+    watching = parser.add_argument_group("watching it")
+    watching.add_argument("--compare", action="store_true", help="one process, DDP and both FSDPs, in one table")
+    watching.add_argument("--trace", type=_file, metavar="FILE.json", help="write a Chrome trace of the last two steps")
+    watching.add_argument("--timeline", type=_file, metavar="FILE.svg", help="draw the last step")
+    model = parser.add_argument_group("the model and its diet")
+    number = functools.partial(model.add_argument, type=_positive, metavar="N")
+    number("--blocks", default=5, help="layers; each is a unit; default: %(default)s")
+    number("--width", default=144, help="numbers for each byte between two blocks, default: %(default)s")
+    number("--heads", default=4, help="attention heads, default: %(default)s")
+    number("--context", default=128, help="bytes in a window, default: %(default)s")
+    number("--batch", default=8, help="windows for each rank and step, default: %(default)s")
+    model.add_argument("--lr", type=_positive_float, default=4e-3, help="highest learning rate, default: %(default)s")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
+
+
+def _positive_float(text: str) -> float:
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
+def _file(text: str) -> Path:
+    path = Path(text)
+    # Said now, and not after a minute of training.
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"the folder {path.parent} does not exist")
+    return path
+
+
+# argparse shows the name of the function in "invalid ... value".
+_positive.__name__, _positive_float.__name__ = "whole number", "number"

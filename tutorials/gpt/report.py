@@ -1,0 +1,140 @@
+"""What the reader sees while it runs and when it is done: progress, and who stores how much."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from .data import Corpus
+from .model import GPT
+from .ranks import Place, from_all_ranks
+
+__all__ = ["Progress", "Stored", "count", "fact", "introduce", "mean_over_ranks", "measure", "print_stored", "readable"]
+
+
+def fact(name: str, text: str) -> None:
+    """Prints one line of the report: a name in the left column and what there is to say about it."""
+    print(f"{name:<11} {text}", flush=True)
+
+
+def readable(text: bytes) -> str:
+    """Bytes as printable text: what is not ASCII, and what would move the cursor about, is shown by its number."""
+    return "".join(chr(byte) if byte == 10 or 32 <= byte < 127 else f"\\x{byte:02x}" for byte in text)
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    """The mean of one number over all ranks; every rank must call it. It is a collective, though of four bytes only."""
+    value = value.detach().float().clone()
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()
+
+
+def introduce(options: Namespace, corpus: Corpus, place: Place, model: GPT) -> None:
+    """Prints what is about to happen; one rank should. ``model`` is the plain model, before the sharding."""
+    in_blocks, in_all = count(model.blocks), count(model)
+    ahead = f"backward prefetch {options.prefetch}" + (", forward prefetch" if options.forward_prefetch else "")
+    ranks = f"{place.num_ranks} rank" + ("s" if place.num_ranks > 1 else "")
+    print(f"A GPT over bytes on {ranks} ({place.device.type}, {place.backend})\n")
+    if place.remark:
+        fact("device", place.remark)
+    fact("text", f"{corpus.num_files} files of Python's standard library, {corpus.num_bytes:,} bytes")
+    fact("sha256", corpus.sha256)
+    fact(
+        "model",
+        f"{in_all:,} parameters: {in_blocks // options.blocks:,} in each of {options.blocks} blocks, "
+        f"{in_all - in_blocks:,} in the root",
+    )
+    fact("sharding", f"{'torch and minifsdp' if options.compare else options.library}, {options.strategy}, {ahead}")
+    fact("steps", f"{options.steps}, of {ranks} x {options.batch} windows x {options.context} bytes\n")
+
+
+def count(module: nn.Module) -> int:
+    """Elements of all parameters, each parameter once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+class Progress:
+    """A bar with the loss and the tokens per second; where nobody watches a terminal, a dozen plain lines instead.
+
+    Args:
+        num_steps: steps in all.
+        tokens_per_step: of all ranks together.
+        shown: on one rank only; the others pass ``False``, and all methods do nothing.
+    """
+
+    def __init__(self, num_steps: int, tokens_per_step: int, *, shown: bool) -> None:
+        self.num_steps, self.tokens_per_step = num_steps, tokens_per_step
+        self.shown, self.started = shown, time.perf_counter()
+        # Some pseudo-terminals say that they have no lines at all, and a bar would stay invisible on them.
+        watched = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).lines > 1
+        form = "training    {bar:32} {n_fmt}/{total_fmt} steps{postfix}, {remaining} left"
+        self.bar = tqdm(total=num_steps, bar_format=form, leave=True) if shown and watched else None
+
+    def advance(self, step: int, loss: float) -> None:
+        """Step ``step``, counted from 0, is done and had this loss."""
+        if not self.shown:
+            return
+        speed = self.tokens_per_step * (step + 1) / (time.perf_counter() - self.started)
+        if self.bar is not None:
+            self.bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
+            self.bar.update()
+        elif step == 0 or step == self.num_steps - 1 or (step + 1) % max(1, self.num_steps // 10) == 0:
+            fact("training", f"step {step + 1:>5} of {self.num_steps}   loss {loss:6.3f}   {speed:>9,.0f} tokens/s")
+
+    def close(self) -> float:
+        """Ends the bar; returns the seconds since the beginning."""
+        if self.bar is not None:
+            self.bar.close()
+        return time.perf_counter() - self.started
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Bytes that one rank keeps between two steps."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def together(self) -> int:
+        """All three."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def measure(model: nn.Module, optimizer: torch.optim.Optimizer) -> Stored:
+    """What this rank stores. To be called after a backward and before ``zero_grad``, so that there are gradients."""
+    parameters = list(model.parameters())
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return Stored(_num_bytes(parameters), _num_bytes(gradients), _num_bytes(states))
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def print_stored(mine: Stored, num_parameters: int, *, speaks: bool) -> None:
+    """Prints what each rank stores, and what it would without sharding. Every rank must call it; one prints.
+
+    Without sharding: float32, so 4 bytes for a parameter, 4 for its gradient and 8 for the two averages of AdamW.
+    """
+    everybody = from_all_ranks(mine)
+    if not speaks:
+        return
+    whole = 4 * num_parameters
+    rows = {f"rank {rank}": stored for rank, stored in enumerate(everybody)}
+    rows["not sharded"] = Stored(whole, whole, 2 * whole)
+    print(f"\n{'stored, bytes':<14}{'parameters':>14}{'gradients':>14}{'optimizer':>14}{'together':>14}")
+    for name, stored in rows.items():
+        numbers = (stored.parameters, stored.gradients, stored.optimizer, stored.together)
+        print(f"{name:<14}" + "".join(f"{number:>14,}" for number in numbers))
