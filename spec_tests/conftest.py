@@ -1,4 +1,4 @@
-"""The suite's options, spec accounting, and the end of the pools."""
+"""The suite's options, the end of the pools, and where the spec accounting is fed."""
 
 from __future__ import annotations
 
@@ -7,38 +7,69 @@ import os
 # Before torch is imported anywhere: one thread for each rank, or two ranks fight over two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import pytest  # noqa: E402
+from collections.abc import Generator
 
-from spec_tests.harness import pool  # noqa: E402
-from spec_tests.harness.accounting import Accounting  # noqa: E402
+import pytest
+import torch
+
+from spec_tests.harness import pool, worker
+from spec_tests.harness.accounting import Accounting
+
+pytest.register_assert_rewrite(*worker.REWRITTEN)
 
 ACCOUNTING = pytest.StashKey[Accounting]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="where the ranks compute")
+    there = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.addoption("--device", choices=["cpu", "cuda"], default=there, help="where the ranks compute")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     device = config.getoption("--device")
     pool.use_device(device)
-    config.stash[ACCOUNTING] = Accounting(device)
+    config.stash[ACCOUNTING] = Accounting(device, config.rootpath)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+# Before the others take tests out: also a test that is not run today must name rows that exist.
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+    whole_files = not any("::" in argument for argument in config.args) and not config.getoption("lf", False)
     accounting = config.stash[ACCOUNTING]
-    accounting.collect(items)
+    accounting.collect(items, whole_files)
+    for item in items:
+        if not item.get_closest_marker("ranks"):
+            item.add_marker("pure")
+    yield
     if config.getoption("--device") == "cpu":
         on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-        accounting.num_gpu_not_run = len(on_gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        accounting.not_run([item.nodeid for item in on_gpu])
         config.hook.pytest_deselected(items=on_gpu)
+    if not config.option.collectonly and any(item.get_closest_marker("ranks") for item in items):
+        pool.start_early()
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
-    outcome = yield
-    item.config.stash[ACCOUNTING].note(outcome.get_result())
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    marks = reversed(list(item.iter_markers("filterwarnings")))
+    pool.use_filters(
+        [
+            *item.config.getini("filterwarnings"),
+            *(item.config.getoption("pythonwarnings", None) or []),
+            *(text for mark in marks for text in mark.args),
+        ]
+    )
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.config.stash[ACCOUNTING].note(report)
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -50,5 +81,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.write_line(line)
 
 
-def pytest_sessionfinish() -> None:
+# As late as possible, and also after Ctrl-C and after an error in the collection.
+def pytest_unconfigure() -> None:
     pool.close_all()

@@ -58,6 +58,35 @@ class AbsentParameter(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"AbsentParameter({self.path!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    @property
+    def data(self) -> Any:
+        """Refuses, to be read and to be set."""
+        raise _absent(self)
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise _absent(self)
+
+    def tolist(self) -> NoReturn:
+        """Refuses: torch would refuse, too, but without saying why."""
+        raise _absent(self)
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refuses."""
+        raise _absent(self)
+
+    def share_memory_(self) -> NoReturn:
+        """Refuses: there is no memory to share."""
+        raise _absent(self)
+
+    def __dlpack__(self, **options: Any) -> NoReturn:
+        """Refuses to be handed to another library, which would read memory that is not there."""
+        raise _absent(self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuses to be pickled: there is nothing to write down."""
+        raise _absent(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError(
             f"rank {rank_of_this_process()}: a sharded model cannot be copied with copy.deepcopy (parameter "
@@ -70,9 +99,12 @@ class AbsentParameter(torch.Tensor):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
         missing = next(t for t in tensors_in((args, kwargs or {})) if isinstance(t, AbsentParameter))
-        raise RuntimeError(
-            f"rank {rank_of_this_process()}: parameter {missing.path!r} (shape {tuple(missing.shape)}) is sharded "
-            "right now, and its full values are on no rank. If you called a part of a wrapped model directly, call "
-            "the wrapped module instead, or wrap that part as a unit of its own; to read or change values, use "
-            "summon_full_params()"
-        )
+        raise _absent(missing)
+
+
+def _absent(missing: AbsentParameter) -> RuntimeError:
+    return RuntimeError(
+        f"rank {rank_of_this_process()}: parameter {missing.path!r} (shape {tuple(missing.shape)}) is sharded right "
+        "now, and its full values are on no rank. If you called a part of a wrapped model directly, call the wrapped "
+        "module instead, or wrap that part as a unit of its own; to read or change values, use summon_full_params()"
+    )

@@ -213,6 +213,13 @@ class FlatLayout(Layout):
 
     # --- what modules see ---
 
+    def check_untouched(self) -> None:
+        """Compares each slot with what was shown there last."""
+        shown = self._shown
+        for dictionary, slot, index in self._places:
+            if dictionary.get(slot.name) is not shown[index]:
+                raise rebound(slot)
+
     def show_unsharded(self) -> None:
         """Makes new views and puts them on the modules."""
         leaf = self._now.leaf
@@ -220,12 +227,8 @@ class FlatLayout(Layout):
             leaf.requires_grad_(self.owner.requires_grad)
         # 1. and 2. Now, and all at once.
         views = self.partition.views(leaf, self.shapes)
-        if views[0].requires_grad:
+        if torch.is_grad_enabled():
             self._recorded = views
-        shown = self._shown
-        for dictionary, slot, index in self._places:
-            if dictionary.get(slot.name) is not shown[index]:
-                raise rebound(slot)
         self._show(views)
 
     def show_again(self) -> None:
@@ -235,7 +238,7 @@ class FlatLayout(Layout):
 
     def show_resting(self, *, is_kept: bool) -> None:
         """The stand-ins; with original parameters that are kept on purpose, the full ones stay in sight (ORIG-09)."""
-        if not is_kept or self.owner.hides_originals or self._now.is_borrowed:
+        if not is_kept or self.owner.hides_originals or self.mesh.shard is None:
             self.show_sharded()
 
     def show_sharded(self) -> None:

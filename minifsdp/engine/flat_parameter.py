@@ -75,7 +75,7 @@ class FlatOwnership(Ownership):
         self._reduced_before: torch.Tensor | None = None
         stand_ins: list[torch.Tensor] = []
         for original, owned in parameters.items():
-            misuse.note_replaced(original, owned.path)
+            misuse.note_taken(original, owned.path, is_replaced=True)
             stand_ins.append(AbsentParameter(original.shape, original.dtype, original.device, owned.path))
             for slot in owned.slots:
                 delattr(slot.module, slot.name)

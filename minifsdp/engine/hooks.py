@@ -53,7 +53,7 @@ from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import Schedule
 from minifsdp.engine.unit import Phase, State, Unit
 
-__all__ = ["Cycle", "Prefetch"]
+__all__ = ["Cycle", "Prefetch", "not_while_summoned"]
 
 NOT_IN_BACKWARD = -1
 
@@ -123,7 +123,7 @@ class Cycle:
             # 5. Recomputation: all is in place.
             return
         if unit.phase is Phase.SUMMONED:
-            raise _not_while_summoned(unit, "forward")
+            raise not_while_summoned(unit, "forward")
         if self._lingering is not None:
             self._release_lingering(unit)
         unit.phase = Phase.FORWARD
@@ -186,9 +186,11 @@ class Cycle:
 
     def _wait_for_inputs(self, unit: Unit, inputs: Any) -> None:
         # 4. Nothing here is trained.
+        # Used more than once, it must stay for the other uses; then the end of backward frees it.
+        unit.num_uses += 1
         hooked = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
         if hooked:
-            register_multi_grad_hook(hooked, lambda _: self._close(unit))
+            register_multi_grad_hook(hooked, lambda _: self._close(unit) if unit.num_uses == 1 else None)
 
     # --- backward ---
 
@@ -204,7 +206,7 @@ class Cycle:
         if unit.phase is Phase.PRE_BACKWARD:
             return
         if unit.phase is Phase.SUMMONED:
-            raise _not_while_summoned(unit, "backward")
+            raise not_while_summoned(unit, "backward")
         self.begin_backward()
         unit.phase = Phase.PRE_BACKWARD
         unit.graph_task = graph_task()
@@ -273,7 +275,7 @@ class Cycle:
         for unit in self.units:
             if unit.phase is not Phase.IDLE or unit.state is not State.SHARDED:
                 self._close(unit)
-            unit.awaits_backward = False
+            unit.awaits_backward, unit.num_uses = False, 0
         self.schedule.end_iteration()
         self._lingering = None
         self._spans.clear()
@@ -289,13 +291,13 @@ class Cycle:
 
     def recover(self) -> None:
         """Brings every unit back to where an iteration may begin, after one that ended in an exception."""
-        self.reducer.finish()
+        self.reducer.drop()
         for unit in self.units:
             unit.layout.take_gradient()
-            unit.phase, unit.awaits_backward = Phase.IDLE, False
+            unit.phase, unit.awaits_backward, unit.num_uses = Phase.IDLE, False, 0
             unit.reshard()
             unit.limiter.clear()
-        self.schedule.end_iteration()
+        self.schedule.abandon_iteration()
         self._lingering = None
         self._spans.clear()
         self.in_backward = False
@@ -308,7 +310,8 @@ def _lay_wire(output: torch.Tensor, unit: Unit) -> None:
         output._base.register_hook(unit.on_gradient_of_output)
 
 
-def _not_while_summoned(unit: Unit, what: str) -> RuntimeError:
+def not_while_summoned(unit: Unit, what: str) -> RuntimeError:
+    """The error for computing with what the user has in his hands."""
     return RuntimeError(
         f"rank {rank_of_this_process()}: {what} of unit {unit.name!r} was started while its full parameters are "
         "summoned; leave summon_full_params first"

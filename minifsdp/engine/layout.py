@@ -169,6 +169,14 @@ class Layout(ABC):
     # --- what modules see ---
 
     @abstractmethod
+    def check_untouched(self) -> None:
+        """Whether modules still show what was put there.
+
+        Raises:
+            RuntimeError: a parameter was removed or replaced.
+        """
+
+    @abstractmethod
     def show_unsharded(self) -> None:
         """Puts full parameters on the modules, new views for a new forward."""
 

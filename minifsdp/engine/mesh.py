@@ -60,6 +60,9 @@ class Group:
         Raises:
             ValueError: this process is not a member.
         """
+        if not hasattr(process_group, "rank"):
+            # What torch.distributed hands to a rank that is not in a new group is a number.
+            raise _not_a_member("the given process group")
         rank, size = process_group.rank(), process_group.size()
         try:
             ranks = tuple(dist.get_process_group_ranks(process_group))
@@ -67,10 +70,7 @@ class Group:
             # A group that torch.distributed did not make, as simulations have; it knows no global ranks.
             ranks = tuple(range(size))
         if rank < 0:
-            raise ValueError(
-                f"rank {dist.get_rank()} is not a member of the given process group {ranks}; "
-                "pass every rank a group that it belongs to"
-            )
+            raise _not_a_member(f"the given process group {ranks}")
         return cls(process_group, size, rank, ranks)
 
 
@@ -123,6 +123,10 @@ class Mesh:
         return self.shard_index == 0 and (self.replicate is None or self.replicate.rank == 0)
 
 
+def _not_a_member(group: str) -> ValueError:
+    return ValueError(f"rank {dist.get_rank()} is not a member of {group}; pass every rank a group that it belongs to")
+
+
 def default_group() -> dist.ProcessGroup:
     """The default process group.
 
@@ -167,7 +171,8 @@ def node_groups(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGr
             "pass process_group=(sharding group, replication group) to say who belongs together"
         )
     key = (world, per_node)
-    if key not in _node_groups:
+    alive = dist.distributed_c10d._world.pg_map
+    if key not in _node_groups or any(group not in alive for group in _node_groups[key]):
         for stale in [k for k in _node_groups if k[0] is not world]:
             del _node_groups[stale]
         rows = [list(range(start, start + per_node)) for start in range(0, num_ranks, per_node)]

@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minifsdp.engine.collectives import rank_of_this_process
 
-__all__ = ["check_not_tied", "check_reduced", "note_replaced", "note_unreduced"]
+__all__ = ["check_not_tied", "check_reduced", "note_taken", "note_unreduced"]
 
 
 class HoldsGradient(Protocol):
@@ -48,20 +48,34 @@ class HoldsGradient(Protocol):
         ...
 
 
-_replaced: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+Registry = dict[int, tuple[weakref.ref[nn.Parameter], str]]
+
+_taken: Registry = {}
+_replaced: Registry = {}
 _unreduced: weakref.WeakSet[Any] = weakref.WeakSet()
 _checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _is_watching = False
 
 
-def note_replaced(parameter: nn.Parameter, path: str) -> None:
-    """Remembers that a unit has taken the place of ``parameter``, and from now on watches optimizers."""
+def note_taken(parameter: nn.Parameter, path: str, *, is_replaced: bool) -> None:
+    """Remembers that ``parameter`` belongs to a unit, and from now on watches optimizers.
+
+    Args:
+        parameter: the user's.
+        path: its name in the unit.
+        is_replaced: whether modules show something else in its place from now on.
+    """
     global _is_watching
-    key = id(parameter)
-    _replaced[key] = (weakref.ref(parameter, lambda _: _replaced.pop(key, None)), path)
+    for registry in (_taken, _replaced) if is_replaced else (_taken,):
+        _remember(registry, parameter, path)
     if not _is_watching:
         _is_watching = True
         register_optimizer_step_pre_hook(_before_step)
+
+
+def _remember(registry: Registry, parameter: nn.Parameter, path: str) -> None:
+    key = id(parameter)
+    registry[key] = (weakref.ref(parameter, lambda _: registry.pop(key, None)), path)
 
 
 def note_unreduced(owner: HoldsGradient) -> None:
@@ -75,7 +89,7 @@ def check_not_tied(parameter: nn.Parameter, path: str) -> None:
     Raises:
         ValueError: another unit has taken it already.
     """
-    reference, other = _replaced.get(id(parameter), (None, ""))
+    reference, other = _taken.get(id(parameter), (None, ""))
     if reference is not None and reference() is parameter:
         raise ValueError(
             f"rank {rank_of_this_process()}: parameter {path!r} is the same as {other!r} of a unit that was wrapped "

@@ -70,6 +70,8 @@ class OriginalOwnership(Ownership):
         self._reduced_before: list[torch.Tensor | None] = []
         self._gradients_aside: list[torch.Tensor | None] = []
         self.stand_ins = self.originals
+        for original, path in zip(self.originals, self._paths, strict=True):
+            misuse.note_taken(original, path, is_replaced=False)
         self._warn_if_mixed()
         self.take_back()
 

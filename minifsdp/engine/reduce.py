@@ -119,6 +119,15 @@ class Reducer:
         if last is not None:
             self._complete(last)
 
+    def drop(self) -> None:
+        """Waits for what is in flight, since other ranks take part in it, and forgets the result.
+
+        It belongs to a backward that was broken off. The user may have cleared all gradients since.
+        """
+        last, self._in_flight = self._in_flight, None
+        if last is not None and last.promise is not None:
+            last.promise.wait()
+
     def _issue(self, new: _InFlight) -> None:
         plan, shard = new.plan, new.plan.mesh.shard
         # 2. Before the sum.

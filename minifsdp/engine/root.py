@@ -12,8 +12,9 @@ What is done at the beginning of an iteration, in this order:
 
 1. if the iteration before ended in an exception, which shows in a unit that is still in forward or a backward that
    never ended, bring every unit back to a defined state;
-2. let the gather lane follow the main road, which has just run the optimizer;
-3. free what is still gathered from before and has been changed since. That happens to the root after a forward that no
+2. see that modules still show what was put on them;
+3. let the gather lane follow the main road, which has just run the optimizer;
+4. free what is still gathered from before and has been changed since. That happens to the root after a forward that no
    backward followed; computing on it would mean to train on yesterday's weights.
 
 A unit that ran forward on its own first was the root of its own small tree. When it turns out later that there is a
@@ -30,7 +31,7 @@ from collections.abc import Sequence
 
 import torch
 
-from minifsdp.engine.hooks import NOT_IN_BACKWARD, Cycle, Prefetch, graph_task
+from minifsdp.engine.hooks import NOT_IN_BACKWARD, Cycle, Prefetch, graph_task, not_while_summoned
 from minifsdp.engine.lanes import Lanes
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.order_check import OrderCheck
@@ -104,17 +105,22 @@ class Root:
         if self._forward_is_open or graph_task() != NOT_IN_BACKWARD:
             # Inside another forward, or a recomputation inside backward: no new iteration.
             return False
-        self._forward_is_open = True
-        self.cycle.is_recorded = torch.is_grad_enabled()
         # 1. An iteration that came to its end leaves nobody in forward and no backward open.
         if self.cycle.in_backward or any(unit.phase is Phase.FORWARD for unit in self.units):
             self.cycle.recover()
-        # 2. Once in an iteration is enough: nothing else writes to shards while it runs.
-        self.lanes.gather.follow()
-        # 3. Changed since it was gathered.
+        # 2. Before the first collective, so that a mistake ends in a message on every rank.
         for unit in self.units:
-            if unit.state is State.UNSHARDED and unit.layout.is_stale():
+            if unit.phase is Phase.SUMMONED:
+                raise not_while_summoned(unit, "forward")
+            unit.layout.check_untouched()
+        # 3. Once in an iteration is enough: nothing else writes to shards while it runs.
+        self.lanes.gather.follow()
+        # 4. Changed since it was gathered.
+        for unit in self.units:
+            if unit.state is not State.SHARDED and unit.layout.is_stale():
                 unit.reshard()
+        self._forward_is_open = True
+        self.cycle.is_recorded = torch.is_grad_enabled()
         return True
 
     def end_forward(self) -> None:
@@ -125,6 +131,11 @@ class Root:
         """Called when the outermost of the calls has raised: the units are as if it had never begun."""
         self._forward_is_open = False
         self.cycle.recover()
+
+    def mend(self) -> None:
+        """Called when the user looks at parameters or gradients: if a backward was broken off, tidies up after it."""
+        if self.cycle.in_backward and graph_task() == NOT_IN_BACKWARD:
+            self.cycle.recover()
 
     @property
     def is_busy(self) -> bool:

@@ -90,6 +90,13 @@ class Schedule:
         position = self._left_at.get(unit)
         return self._left[position - 1] if position else None
 
+    def abandon_iteration(self) -> None:
+        """The iteration ended in an exception; an order that was recorded only in part is not one to follow."""
+        if self._is_first_iteration:
+            self._first_order.clear()
+            self._entered.clear()
+        self.end_iteration()
+
     def end_iteration(self) -> None:
         """Backward is over."""
         if self._first_order:

@@ -84,6 +84,7 @@ class Unit:
         is_root: whether it belongs to the root of its tree.
         on_gradient_of_output: the hook that is laid on each output.
         graph_task: number of the backward in which the gradient of its output arrived.
+        num_uses: recorded forwards since the last backward, counted where nothing is trained.
     """
 
     __slots__ = (
@@ -98,6 +99,7 @@ class Unit:
         "limiter",
         "module",
         "name",
+        "num_uses",
         "on_gradient_of_output",
         "phase",
         "plan",
@@ -116,7 +118,7 @@ class Unit:
         self.state, self.phase = State.SHARDED, Phase.IDLE
         self.reduces, self.awaits_backward, self.is_root = True, False, False
         self.inner: frozenset[Unit] = frozenset()
-        self.graph_task = -1
+        self.graph_task, self.num_uses = -1, 0
         self.on_gradient_of_output: Callable[[torch.Tensor], None]
         self.lanes: Lanes
         self.limiter: RateLimiter
@@ -158,8 +160,9 @@ class Unit:
         promise, self._promise = self._promise, None
         if promise is not None:
             promise.wait()
+        event, self._event = self._event, None
         if trace.recorder is not None:
-            trace.recorder.finish(self._event)
+            trace.recorder.finish(event)
         self.state = State.UNSHARDED
 
     def reshard(self) -> None:

@@ -17,6 +17,7 @@ Spec: SD-SHARD-01, SD-SHARD-02, SD-CFG-18.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -61,10 +62,7 @@ def as_sharded_tensor(full: torch.Tensor, group: Group, device: torch.device) ->
     )
     properties = TensorProperties(dtype=full.dtype, requires_grad=False)
     metadata = ShardedTensorMetadata(table, full.shape, properties)
-    sharded: ShardedTensor = ShardedTensor._init_from_local_shards_and_global_metadata(
-        mine, sharded_tensor_metadata=metadata, process_group=group.process_group
-    )
-    return sharded
+    return _assembled(mine, metadata, group)
 
 
 def from_local_slice(piece: torch.Tensor, group: Group) -> ShardedTensor:
@@ -72,9 +70,16 @@ def from_local_slice(piece: torch.Tensor, group: Group) -> ShardedTensor:
     size = piece.numel()
     table = [ShardMetadata([i * size], [size], f"rank:{group.ranks[i]}/{piece.device}") for i in range(group.size)]
     metadata = ShardedTensorMetadata(table, torch.Size([size * group.size]), TensorProperties(dtype=piece.dtype))
-    sharded: ShardedTensor = ShardedTensor._init_from_local_shards_and_global_metadata(
-        [LocalShard(piece, table[group.rank])], sharded_tensor_metadata=metadata, process_group=group.process_group
-    )
+    return _assembled([LocalShard(piece, table[group.rank])], metadata, group)
+
+
+def _assembled(mine: list[LocalShard], metadata: ShardedTensorMetadata, group: Group) -> ShardedTensor:
+    with warnings.catch_warnings():
+        # That the class is on its way out is for the user to decide, by use_dtensor=True.
+        warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
+        sharded: ShardedTensor = ShardedTensor._init_from_local_shards_and_global_metadata(
+            mine, sharded_tensor_metadata=metadata, process_group=group.process_group
+        )
     return sharded
 
 

@@ -19,6 +19,7 @@ Spec: DEV-03 to DEV-06, META-01 to META-11, SYNC-01 to SYNC-05.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,6 +51,7 @@ def materialize(modules: Modules, param_init_fn: Any, device: torch.device, igno
     on_meta = [(path, m) for path, m in modules if any(t.is_meta for t in _own_tensors(m, ignored))]
     if on_meta and param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(f"rank {rank_of_this_process()}: expected param_init_fn to be callable, got {param_init_fn!r}")
+    on_meta = on_meta or _deferred(modules, ignored)
     for path, module in on_meta:
         if param_init_fn is not None:
             param_init_fn(module)
@@ -66,7 +68,19 @@ def materialize(modules: Modules, param_init_fn: Any, device: torch.device, igno
             )
 
 
+def _deferred(modules: Modules, ignored: set[nn.Parameter]) -> list[tuple[str, nn.Module]]:
+    """The modules that torchdistX has built without memory, if it is installed; nobody else can tell them (META-09)."""
+    try:
+        fake: Any = importlib.import_module("torchdistx.fake")
+    except ImportError:
+        return []
+    return [(path, m) for path, m in modules if any(fake.is_fake(t) for t in _own_tensors(m, ignored))]
+
+
 def _reset(path: str, module: nn.Module, device: torch.device) -> None:
+    if not any(t.is_meta for t in _own_tensors(module, set())):
+        importlib.import_module("torchdistx.deferred_init").materialize_module(module)
+        return
     reset: Callable[[], None] | None = getattr(module, "reset_parameters", None)
     if reset is None:
         raise RuntimeError(

@@ -44,11 +44,12 @@ __all__ = ["LOCAL_NAME", "Reading", "drop", "place_holders", "plain_path", "rena
 
 LOCAL_NAME = "flat_param"
 CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
+WRAPPER_PREFIX = "_fsdp_wrapped_module."
 
 
 def plain_path(path: str) -> str:
-    """A name without what an activation checkpoint's wrapper adds; that one takes it out of state dicts itself."""
-    return path.replace(CHECKPOINT_PREFIX, "")
+    """A name without what wrappers add, this one and that of an activation checkpoint."""
+    return path.replace(CHECKPOINT_PREFIX, "").replace(WRAPPER_PREFIX, "")
 
 
 def names_in_state(unit: Unit, module: nn.Module) -> list[tuple[int, str]]:
@@ -238,19 +239,19 @@ class Reading:
         value = value if local is None else local
         if value.shape != mine.shape:
             errors.append(
-                f"rank {rank_of_this_process()}: {key} has {value.numel()} elements, but this rank stores "
+                f"rank {rank_of_this_process()}: {plain_path(key)} has {value.numel()} elements, but this rank stores "
                 f"{mine.numel()} of unit {unit.name!r}; a local state dict fits only the number of ranks and the "
                 "wrapping that it was written with, use a full or a sharded one to change them"
             )
             return
         unit.layout.overwrite_local(value)
 
-    def after_walk(self, missing: list[str], unexpected: list[str], wrapper_prefix: str) -> None:
+    def after_walk(self, missing: list[str], unexpected: list[str]) -> None:
         """Corrects the lists of keys: what the walk did not find is there, and names are those of the plain module."""
 
         # The lists are those of the whole tree, and inner wrappers have been here before: compare plain names.
         def plain(names: Iterable[str]) -> list[str]:
-            return [plain_path(name.replace(wrapper_prefix, "")) for name in names]
+            return [plain_path(name) for name in names]
 
         own = set(plain(self._own_names))
         missing[:] = [name for name in plain(missing) if name not in own] + plain(self._missing)
@@ -265,7 +266,7 @@ def _with_whole_values(unit: Unit, given: dict[int, Any], errors: list[str], pre
         shape, path = layout.parameters[index].shape, layout.parameters[index].path
         if tuple(value.shape) != tuple(shape):
             errors.append(
-                f"size mismatch for {prefix}{plain_path(path)}: copying a param with shape {tuple(value.shape)} from "
+                f"size mismatch for {plain_path(prefix + path)}: copying a param with shape {tuple(value.shape)} from "
                 f"checkpoint, the shape in current model is {tuple(shape)}."
             )
             continue

@@ -65,7 +65,7 @@ def clip_gradients(
         warnings.warn(
             f"clip_grad_norm_ was called on rank {rank_of_this_process()} with no gradients -- returning the total "
             f"norm in the default dtype {norm.dtype}; call it after backward and before the optimizer step",
-            stacklevel=3,
+            stacklevel=4,
         )
         return norm
     # As in torch: the small number keeps a norm of 0 from dividing, the clamp keeps small gradients as they are.

@@ -151,6 +151,35 @@ def refuse_wrapped(root_module: nn.Module, wrapper_cls: type[nn.Module]) -> None
             )
 
 
+def refuse_ties(
+    root_module: nn.Module, chosen: Mapping[nn.Module, Overrides], ignored_params: set[nn.Parameter]
+) -> None:
+    """A parameter belongs to one unit; two copies of it would drift apart.
+
+    Raises:
+        ValueError: one is tied between two of the units to be; names both places (ORIG-16).
+    """
+    first_seen: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+
+    def visit(module: nn.Module, path: str, unit: nn.Module) -> None:
+        unit = module if module in chosen else unit
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter in ignored_params:
+                continue
+            full_name = f"{path}{name}"
+            owner, other = first_seen.setdefault(parameter, (unit, full_name))
+            if owner is not unit:
+                raise ValueError(
+                    f"rank {rank_of_this_process()}: parameters {other!r} and {full_name!r} are the same, and the "
+                    "policy puts them into different units, where the copies would drift apart. Choose a module that "
+                    "contains both of its users as one unit, and neither of them alone"
+                )
+        for name, child in module.named_children():
+            visit(child, f"{path}{name}.", unit)
+
+    visit(root_module, "", root_module)
+
+
 class _OwnDtype:
     """Lets one module compute in its own dtype between neighbours that compute in a lower one."""
 
@@ -203,6 +232,7 @@ def auto_wrap(
     ignored_classes = () if mixed_precision is None else mixed_precision._module_classes_to_ignore
     set_apart = require_classes(ignored_classes, "_module_classes_to_ignore")
     chosen = choose(root_module, policy, ignored_modules, ignored_params, set_apart)
+    refuse_ties(root_module, chosen, set(ignored_params))
     apart = [module for module in chosen if isinstance(module, set_apart)]
     if apart:
         names = ", ".join(sorted({type(module).__name__ for module in apart}))

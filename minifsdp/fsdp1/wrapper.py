@@ -143,7 +143,7 @@ class FullyShardedDataParallel(nn.Module):
         # An old switch of torch that programs still set in their environment.
         self._full_precision_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
         self._buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
-        self._is_inner = False
+        self._is_inner = self._is_tree_root = False
         self._shows_clean_names = False
         ignored = find_ignored(module, ignored_modules, ignored_states, _is_wrapper)
         self._ignored_modules, self._ignored_parameters = ignored
@@ -161,7 +161,8 @@ class FullyShardedDataParallel(nn.Module):
                 "forward_prefetch": forward_prefetch,
                 "limit_all_gathers": limit_all_gathers,
                 "use_orig_params": use_orig_params,
-                "ignored_states": self._ignored_parameters,
+                # Modules, where modules were given: an inner unit must leave their buffers alone, too.
+                **({"ignored_modules": [*ignored[0]]} if ignored[0] else {"ignored_states": ignored[1]}),
             }
             wrap.auto_wrap(module, auto_wrap_policy, FullyShardedDataParallel, inner_arguments, *ignored)
         for inner in FullyShardedDataParallel.fsdp_modules(module):
@@ -241,7 +242,7 @@ class FullyShardedDataParallel(nn.Module):
             args, kwargs = move(self.compute_device, (args, kwargs))
         precision = self._precision
         if precision.compute is not None and (self.training or not self._full_precision_in_eval):
-            casts = precision.cast_root_inputs if is_outermost_call else precision.cast_inputs
+            casts = precision.cast_root_inputs if self._is_tree_root else precision.cast_inputs
             if casts:
                 args, kwargs = cast_floating(precision.compute, (args, kwargs))
         return args, kwargs
@@ -268,6 +269,7 @@ class FullyShardedDataParallel(nn.Module):
         )
         for _, member in members:
             member._tree = tree
+            member._is_tree_root = member is self
             member._cast_buffers()
         return tree
 
@@ -326,7 +328,7 @@ class FullyShardedDataParallel(nn.Module):
         self._reading.before_walk(state, prefix + PREFIX, errors)
 
     def _after_load(self, _: nn.Module, incompatible: Any) -> None:
-        self._reading.after_walk(incompatible.missing_keys, incompatible.unexpected_keys, PREFIX)
+        self._reading.after_walk(incompatible.missing_keys, incompatible.unexpected_keys)
 
     @staticmethod
     def set_state_dict_type(
@@ -538,6 +540,16 @@ class FullyShardedDataParallel(nn.Module):
         assert wrapped is not None
         return wrapped
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ever, and also where a unit that is gathered right now shows views in place of its parameters (FWD-08)."""
+        super().zero_grad(set_to_none)
+        for wrapper in FullyShardedDataParallel.fsdp_modules(self):
+            for parameter in wrapper._unit.layout.local_parameters() if wrapper._unit is not None else []:
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
         """All parameters that have a gradient; the name is one of torch 1.13 (NAMES-09)."""
@@ -566,6 +578,8 @@ class FullyShardedDataParallel(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As ever, but without the wrappers' prefixes inside ``summon_full_params`` (NAMES-02)."""
+        if self._tree is not None:
+            self._tree.mend()
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield (name.replace(PREFIX, "") if self._shows_clean_names else name), parameter
 
@@ -578,10 +592,7 @@ class FullyShardedDataParallel(nn.Module):
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """All wrappers in ``module``, itself included if it is one; ``root_only`` leaves inner ones out (NAMES-06)."""
         found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
-        if not root_only:
-            return found
-        inside = {inner for outer in found for inner in outer.module.modules()}
-        return [m for m in found if m not in inside]
+        return [m for m in found if not m._is_inner] if root_only else found
 
 
 def _is_wrapper(module: nn.Module) -> bool:

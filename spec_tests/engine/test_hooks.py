@@ -597,6 +597,56 @@ def test_two_recomputed_segments_in_one_unit_train_right(strategy: ShardingStrat
         assert_at_rest(model)
 
 
+@pytest.mark.spec("PAR-07")
+@pytest.mark.parametrize("name", ["reentrant inside", "reentrant around", "checkpoint inside", "checkpoint around"])
+@ranks(2)
+def test_a_recomputed_unit_is_freed_when_the_turn_of_the_next_one_has_come(name: str) -> None:
+    case = CASES[name]
+    model: Any = case.build(wrapper(backward_prefetch=None))
+    for _ in range(2):
+        with trace.record() as recorder:
+            train_once(model, case.loss)
+        order = recorder.order("B", "FREE")
+        backward = order[order.index("B 2") :]
+        assert backward == ["B 2", "FREE 2", "B 1", "FREE 1", "B 0", "FREE 0"]
+
+
+class SegmentsAroundUnits(nn.Module):
+    """One unit with two parts that are recomputed each on its own, and in each part a unit, then a layer of its own."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(wrap(Block().to(device())) for _ in range(2))
+        self.own = nn.ModuleList(nn.Linear(3, 3) for _ in range(2)).to(device())
+
+    def segment(self, index: int) -> Callable[[Tensor], Tensor]:
+        return lambda x: torch.tanh(self.own[index](self.inner[index](x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in range(2):
+            x = checkpoint(self.segment(index), x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.spec("PAR-07")
+@each_strategy
+@ranks(2)
+def test_a_unit_is_not_freed_for_a_unit_inside_a_part_of_it_that_is_yet_to_be_recomputed(
+    strategy: ShardingStrategy,
+) -> None:
+    def build(wrap: Wrap) -> nn.Module:
+        torch.manual_seed(6)
+        return wrap(nn.Sequential(*(wrap(SegmentsAroundUnits(wrap)) for _ in range(2))))
+
+    model: Any = build(wrapper(sharding_strategy=strategy))
+    expected = mean_gradients(build(left_plain), from_an_input_with_gradient)
+    for _ in range(2):
+        model.zero_grad()
+        train_once(model, from_an_input_with_gradient)
+        assert_gradients(model, expected)
+        assert_at_rest(model)
+
+
 class Outer(nn.Module):
     """A unit around a unit, with layers of its own before and after."""
 

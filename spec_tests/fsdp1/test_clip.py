@@ -44,7 +44,7 @@ NORM_TYPES = (1, 2.0, 3, math.inf, "inf")
 def norm_of(gradients: dict[str, Tensor], norm_type: float | str = 2.0) -> Tensor:
     """The p-norm of all of them as one vector, in float64."""
     row = torch.cat([gradient.reshape(-1).double() for gradient in gradients.values()])
-    return torch.linalg.vector_norm(row, float(norm_type)).float()
+    return torch.linalg.vector_norm(row, float(norm_type)).float().cpu()
 
 
 def of_all_ranks(mine: Tensor) -> list[Tensor]:
@@ -306,7 +306,7 @@ def test_the_dtype_of_the_norm_is_the_promotion_of_all_gradients(
     norm = model.clip_grad_norm_(0.5)
     assert norm.dtype is expected
     assert all(torch.equal(each, norm) for each in of_all_ranks(norm))
-    torch.testing.assert_close(norm, norm_of(gradients).to(expected), rtol=1e-2, atol=0.0)
+    torch.testing.assert_close(norm.cpu(), norm_of(gradients).to(expected), rtol=1e-2, atol=0.0)
     assert [p.grad.dtype for p in model.parameters() if p.grad is not None] == found, "gradients stay what they are"
 
 

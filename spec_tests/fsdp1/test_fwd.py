@@ -38,7 +38,7 @@ from spec_tests.fsdp1.four_blocks import (
     sharded,
 )
 from spec_tests.fsdp1.refusals import refused
-from spec_tests.harness import device, ranks
+from spec_tests.harness import ranks
 
 FSDP = FullyShardedDataParallel
 flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
@@ -86,60 +86,6 @@ def test_a_part_that_is_no_unit_refuses_to_be_called_and_says_to_wrap_it(
     iterate(model)
     plain = seeded()
     assert_same(flat_gradients(model), chunked(plain, mean_gradients(plain), 2, dist.get_rank()))
-
-
-@pytest.mark.spec("FWD-01")
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
-@after
-@ranks(2)
-def test_a_part_whose_parameters_stay_visible_refuses_too_or_computes_the_right_thing(
-    after: str, strategy: ShardingStrategy
-) -> None:
-    # Half of the first one's weight is a vector of six, and PyTorch multiplies six inputs by such a vector in silence.
-    for build in (lambda: nn.Sequential(nn.Linear(WIDTH, 2, bias=False), nn.Tanh()), seeded):
-        plain = build().to(device())
-        for parameter in plain.parameters():
-            torch.nn.init.constant_(parameter, 0.5)
-        model = FSDP(copy.deepcopy(plain), sharding_strategy=strategy, use_orig_params=True)
-        MOMENTS[after](model)
-        name, part = next((name, part) for name, part in model.module.named_modules() if isinstance(part, nn.Linear))
-        if after == "a_forward" and strategy is SHARD_GRAD_OP:
-            # The full parameters are kept, in sight, until backward: there is nothing to complain about.
-            assert torch.equal(part(batch()), plain.get_submodule(name)(batch()))
-            continue
-        with refused(RuntimeError, f"{name}.weight", "wrap"):
-            part(batch())
-
-
-@pytest.mark.spec("FWD-01")
-@flat_or_original
-@after
-@ranks(2)
-def test_where_nothing_is_sharded_a_part_refuses_too_or_computes_and_trains_as_it_should(
-    after: str, keep: bool
-) -> None:
-    plain = seeded()
-    model = FSDP(copy.deepcopy(plain), sharding_strategy=NO_SHARD, use_orig_params=keep)
-    MOMENTS[after](model)
-    model.zero_grad()
-    refusal = None
-    try:
-        output = model.module.enter(batch())
-        loss_of(output).backward()
-    except RuntimeError as error:
-        refusal = str(error)
-    if refusal is not None:
-        assert f"rank {dist.get_rank()}" in refusal, refusal
-        assert "wrap" in refusal, refusal
-        return
-    assert torch.equal(output, plain.enter(batch()))
-    # What it must not do is to lose the gradient, or to leave each rank with its own.
-    for rank in range(2):
-        (loss_of(plain.enter(batch(0, rank))) / 2).backward()
-    before = full_values(model)
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    expected = {name: before[name] - (0.0 if p.grad is None else p.grad) for name, p in plain.named_parameters()}
-    assert_same(full_values(model), expected)
 
 
 # --- a part that is a unit ---

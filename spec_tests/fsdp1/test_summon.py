@@ -50,6 +50,7 @@ either = pytest.mark.parametrize("use_orig_params", [False, True])
 # The pairs that differ in more than one way of showing parameters; not the whole product.
 PAIRS = [(FULL_SHARD, False), (FULL_SHARD, True), (SHARD_GRAD_OP, True), (NO_SHARD, False), (NO_SHARD, True)]
 pairs = pytest.mark.parametrize(("strategy", "use_orig_params"), PAIRS)
+three = pytest.mark.parametrize(("strategy", "use_orig_params"), [PAIRS[0], PAIRS[2], PAIRS[4]])
 sharding_pairs = pytest.mark.parametrize(("strategy", "use_orig_params"), PAIRS[:3])
 
 
@@ -182,11 +183,9 @@ def test_a_plain_module_hands_its_arguments_to_every_unit(use_orig_params: bool)
             wrapper.module.weight.fill_(7.0)
     assert_same(local(model), before, bitwise=True)
     with summon(model, writeback=False, rank0_only=True):
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         for wrapper in (model[0], model[2]):
             numels = [parameter.numel() for parameter in wrapper.parameters()]
             assert sum(numels) == (42 if dist.get_rank() == 0 else 21)
-    assert len(shapes) >= 4
     with summon(model, writeback=True), torch.no_grad():
         for wrapper in (model[0], model[2]):
             wrapper.module.weight.fill_(7.0)
@@ -467,8 +466,7 @@ def check_rank0_only(model: FullyShardedDataParallel, *, is_first: bool) -> None
 def test_rank_0_alone_sees_full_parameters(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
     check_rank0_only(model, is_first=dist.get_rank() == 0)
-    iterate(model)
-    assert len(FullyShardedDataParallel.fsdp_modules(model)) == 5
+    check_it_still_trains(model, with_root)
 
 
 @pytest.mark.spec("SUMMON-10")
@@ -665,7 +663,7 @@ def check_it_still_trains(model: FullyShardedDataParallel, build: Callable[..., 
 
 @pytest.mark.spec("SUMMON-16")
 @models
-@pairs
+@three
 @ranks(2)
 def test_it_cannot_be_entered_during_forward_or_backward(
     strategy: ShardingStrategy, use_orig_params: bool, build: Callable[..., FullyShardedDataParallel]
@@ -715,7 +713,7 @@ def test_an_error_out_of_a_forward_that_tried_it_leaves_a_model_that_can_be_used
 @pytest.mark.spec("SUMMON-17")
 @models
 @pytest.mark.parametrize("options", [{}, {"writeback": False, "rank0_only": True}])
-@pairs
+@three
 @ranks(2)
 def test_inside_neither_forward_nor_backward_can_be_started(
     strategy: ShardingStrategy,
@@ -748,7 +746,7 @@ def test_while_an_inner_unit_is_summoned_the_whole_model_cannot_be_run() -> None
 
 @pytest.mark.spec("SUMMON-18")
 @pytest.mark.parametrize("options", [{}, {"writeback": False, "rank0_only": True}])
-@pairs
+@three
 @ranks(2)
 def test_it_cannot_be_entered_twice(
     strategy: ShardingStrategy, options: dict[str, bool], use_orig_params: bool
@@ -779,7 +777,7 @@ def test_different_units_can_be_summoned_one_inside_the_other() -> None:
 
 @pytest.mark.spec("SUMMON-19")
 @pytest.mark.parametrize("writeback", [True, False])
-@pairs
+@three
 @ranks(2)
 def test_after_an_exception_in_the_body_the_shards_are_restored(
     strategy: ShardingStrategy, writeback: bool, use_orig_params: bool

@@ -349,16 +349,18 @@ def normed() -> nn.Module:
 
 
 class Dtypes:
-    """Which dtype each layer's weight had in its last forward. To be laid before wrapping."""
+    """Which dtypes each layer's weight and input had in its last forward. To be laid before wrapping."""
 
     def __init__(self, model: nn.Module) -> None:
         self.of_weights: dict[str, torch.dtype] = {}
+        self.of_inputs: dict[str, torch.dtype] = {}
         for name, module in model.named_modules():
             if isinstance(module, (nn.Linear, nn.BatchNorm1d, nn.LayerNorm)):
                 module.register_forward_hook(functools.partial(self._note, name))
 
     def _note(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self.of_weights[name] = module.weight.dtype
+        self.of_inputs[name] = args[0].dtype
 
     def of(self, kind: str) -> set[torch.dtype]:
         return {dtype for name, dtype in self.of_weights.items() if name.endswith(kind)}
@@ -418,6 +420,8 @@ def test_batch_norms_become_units_of_their_own_with_mixed_precision_off() -> Non
         iterate(model)
     assert dtypes.of("batch_norm") == {FULL}
     assert dtypes.of("linear") == dtypes.of("layer_norm") == {LOW}
+    assert {dtypes.of_inputs[f"{index}.batch_norm"] for index in (1, 2)} == {FULL}, "cast for it"
+    assert {dtypes.of_inputs[f"{index}.layer_norm"] for index in (1, 2)} == {LOW}, "and cast back"
     gathered = {event.unit: event.dtype for event in recorder.events if event.kind == "AG"}
     assert gathered == {"": LOW, "1": LOW, "2": LOW, "1.batch_norm": FULL, "2.batch_norm": FULL}
 

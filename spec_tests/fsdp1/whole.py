@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spec_tests.fsdp1.four_blocks import Block, Stack, seeded
+from spec_tests.harness import device
 from spec_tests.oracles.gathering import clean_name, flat_chunks, gather_chunks, split_by_name, units_of
 
 Named = dict[str, Tensor]
@@ -33,7 +34,8 @@ def whole(
         group: those who share; ``"nobody"`` if every rank has everything.
     """
     sharers = None if group == "nobody" else (group or dist.group.WORLD)
-    values, gradients = split_by_name(gather_chunks(flat_chunks(model), sharers), units_of(seeded(build), unit_classes))
+    found = split_by_name(gather_chunks(flat_chunks(model), sharers), units_of(seeded(build), unit_classes))
+    values, gradients = ({name: tensor.to(device()) for name, tensor in tensors.items()} for tensors in found)
     return values, gradients
 
 

@@ -6,7 +6,7 @@
         ...                                 # runs on every rank, with a default process group
 
 The body is an ordinary function. The decorator replaces it by one that hands it to a pool of processes, which live
-through the whole session (see ``pool.py``), and raises what a rank has raised.
+through the whole session (see ``pool.py``), and fails with what a rank has raised.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from spec_tests.harness import pool
+from spec_tests.harness import pool, worker
 
 __all__ = ["device", "ranks"]
 
@@ -26,13 +26,29 @@ HANG_LIMIT = 60.0
 
 
 def ranks(num_ranks: int, timeout: float = HANG_LIMIT) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Runs the test's body on ``num_ranks`` processes; after ``timeout`` seconds it counts as hanging."""
+    """Runs the test's body on ``num_ranks`` processes; after ``timeout`` seconds it counts as hanging.
+
+    Raises:
+        TypeError: the body is no function at the top of a module, so that a rank could not find it by name.
+    """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        if body.__qualname__ != body.__name__:
+            raise TypeError(
+                f"{body.__qualname__} runs on ranks, which find it by name: move it to the top of its module"
+            )
+
         @functools.wraps(body)
         def run(**arguments: Any) -> None:
             __tracebackhide__ = True
-            pool.run(num_ranks, body.__module__, body.__qualname__, arguments, timeout)
+            failure: str | None = None
+            try:
+                pool.run(num_ranks, body.__module__, body.__name__, arguments, timeout)
+            except pool.Failure as error:
+                failure = str(error)
+            # Outside of the handler and without a traceback: the ranks' own is the one to look at.
+            if failure is not None:
+                pytest.fail(failure, pytrace=False)
 
         run.body_on_a_rank = body  # type: ignore[attr-defined]
         return pytest.mark.ranks(run)  # type: ignore[no-any-return]
@@ -42,4 +58,4 @@ def ranks(num_ranks: int, timeout: float = HANG_LIMIT) -> Callable[[Callable[...
 
 def device() -> torch.device:
     """The device that this rank computes on."""
-    return pool.device_of_this_rank()
+    return worker.device_here

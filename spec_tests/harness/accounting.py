@@ -3,13 +3,25 @@
 A test names the rows that it proves, ``@pytest.mark.spec("CTOR-03")``. The rows are those of ``docs/spec.md``; a name
 that is not there stops the collection, so a misspelt row cannot pass for a proven one.
 
-After a run ``build/spec-results.json`` holds for each row::
+After a run ``build/spec-results.json`` holds for each row its statement, what the tests that carry it did last on each
+backend, and what follows from that::
 
-    {"SHARD-04": {"statement": "...", "tests": {"spec_tests/...::test_...": {"cpu-gloo": "passed"}}}, ...}
+    {
+      "SHARD-04": {
+        "statement": "...",
+        "results": {"cpu-gloo": "proven", "cuda-nccl": "unproven"},
+        "tests": {"spec_tests/fsdp1/test_shard.py::test_...": {"cpu-gloo": "passed"}}
+      },
+      ...
+    }
+
+* A test ``passed``, ``failed``, was ``skipped``, or was ``not run``: a test marked ``gpu`` without ``--device cuda``.
+* A row is ``proven`` on a backend if a test that carries it passed there and none failed; ``failed`` if one failed;
+  else ``unproven``.
 
 A run of a part of the suite updates the tests that it ran and leaves the others as they were; what an earlier run on
-the other backend said stays, too. A row is *proven* on a backend when a test that carries it passed there and none
-failed. Tests marked ``gpu`` that were not run because there is no GPU are reported as not run; they prove nothing.
+the other backend said stays, too. A test that is gone (renamed, or it no longer names the row) is dropped once its
+whole file has been collected again.
 """
 
 from __future__ import annotations
@@ -18,11 +30,12 @@ import json
 import pathlib
 import re
 from collections import Counter
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
 
-__all__ = ["Accounting", "read_rows", "section_of"]
+__all__ = ["BACKENDS", "Accounting", "read_rows", "section_of", "verdict"]
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ROW = re.compile(r"^\| ((?:[A-Z0-9]+-)+\d+) \| (.*)")
@@ -30,9 +43,16 @@ BACKENDS = {"cpu": "cpu-gloo", "cuda": "cuda-nccl"}
 
 
 def read_rows(path: pathlib.Path = ROOT / "docs" / "spec.md") -> dict[str, str]:
-    """Each row's ID and statement, in the order of the page."""
-    matches = (ROW.match(line) for line in path.read_text().splitlines())
-    return {match[1]: match[2].split(" | ")[0].strip() for match in matches if match}
+    """Each row's ID and statement, in the order of the page.
+
+    Raises:
+        ValueError: an ID stands there twice.
+    """
+    matches = [match for match in map(ROW.match, path.read_text(encoding="utf-8").splitlines()) if match]
+    twice = [row for row, number in Counter(match[1] for match in matches).items() if number > 1]
+    if twice:
+        raise ValueError(f"{path} has more than one row {', '.join(twice)}; an ID is never used again")
+    return {match[1]: match[2].split(" | ")[0].strip() for match in matches}
 
 
 def section_of(row: str) -> str:
@@ -40,28 +60,49 @@ def section_of(row: str) -> str:
     return row.rsplit("-", 1)[0]
 
 
-class Accounting:
-    """Collects, while the tests run, which row was proven by what."""
+def verdict(outcomes: Collection[str | None]) -> str:
+    """What the outcomes of the tests that carry a row say about it, on one backend."""
+    if "failed" in outcomes:
+        return "failed"
+    return "proven" if "passed" in outcomes else "unproven"
 
-    def __init__(self, device: str) -> None:
+
+class Accounting:
+    """Collects, while the tests run, which row was proven by what.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
+        root: folder under which ``build/spec-results.json`` is kept and which test names are relative to.
+    """
+
+    def __init__(self, device: str, root: pathlib.Path = ROOT) -> None:
         self.backend = BACKENDS[device]
+        self.root = root
         self.rows = read_rows()
         self.carried: dict[str, list[str]] = {}
+        self.complete_files: set[str] = set()
         self.outcomes: dict[str, str] = {}
         self.num_gpu_not_run = 0
 
-    def collect(self, items: list[pytest.Item]) -> None:
-        """Reads the markers.
+    def collect(self, items: list[pytest.Item], whole_files: bool) -> None:
+        """Reads the markers; ``whole_files`` says that no file was collected in part.
 
         Raises:
             pytest.UsageError: a marker names no row.
         """
         for item in items:
             for marker in item.iter_markers("spec"):
-                for row in marker.args:
+                for row in marker.args or ("",):
                     if row not in self.rows:
                         raise pytest.UsageError(f"{item.nodeid} carries {row!r}, which is no row of docs/spec.md")
                     self.carried.setdefault(item.nodeid, []).append(row)
+        if whole_files:
+            self.complete_files = {_file_of(item.nodeid) for item in items}
+
+    def not_run(self, tests: list[str]) -> None:
+        """Takes the tests that this machine cannot run."""
+        self.num_gpu_not_run = len(tests)
+        self.outcomes |= dict.fromkeys((test for test in tests if test in self.carried), "not run")
 
     def note(self, report: pytest.TestReport) -> None:
         """Takes one test's result; the worst of its set-up, call and tear-down counts."""
@@ -69,30 +110,52 @@ class Accounting:
             worst = "failed" in (report.outcome, self.outcomes.get(report.nodeid))
             self.outcomes[report.nodeid] = "failed" if worst else report.outcome
 
-    def write(self, path: pathlib.Path = ROOT / "build" / "spec-results.json") -> dict[str, Any]:
+    def write(self) -> dict[str, Any]:
         """Merges this run into the file, and returns what the file says now."""
-        results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        results = {row: results.get(row, {"tests": {}}) | {"statement": text} for row, text in self.rows.items()}
-        for test, outcome in self.outcomes.items():
-            for row in self.carried[test]:
-                results[row]["tests"].setdefault(test, {})[self.backend] = outcome
-        path.parent.mkdir(exist_ok=True)
+        path = self.root / "build" / "spec-results.json"
+        earlier: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        results = {}
+        for row, statement in self.rows.items():
+            tests = self._without_gone(row, earlier.get(row, {}).get("tests", {}))
+            for test, outcome in self.outcomes.items():
+                if row in self.carried[test]:
+                    tests.setdefault(test, {})[self.backend] = outcome
+            said = {name: verdict([of_test.get(name) for of_test in tests.values()]) for name in BACKENDS.values()}
+            results[row] = {"statement": statement, "results": said, "tests": tests}
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results, indent=1))
         return results
 
+    def _without_gone(self, row: str, tests: Mapping[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+        def is_gone(test: str) -> bool:
+            if not (self.root / _file_of(test)).exists():
+                return True
+            known = test in self.carried or _file_of(test) in self.complete_files
+            return known and row not in self.carried.get(test, [])
+
+        return {test: dict(outcomes) for test, outcomes in tests.items() if not is_gone(test)}
+
     def summary(self) -> list[str]:
         """The table for the end of the run: what this run has proven."""
-        good: set[str] = set()
-        bad: set[str] = set()
+        outcomes_of: dict[str, set[str]] = {}
         for test, outcome in self.outcomes.items():
-            (good if outcome == "passed" else bad).update(self.carried[test])
-        proven = good - bad
-        total = Counter(map(section_of, self.rows))
-        done = Counter(map(section_of, proven))
-        lines = [f"{section:12s} {done[section]:3d} / {total[section]:3d}" for section in total if done[section]]
-        lines.append(f"{'all':12s} {len(proven):3d} / {len(self.rows):3d}  rows of docs/spec.md proven on {self.backend}")
-        if bad:
-            lines.append(f"not proven, because a test failed: {', '.join(sorted(bad))}")
+            for row in self.carried[test]:
+                outcomes_of.setdefault(row, set()).add(outcome)
+        verdicts = {row: verdict(outcomes) for row, outcomes in outcomes_of.items()}
+        proven = [row for row in self.rows if verdicts.get(row) == "proven"]
+        total, done = Counter(map(section_of, self.rows)), Counter(map(section_of, proven))
+        touched = {section_of(row) for row in verdicts}
+        lines = [f"{section:12s} {done[section]:3d} / {total[section]:3d}" for section in total if section in touched]
+        lines.append(
+            f"{'all':12s} {len(proven):3d} / {len(self.rows):3d}  rows of docs/spec.md proven on {self.backend}"
+        )
+        failed = [row for row in self.rows if verdicts.get(row) == "failed"]
+        if failed:
+            lines.append(f"not proven, because a test failed: {', '.join(failed)}")
         if self.num_gpu_not_run:
             lines.append(f"{self.num_gpu_not_run} gpu tests not run (no --device cuda)")
         return lines
+
+
+def _file_of(test: str) -> str:
+    return test.split("::", 1)[0]

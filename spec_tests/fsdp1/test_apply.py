@@ -1,0 +1,220 @@
+"""``apply``: a function for every submodule, with full parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minifsdp import FullyShardedDataParallel, ShardingStrategy
+from spec_tests.fsdp1.four_blocks import (
+    FULL_SHARD,
+    HYBRID_SHARD,
+    NO_SHARD,
+    SHARD_GRAD_OP,
+    Stack,
+    Wire,
+    as_torch,
+    assert_same,
+    batch,
+    full_values,
+    iterate,
+    loss_of,
+    named,
+    seeded,
+    sharded,
+)
+from spec_tests.harness import ranks
+
+either = pytest.mark.parametrize("use_orig_params", [False, True])
+PAIRS = [(FULL_SHARD, False), (FULL_SHARD, True), (SHARD_GRAD_OP, True), (NO_SHARD, False), (NO_SHARD, True)]
+pairs = pytest.mark.parametrize(("strategy", "use_orig_params"), PAIRS)
+
+
+def visits_of(model: nn.Module, *, wrappers: bool = False) -> list[tuple[Any, ...]]:
+    """Whom ``apply`` visits, in order, and the shapes and values of the parameters that each owns by then."""
+    visits: list[tuple[Any, ...]] = []
+
+    def note(module: nn.Module) -> None:
+        own = [
+            (name, tuple(p.shape), float(p.detach().sum())) for name, p in module._parameters.items() if p is not None
+        ]
+        if wrappers or type(module).__name__ != "FullyShardedDataParallel":
+            visits.append((type(module).__name__, own))
+
+    model.apply(note)
+    return visits
+
+
+@pytest.mark.spec("APPLY-01")
+@pairs
+@ranks(2)
+def test_every_submodule_and_itself_are_visited_children_first_with_full_parameters(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    expected = visits_of(seeded())
+    assert [name for name, _ in expected][-1] == "Stack"
+    for _ in range(2):
+        assert visits_of(model) == expected
+        # The second time in the middle of training.
+        iterate(model)
+
+
+@pytest.mark.spec("APPLY-01")
+@either
+@ranks(2)
+def test_the_wrappers_are_visited_too_in_the_order_of_torch(use_orig_params: bool) -> None:
+    ours = visits_of(sharded(use_orig_params=use_orig_params), wrappers=True)
+    theirs = visits_of(as_torch(seeded(), use_orig_params=use_orig_params), wrappers=True)
+    assert [name for name, _ in ours] == [name for name, _ in theirs]
+    assert ours[-1][0] == "FullyShardedDataParallel", "itself, and last"
+
+
+def fill(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        with torch.no_grad():
+            module.weight.fill_(module.in_features + module.out_features / 100)
+            module.bias.zero_()
+
+
+@pytest.mark.spec("APPLY-01")
+@pytest.mark.parametrize(("strategy", "use_orig_params"), [*PAIRS, (HYBRID_SHARD, False), (HYBRID_SHARD, True)])
+@ranks(4)
+def test_changes_persist(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    plain = seeded().apply(fill)
+    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    with torch.no_grad():
+        model(batch())  # What was gathered before must not be used after.
+    model.apply(fill)
+    assert_same(full_values(model), named(plain), bitwise=True)
+    with torch.no_grad():
+        torch.testing.assert_close(model(batch()), plain(batch()))
+
+
+@pytest.mark.spec("APPLY-01")
+@ranks(2)
+def test_afterwards_the_parameters_are_shards_again_and_training_goes_on() -> None:
+    model = sharded()
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    model.apply(lambda module: None)
+    assert [parameter.numel() for parameter in model.parameters()] == sizes
+    losses = [iterate(each) for each in (model, sharded())]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.spec("APPLY-01")
+@ranks(2)
+def test_a_plain_module_around_wrapped_ones_applies_to_them() -> None:
+    model = nn.Sequential(sharded(), nn.Linear(2, 2))
+    model.apply(fill)
+    assert_same(full_values(model[0]), named(seeded().apply(fill)), bitwise=True)
+
+
+@pytest.mark.spec("APPLY-02")
+@either
+@ranks(2)
+def test_it_returns_itself(use_orig_params: bool) -> None:
+    model = sharded(use_orig_params=use_orig_params)
+    inner = model.module.blocks[1]
+    assert model.apply(fill) is model
+    assert inner.apply(fill) is inner
+
+
+@pytest.mark.spec("APPLY-03")
+@pytest.mark.parametrize("options", [{}, {"writeback": False, "rank0_only": True}])
+@pairs
+@ranks(2)
+def test_inside_summon_full_params_it_raises_and_calls_nothing(
+    strategy: ShardingStrategy, use_orig_params: bool, options: dict[str, bool]
+) -> None:
+    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    called: list[nn.Module] = []
+    with FullyShardedDataParallel.summon_full_params(model, **options):
+        for each in (model, model.module.blocks[2]):
+            with Wire() as wire, pytest.raises(RuntimeError, match="summon_full_params"):
+                each.apply(called.append)
+            assert wire.sent == []
+    assert called == []
+    assert visits_of(model) == visits_of(seeded())
+
+
+@pytest.mark.spec("APPLY-03")
+@ranks(2)
+def test_a_root_without_parameters_of_its_own_refuses_as_well() -> None:
+    blocks = seeded(lambda: nn.Sequential(*Stack().blocks))
+    model = sharded(blocks)
+    called: list[nn.Module] = []
+    with FullyShardedDataParallel.summon_full_params(model), pytest.raises(RuntimeError, match="summon_full_params"):
+        model.apply(called.append)
+    assert called == []
+
+
+@pytest.mark.spec("APPLY-03")
+@ranks(2)
+def test_during_forward_it_raises_too() -> None:
+    model = sharded()
+    hook = model.module.blocks[1].module.linear.register_forward_hook(lambda *_: model.apply(fill))
+    with pytest.raises(RuntimeError, match="during forward"):
+        model(batch())
+    hook.remove()
+    loss_of(model(batch())).backward()
+
+
+def init_by_type(module: nn.Module) -> None:
+    """As one writes it for a plain model."""
+    if isinstance(module, nn.Linear):
+        nn.init.xavier_normal_(module.weight)
+        nn.init.uniform_(module.bias, -0.1, 0.1)
+    elif isinstance(module, nn.LayerNorm):
+        nn.init.ones_(module.weight)
+        nn.init.normal_(module.bias, std=0.02)
+
+
+class Normed(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(2)
+
+
+INITS: dict[str, Callable[[nn.Module], None]] = {
+    "by type": init_by_type,
+    "by its own method": lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None,
+}
+
+
+@pytest.mark.spec("APPLY-04")
+@pytest.mark.parametrize("init", INITS)
+@pytest.mark.parametrize(("strategy", "use_orig_params"), [*PAIRS, (HYBRID_SHARD, False)])
+@ranks(4)
+def test_with_one_seed_on_all_ranks_initialising_equals_that_of_the_plain_module(
+    strategy: ShardingStrategy, use_orig_params: bool, init: str
+) -> None:
+    plain = seeded(Normed)
+    model = sharded(seeded(Normed), sharding_strategy=strategy, use_orig_params=use_orig_params)
+    for seed in (1, 2):
+        for each in (plain, model):
+            torch.manual_seed(seed)
+            each.apply(INITS[init])
+        assert_same(full_values(model), named(plain), bitwise=True)
+    assert not torch.equal(plain.enter.weight, seeded(Normed).enter.weight)
+
+
+@pytest.mark.spec("APPLY-04")
+@ranks(2)
+def test_with_different_seeds_each_rank_keeps_its_own_chunk() -> None:
+    expected = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        expected.append(
+            torch.cat([p.detach().reshape(-1) for p in seeded().apply(init_by_type).blocks[3].parameters()])
+        )
+    model = sharded()
+    torch.manual_seed(dist.get_rank())
+    model.apply(init_by_type)
+    seen = torch.cat([v.reshape(-1) for name, v in full_values(model).items() if name.startswith("blocks.3")])
+    assert torch.equal(seen, torch.cat([expected[0][:21], expected[1][21:]]))

@@ -1,0 +1,272 @@
+"""``ShardedGradScaler``: all ranks skip a step, or none does."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.distributed.fsdp import sharded_grad_scaler as torch_scaler
+
+import minifsdp
+from minifsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, ShardingStrategy
+from spec_tests.fsdp1.four_blocks import (
+    FLAT_STRATEGIES,
+    FULL_SHARD,
+    HYBRID_SHARD,
+    NO_SHARD,
+    SHARD_GRAD_OP,
+    assert_same,
+    batch,
+    full_values,
+    loss_of,
+    named,
+    seeded,
+    sharded,
+)
+from spec_tests.harness import device, ranks
+
+PAIRS = [(FULL_SHARD, False), (FULL_SHARD, True), (SHARD_GRAD_OP, True), (NO_SHARD, False)]
+pairs = pytest.mark.parametrize(("strategy", "use_orig_params"), PAIRS)
+
+
+def scaler(**options: Any) -> ShardedGradScaler:
+    return ShardedGradScaler(device().type, **{"init_scale": 8.0, **options})
+
+
+def backward(model: FullyShardedDataParallel, its_scaler: GradScaler, step: int = 0) -> None:
+    its_scaler.scale(loss_of(model(batch(step)))).backward()
+
+
+def plant(model: FullyShardedDataParallel, rank: int, value: float = float("inf")) -> None:
+    """One wrong number in one rank's chunk."""
+    if dist.get_rank() == rank:
+        next(p.grad for p in model.parameters() if p.grad is not None).view(-1)[-1] = value
+
+
+def seen_by_all(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+@pytest.mark.spec("MP-29")
+@pytest.mark.pure
+def test_it_is_found_where_torch_has_it_and_takes_the_same_arguments() -> None:
+    ours = inspect.signature(ShardedGradScaler).parameters
+    theirs = inspect.signature(torch_scaler.ShardedGradScaler).parameters
+    assert list(ours) == list(theirs)
+    for name in ours:
+        if name != "process_group":
+            assert ours[name].default == theirs[name].default
+    assert issubclass(ShardedGradScaler, GradScaler)
+    from minifsdp.sharded_grad_scaler import ShardedGradScaler as the_same
+
+    assert the_same is minifsdp.ShardedGradScaler is ShardedGradScaler
+
+
+@pytest.mark.spec("MP-29")
+@pytest.mark.parametrize("planted_on", [0, 1])
+@pairs
+@ranks(2)
+def test_an_infinity_in_one_ranks_chunk_lets_all_ranks_skip(
+    strategy: ShardingStrategy, use_orig_params: bool, planted_on: int
+) -> None:
+    for value in (float("inf"), float("-inf"), float("nan")):
+        model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        its_scaler = scaler()
+        backward(model, its_scaler)
+        plant(model, planted_on, value)
+        its_scaler.step(optimizer)
+        its_scaler.update()
+        assert_same(full_values(model), named(seeded()), bitwise=True)
+        assert seen_by_all(its_scaler.get_scale()) == [4.0, 4.0]
+
+
+@pytest.mark.spec("MP-29")
+@ranks(2)
+def test_the_stock_scaler_lets_ranks_drift_apart() -> None:
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stock = GradScaler(device().type, init_scale=8.0)
+    backward(model, stock)
+    plant(model, 1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    stock.step(optimizer)
+    stock.update()
+    moved = any(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert seen_by_all((moved, stock.get_scale())) == [(True, 8.0), (False, 4.0)]
+
+
+@pytest.mark.spec("MP-29")
+@pairs
+@ranks(2)
+def test_without_an_infinity_all_ranks_step_as_without_a_scaler(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    trained = []
+    for its_scaler in (scaler(), scaler(enabled=False), None):
+        model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            if its_scaler is None:
+                loss_of(model(batch(step))).backward()
+                optimizer.step()
+            else:
+                backward(model, its_scaler, step)
+                its_scaler.step(optimizer)
+                its_scaler.update()
+        trained.append(full_values(model))
+    # A power of two changes no bit but those of the exponent.
+    assert_same(trained[0], trained[2], bitwise=True)
+    assert_same(trained[1], trained[2], bitwise=True)
+
+
+@pytest.mark.spec("MP-29")
+@pytest.mark.parametrize("strategy", [FULL_SHARD, HYBRID_SHARD])
+@ranks(4)
+def test_on_four_ranks_too_and_after_a_skip_training_goes_on(strategy: ShardingStrategy) -> None:
+    model = sharded(sharding_strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    its_scaler = scaler()
+    scales = []
+    for step in range(4):
+        before = full_values(model)
+        optimizer.zero_grad()
+        backward(model, its_scaler, step)
+        if step in (1, 2):
+            plant(model, step)
+        its_scaler.step(optimizer)
+        its_scaler.update()
+        moved = not torch.equal(full_values(model)["enter.weight"], before["enter.weight"])
+        assert seen_by_all(moved) == [step not in (1, 2)] * 4
+        scales.append(its_scaler.get_scale())
+    assert scales == [8.0, 4.0, 2.0, 2.0]
+    assert seen_by_all(scales) == [scales] * 4
+
+
+@pytest.mark.spec("MP-29")
+@ranks(2)
+def test_the_scale_grows_on_all_ranks_together() -> None:
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    its_scaler = scaler(growth_interval=2, growth_factor=4.0, backoff_factor=0.25)
+    scales = []
+    for step in range(5):
+        optimizer.zero_grad()
+        backward(model, its_scaler, step)
+        if step == 3:
+            plant(model, 0)
+        its_scaler.step(optimizer)
+        its_scaler.update()
+        scales.append(its_scaler.get_scale())
+    assert scales == [8.0, 32.0, 32.0, 8.0, 8.0]
+    assert seen_by_all(scales) == [scales] * 2
+
+
+@pytest.mark.spec("MP-29")
+@ranks(2)
+def test_gradients_are_unscaled_once_and_can_be_clipped_in_between() -> None:
+    results = []
+    for its_scaler in (scaler(), None):
+        model = sharded()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        if its_scaler is None:
+            loss_of(model(batch())).backward()
+            norm = model.clip_grad_norm_(0.1)
+            optimizer.step()
+        else:
+            backward(model, its_scaler)
+            its_scaler.unscale_(optimizer)
+            norm = model.clip_grad_norm_(0.1)
+            with pytest.raises(RuntimeError, match="already been called"):
+                its_scaler.unscale_(optimizer)
+            its_scaler.step(optimizer)
+            its_scaler.update()
+        results.append({**full_values(model), "norm": norm})
+    assert_same(results[0], results[1], bitwise=True)
+
+
+@pytest.mark.spec("MP-29")
+@ranks(4)
+def test_only_the_ranks_of_its_group_agree() -> None:
+    pairs_of_ranks = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = pairs_of_ranks[dist.get_rank() // 2]
+    model = sharded(process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    its_scaler = scaler(process_group=group)
+    backward(model, its_scaler)
+    plant(model, 3)
+    its_scaler.step(optimizer)
+    its_scaler.update()
+    assert seen_by_all(its_scaler.get_scale()) == [8.0, 8.0, 4.0, 4.0]
+
+
+@pytest.mark.spec("MP-29")
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@ranks(2)
+def test_a_scale_that_overflows_float16_is_backed_off_until_training_goes_on(
+    strategy: ShardingStrategy, keep: bool
+) -> None:
+    precision = MixedPrecision(param_dtype=torch.float16, keep_low_precision_grads=keep)
+    model = sharded(sharding_strategy=strategy, mixed_precision=precision)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    its_scaler = scaler(init_scale=2.0**20, backoff_factor=0.25)
+    moved = []
+    for _ in range(6):
+        before = full_values(model)
+        optimizer.zero_grad()
+        its_scaler.scale(loss_of(model(batch()).float())).backward()
+        its_scaler.step(optimizer)
+        its_scaler.update()
+        after = full_values(model)
+        assert all(value.isfinite().all() for value in after.values())
+        moved.append(not torch.equal(after["enter.weight"], before["enter.weight"]))
+    assert moved[0] is False
+    assert moved[-1] is True
+    assert seen_by_all((moved, its_scaler.get_scale())) == [(moved, its_scaler.get_scale())] * 2
+
+
+@pytest.mark.spec("MP-29")
+@ranks(2)
+def test_a_rank_without_any_gradient_agrees_too() -> None:
+    layer = torch.nn.Linear(1, 1, bias=False).to(device())
+    model = FullyShardedDataParallel(layer, use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    its_scaler = scaler()
+    scales = []
+    for planted in (False, True):
+        optimizer.zero_grad()
+        its_scaler.scale(model(torch.ones(1, 1, device=device())).sum()).backward()
+        assert [parameter.grad is None for parameter in model.parameters()] == [dist.get_rank() == 1]
+        if planted:
+            plant(model, 0)
+        its_scaler.step(optimizer)
+        its_scaler.update()
+        scales.append(its_scaler.get_scale())
+    assert seen_by_all(scales) == [[8.0, 4.0]] * 2
+
+
+@pytest.mark.spec("MP-29")
+@ranks(2)
+def test_offloaded_gradients_are_scaled_as_well() -> None:
+    model = sharded(cpu_offload=CPUOffload(offload_params=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    its_scaler = scaler()
+    scales: list[float | Tensor] = []
+    for planted in (False, True):
+        optimizer.zero_grad()
+        backward(model, its_scaler)
+        if planted:
+            plant(model, 1)
+        its_scaler.step(optimizer)
+        its_scaler.update()
+        scales.append(its_scaler.get_scale())
+    assert seen_by_all(scales) == [[8.0, 4.0]] * 2

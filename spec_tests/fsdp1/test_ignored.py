@@ -1,0 +1,352 @@
+"""What is left alone, and how one says so."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minifsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, trace
+from minifsdp.wrap import ModuleWrapPolicy, always_wrap_policy, size_based_auto_wrap_policy
+from spec_tests.fsdp1.four_blocks import (
+    FLAT_STRATEGIES,
+    FULL_SHARD,
+    WIDTH,
+    Block,
+    Stack,
+    Wire,
+    assert_same,
+    full_values,
+    iterate,
+    local_gradients,
+    mean_gradients,
+    named,
+    seeded,
+    sharded,
+)
+from spec_tests.fsdp1.refusals import caught_warnings, refused
+from spec_tests.harness import device, ranks
+
+FSDP = FullyShardedDataParallel
+
+
+def spelled(spelling: str, modules: Iterable[nn.Module]) -> dict[str, Any]:
+    """The same wish in each of the three ways."""
+    modules = list(modules)
+    if spelling == "parameters":
+        return {"ignored_states": [parameter for module in modules for parameter in module.parameters()]}
+    return {"ignored_modules" if spelling == "ignored_modules" else "ignored_states": modules}
+
+
+spellings = pytest.mark.parametrize("spelling", ["ignored_modules", "modules", "parameters"])
+flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+
+# --- what it means ---
+
+
+@pytest.mark.spec("IGN-01", "IGN-04")
+@spellings
+@flat_or_original
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@ranks(2)
+def test_ignored_parameters_are_neither_flattened_nor_sharded(
+    spelling: str, keep: bool, strategy: ShardingStrategy
+) -> None:
+    plain = seeded()
+    left_alone = [plain.leave, plain.blocks[1]]
+    before = {id(parameter): parameter for module in left_alone for parameter in module.parameters()}
+    shapes = [parameter.shape for parameter in before.values()]
+    values = [parameter.detach().clone() for parameter in before.values()]
+    others = sum(parameter.numel() for parameter in plain.parameters()) - sum(shape.numel() for shape in shapes)
+    # A tuple, a generator: an iterable of any kind will do.
+    options = {name: tuple(given) for name, given in spelled(spelling, left_alone).items()}
+    model = FSDP(plain, sharding_strategy=strategy, use_orig_params=keep, **options)
+    for _ in range(2):
+        after = [parameter for module in left_alone for parameter in module.parameters()]
+        assert [id(parameter) for parameter in after] == list(before), "the very same objects"
+        assert [parameter.shape for parameter in after] == shapes
+        assert all(torch.equal(parameter, value) for parameter, value in zip(after, values, strict=True))
+        mine = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in before)
+        assert mine == (others if strategy is ShardingStrategy.NO_SHARD else others // 2)
+        with trace.record() as recorder:
+            iterate(model)
+        reduced = [event.num_bytes for event in recorder.events if event.kind in ("RS", "AR")]
+        assert reduced == [4 * others]
+
+
+@pytest.mark.spec("IGN-04")
+@ranks(2)
+def test_a_single_parameter_of_a_layer_can_be_ignored() -> None:
+    plain = seeded()
+    bias = plain.enter.bias
+    model = FSDP(plain, ignored_states=iter([bias]))
+    assert model.enter.bias is bias
+    assert dict(plain.enter.named_parameters()).keys() == {"bias"}
+    reference = seeded()
+    iterate(model)
+    assert torch.equal(bias.grad, local_gradients(reference, [0], dist.get_rank())["enter.bias"])
+    with FSDP.summon_full_params(model):
+        assert_same(named(model), named(reference), bitwise=True)
+
+
+class Shift(nn.Module):
+    """A parameter and a buffer, added to whatever comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.learned = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("fixed", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.learned + self.fixed.to(x.dtype)
+
+
+class Shifted(Block):
+    """A block around something that may be ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(Shift())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(super().forward(x))
+
+
+@pytest.mark.spec("IGN-01")
+@pytest.mark.parametrize("many", [False, True], ids=["one unit", "many units"])
+@pytest.mark.parametrize("spelling", ["ignored_modules", "modules"])
+@ranks(2)
+def test_buffers_below_an_ignored_module_are_left_alone_too(spelling: str, many: bool) -> None:
+    plain = seeded(lambda: nn.Sequential(Shift(), Shifted(), Shifted()))
+    for tensor in (*plain.parameters(), *plain.buffers()):
+        tensor.data.fill_(dist.get_rank())
+    left_alone, others = plain[1].inside, [plain[0], plain[2].inside[0]]
+    buffer = left_alone[0].fixed
+    model = FSDP(
+        plain,
+        auto_wrap_policy=ModuleWrapPolicy({Block}) if many else None,
+        sync_module_states=True,
+        mixed_precision=MixedPrecision(buffer_dtype=torch.float64),
+        **spelled(spelling, [left_alone]),
+    )
+    assert all((other.fixed == 0).all() for other in others), "rank 0 has sent the rest"
+    assert (left_alone[0].learned == dist.get_rank()).all()
+    assert (buffer == dist.get_rank()).all(), "nobody has sent it anywhere"
+    iterate(model)
+    assert all(other.fixed.dtype is torch.float64 for other in others), "the rest was cast at the first forward"
+    assert left_alone[0].fixed is buffer
+    assert buffer.dtype is torch.float32, "nobody has cast it"
+
+
+@pytest.mark.spec("IGN-01")
+@pytest.mark.gpu
+@ranks(2)
+def test_an_ignored_part_stays_on_its_own_device() -> None:
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH, device=device()), nn.Linear(WIDTH, WIDTH))
+    model = FSDP(plain, ignored_modules=[plain[1]])
+    assert model.compute_device == device()
+    assert plain[1].weight.device.type == "cpu"
+
+
+@pytest.mark.spec("IGN-03")
+@flat_or_original
+@ranks(2)
+def test_a_unit_below_an_ignored_module_keeps_sharding(keep: bool) -> None:
+    plain = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Block(), nn.Linear(WIDTH, 2))))
+    reference = copy.deepcopy(plain)
+    inner = FSDP(plain[1][0], use_orig_params=keep)
+    plain[1][0] = inner
+    model = FSDP(plain, ignored_modules=[plain[1]], use_orig_params=keep)
+    assert FSDP.fsdp_modules(model) == [model, inner]
+    assert plain[1][1].weight.shape == (2, WIDTH)
+    assert sum(parameter.numel() for parameter in inner.parameters()) == 42 // 2
+    with trace.record() as recorder:
+        iterate(model)
+    assert sorted(recorder.order("RS")) == ["RS", "RS 1.0"]
+    mean = mean_gradients(reference)
+    before = full_values(model)
+    torch.optim.SGD([p for unit in (inner, plain[0]) for p in unit.parameters()], lr=1.0).step()
+    after = full_values(model)
+    inside = [name for name in mean if name.startswith("1.0.")]
+    assert len(inside) == 2
+    assert_same({n: after[n] for n in inside}, {n: before[n] - mean[n] for n in inside})
+
+
+@pytest.mark.spec("IGN-07")
+@spellings
+@ranks(2)
+def test_gradients_of_ignored_parameters_are_not_reduced(spelling: str) -> None:
+    reference = seeded()
+    model = copy.deepcopy(reference)
+    model = sharded(model, **spelled(spelling, [model.leave]))
+    iterate(model)
+    mine = local_gradients(reference, [0], dist.get_rank())
+    gradient = model.leave.weight.grad
+    assert torch.equal(gradient, mine["leave.weight"])
+    everybody = [torch.empty_like(gradient) for _ in range(2)]
+    dist.all_gather(everybody, gradient)
+    assert not torch.equal(*everybody), "other data, another gradient"
+
+
+# --- with a policy ---
+
+
+@pytest.mark.spec("IGN-10")
+@spellings
+@ranks(2)
+def test_ignored_parameters_do_not_count_for_a_policy(spelling: str) -> None:
+    def recording(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        offered[module] = nonwrapped_numel
+        return recurse
+
+    offered: dict[nn.Module, int] = {}
+    plain = seeded()
+    ignored = plain.blocks[2].linear
+    model = FSDP(plain, auto_wrap_policy=recording, **spelled(spelling, [ignored]))
+    assert offered[plain] == 42 + 3 * 42 + 14
+    assert offered[plain.blocks] == 3 * 42
+    assert offered[plain.blocks[2]] == 0
+    assert offered[plain.blocks[1]] == 42
+    assert FSDP.fsdp_modules(model) == [model]
+
+
+@pytest.mark.spec("IGN-10")
+@ranks(2)
+def test_a_block_that_is_too_small_without_its_ignored_part_stays_in_the_outer_unit() -> None:
+    def at_least_40(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, min_num_params=40)
+
+    plain = nn.Sequential(Block(), Block()).to(device())
+    bias = plain[1].linear.bias
+    model = FSDP(plain, auto_wrap_policy=at_least_40, ignored_states=[bias])
+    assert [type(unit.module) for unit in FSDP.fsdp_modules(model)] == [nn.Sequential, nn.Linear]
+    assert model[1].linear.bias is bias
+
+
+@pytest.mark.spec("IGN-10")
+@spellings
+@flat_or_original
+@ranks(2)
+def test_with_a_policy_ignored_parameters_are_in_no_unit(spelling: str, keep: bool) -> None:
+    plain = seeded()
+    ignored = {plain.blocks[0].linear: (WIDTH, WIDTH), plain.leave: (2, WIDTH)}
+    weights = [layer.weight for layer in ignored]
+    biases = [layer.bias for layer in ignored]
+    model = FSDP(plain, auto_wrap_policy=always_wrap_policy, use_orig_params=keep, **spelled(spelling, ignored))
+    assert [weight.shape for weight in weights] == list(ignored.values())
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert all(names[id(tensor)].split(".")[-1] in ("weight", "bias") for tensor in (*weights, *biases))
+    with trace.record() as recorder:
+        iterate(model)
+    numel = sum(parameter.numel() for parameter in seeded().parameters()) - 42 - 14
+    assert sum(event.num_bytes for event in recorder.events if event.kind == "RS") == 4 * numel
+    mine = local_gradients(seeded(), [0], dist.get_rank())
+    assert torch.equal(weights[0].grad, mine["blocks.0.linear.weight"])
+    assert torch.equal(biases[1].grad, mine["leave.bias"])
+
+
+# --- how not to say it ---
+
+
+@pytest.mark.spec("IGN-02")
+@pytest.mark.parametrize("argument", ["ignored_modules", "ignored_states"])
+@ranks(2)
+def test_a_wrapper_cannot_be_ignored(argument: str) -> None:
+    plain = seeded()
+    plain.blocks[0] = FSDP(plain.blocks[0])
+    with refused(ValueError, "FullyShardedDataParallel", "leave it out"):
+        FSDP(plain, sync_module_states=True, **{argument: [plain.blocks[0]]})
+    assert isinstance(plain.leave.weight, nn.Parameter), "nothing was changed"
+
+
+@pytest.mark.spec("IGN-05")
+@pytest.mark.parametrize("first", ["a parameter", "a module"])
+@ranks(2)
+def test_parameters_and_modules_cannot_be_mixed(first: str) -> None:
+    plain = seeded()
+    mixed: list[Any] = [plain.enter.weight, plain.leave]
+    if first == "a module":
+        mixed.reverse()
+    with refused(ValueError, "ignored_states", "nn.Parameter", "nn.Module", "Linear"):
+        FSDP(plain, sync_module_states=True, ignored_states=mixed)
+
+
+@pytest.mark.spec("IGN-06")
+@pytest.mark.parametrize("modules", [True, False])
+@pytest.mark.parametrize("states", [True, False])
+@ranks(2)
+def test_both_spellings_at_once_are_refused_even_if_they_are_empty(modules: bool, states: bool) -> None:
+    plain = seeded()
+    with refused(ValueError, "ignored_modules", "ignored_states"):
+        FSDP(
+            plain,
+            sync_module_states=True,
+            ignored_modules=[plain.enter] if modules else [],
+            ignored_states=[plain.leave] if states else [],
+        )
+
+
+WRONG: dict[str, Any] = {
+    "a module": nn.Linear(2, 2),
+    "a number": 3,
+    "a flag": True,
+    "a parameter in a list": [nn.Parameter(torch.ones(2))],
+    "a string in a list": ["leave"],
+    "a string": "leave",
+    "a class in a list": [nn.Linear],
+    "nothing in a list": [None],
+    "names and modules": {"leave": nn.Linear(2, 2)},
+    "a module and a number": [nn.Linear(2, 2), 3],
+}
+
+
+@pytest.mark.spec("IGN-09")
+@pytest.mark.parametrize("wrong", list(WRONG))
+@ranks(2)
+def test_what_is_no_iterable_of_modules_is_refused(wrong: str) -> None:
+    plain = seeded()
+    with refused(TypeError, "ignored_modules"):
+        FSDP(plain, sync_module_states=True, ignored_modules=WRONG[wrong])
+    assert_same(named(plain), named(seeded()), bitwise=True)
+
+
+@pytest.mark.spec("IGN-11")
+@pytest.mark.parametrize("argument", ["ignored_modules", "ignored_states"])
+@ranks(2)
+def test_neither_spelling_warns(argument: str) -> None:
+    plain = seeded()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = sharded(plain, **{argument: [plain.leave]})
+        iterate(model)
+        sharded(**{argument: []})
+    assert model.leave.weight.shape == (2, WIDTH)
+
+
+@pytest.mark.spec("IGN-12")
+@pytest.mark.parametrize("argument", ["ignored_modules", "ignored_states"])
+@ranks(2)
+def test_ignoring_the_wrapped_module_itself_warns_and_leaves_nothing_to_shard(argument: str) -> None:
+    plain = seeded()
+    parameters = list(plain.parameters())
+    with caught_warnings() as caught:
+        model = FSDP(plain, **{argument: [plain]})
+    (warning,) = caught
+    for part in (f"rank {dist.get_rank()}", "ignore", "Stack"):
+        assert part in str(warning.message)
+    assert all(mine is before for mine, before in zip(model.parameters(), parameters, strict=True))
+    assert len(FSDP.fsdp_modules(model)) == 1
+    with trace.record() as recorder, Wire() as wire:
+        iterate(model)
+    assert recorder.events == []
+    assert wire.sent == []
+    mine = local_gradients(seeded(), [0], dist.get_rank())
+    assert_same({name: p.grad for name, p in plain.named_parameters()}, mine, bitwise=True)
+    assert isinstance(plain, Stack)
+    assert model.sharding_strategy is FULL_SHARD

@@ -1,0 +1,296 @@
+"""Shards and gradients that live on the CPU.
+
+On a CPU there is no other device to go to, so here the tracer says when a copy would be made, and the numbers say that
+nothing got lost on the way. Where things really are is asserted by the tests marked ``gpu``. torch's own wrapper
+refuses to offload without an accelerator; the oracles are the plain model, and the same wrapper without offload.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch.nn.parallel import DistributedDataParallel
+
+from minifsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, trace
+from spec_tests.fsdp1.four_blocks import (
+    FLAT_STRATEGIES,
+    FULL_SHARD,
+    HYBRID_STRATEGIES,
+    NO_SHARD,
+    SHARD_GRAD_OP,
+    UNITS,
+    assert_same,
+    batch,
+    full_values,
+    iterate,
+    loss_of,
+    mean_gradients,
+    named,
+    of_unit,
+    seeded,
+    sharded,
+)
+from spec_tests.fsdp1.whole import group_of, whole
+from spec_tests.harness import device, ranks
+
+PAIRS = [(FULL_SHARD, False), (FULL_SHARD, True), (SHARD_GRAD_OP, True), (NO_SHARD, False), (NO_SHARD, True)]
+pairs = pytest.mark.parametrize(("strategy", "use_orig_params"), PAIRS)
+sharding_pairs = pytest.mark.parametrize(("strategy", "use_orig_params"), PAIRS[:3])
+
+
+def offloaded(**options: Any) -> FullyShardedDataParallel:
+    return sharded(cpu_offload=CPUOffload(offload_params=True), **options)
+
+
+# --- the option ---
+
+
+@pytest.mark.spec("OFF-01")
+@pytest.mark.pure
+def test_there_is_one_field_and_it_is_off() -> None:
+    for record in (CPUOffload, torch_fsdp.CPUOffload):
+        assert [(field.name, field.default) for field in dataclasses.fields(record)] == [("offload_params", False)]
+    assert CPUOffload(True).offload_params is True
+    assert CPUOffload(offload_params=True) == CPUOffload(True)
+    for keywords in ({"offload_grads": True}, {"pin_memory": True}, {"offload_params": True, "offload_state": True}):
+        with pytest.raises(TypeError):
+            CPUOffload(**keywords)
+
+
+@pytest.mark.spec("OFF-01")
+@pytest.mark.parametrize("options", [{}, {"cpu_offload": None}, {"cpu_offload": CPUOffload()}])
+@ranks(2)
+def test_none_and_the_default_mean_no_offload(options: dict[str, Any]) -> None:
+    model = sharded(**options)
+    with trace.record() as recorder:
+        iterate(model)
+    assert not {"H2D", "D2H"} & {event.kind for event in recorder.events}
+    assert {parameter.device for parameter in model.parameters()} == {device()}
+
+
+# --- where things are, and when they travel ---
+
+KINDS = ("H2D", "AG", "F", "B", "RS", "D2H")
+ORDERS = {
+    FULL_SHARD: ["H2D", "AG", "F", "H2D", "AG", "B", "RS", "D2H"],
+    SHARD_GRAD_OP: ["H2D", "AG", "F", "B", "RS", "D2H"],
+}
+
+
+@pytest.mark.spec("OFF-02", "OFF-03")
+@sharding_pairs
+@ranks(2)
+def test_shards_go_to_the_device_for_each_gather_and_gradients_come_back_after_each_reduction(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    model = offloaded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        with trace.record() as recorder:
+            iterate(model, step)
+        for unit in UNITS[1:]:
+            assert of_unit(recorder, unit, *KINDS) == ORDERS[strategy]
+        assert of_unit(recorder, "", *KINDS) == ORDERS[SHARD_GRAD_OP], "the root stays gathered in between"
+        copies = {(event.kind, event.unit): event.num_bytes for event in recorder.events if "2" in event.kind}
+        assert copies == {(kind, unit): 4 * (21 if unit else 28) for unit in UNITS for kind in ("H2D", "D2H")}
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.spec("OFF-02")
+@ranks(2)
+def test_an_evaluation_takes_shards_to_the_device_and_brings_nothing_back() -> None:
+    model = offloaded().eval()
+    with trace.record() as recorder, torch.no_grad():
+        model(batch())
+    assert [event.kind for event in recorder.events if event.kind in ("H2D", "AG", "D2H")] == ["H2D", "AG"] * len(UNITS)
+
+
+@pytest.mark.gpu
+@pytest.mark.spec("OFF-02", "OFF-03")
+@pairs
+@ranks(2)
+def test_shards_gradients_and_optimizer_state_are_on_the_cpu(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    plain = seeded()
+    seen: list[torch.device] = []
+    for layer in (plain.enter, plain.blocks[1].linear):
+        layer.register_forward_hook(lambda layer, i, o: seen.extend([layer.weight.device, o.device]))
+    model = sharded(
+        plain,
+        cpu_offload=CPUOffload(True),
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+        device_id=device(),
+    )
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(2):
+        assert {(p.device.type, p.is_pinned()) for p in model.parameters() if p.numel()} == {("cpu", True)}
+        iterate(model, step)
+        assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+        assert {p.grad.device.type for p in model.parameters() if p.grad is not None} == {"cpu"}
+        optimizer.step()
+        optimizer.zero_grad()
+    state = [value for of in optimizer.state.values() for key, value in of.items() if key.startswith("exp_")]
+    assert {value.device.type for value in state} == {"cpu"}
+    assert set(seen) == {device()}
+
+
+@pytest.mark.gpu
+@pytest.mark.spec("OFF-06")
+@ranks(2)
+def test_inside_no_sync_gradients_are_on_the_device() -> None:
+    model = offloaded(device_id=device())
+    with model.no_sync():
+        iterate(model)
+    assert {parameter.grad.device for parameter in model.parameters()} == {device()}
+    iterate(model, 1)
+    assert {parameter.grad.device.type for parameter in model.parameters()} == {"cpu"}
+
+
+# --- results ---
+
+
+@pytest.mark.spec("OFF-04")
+@pytest.mark.parametrize("precision", [None, MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)])
+@pairs
+@ranks(2)
+def test_training_with_offload_is_bit_by_bit_that_without(
+    strategy: ShardingStrategy, use_orig_params: bool, precision: MixedPrecision | None
+) -> None:
+    trained = []
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params, "mixed_precision": precision}
+    for build in (sharded, offloaded):
+        model = build(**options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        for step in range(4):
+            iterate(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(full_values(model))
+    torch.testing.assert_close(trained[0], trained[1], rtol=1e-6, atol=1e-7)
+    if device().type == "cpu":
+        assert_same(trained[0], trained[1], bitwise=True)
+    assert not torch.equal(trained[0]["enter.weight"], seeded().enter.weight)
+
+
+@pytest.mark.spec("OFF-04")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, *HYBRID_STRATEGIES])
+@ranks(4)
+def test_training_with_offload_is_that_of_distributed_data_parallel(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    model = offloaded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    parallel = DistributedDataParallel(seeded())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, parallel)]
+    for step in range(3):
+        for each, optimizer in zip((model, parallel), optimizers, strict=True):
+            optimizer.zero_grad()
+            iterate(each, step)
+            optimizer.step()
+    torch.testing.assert_close(full_values(model), named(parallel.module), rtol=1e-5, atol=1e-6)
+
+
+# --- accumulation ---
+
+
+@pytest.mark.spec("OFF-05")
+@pairs
+@ranks(2)
+def test_accumulating_outside_no_sync_adds_up(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    plain = seeded()
+    model = offloaded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    gradients: dict[str, torch.Tensor] = {}
+    for step in range(3):
+        iterate(model, step)
+        one = mean_gradients(plain, [step])
+        gradients = {name: gradients[name] + one[name] for name in one} if gradients else one
+        assert_same(whole(model, group=group_of(strategy))[1], gradients, bitwise=True)
+    model.zero_grad()
+    iterate(model, 3)
+    assert_same(whole(model, group=group_of(strategy))[1], mean_gradients(plain, [3]), bitwise=True)
+
+
+@pytest.mark.spec("OFF-06")
+@pairs
+@ranks(2)
+def test_inside_no_sync_nothing_goes_to_the_cpu_until_the_reducing_backward(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    plain = seeded()
+    model = offloaded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    for round_ in range(2):
+        with trace.record() as inside, model.no_sync():
+            for step in range(2):
+                iterate(model, 3 * round_ + step)
+        assert "D2H" not in {event.kind for event in inside.events}
+        with trace.record() as last:
+            iterate(model, 3 * round_ + 2)
+        reduction = "AR" if strategy is NO_SHARD else "RS"
+        for unit in UNITS:
+            assert of_unit(last, unit, "B", reduction, "D2H") == ["B", reduction, "D2H"]
+        expected = mean_gradients(plain, range(3 * round_, 3 * round_ + 3))
+        assert_same(whole(model, group=group_of(strategy))[1], expected, bitwise=False)
+        model.zero_grad()
+
+
+# --- clipping ---
+
+
+@pytest.mark.spec("OFF-07")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, *HYBRID_STRATEGIES])
+@ranks(4)
+def test_clipping_returns_the_right_norm_on_every_rank(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    plain = seeded()
+    model = offloaded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    group = model.process_group[0] if strategy in HYBRID_STRATEGIES else group_of(strategy)
+    for step, norm_type in enumerate((2.0, 1.0, "inf")):
+        model.zero_grad()
+        iterate(model, step)
+        expected = mean_gradients(plain, [step])
+        copies = [copy.deepcopy(parameter) for parameter in plain.parameters()]
+        for one, gradient in zip(copies, expected.values(), strict=True):
+            one.grad = gradient.clone()
+        norm = torch.nn.utils.clip_grad_norm_(copies, 0.3, float(norm_type))
+        returned = model.clip_grad_norm_(0.3, norm_type)
+        everybody = [torch.empty_like(returned) for _ in range(4)]
+        dist.all_gather(everybody, returned)
+        assert all(torch.equal(each, returned) for each in everybody)
+        torch.testing.assert_close(returned.cpu(), norm.cpu())
+        clipped = {name: one.grad for name, one in zip(expected, copies, strict=True)}
+        torch.testing.assert_close(whole(model, group=group)[1], clipped, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.spec("OFF-07")
+@ranks(2)
+def test_clipping_works_on_gradients_on_the_cpu() -> None:
+    model = offloaded(device_id=device())
+    iterate(model)
+    before = torch.cat([gradient.reshape(-1) for gradient in mean_gradients(seeded()).values()])
+    returned = model.clip_grad_norm_(0.1)
+    torch.testing.assert_close(returned.cpu(), before.norm().cpu(), rtol=1e-4, atol=1e-5)
+    assert {parameter.grad.device.type for parameter in model.parameters()} == {"cpu"}
+    after = torch.cat([gradient.reshape(-1) for gradient in whole(model)[1].values()])
+    torch.testing.assert_close(after.norm().cpu(), torch.tensor(0.1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.spec("OFF-04")
+@pairs
+@ranks(2)
+def test_what_the_user_changes_on_the_cpu_is_computed_with(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    model = offloaded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    expected = seeded()
+    with torch.no_grad():
+        model(batch())
+        for parameter in (*model.parameters(), *expected.parameters()):
+            parameter.mul_(2.0)
+        torch.testing.assert_close(model(batch()), expected(batch()))
+    loss_of(model(batch())).backward()

@@ -1,0 +1,230 @@
+"""State dicts in their three forms, on a model with units inside a unit, a buffer and a tie."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from minifsdp import (
+    FullStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+    trace,
+)
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests.harness import ranks
+
+FULL, SHARDED, LOCAL = (
+    StateDictType.FULL_STATE_DICT,
+    StateDictType.SHARDED_STATE_DICT,
+    StateDictType.LOCAL_STATE_DICT,
+)
+flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+
+
+def plain_model(seed: int = 0) -> nn.Module:
+    """Five rows on two ranks do not divide; the batch norm has buffers; the last two layers share a weight."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 5), nn.Linear(5, 5))
+    model[3].weight = model[2].weight
+    return model
+
+
+def sharded(model: nn.Module, **options: Any) -> FSDP:
+    return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.BatchNorm1d}), **options)
+
+
+@pytest.mark.spec("SD-FULL-01", "SD-FULL-02", "SD-FULL-04", "SD-CFG-01")
+@flat_or_original
+@ranks(2)
+def test_without_any_setting_the_dict_is_that_of_the_plain_module(keep: bool) -> None:
+    plain = plain_model()
+    state = sharded(copy.deepcopy(plain), use_orig_params=keep).state_dict()
+    expected = plain.state_dict()
+    assert list(state) == list(expected)
+    assert all(type(value) is torch.Tensor and torch.equal(value, expected[key]) for key, value in state.items())
+    fresh = plain_model(1)
+    fresh.load_state_dict(state, strict=True)
+    fresh.eval(), plain.eval()
+    assert torch.equal(fresh(torch.ones(2, 3)), plain(torch.ones(2, 3)))
+
+
+@pytest.mark.spec("SD-FULL-05", "SD-FULL-03")
+@ranks(2)
+def test_with_rank0_only_the_other_ranks_gather_too_and_get_nothing() -> None:
+    model = sharded(plain_model())
+    with (
+        FSDP.state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True, offload_to_cpu=True)),
+        trace.record() as r,
+    ):
+        state = model.state_dict()
+    assert r.count("AG") == 2
+    assert len(state) == (len(plain_model().state_dict()) if dist.get_rank() == 0 else 0)
+
+
+@pytest.mark.spec("SD-FULL-06")
+@ranks(2)
+def test_one_unit_at_a_time_is_gathered_and_dropped() -> None:
+    model = sharded(plain_model())
+    with trace.record() as r:
+        model.state_dict()
+    assert [word.split()[0] for word in r.order()] == ["AG", "FREE", "AG", "FREE"]
+
+
+@pytest.mark.spec("SD-FULL-07")
+@flat_or_original
+@ranks(2)
+def test_what_was_returned_does_not_change_when_training_goes_on(keep: bool) -> None:
+    model = sharded(plain_model(), use_orig_params=keep)
+    state = {key: value for key, value in model.state_dict().items() if "running" not in key and "num" not in key}
+    before = {key: value.clone() for key, value in state.items()}
+    model(torch.ones(2, 3)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert all(torch.equal(state[key], before[key]) for key in state)
+
+
+@pytest.mark.spec("SD-FULL-08", "SD-FULL-09", "LEGACY-11")
+@flat_or_original
+@ranks(2)
+def test_a_full_dict_is_loaded_without_a_collective_and_each_rank_keeps_its_part(keep: bool) -> None:
+    model = sharded(plain_model(), use_orig_params=keep)
+    wanted = plain_model(7).state_dict()
+    with trace.record() as r:
+        model.load_state_dict(wanted)
+    assert r.events == []
+    state = model.state_dict()
+    assert all(torch.equal(state[key], wanted[key]) for key in wanted)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({})
+
+
+@pytest.mark.spec("SD-FULL-13")
+@flat_or_original
+@ranks(2)
+def test_missing_and_unexpected_keys_are_reported_by_their_plain_names(keep: bool) -> None:
+    model = sharded(plain_model(), use_orig_params=keep)
+    state = plain_model(7).state_dict()
+    state["nobody"] = state.pop("1.bias")
+    result = model.load_state_dict(state, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["1.bias"], ["nobody"])
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
+        model.load_state_dict({**plain_model().state_dict(), "0.weight": torch.ones(2, 2)})
+
+
+@pytest.mark.spec("SD-SHARD-01", "SD-SHARD-02", "SD-SHARD-03", "SD-SHARD-06", "SD-CFG-18")
+@pytest.mark.parametrize("use_dtensor", [False, True])
+@flat_or_original
+@ranks(2)
+def test_a_sharded_dict_holds_rows_and_loads_again(keep: bool, use_dtensor: bool) -> None:
+    model = sharded(plain_model(), use_orig_params=keep)
+    expected = plain_model().state_dict()
+    with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(use_dtensor=use_dtensor)):
+        state = model.state_dict()
+        rows = slice(0, 3) if dist.get_rank() == 0 else slice(3, 5)
+        for key, value in state.items():
+            if "running" in key or "num" in key:
+                assert type(value) is torch.Tensor
+                continue
+            assert isinstance(value, DTensor if use_dtensor else ShardedTensor)
+            local = value.to_local() if isinstance(value, DTensor) else value.local_shards()[0].tensor
+            assert torch.equal(local, expected[key][rows])
+        model.load_state_dict(plain_model(7).state_dict())
+        model.load_state_dict(state)
+    again = model.state_dict()
+    assert all(torch.equal(again[key], expected[key]) for key in expected if "running" not in key)
+
+
+@pytest.mark.spec("SD-SHARD-07")
+@ranks(2)
+def test_units_that_are_not_sharded_give_plain_tensors() -> None:
+    model = sharded(plain_model(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    with FSDP.state_dict_type(model, SHARDED):
+        assert all(type(value) is torch.Tensor for value in model.state_dict().values())
+
+
+@pytest.mark.spec("SD-LOCAL-01", "SD-LOCAL-02", "SD-LOCAL-03", "SD-LOCAL-04")
+@flat_or_original
+@ranks(2)
+def test_a_local_dict_is_one_slice_for_each_unit_and_needs_no_collective(keep: bool) -> None:
+    model = sharded(plain_model(), use_orig_params=keep)
+    before = model.state_dict()
+    with FSDP.state_dict_type(model, LOCAL, LocalStateDictConfig()), trace.record() as r:
+        state = model.state_dict()
+        assert r.events == []
+        assert {key for key in state if "flat_param" in key} == {"flat_param", "1.flat_param"}
+        FSDP.set_state_dict_type(model, FULL)
+        model.load_state_dict(plain_model(7).state_dict())
+        FSDP.set_state_dict_type(model, LOCAL)
+        model.load_state_dict({key.replace("1.flat_param", "1._flat_param"): v for key, v in state.items()})
+        with pytest.raises(RuntimeError, match=r"rank \d: flat_param has 2 elements"):
+            model.load_state_dict({**state, "flat_param": torch.ones(2)})
+    after = model.state_dict()
+    assert all(torch.equal(after[key], before[key]) for key in before if "running" not in key)
+
+
+@pytest.mark.spec("MP-04", "MP-10")
+@ranks(2)
+def test_checkpoints_are_in_full_precision_whatever_is_computed_in() -> None:
+    precision = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16, _module_classes_to_ignore=())
+    model = FSDP(plain_model(), mixed_precision=precision)
+    model.eval()
+    model(torch.ones(2, 3))
+    assert model.module[1].running_mean.dtype is torch.bfloat16
+    for form, dtype in [(FULL, torch.float32), (SHARDED, torch.float32), (LOCAL, torch.bfloat16)]:
+        with FSDP.state_dict_type(model, form):
+            state = model.state_dict()
+        assert state["1.running_mean"].dtype is dtype
+        key = "flat_param" if form is LOCAL else "0.weight"
+        assert state[key].dtype is torch.float32
+
+
+@pytest.mark.spec("SD-CFG-02", "SD-CFG-03", "SD-CFG-05", "SD-CFG-07", "SD-CFG-08", "SD-CFG-09", "SD-CFG-10")
+@ranks(2)
+def test_settings_are_set_for_the_tree_returned_and_restored() -> None:
+    model = sharded(plain_model())
+    before = FSDP.set_state_dict_type(model, SHARDED)
+    assert before.state_dict_type is FULL
+    assert isinstance(FSDP.get_state_dict_type(model).state_dict_config, ShardedStateDictConfig)
+    with pytest.raises(ZeroDivisionError), FSDP.state_dict_type(model, LOCAL):
+        assert FSDP.get_state_dict_type(model.module[1]).state_dict_type is LOCAL
+        _ = 1 / 0
+    assert FSDP.get_state_dict_type(model).state_dict_type is SHARDED
+    with pytest.raises(RuntimeError, match=r"FullStateDictConfig.*LocalStateDictConfig"):
+        FSDP.set_state_dict_type(model, FULL, LocalStateDictConfig())
+    FSDP.set_state_dict_type(model.module[1], FULL)
+    with pytest.raises(AssertionError, match="same state dict settings"):
+        FSDP.get_state_dict_type(model)
+
+
+@pytest.mark.spec("SD-CFG-06", "SD-CFG-19", "FS2-SD-13")
+@ranks(2)
+def test_a_module_without_units_has_no_settings_and_the_context_leaves_it_alone() -> None:
+    with FSDP.state_dict_type(nn.Linear(2, 2), SHARDED):
+        assert FSDP.get_state_dict_type(nn.Linear(2, 2)).state_dict_type is None
+    with pytest.raises(TypeError):
+        sharded(plain_model()).state_dict(state_dict_type=FULL)
+
+
+@pytest.mark.spec("SD-CFG-11", "IGN-08")
+@ranks(2)
+def test_a_unit_in_a_plain_module_and_an_ignored_part_are_written_under_plain_names() -> None:
+    plain = nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 2)))
+    expected = copy.deepcopy(plain).state_dict()
+    plain[1] = FSDP(plain[1], ignored_states=[plain[1][1]])
+    for form in (FULL, SHARDED):
+        with FSDP.state_dict_type(plain, form):
+            state = plain.state_dict()
+        assert list(state) == list(expected)
+        assert type(state["1.1.weight"]) is torch.Tensor
+        assert torch.equal(state["1.1.weight"], expected["1.1.weight"])

@@ -1,0 +1,183 @@
+"""Whole sessions in a process of their own: collection, the result file, and that nothing survives them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from spec_tests.harness.accounting import ROOT, Accounting, read_rows, section_of, verdict
+
+HANGING = """
+import os, pathlib, time
+from spec_tests.harness import ranks
+
+@ranks(2)
+def test_that_hangs():
+    pathlib.Path(f"rank-{os.environ['RANK']}").write_text(str(os.getpid()))
+    time.sleep(600)
+"""
+
+CARRYING = """
+import pytest
+from spec_tests.harness import ranks
+
+@pytest.mark.spec("CTOR-01", "CTOR-02")
+def test_good(): pass
+
+@pytest.mark.spec("CTOR-02")
+def test_bad(): assert False
+
+@pytest.mark.spec("CTOR-03")
+def test_skipped(): pytest.skip("not today")
+
+@pytest.mark.gpu
+@pytest.mark.spec("CTOR-04")
+def test_on_gpu(): pass
+"""
+
+
+def command(folder: pathlib.Path, test: str, *arguments: str) -> list[str]:
+    (folder / "test_it.py").write_text(test)
+    return [
+        *(sys.executable, "-m", "pytest", "-p", "spec_tests.conftest", "-p", "no:cacheprovider"),
+        *("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), "test_it.py", *arguments),
+    ]
+
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+
+
+def run_session(folder: pathlib.Path, test: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(folder, test, *arguments), cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_an_unknown_row_stops_the_collection_and_is_named_with_its_test(tmp_path: pathlib.Path) -> None:
+    test = "import pytest\n@pytest.mark.spec('CTOR-999')\ndef test_it(): pass\ndef test_other(): pass\n"
+    session = run_session(tmp_path, test, "-k", "other")
+    assert session.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "test_it.py::test_it carries 'CTOR-999'" in session.stderr
+    assert "passed" not in session.stdout
+
+
+def test_a_session_writes_what_it_has_proven_and_counts_gpu_tests_as_not_run(tmp_path: pathlib.Path) -> None:
+    session = run_session(tmp_path, CARRYING)
+    assert "1 gpu tests not run (no --device cuda)" in session.stdout
+    assert "because a test failed: CTOR-02" in session.stdout
+    results = json.loads((tmp_path / "build" / "spec-results.json").read_text())
+    assert list(results) == list(read_rows())
+    said = {row: results[row]["results"]["cpu-gloo"] for row in ("CTOR-01", "CTOR-02", "CTOR-03", "CTOR-04")}
+    assert said == {"CTOR-01": "proven", "CTOR-02": "failed", "CTOR-03": "unproven", "CTOR-04": "unproven"}
+    assert results["CTOR-02"]["tests"]["test_it.py::test_bad"] == {"cpu-gloo": "failed"}
+    assert results["CTOR-04"]["tests"]["test_it.py::test_on_gpu"] == {"cpu-gloo": "not run"}
+    assert results["CTOR-01"]["statement"].startswith("The constructor takes")
+
+
+def is_running(process: int) -> bool:
+    try:
+        return pathlib.Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Any, limit: float = 60.0) -> bool:
+    deadline = time.monotonic() + limit
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(condition())
+
+
+@pytest.mark.parametrize("word", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_survives_its_session(word: signal.Signals, tmp_path: pathlib.Path) -> None:
+    session = subprocess.Popen(
+        command(tmp_path, HANGING),
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        files = [tmp_path / "rank-0", tmp_path / "rank-1"]
+        assert wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+        processes = [int(file.read_text()) for file in files]
+        if word == signal.SIGINT:
+            os.killpg(session.pid, word)  # as Ctrl-C does: to everybody in the foreground
+        else:
+            session.kill()
+        session.wait(60)
+        assert wait_until(lambda: not any(map(is_running, processes)), 20)
+    finally:
+        if session.poll() is None:
+            session.kill()
+
+
+# ---- the accounting by itself ---------------------------------------------------------------------------------------
+
+
+def test_the_spec_has_all_its_rows_and_each_once() -> None:
+    rows = read_rows()
+    assert len(rows) == 592
+    assert rows["CTOR-08"].startswith("An unknown keyword raises")
+    assert [section_of(row) for row in ("CTOR-01", "OSD-LOAD-04", "FS2-PREF-01")] == ["CTOR", "OSD-LOAD", "FS2-PREF"]
+
+
+def test_a_row_that_stands_twice_in_the_spec_is_an_error(tmp_path: pathlib.Path) -> None:
+    page = tmp_path / "spec.md"
+    page.write_text("| ID | B |\n|---|---|\n| A-01 | one |\n| A-01 | two |\n")
+    with pytest.raises(ValueError, match="A-01"):
+        read_rows(page)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "word"),
+    [
+        ([], "unproven"),
+        ([None, "skipped", "not run"], "unproven"),
+        (["passed", "skipped", "not run", None], "proven"),
+        (["passed", "failed"], "failed"),
+    ],
+)
+def test_a_row_is_proven_when_a_test_passed_and_none_failed(outcomes: list[str | None], word: str) -> None:
+    assert verdict(outcomes) == word
+
+
+def account(root: pathlib.Path, device: str, outcomes: dict[str, str], carried: dict[str, list[str]]) -> dict[str, Any]:
+    (root / "test_it.py").touch()
+    accounting = Accounting(device, root)
+    accounting.outcomes, accounting.carried = outcomes, carried
+    accounting.complete_files = {"test_it.py"}
+    return accounting.write()
+
+
+def test_a_run_on_one_backend_keeps_what_the_other_said(tmp_path: pathlib.Path) -> None:
+    carried = {"test_it.py::test_a": ["CTOR-01"]}
+    account(tmp_path, "cuda", {"test_it.py::test_a": "passed"}, carried)
+    row = account(tmp_path, "cpu", {"test_it.py::test_a": "failed"}, carried)["CTOR-01"]
+    assert row["results"] == {"cpu-gloo": "failed", "cuda-nccl": "proven"}
+
+
+def test_a_run_of_a_part_keeps_what_the_other_tests_said(tmp_path: pathlib.Path) -> None:
+    carried = {"test_it.py::test_a": ["CTOR-01"], "test_it.py::test_b": ["CTOR-02"]}
+    account(tmp_path, "cpu", {"test_it.py::test_a": "passed", "test_it.py::test_b": "passed"}, carried)
+    results = account(tmp_path, "cpu", {"test_it.py::test_b": "failed"}, carried)
+    assert [results[row]["results"]["cpu-gloo"] for row in ("CTOR-01", "CTOR-02")] == ["proven", "failed"]
+
+
+@pytest.mark.parametrize("now", [{}, {"test_it.py::test_a": ["CTOR-02"]}])
+def test_a_test_that_is_gone_or_carries_the_row_no_more_proves_nothing(
+    now: dict[str, list[str]], tmp_path: pathlib.Path
+) -> None:
+    account(tmp_path, "cpu", {"test_it.py::test_a": "passed"}, {"test_it.py::test_a": ["CTOR-01"]})
+    row = account(tmp_path, "cpu", dict.fromkeys(now, "passed"), now)["CTOR-01"]
+    assert row["tests"] == {}
+    assert row["results"]["cpu-gloo"] == "unproven"
