@@ -2,17 +2,26 @@
 
 From the bottom up, each module using only those above it in this list:
 
-``mesh``         who shards with whom, who replicates with whom
-``lanes``        where gathers, reductions and copies run, and how to wait for them
-``precision``    which dtype at which step
-``lifetime``     when memory may be reused; the rate limiter
-``collectives``  the only place that talks to other ranks while training
-``offload``      shards that live on the CPU
-``layout``       what a unit asks of the tensors it consists of
-``flat``         layout 1: one flat parameter, views into it
-``reduce``       from unsharded gradients to sharded ones
-``unit``         the state machine: gather, wait, reshard
-``schedule``     who is gathered next
-``hooks``        where the machine touches autograd
-``root``         the tree of units: lazy start, begin and end of an iteration
+``mesh``            who shards with whom, who replicates with whom
+``lanes``           where gathers, reductions and copies run, and how to wait for them
+``collectives``     the only place that talks to other ranks while training
+``precision``       which dtype at which step
+``lifetime``        when memory may be reused; the rate limiter
+``partition``       where a row of parameters is cut
+``misuse``          mistakes that would otherwise train on, silently and wrongly
+``layout``          what a unit asks of the tensors it consists of
+``absent``          what a module shows in place of a parameter that is not here
+``unsharded``       the tensor that autograd owns
+``ownership``       what the optimizer owns: the contract
+``flat_parameter``  ... one flat parameter
+``originals``       ... the original parameters
+``flat``            layout 1: one flat tensor, views into it
+``reduce``          from unsharded gradients to sharded ones
+``unit``            the state machine: gather, wait, reshard
+``schedule``        who is gathered next
+``order_check``     do all ranks gather the same?
+``hooks``           where the machine touches autograd
+``root``            the tree of units: lazy start, begin and end of an iteration
+
+To read, begin at ``layout`` and go on with ``flat``, ``unit``, ``hooks``, ``reduce``, ``schedule``, ``lifetime``, ``root``.
 """
