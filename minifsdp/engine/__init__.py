@@ -23,5 +23,6 @@ From the bottom up, each module using only those above it in this list:
 ``hooks``           where the machine touches autograd
 ``root``            the tree of units: lazy start, begin and end of an iteration
 
-To read, begin at ``layout`` and go on with ``flat``, ``unit``, ``hooks``, ``reduce``, ``schedule``, ``lifetime``, ``root``.
+To read, begin at ``layout`` and go on with ``flat``, ``unit``, ``hooks``, ``reduce``, ``schedule``, ``lifetime`` and
+``root``.
 """
