@@ -74,11 +74,14 @@ def test_a_group_is_seen_from_this_rank() -> None:
         assert seen.ranks[seen.rank] == rank
     world = Group.of(default_group())
     assert (world.size, world.rank, world.ranks) == (4, rank, (0, 1, 2, 3))
+    dist.barrier()
 
 
 @ranks(4)
 def test_a_group_of_others_is_refused_with_the_rank_in_the_message() -> None:
     front = dist.new_group([0, 1])
+    # Before any rank is done and its groups are torn down, all must have theirs.
+    dist.barrier()
     if dist.get_rank() < 2:
         assert Group.of(front).ranks == (0, 1)
         return
@@ -149,6 +152,7 @@ def test_node_groups_are_made_once_and_shared() -> None:
     assert num_made == 2, "this rank is in one row and in one column"
     assert all(a is b for a, b in zip(first, node_groups(CPU), strict=True))
     assert len(dist.distributed_c10d._world.pg_map) == num_before + num_made
+    dist.barrier()
 
 
 @pytest.mark.spec("HYB-03")
@@ -163,6 +167,7 @@ def test_another_node_size_has_groups_of_its_own() -> None:
     assert Group.of(alone).size == 1
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     assert node_groups(CPU)[0] is row
+    dist.barrier()
 
 
 @pytest.mark.spec("HYB-03")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import time
 import warnings
@@ -16,7 +17,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from minifsdp import FullyShardedDataParallel, ShardingStrategy
+from minifsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from spec_tests.fsdp1.four_blocks import (
     FLAT_STRATEGIES,
     FULL_SHARD,
@@ -430,10 +431,17 @@ def test_without_writeback_nothing_is_copied_back(strategy: ShardingStrategy, us
 @ranks(2)
 def test_changes_of_what_is_not_sharded_persist_in_any_case(writeback: bool, use_orig_params: bool) -> None:
     own_group, _ = dist.new_subgroups(group_size=1)
-    for options in ({"sharding_strategy": NO_SHARD}, {"process_group": own_group}):
+    low = MixedPrecision(param_dtype=torch.bfloat16)
+    for options, dtype in (
+        ({"sharding_strategy": NO_SHARD}, torch.float32),
+        ({"process_group": own_group}, torch.float32),
+        ({"sharding_strategy": NO_SHARD, "mixed_precision": low}, torch.bfloat16),
+    ):
         model = sharded(use_orig_params=use_orig_params, **options)
         expected = seeded()
         for value, change in enumerate(CHANGES.values(), start=3):
+            # A forward whose backward never comes: what it has computed with must not be computed with again.
+            model(batch())
             with summon(model, writeback=writeback), torch.no_grad():
                 for parameter in model.parameters():
                     change(parameter, float(value))
@@ -441,7 +449,8 @@ def test_changes_of_what_is_not_sharded_persist_in_any_case(writeback: bool, use
                 for parameter in expected.parameters():
                     parameter.fill_(float(value))
                 assert_same(full_values(model), named(expected), bitwise=True)
-                assert torch.equal(model(batch()), expected(batch()))
+                copy_of_expected = copy.deepcopy(expected).to(dtype)
+                assert torch.equal(model(batch()), copy_of_expected(batch().to(dtype)))
 
 
 # --- on rank 0 only, on the CPU ---

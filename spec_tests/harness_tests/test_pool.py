@@ -345,13 +345,15 @@ def test_the_next_test_finds_everything_as_it_was() -> None:
 
 
 @ranks(2)
-def leave_the_default_group() -> None:
+def leave_the_default_group(meet_again: bool) -> None:
     dist.destroy_process_group()
-    dist.init_process_group("gloo")
-    dist.barrier()
+    if meet_again:
+        dist.init_process_group("gloo")
+        dist.barrier()
 
 
-def test_a_test_may_leave_the_default_group_and_meet_again() -> None:
-    leave_the_default_group()
-    test_one_rank_has_a_group_of_its_own()
+@pytest.mark.parametrize("meet_again", [True, False])
+def test_a_test_may_leave_the_default_group(meet_again: bool) -> None:
+    leave_the_default_group(meet_again=meet_again)
+    make_a_mess()
     expect_order(folder=pathlib.Path.cwd())
