@@ -24,6 +24,7 @@ from minifsdp import (
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.harness import ranks
+from spec_tests.oracles import world_groups_2x2
 
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,
@@ -228,3 +229,20 @@ def test_a_unit_in_a_plain_module_and_an_ignored_part_are_written_under_plain_na
         assert list(state) == list(expected)
         assert type(state["1.1.weight"]) is torch.Tensor
         assert torch.equal(state["1.1.weight"], expected["1.1.weight"])
+
+
+@pytest.mark.spec("HYB-10")
+@pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2])
+@ranks(4)
+def test_under_hybrid_the_dicts_are_the_same_and_rows_are_spread_over_the_sharding_group(
+    strategy: ShardingStrategy,
+) -> None:
+    model = sharded(plain_model(), sharding_strategy=strategy, process_group=world_groups_2x2())
+    dist.barrier()
+    expected = plain_model().state_dict()
+    state = model.state_dict()
+    assert list(state) == list(expected)
+    assert all(torch.equal(state[key], expected[key]) for key in expected)
+    with FSDP.state_dict_type(model, SHARDED):
+        rows = model.state_dict()["0.weight"].local_shards()[0].tensor
+    assert torch.equal(rows, expected["0.weight"][slice(0, 3) if dist.get_rank() % 2 == 0 else slice(3, 5)])
