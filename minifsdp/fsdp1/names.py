@@ -1,0 +1,76 @@
+"""A wrapper is not there: names, attributes and items are looked up as if it were the module inside.
+
+``model.layer``, ``model[0]`` and ``model.vocab_size`` reach through. Parameter names carry the wrappers' prefixes, as
+in torch, but inside ``summon_full_params`` they are those of the plain model.
+
+Worked example: ``FSDP(Sequential(FSDP(Linear(2, 2))))`` calls its weight
+``_fsdp_wrapped_module.0._fsdp_wrapped_module.weight`` and, summoned, ``0.weight``.
+
+*In torch:* the same, spread over the wrapper class.
+
+Spec: NAMES, FWD-08, NEW-22.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.fsdp1.base import PREFIX, WRAPPED, WrapperBase
+from minifsdp.fsdp1.legacy import warn_renamed
+
+
+class NameMethods(WrapperBase):
+    """Names and lookup."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ever, and also where a unit that is gathered right now shows views in place of its parameters (FWD-08)."""
+        super().zero_grad(set_to_none)
+        for wrapper in WrapperBase.fsdp_modules(self):
+            for parameter in wrapper._unit.layout.local_parameters() if wrapper._unit is not None else []:
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """All parameters that have a gradient; the name is one of torch 1.13 (NAMES-09)."""
+        warn_renamed("params_with_grad", "[p for p in model.parameters() if p.grad is not None]", stacklevel=2)
+        return [parameter for parameter in self.parameters() if parameter.grad is not None]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NameMethods:
+        """Refuses: slices and hooks cannot be copied one by one (NEW-22)."""
+        raise RuntimeError(
+            f"rank {rank_of_this_process()}: a FullyShardedDataParallel cannot be copied with copy.deepcopy. Copy the "
+            "plain model before wrapping it, or carry the values over with state_dict() and load_state_dict()"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Looks up what the wrapper does not have in the wrapped module (NAMES-08)."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == WRAPPED:
+                raise
+            return getattr(self.module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Indexes the wrapped module (NAMES-08)."""
+        return self.module[key]  # type: ignore[index]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As ever, but without the wrappers' prefixes inside ``summon_full_params`` (NAMES-02)."""
+        if self._tree is not None:
+            self._tree.mend()
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield (name.replace(PREFIX, "") if self._shows_clean_names else name), parameter
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As ever, but without the wrappers' prefixes inside ``summon_full_params`` (NAMES-03)."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield (name.replace(PREFIX, "") if self._shows_clean_names else name), buffer

@@ -1,0 +1,178 @@
+"""The methods of a wrapper that a training loop calls beside ``forward``.
+
+Each acts on a whole tree: it goes over the units and sets a switch or asks them for something. Worked example:
+``no_sync`` on two ranks sets ``reduces = False`` on every unit, so that a backward inside keeps each rank's own full
+gradient; the first one outside reduces the sum.
+
+*In torch:* the same methods, on the wrapper class itself.
+
+Spec: NOSYNC, SUMMON, APPLY, CLIP, HOOK.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from minifsdp.engine import misuse
+from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.mesh import Group
+from minifsdp.fsdp1.base import WrapperBase
+from minifsdp.fsdp1.full_params import check_idle, check_not_running, check_summon_options, summoned
+from minifsdp.fsdp1.training_aids import clip_gradients
+
+
+class TrainingMethods(WrapperBase):
+    """What a training loop asks of a tree of wrappers."""
+
+    # --- accumulation ---
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Backwards inside leave their gradients unreduced; the first one after it reduces the sum (NOSYNC-01 to 10).
+
+        Inside, ``.grad`` has the size of the whole unit. Every rank must enter and leave it at the same backward.
+
+        Raises:
+            RuntimeError: this is not the root.
+        """
+        self._only_on_the_root("no_sync()")
+        units = self._current_tree().units
+        before = [unit.reduces for unit in units]
+        for unit in units:
+            unit.reduces = False
+        try:
+            yield
+        finally:
+            for unit, reduces in zip(units, before, strict=True):
+                unit.reduces = reduces
+
+    # --- full parameters ---
+
+    @staticmethod
+    @contextlib.contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Generator[None]:
+        """Inside, every unit below ``module`` shows its full parameters in the stored dtype (SUMMON-01 to 20).
+
+        All ranks must enter and leave it. Neither forward nor backward may be started inside.
+
+        Args:
+            module: where to begin; it need not be a wrapper itself.
+            recurse: whether units below ``module``'s own are summoned too.
+            writeback: whether changes persist, each rank's in its own slice.
+            rank0_only: the first rank alone sees full parameters.
+            offload_to_cpu: they are on the CPU, if they are sharded.
+            with_grads: ``.grad`` is gathered too; needs ``use_orig_params=True``.
+
+        Raises:
+            NotImplementedError: the options do not go together.
+            RuntimeError: a unit is busy, or summoned already.
+        """
+        options = {
+            "writeback": writeback,
+            "rank0_only": rank0_only,
+            "offload_to_cpu": offload_to_cpu,
+            "with_grads": with_grads,
+        }
+        check_summon_options(**options)
+        wrappers = WrapperBase.fsdp_modules(module)
+        if not recurse:
+            wrappers = [wrapper for wrapper in wrappers if wrapper is module]
+        for wrapper in wrappers:
+            if wrapper._tree is not None:
+                check_not_running(wrapper._tree)
+        units = [wrapper._unit for wrapper in wrappers if wrapper._unit is not None]
+        before = [wrapper._shows_clean_names for wrapper in wrappers]
+        with summoned(units, **options):
+            for wrapper in wrappers:
+                wrapper._shows_clean_names = True
+            try:
+                yield
+            finally:
+                for wrapper, shown in zip(wrappers, before, strict=True):
+                    wrapper._shows_clean_names = shown
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Calls ``fn`` on every submodule and on itself, children first, each unit with full parameters (APPLY-01).
+
+        All ranks must call it.
+
+        Raises:
+            RuntimeError: inside ``summon_full_params``.
+        """
+        if self._unit is not None:
+            check_idle(self._unit)
+        with TrainingMethods.summon_full_params(self, recurse=False):
+            super().apply(fn)
+        return self
+
+    # --- clipping ---
+
+    def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int | str = 2.0) -> torch.Tensor:
+        """Scales all gradients so that their norm, seen as one vector, is at most ``max_norm`` (CLIP-01 to 10).
+
+        Every rank must call it, also one that has no gradients: a rank that does not lets the others wait.
+
+        Returns:
+            The norm before clipping, the same on all ranks.
+
+        Raises:
+            RuntimeError: this is not the root, or there are gradients that were never reduced.
+        """
+        self._only_on_the_root("clip_grad_norm_()")
+        units = self._current_tree().units
+        misuse.check_reduced("clip_grad_norm_()", [unit.layout for unit in units])
+        sharded: dict[Group, list[torch.Tensor]] = {}
+        owned: set[nn.Parameter] = set()
+        whole: list[torch.Tensor] = []
+        for unit in units:
+            group = unit.plan.mesh.shard
+            gradients = whole if group is None else sharded.setdefault(group, [])
+            gradients += [p.grad for p in unit.layout.local_parameters() if p.grad is not None]
+            owned.update(unit.layout.local_parameters())
+        whole += [p.grad for p in self.parameters() if p not in owned and p.grad is not None]
+        return clip_gradients(sharded, whole, float(max_norm), float(norm_type), self.compute_device)
+
+    # --- communication hook ---
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Replaces how gradients are combined, for all units of the tree (HOOK-01 to 10).
+
+        A sharded unit calls ``hook(state, grad, out)``: ``grad`` is its padded, unsharded flat gradient, ``out`` this
+        rank's piece, to be filled. A unit that is not sharded calls ``hook(state, grad)``, to be changed in place. To
+        be called once, on every rank, before the first forward.
+
+        Raises:
+            AssertionError: not on the root, a hybrid strategy, or there is a hook already.
+            ValueError: ``hook`` is not callable.
+            RuntimeError: forward has been run already.
+        """
+        where = f"rank {rank_of_this_process()}: register_comm_hook"
+        if self._is_inner:
+            raise AssertionError(f"{where} can only be called on a root instance, not on one inside it")
+        if not callable(hook):
+            raise ValueError(f"{where} expects a callable hook, got {hook!r}")
+        if self._tree is not None:
+            raise RuntimeError(f"{where} was called after the first forward; call it right after wrapping")
+        units = [w._unit for w in WrapperBase.fsdp_modules(self) if w._unit is not None]
+        for unit in units:
+            if unit.plan.mesh.shard is not None and unit.plan.mesh.replicate is not None:
+                raise AssertionError(
+                    f"{where} does not support hybrid strategies: there are two collectives to replace"
+                )
+            if unit.plan.hook is not None:
+                raise AssertionError(f"{where}: a communication hook is already registered")
+        for unit in units:
+            unit.plan.hook = functools.partial(hook, state)
