@@ -6,6 +6,13 @@ The names, arguments and results are those of ``torch.distributed.fsdp``. To rea
 the head of ``engine/layout.py`` and go on in the order that ``engine/__init__.py`` gives.
 """
 
+# Reachable as attributes after `import minifsdp`, as their namesakes are in torch.
+from minifsdp import api as api
+from minifsdp import fully_sharded_data_parallel as fully_sharded_data_parallel
+from minifsdp import sharded_grad_scaler as sharded_grad_scaler
+from minifsdp import wrap as wrap
+from minifsdp.fsdp1.bfloat16 import bf16_supported
+from minifsdp.fsdp1.flat_param import FlatParameter
 from minifsdp.fsdp1.grad_scaler import ShardedGradScaler
 from minifsdp.fsdp1.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp.fsdp1.state_dict_options import (
@@ -22,16 +29,25 @@ from minifsdp.fsdp1.state_dict_options import (
     StateDictType,
 )
 from minifsdp.fsdp1.wrapper import FullyShardedDataParallel
+from minifsdp.fsdp2.fully_shard import fully_shard
+from minifsdp.fsdp2.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from minifsdp.fsdp2.options import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "ShardedGradScaler",
@@ -41,5 +57,10 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "UnshardHandle",
+    "bf16_supported",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]
 __version__ = "0.1.0"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from minifsdp.fsdp1.policies import (
     CustomPolicy,
     ModuleWrapPolicy,
+    _module_wrap_policy,
     _or_policy,
     _Policy,
     always_wrap_policy,
@@ -24,6 +25,7 @@ __all__ = [
     "CustomPolicy",
     "ModuleWrapPolicy",
     "_Policy",
+    "_module_wrap_policy",
     "_or_policy",
     "always_wrap_policy",
     "default_auto_wrap_policy",

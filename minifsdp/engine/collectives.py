@@ -47,6 +47,11 @@ _GATHER = _on_current_stream(AllgatherOptions())
 _REDUCE_SCATTER = _on_current_stream(ReduceScatterOptions())
 _ALL_REDUCE = _on_current_stream(AllreduceOptions())
 
+# torch 2.13 gave the two their present names; before that they had only the older ones.
+_IS_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
+_GATHER_METHOD = "all_gather_single" if _IS_RENAMED else "_allgather_base"
+_REDUCE_SCATTER_METHOD = "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
+
 
 def gather(group: Group, output: torch.Tensor, piece: torch.Tensor) -> Promise:
     """All-gather: ``output`` becomes the pieces of all ranks, one after the other, in order of their position.
@@ -58,7 +63,7 @@ def gather(group: Group, output: torch.Tensor, piece: torch.Tensor) -> Promise:
         output: 1-D, ``group.size * piece.numel()`` elements.
         piece: 1-D, contiguous, the same number of elements on every rank.
     """
-    promise: Promise = group.process_group._allgather_base(output, piece, _GATHER)
+    promise: Promise = getattr(group.process_group, _GATHER_METHOD)(output, piece, _GATHER)
     return promise
 
 
@@ -68,7 +73,7 @@ def reduce_scatter(group: Group, piece: torch.Tensor, whole: torch.Tensor) -> Pr
     Every rank of the group must call it. ``whole`` is 1-D with ``group.size * piece.numel()`` elements, and must be
     kept alive until the promise was waited for.
     """
-    promise: Promise = group.process_group._reduce_scatter_base(piece, whole, _REDUCE_SCATTER)
+    promise: Promise = getattr(group.process_group, _REDUCE_SCATTER_METHOD)(piece, whole, _REDUCE_SCATTER)
     return promise
 
 
@@ -101,6 +106,11 @@ class Scaling:
         while num_ranks % before == 0 and num_ranks / before > before:
             before *= 2
         return cls(float(before), num_ranks / before)
+
+    @classmethod
+    def by(cls, factor: float, dtype: torch.dtype) -> Scaling:
+        """A factor of the user's choice, half of it, so to say, before the sum if ``dtype`` is that narrow."""
+        return cls(factor**0.5, factor**0.5) if dtype is torch.float16 else cls(1.0, float(factor))
 
     def prepare(self, whole: torch.Tensor) -> None:
         """Divides, in place, what is about to be summed."""

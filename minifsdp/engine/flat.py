@@ -45,9 +45,9 @@ from minifsdp.engine import collectives
 from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.flat_parameter import FlatOwnership
 from minifsdp.engine.lanes import Lanes, Promise
-from minifsdp.engine.layout import Layout, OwnedParameter, rebound
+from minifsdp.engine.layout import Gradient, LendingLayout, OwnedParameter, rebound
 from minifsdp.engine.lifetime import ReleaseEvent
-from minifsdp.engine.mesh import Mesh
+from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.originals import OriginalOwnership
 from minifsdp.engine.ownership import Ownership
 from minifsdp.engine.partition import Partition
@@ -56,7 +56,7 @@ from minifsdp.engine.unsharded import Unsharded
 __all__ = ["FlatLayout"]
 
 
-class FlatLayout(Layout):
+class FlatLayout(LendingLayout):
     """The parameters of one unit in one flat tensor.
 
     Args:
@@ -72,6 +72,8 @@ class FlatLayout(Layout):
     Raises:
         ValueError: the parameters differ in dtype or in ``requires_grad``.
     """
+
+    signals_gradient = True
 
     def __init__(
         self,
@@ -184,6 +186,11 @@ class FlatLayout(Layout):
 
     # --- memory ---
 
+    @property
+    def gather_group(self) -> Group | None:
+        """The shard group."""
+        return self.mesh.shard
+
     def gather(self, lanes: Lanes) -> Promise | None:
         """Fills the unsharded tensor, from this rank's slice if nothing is sharded, else from everybody's."""
         self.owner.collect()
@@ -207,14 +214,23 @@ class FlatLayout(Layout):
         """Gives the unsharded tensor's memory back."""
         return self._now.release()
 
+    def rest(self, group: Group) -> None:
+        """Refuses: a slice may begin anywhere, so there is only one way to put the row together."""
+        raise NotImplementedError(
+            f"rank {rank_of_this_process()}: a flat unit can be freed after forward or kept, but not kept in parts"
+        )
+
+    def wake(self) -> None:
+        """The next gather comes from the shards, as ever."""
+
     def is_stale(self) -> bool:
         """Whether the shard has been changed in place, or replaced, since the last gather began."""
         return self._gathered_at != self.owner.stamp()
 
     # --- what modules see ---
 
-    def check_untouched(self) -> None:
-        """Compares each slot with what was shown there last."""
+    def notice_edits(self) -> None:
+        """Compares each slot with what was shown there last; in this layout nothing else can stand there."""
         shown = self._shown
         for dictionary, slot, index in self._places:
             if dictionary.get(slot.name) is not shown[index]:
@@ -255,21 +271,30 @@ class FlatLayout(Layout):
 
     # --- gradients ---
 
-    def take_gradient(self) -> torch.Tensor | None:
-        """The flat gradient that autograd left on the leaf."""
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is one on the leaf."""
+        return self._now.leaf.grad is not None
+
+    def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
+        """The flat gradient that autograd left on the leaf, and the unreduced one that the flat parameter shows."""
         leaf = self._now.leaf
         gradient, leaf.grad = leaf.grad, None
-        return gradient
+        if gradient is not None and with_unreduced:
+            unreduced = self.owner.take_unreduced()
+            if unreduced is not None:
+                gradient = unreduced.add_(gradient)
+        return None if gradient is None else Gradient([gradient])
 
-    def keep_unreduced(self, gradient: torch.Tensor) -> None:
+    def keep_unreduced(self, gradient: Gradient) -> None:
         """Adds to the unreduced gradient that the flat parameter shows."""
-        self.owner.keep_unreduced(gradient)
+        self.owner.keep_unreduced(gradient.parts[0])
 
-    def take_unreduced(self) -> torch.Tensor | None:
-        """Takes the unreduced gradient off the flat parameter."""
-        return self.owner.take_unreduced()
+    def pack(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
+        """Packed it is already."""
+        return gradient.parts[0].to(dtype) if gradient.parts[0].dtype is not dtype else gradient.parts[0]
 
-    def accept_gradient(self, piece: torch.Tensor) -> None:
+    def accept_gradient(self, gradient: Gradient, piece: torch.Tensor) -> None:
         """Adds a reduced slice to the flat parameter's gradient."""
         self.owner.add_reduced(piece)
 

@@ -20,24 +20,28 @@ How do we get into backward?
    so the first trip wire does it.
 4. A unit without trained parameters has no gradient to wait for. Its backward is over when the gradients of its inputs
    are known, and if there are none, at the end of backward.
+5. With a leaf for each parameter nobody knows which of them will get a gradient in this backward. So there the inputs
+   of the module pass through a node that does nothing forward; when autograd comes back to it, all that happened in
+   between is done. What is missed, because no input asks for a gradient, is caught at the end of backward.
 
 Activation checkpointing runs a unit's forward *again, inside backward*. That is noticed by the fact that autograd is
 running, and changes two things:
 
-5. a forward in the phase PRE_BACKWARD only needs to look: the unit is gathered, its backward is waiting for the result.
-6. a forward in another phase is gathered as usual but not freed after it, because what runs next is its own backward.
+6. a forward in the phase PRE_BACKWARD only needs to look: the unit is gathered, its backward is waiting for the result.
+7. a forward in another phase is gathered as usual but not freed after it, because what runs next is its own backward.
    The unit *lingers* until then; if another one's turn comes instead, it is freed after all. The same holds for a unit
    whose gradient completes inside a nested backward (reentrant checkpointing of a part of the unit): another part may
    yet have to be computed again from the same parameters.
 
 *In torch:* ``_runtime_utils.py``, 1654 lines. It lays the post-backward hook in each forward, on a node that it reaches
-by expanding the flat parameter; with reentrant checkpointing it gathers a third time where point 6 needs two.
+by expanding the flat parameter; with reentrant checkpointing it gathers a third time where point 7 needs two.
 
 Spec: SHARD-04, SHARD-08, SHARD-10, SHARD-14, ORIG-14, FWD-06, PREF-02 to PREF-06, NOSYNC-01, NOSYNC-07, PAR-07.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
@@ -48,7 +52,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from minifsdp import trace
 from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.order_check import OrderCheck
-from minifsdp.engine.precision import tensors_in
+from minifsdp.engine.precision import map_tensors, tensors_in
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import Schedule
 from minifsdp.engine.unit import Phase, State, Unit
@@ -84,6 +88,7 @@ class Cycle:
     Attributes:
         in_backward: a backward of this tree has begun and not ended.
         is_recorded: autograd was on when the outermost of the running forwards began.
+        is_last_backward: the end of the next backward is the end of the iteration.
     """
 
     def __init__(
@@ -100,6 +105,7 @@ class Cycle:
         self.schedule = Schedule()
         self.in_backward = False
         self.is_recorded = False
+        self.is_last_backward = True
         self._lingering: Unit | None = None
         self._spans: dict[Unit, trace.Event] = {}
         for unit in units:
@@ -120,7 +126,7 @@ class Cycle:
     def pre_forward(self, unit: Unit) -> None:
         """Called right before the unit's module runs; afterwards its parameters are there."""
         if unit.phase is Phase.PRE_BACKWARD:
-            # 5. Recomputation: all is in place.
+            # 6. Recomputation: all is in place.
             return
         if unit.phase is Phase.SUMMONED:
             raise not_while_summoned(unit, "forward")
@@ -133,13 +139,29 @@ class Cycle:
         if torch.is_grad_enabled():
             self.schedule.enter(unit)
             if self.forward_prefetch:
-                ahead = self.schedule.next_forward(unit)
-                if ahead is not None:
-                    ahead.unshard()
+                next_one = self.schedule.next_forward(unit)
+                if next_one is not None:
+                    next_one.unshard()
+        for ahead in unit.ahead_in_forward or ():
+            ahead.unshard()
         unit.wait()
         unit.layout.show_unsharded()
         if trace.recorder is not None:
             self._spans[unit] = trace.recorder.begin("F", unit.name)
+
+    def watch_inputs(self, unit: Unit, inputs: Any) -> Any:
+        """5. ``inputs``, passed through the node that tells when the backward of ``unit`` is over."""
+        if not torch.is_grad_enabled() or unit.phase is not Phase.FORWARD:
+            return inputs
+        watched = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+        if not watched:
+            return inputs
+        passed = iter(_InputsReached.apply(lambda: self._inputs_reached(unit), *watched))  # type: ignore[no-untyped-call]
+        return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, inputs)
+
+    def _inputs_reached(self, unit: Unit) -> None:
+        if unit.phase is Phase.PRE_BACKWARD:
+            self.post_backward(unit)
 
     def post_forward(self, unit: Unit, inputs: Any, output: Any) -> None:
         """Called right after the unit's module has run."""
@@ -152,21 +174,23 @@ class Cycle:
             unit.awaits_backward = True
             self.schedule.leave(unit)
             if graph_task() != NOT_IN_BACKWARD:
-                # 6. The backward of what was just recomputed comes next.
+                # 7. The backward of what was just recomputed comes next.
                 self._lingering = unit
                 return
         if self._frees_after_forward(unit):
-            unit.reshard()
+            unit.reshard(rests=unit.awaits_backward)
         else:
             unit.layout.show_resting(is_kept=not unit.reshard_after_forward)
 
     def _frees_after_forward(self, unit: Unit) -> bool:
         if unit.reshard_after_forward:
             # The root's backward follows its forward at once: freeing it would only mean to gather it again.
-            return not (unit.is_root and unit.awaits_backward)
-        # Kept for its backward, or by no_sync(). After an evaluation nobody would free it later; but a part without
+            return not (unit.is_kept_root and unit.awaits_backward)
+        if not (unit.reshard_after_evaluation and unit.reshard_after_backward):
+            return False
+        # Kept for its backward. After an evaluation nobody would free it later; but a part without
         # grad inside a recorded forward is no evaluation, it is checkpointed and will be computed again.
-        return unit.reduces and not unit.awaits_backward and not self.is_recorded
+        return not unit.awaits_backward and not self.is_recorded
 
     def _lay_trip_wires(self, unit: Unit, inputs: Any, output: Any) -> bool:
         """1. Hooks the output; whether a backward through this unit is to be expected."""
@@ -180,7 +204,7 @@ class Cycle:
                 _lay_wire(tensor, unit)
             if not hooked:
                 return False
-        if not unit.layout.is_trained:
+        if unit.layout.signals_gradient and not unit.layout.is_trained:
             self._wait_for_inputs(unit, inputs)
         return True
 
@@ -214,55 +238,59 @@ class Cycle:
             self._spans[unit] = trace.recorder.begin("B", unit.name)
         if self._lingering is not None:
             self._release_lingering(unit)
-        unit.unshard()
+        unit.awaits_backward = False
+        if unit.gathers_in_backward:
+            unit.unshard()
         if self.backward_prefetch is Prefetch.BEFORE_GRADIENTS:
             self._prefetch_backward(unit)
-        unit.awaits_backward = False
-        unit.wait()
-        unit.layout.show_again()
+        if unit.state is not State.SHARDED:
+            unit.wait()
+            unit.layout.show_again()
 
     def post_backward(self, unit: Unit) -> None:
-        """The unit's gradient is complete."""
+        """The unit's gradient is complete, or, where that cannot be told, those of its inputs are."""
         self.begin_backward()
-        gradient = unit.layout.take_gradient()
-        assert gradient is not None
+        gradient = unit.layout.take_gradient(with_unreduced=unit.reduces)
         nested = graph_task() != unit.graph_task
         unit.phase = Phase.POST_BACKWARD
         if trace.recorder is not None:
             trace.recorder.finish(self._spans.pop(unit, None))
         if nested and unit.state is State.UNSHARDED:
             self._lingering = unit
-        elif unit.reduces or unit.reshard_after_forward:
+        elif unit.reshard_after_backward:
             unit.reshard()
         if self.backward_prefetch is Prefetch.AFTER_GRADIENTS:
             self._prefetch_backward(unit)
-        if not unit.reduces:
-            unit.layout.keep_unreduced(gradient)
+        if gradient is None:
             return
-        unreduced = unit.layout.take_unreduced()
-        if unreduced is not None:
-            gradient = unreduced.add_(gradient)
-        self.reducer.reduce(unit.name, unit.layout, unit.plan, gradient)
+        if unit.reduces:
+            self.reducer.reduce(unit.name, unit.layout, unit.plan, gradient)
+        else:
+            unit.layout.keep_unreduced(gradient)
 
     def _prefetch_backward(self, unit: Unit) -> None:
-        ahead = self.schedule.next_backward(unit)
-        if ahead is not None and ahead.awaits_backward:
-            ahead.unshard()
+        if unit.ahead_in_backward is not None:
+            for ahead in unit.ahead_in_backward:
+                ahead.unshard()
+            return
+        next_one = self.schedule.next_backward(unit)
+        if next_one is not None and next_one.awaits_backward and next_one.gathers_in_backward:
+            next_one.unshard()
 
     def _release_lingering(self, arriving: Unit) -> None:
-        """6. Another unit's turn has come, so the lingering one's will not come next; unless it is inside of it."""
+        """7. Another unit's turn has come, so the lingering one's will not come next; unless it is inside of it."""
         lingering = self._lingering
         if lingering is None or lingering is arriving or arriving in lingering.inner:
             return
         self._lingering = None
-        if lingering.phase is not Phase.PRE_BACKWARD and lingering.reshard_after_forward and not lingering.is_root:
+        if lingering.phase is not Phase.PRE_BACKWARD and lingering.reshard_after_forward and not lingering.is_kept_root:
             lingering.reshard()
 
     def _close(self, unit: Unit) -> None:
         """The unit has nothing more to do in this backward."""
         unit.phase = Phase.IDLE
         unit.awaits_backward = False
-        if unit.reduces or unit.reshard_after_forward:
+        if unit.reshard_after_backward:
             unit.reshard()
 
     def end_backward(self) -> None:
@@ -271,6 +299,14 @@ class Cycle:
         A unit may still be gathered here because a prefetch asked for it in vain, or because autograd never reached
         its parameters. It is freed; the next forward must not meet parameters from before the optimizer step.
         """
+        for unit in reversed(self.units):
+            # 5. Nobody said so: the inputs asked for no gradient, or it never reached them.
+            if not unit.layout.signals_gradient and unit.phase is not Phase.POST_BACKWARD and _expects_gradient(unit):
+                self.post_backward(unit)
+        if not self.is_last_backward:
+            # Another backward of this iteration follows, and waits for these reductions and uses this order.
+            self._end_of_partial_backward()
+            return
         self.reducer.finish()
         for unit in self.units:
             if unit.phase is not Phase.IDLE or unit.state is not State.SHARDED:
@@ -278,6 +314,13 @@ class Cycle:
             unit.awaits_backward, unit.num_uses = False, 0
         self.schedule.end_iteration()
         self._lingering = None
+        self._spans.clear()
+        self.in_backward = False
+
+    def _end_of_partial_backward(self) -> None:
+        for unit in self.units:
+            if unit.phase is not Phase.IDLE:
+                unit.phase = Phase.IDLE
         self._spans.clear()
         self.in_backward = False
 
@@ -293,7 +336,7 @@ class Cycle:
         """Brings every unit back to where an iteration may begin, after one that ended in an exception."""
         self.reducer.drop()
         for unit in self.units:
-            unit.layout.take_gradient()
+            unit.layout.take_gradient(with_unreduced=False)
             unit.phase, unit.awaits_backward, unit.num_uses = Phase.IDLE, False, 0
             unit.reshard()
             unit.limiter.clear()
@@ -301,6 +344,24 @@ class Cycle:
         self._lingering = None
         self._spans.clear()
         self.in_backward = False
+
+
+class _InputsReached(torch.autograd.Function):
+    """5. The node on the inputs: nothing forward, a word backward."""
+
+    @staticmethod
+    def forward(ctx: Any, notify: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.notify = notify
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.notify()
+        return (None, *gradients)
+
+
+def _expects_gradient(unit: Unit) -> bool:
+    return unit.phase is Phase.PRE_BACKWARD or unit.layout.has_gradient or (unit.reduces and unit.layout.has_unreduced)
 
 
 def _lay_wire(output: torch.Tensor, unit: Unit) -> None:

@@ -67,13 +67,14 @@ class Lane:
         device: the compute device.
     """
 
-    __slots__ = ("_context", "_module", "name", "stream")
+    __slots__ = ("_context", "_held", "_module", "name", "stream")
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
         self._context: Any = None
         self._module: Any = None
         self.stream: Any = None
+        self._held: list[tuple[torch.Tensor, Any]] = []
         if device.type != "cpu":
             self._module = torch.get_device_module(device)
             # Collectives go first: they are short for the GPU and somebody always waits for them.
@@ -91,10 +92,29 @@ class Lane:
         if self.stream is not None:
             self._context.__exit__(kind, error, trace)
 
-    def follow(self) -> None:
-        """Rule 1: what is issued on the lane from now on runs after what the main road has been given so far."""
-        if self.stream is not None:
+    def follow(self, event: Any = None) -> None:
+        """Rule 1: what is issued on the lane from now on runs after what the main road has been given so far.
+
+        Args:
+            event: an accelerator's event of the main road, if less than all is to be waited for.
+        """
+        if self.stream is None:
+            return
+        if event is not None:
+            self.stream.wait_event(event)
+        else:
             self.stream.wait_stream(self._module.current_stream())
+
+    def hold(self, memory: torch.Tensor) -> None:
+        """Keeps ``memory`` of this lane alive until what the main road has been given so far is done with it."""
+        if self.stream is not None:
+            self._held.append((memory, self._module.current_stream().record_event()))
+
+    def let_go(self) -> None:
+        """Gives back what is held; what is issued on the lane from now on may get that memory, and so runs after it."""
+        for _, event in self._held:
+            self.stream.wait_event(event)
+        self._held.clear()
 
     def promise(self, work: Promise) -> Promise:
         """The promise that ``work``, just issued on this lane, will be complete.

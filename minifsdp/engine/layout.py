@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -34,8 +34,9 @@ from minifsdp.engine import misuse
 from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.lanes import Lanes, Promise
 from minifsdp.engine.lifetime import ReleaseEvent
+from minifsdp.engine.mesh import Group
 
-__all__ = ["Layout", "OwnedParameter", "Slot", "owned_parameters"]
+__all__ = ["Gradient", "Layout", "LendingLayout", "OwnedParameter", "Slot", "owned_parameters"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,19 @@ class Slot:
         """Tells a module that keeps its weights twice. Writing past ``__setattr__`` is fast, and this is the price."""
         if self.second_list:
             self.module._flat_weights[self.second_list.index(self.name)] = tensor  # type: ignore[operator]
+
+
+@dataclass(slots=True)
+class Gradient:
+    """Unsharded gradients of one unit on their way to the reduction.
+
+    Attributes:
+        parts: the tensors; a flat layout has one, of all parameters.
+        numbers: to which parameter each belongs, ascending; empty in a flat layout.
+    """
+
+    parts: list[torch.Tensor]
+    numbers: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +116,7 @@ def owned_parameters(
             if parameter is None or parameter in ignored:
                 continue
             slot = Slot.of(module, name, f"{prefix}.{name}" if prefix else name)
+            misuse.check_place(module, name, slot.path)
             misuse.check_not_tied(parameter, slot.path)
             found.setdefault(parameter, OwnedParameter(parameter.shape, [])).slots.append(slot)
     return found
@@ -125,19 +140,26 @@ class Layout(ABC):
         num_bytes: bytes of the unsharded parameters, padding included.
         offloads: whether shard and gradient live on the CPU between computations.
         parameters: what the unit is made of, in order.
-        hides_originals: whether the original parameters are out of sight between computations.
+        signals_gradient: whether the layout itself can tell when its gradient is complete.
+        reduces_unused: whether trained parameters that got no gradient take part in a reduction, with zeros.
     """
 
     device: torch.device
     dtype: torch.dtype
     num_bytes: int
     offloads: bool
+    parameters: list[OwnedParameter]
+    signals_gradient: bool
+    reduces_unused: bool = False
 
     # --- the unsharded tensor ---
 
     @abstractmethod
     def on_gradient(self, notify: Callable[[], None] | None) -> None:
-        """Whom to call when the unsharded gradient is complete; ``None`` for nobody. Lays hooks once, for good."""
+        """Whom to call when the unsharded gradient is complete; ``None`` for nobody. Lays hooks once, for good.
+
+        A layout that cannot tell, see `signals_gradient`, calls nobody.
+        """
 
     @abstractmethod
     def settle(self) -> None:
@@ -154,6 +176,11 @@ class Layout(ABC):
 
     # --- memory ---
 
+    @property
+    @abstractmethod
+    def gather_group(self) -> Group | None:
+        """Who takes part in the next gather; ``None`` if nobody has to."""
+
     @abstractmethod
     def gather(self, lanes: Lanes) -> Promise | None:
         """Allocates the unsharded memory and starts to fill it. ``None`` if there is nothing to wait for."""
@@ -166,14 +193,26 @@ class Layout(ABC):
     def is_stale(self) -> bool:
         """Whether the shard has been changed since it was gathered."""
 
+    @abstractmethod
+    def rest(self, group: Group) -> None:
+        """From now on the next gather comes from what the ranks of ``group`` keep between them; `free` must follow.
+
+        Raises:
+            NotImplementedError: the layout has only one place to come back from.
+        """
+
+    @abstractmethod
+    def wake(self) -> None:
+        """The end of `rest`: the next gather comes from the shards again."""
+
     # --- what modules see ---
 
     @abstractmethod
-    def check_untouched(self) -> None:
-        """Whether modules still show what was put there.
+    def notice_edits(self) -> None:
+        """Takes over what the user has put in place of the unit's parameters since, or refuses it.
 
         Raises:
-            RuntimeError: a parameter was removed or replaced.
+            RuntimeError: a parameter was removed, or replaced by what cannot stand in its place.
         """
 
     @abstractmethod
@@ -198,21 +237,30 @@ class Layout(ABC):
 
     # --- gradients ---
 
+    @property
     @abstractmethod
-    def take_gradient(self) -> torch.Tensor | None:
-        """The unsharded gradient, padded, taken away from autograd; ``None`` if there is none."""
+    def has_gradient(self) -> bool:
+        """Whether autograd has left a gradient that nobody has taken."""
 
     @abstractmethod
-    def keep_unreduced(self, gradient: torch.Tensor) -> None:
-        """Adds an unsharded gradient to those that wait for their reduction."""
+    def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
+        """What autograd has left, taken away from it, and if so wished what `keep_unreduced` has collected added to it.
+
+        Returns:
+            ``None`` if there is nothing.
+        """
 
     @abstractmethod
-    def take_unreduced(self) -> torch.Tensor | None:
-        """Removes what `keep_unreduced` has collected, or ``None``."""
+    def keep_unreduced(self, gradient: Gradient) -> None:
+        """Adds unsharded gradients to those that wait for their reduction."""
 
     @abstractmethod
-    def accept_gradient(self, piece: torch.Tensor) -> None:
-        """Adds this rank's piece of the reduced gradient to what the optimizer will see."""
+    def pack(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
+        """``gradient`` as a reduction wants it: 1-D, of ``dtype``, the pieces of all ranks one after the other."""
+
+    @abstractmethod
+    def accept_gradient(self, gradient: Gradient, piece: torch.Tensor) -> None:
+        """Adds this rank's piece of the reduced ``gradient`` to what the optimizer will see."""
 
     @property
     @abstractmethod
@@ -221,7 +269,18 @@ class Layout(ABC):
 
     # --- the user ---
 
-    parameters: list[OwnedParameter]
+    @abstractmethod
+    def local_parameters(self) -> list[nn.Parameter]:
+        """What the optimizer owns of this unit."""
+
+
+class LendingLayout(Layout):
+    """A layout whose full values can be had, and lent to the user, as one row.
+
+    Attributes:
+        hides_originals: whether the original parameters are out of sight between computations.
+    """
+
     hides_originals: bool
 
     @abstractmethod
@@ -239,10 +298,6 @@ class Layout(ABC):
     @abstractmethod
     def views_of(self, row: torch.Tensor) -> list[torch.Tensor]:
         """The parameters in a row from `full_row`, in their shapes."""
-
-    @abstractmethod
-    def local_parameters(self) -> list[nn.Parameter]:
-        """What the optimizer owns of this unit."""
 
     @abstractmethod
     def full_row(self) -> torch.Tensor:

@@ -35,7 +35,7 @@ import torch
 
 from minifsdp import trace
 
-__all__ = ["RateLimiter", "release"]
+__all__ = ["DONE", "RateLimiter", "release"]
 
 
 class ReleaseEvent(Protocol):
@@ -60,7 +60,7 @@ class _Done:
         return None
 
 
-_DONE = _Done()
+DONE = _Done()
 
 
 def release(storage_owner: torch.Tensor) -> ReleaseEvent:
@@ -69,7 +69,7 @@ def release(storage_owner: torch.Tensor) -> ReleaseEvent:
     The tensor and all its views stay; their common storage has 0 bytes afterwards. Returns the event that says when
     the main road will be done with it.
     """
-    event: ReleaseEvent = _DONE
+    event: ReleaseEvent = DONE
     if storage_owner.device.type != "cpu":
         module: Any = torch.get_device_module(storage_owner.device)
         main_road = module.current_stream()

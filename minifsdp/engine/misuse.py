@@ -9,7 +9,8 @@ Two of them cannot be seen where they are made, only where they do harm:
   size, no rank's share of a mean.
 
 A third is noticed at construction: a parameter that is *tied* between two units. The first unit has taken it; the
-second module still shows it, and from then on the two copies would drift apart.
+second module still shows it, and from then on the two copies would drift apart. So is a *model that is sharded in two
+ways*, whose two trees would know nothing of each other.
 
 The check is a hook that PyTorch runs before the step of any optimizer. It looks at an optimizer once in its life, and
 at an empty set from then on.
@@ -32,7 +33,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minifsdp.engine.collectives import rank_of_this_process
 
-__all__ = ["check_not_tied", "check_reduced", "note_taken", "note_unreduced"]
+__all__ = [
+    "check_not_tied",
+    "check_one_door",
+    "check_place",
+    "note_place",
+    "check_reduced",
+    "note_taken",
+    "note_unreduced",
+]
 
 
 class HoldsGradient(Protocol):
@@ -52,6 +61,8 @@ Registry = dict[int, tuple[weakref.ref[nn.Parameter], str]]
 
 _taken: Registry = {}
 _replaced: Registry = {}
+_doors: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+_places: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
 _unreduced: weakref.WeakSet[Any] = weakref.WeakSet()
 _checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _is_watching = False
@@ -96,6 +107,41 @@ def check_not_tied(parameter: nn.Parameter, path: str) -> None:
             "before. A parameter cannot be tied across units, the copies would drift apart; wrap a module that "
             "contains both of its users as one unit, and neither of them alone"
         )
+
+
+def note_place(module: nn.Module, name: str, path: str) -> None:
+    """Remembers that what ``module`` shows as ``name`` belongs to a unit, in which it is called ``path``."""
+    _places.setdefault(module, {})[name] = path
+
+
+def check_place(module: nn.Module, name: str, path: str) -> None:
+    """Whether a unit may take what ``module`` shows as ``name``.
+
+    Raises:
+        ValueError: another unit has taken it already.
+    """
+    if name in _places.get(module, {}):
+        raise ValueError(
+            f"rank {rank_of_this_process()}: parameter {path!r} of {type(module).__name__} belongs to a unit that was "
+            f"made before, as {_places[module][name]!r}. Shard inner modules first and the root last: a unit consists "
+            "of what is left when the call is made"
+        )
+
+
+def check_one_door(module: nn.Module, door: str) -> None:
+    """Whether nothing in ``module`` was sharded by way of another door; remembers ``door`` if so.
+
+    Raises:
+        ValueError: something was.
+    """
+    for name, inner in module.named_modules():
+        other = _doors.get(inner, door)
+        if other != door:
+            raise ValueError(
+                f"rank {rank_of_this_process()}: {door} cannot shard {type(module).__name__}: its part {name!r} was "
+                f"sharded by {other} before. Use one of the two for the whole model"
+            )
+    _doors[module] = door
 
 
 def check_reduced(what: str, owners: Iterable[HoldsGradient]) -> None:

@@ -28,6 +28,7 @@ Spec: CTOR-10, CTOR-11, SHARD-05, NEW-15.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -51,6 +52,13 @@ class Root:
         backward_prefetch: when backward asks for the next unit.
         forward_prefetch: whether forward does.
         limit_gathers: whether the rate limiter is on.
+        keeps_outermost: whether ``outermost`` stays for its backward whatever its strategy says.
+        lanes: to be shared with other trees; ``None`` for lanes of its own.
+
+    Attributes:
+        after_optimizer: an accelerator's event, recorded after the optimizer step, for the next gathers to wait for
+            instead of for all that the main road has been given; used once.
+        num_forwards: how many forwards have begun.
     """
 
     def __init__(
@@ -62,16 +70,20 @@ class Root:
         backward_prefetch: Prefetch,
         forward_prefetch: bool,
         limit_gathers: bool,
+        keeps_outermost: bool = True,
+        lanes: Lanes | None = None,
     ) -> None:
         self.device, self.outermost = device, outermost
-        self.lanes = Lanes(device)
+        self.lanes = lanes or Lanes(device)
         self.limiter = RateLimiter(limit_gathers)
         self.units = [unit for _, unit in units]
         self._forward_is_open = False
         self.is_dissolved = False
+        self.after_optimizer: Any = None
+        self.num_forwards = 0
         for name, unit in units:
             unit.name = name
-            unit.is_root = unit is outermost
+            unit.is_kept_root = unit is outermost and keeps_outermost
             unit.layout.settle()
             unit.join(self.lanes, self.limiter)
         self.cycle = Cycle(
@@ -112,14 +124,16 @@ class Root:
         for unit in self.units:
             if unit.phase is Phase.SUMMONED:
                 raise not_while_summoned(unit, "forward")
-            unit.layout.check_untouched()
+            unit.layout.notice_edits()
         # 3. Once in an iteration is enough: nothing else writes to shards while it runs.
-        self.lanes.gather.follow()
+        self.lanes.gather.follow(self.after_optimizer)
+        self.after_optimizer = None
         # 4. Changed since it was gathered.
         for unit in self.units:
             if unit.state is not State.SHARDED and unit.layout.is_stale():
                 unit.reshard()
         self._forward_is_open = True
+        self.num_forwards += 1
         self.cycle.is_recorded = torch.is_grad_enabled()
         return True
 

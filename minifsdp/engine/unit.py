@@ -33,15 +33,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum, auto
+from typing import Generic
 
 import torch
 from torch import nn
+from typing_extensions import TypeVar
 
 from minifsdp import trace
 from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.lanes import Lanes, Promise
 from minifsdp.engine.layout import Layout
 from minifsdp.engine.lifetime import RateLimiter
+from minifsdp.engine.mesh import Group
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
 
@@ -66,7 +69,11 @@ class Phase(Enum):
     SUMMONED = auto()
 
 
-class Unit:
+# Who makes units of one layout only may say so, ``Unit[FlatLayout]``, and use what that layout has beside the verbs.
+LayoutT = TypeVar("LayoutT", bound=Layout, covariant=True, default=Layout)
+
+
+class Unit(Generic[LayoutT]):
     """A group of parameters that is gathered, freed and reduced together.
 
     Args:
@@ -78,10 +85,15 @@ class Unit:
 
     Attributes:
         name: full name of the module inside the root; set by the root.
-        reduces: whether the next backward ends in a reduction; off under ``no_sync``.
+        reduces: whether the next backward ends in a reduction.
+        reshard_after_backward: free after a backward.
+        reshard_after_evaluation: free after a forward that no backward will follow, also if it would be kept for one.
+        rests_with: a smaller group, to which the unit is resharded after forward instead of all the way.
+        gathers_in_backward: whether backward needs the parameters.
+        ahead_in_forward, ahead_in_backward: units to be gathered together with this one; ``None`` leaves the choice.
         awaits_backward: a forward has been recorded whose backward has not begun.
         inner: the units inside this unit's module.
-        is_root: whether it belongs to the root of its tree.
+        is_kept_root: it belongs to the outermost module, and stays for the backward that will follow at once.
         on_gradient_of_output: the hook that is laid on each output.
         graph_task: number of the backward in which the gradient of its output arrived.
         num_uses: recorded forwards since the last backward, counted where nothing is trained.
@@ -90,10 +102,13 @@ class Unit:
     __slots__ = (
         "_event",
         "_promise",
+        "ahead_in_backward",
+        "ahead_in_forward",
         "awaits_backward",
+        "gathers_in_backward",
         "graph_task",
         "inner",
-        "is_root",
+        "is_kept_root",
         "lanes",
         "layout",
         "limiter",
@@ -105,18 +120,26 @@ class Unit:
         "plan",
         "precision",
         "reduces",
+        "reshard_after_backward",
+        "reshard_after_evaluation",
         "reshard_after_forward",
+        "rests_with",
         "state",
     )
 
     def __init__(
-        self, module: nn.Module, layout: Layout, plan: ReducePlan, precision: Precision, *, reshard_after_forward: bool
+        self, module: nn.Module, layout: LayoutT, plan: ReducePlan, precision: Precision, *, reshard_after_forward: bool
     ) -> None:
         self.module, self.layout, self.plan, self.precision = module, layout, plan, precision
         self.reshard_after_forward = reshard_after_forward
         self.name = type(module).__name__
         self.state, self.phase = State.SHARDED, Phase.IDLE
-        self.reduces, self.awaits_backward, self.is_root = True, False, False
+        self.reduces, self.awaits_backward, self.is_kept_root = True, False, False
+        self.reshard_after_backward, self.reshard_after_evaluation = True, True
+        self.rests_with: Group | None = None
+        self.gathers_in_backward = True
+        self.ahead_in_forward: tuple[Unit, ...] | None = None
+        self.ahead_in_backward: tuple[Unit, ...] | None = None
         self.inner: frozenset[Unit] = frozenset()
         self.graph_task, self.num_uses = -1, 0
         self.on_gradient_of_output: Callable[[torch.Tensor], None]
@@ -134,13 +157,12 @@ class Unit:
         if self.state is not State.SHARDED:
             return
         self.limiter.admit(self.name)
-        shard = self.plan.mesh.shard
         layout = self.layout
         if trace.recorder is not None and layout.offloads:
             trace.recorder.begin("H2D", self.name, num_bytes=layout.num_bytes // self.plan.mesh.num_shards)
-        if trace.recorder is not None and shard is not None:
+        if trace.recorder is not None and (group := layout.gather_group) is not None:
             self._event = trace.recorder.begin(
-                "AG", self.name, num_bytes=layout.num_bytes, ranks=shard.ranks, dtype=layout.dtype, lane="gather"
+                "AG", self.name, num_bytes=layout.num_bytes, ranks=group.ranks, dtype=layout.dtype, lane="gather"
             )
         self._promise = self.layout.gather(self.lanes)
         self.state = State.GATHERING
@@ -165,11 +187,19 @@ class Unit:
             trace.recorder.finish(event)
         self.state = State.UNSHARDED
 
-    def reshard(self) -> None:
-        """Any state -> SHARDED: frees the unsharded parameters; a gather in flight is waited for first."""
+    def reshard(self, *, rests: bool = False) -> None:
+        """Any state -> SHARDED: frees the unsharded parameters; a gather in flight is waited for first.
+
+        Args:
+            rests: keep a part of them, so that the next gather needs only the ranks of `rests_with`.
+        """
+        if self.rests_with is not None:
+            self.layout.wake()
         if self.state is State.SHARDED:
             return
         self.wait()
+        if rests and self.rests_with is not None:
+            self.layout.rest(self.rests_with)
         self.layout.show_sharded()
         self.state = State.SHARDED
         event = self.layout.free()

@@ -28,7 +28,6 @@ from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.mesh import Mesh
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.root import Root
-from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1 import build, compiling
 from minifsdp.fsdp1.options import BackwardPrefetch
 from minifsdp.fsdp1.state_dict_options import StateDictSettings
@@ -59,7 +58,7 @@ class WrapperBase(nn.Module):
     limit_all_gathers: bool
     _use_orig_params: bool
     _precision: Precision
-    _unit: Unit | None
+    _unit: build.FlatUnit | None
     _tree: Root | None
     _is_inner: bool
     _is_tree_root: bool

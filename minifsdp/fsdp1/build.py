@@ -22,15 +22,19 @@ import torch.distributed as dist
 from torch import nn
 
 from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.hooks import Prefetch
 from minifsdp.engine.mesh import Group, Mesh, default_group, node_groups
 from minifsdp.engine.precision import Precision
+from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1 import policies
 from minifsdp.fsdp1.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 __all__ = ["check_options", "choose_mesh", "compute_device", "modules_of_unit", "precision_of", "prefetch_of"]
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
+# All units of this door lie flat.
+FlatUnit = Unit[FlatLayout]
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 FREES_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)

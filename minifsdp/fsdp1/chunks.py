@@ -18,6 +18,7 @@ Spec: SD-SHARD-01, SD-SHARD-02, SD-CFG-18.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,14 +29,31 @@ from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Group
 
-__all__ = ["as_dtensor", "as_sharded_tensor", "from_local_slice", "local_rows", "rows_of", "rows_per_rank"]
+__all__ = [
+    "as_dtensor",
+    "as_sharded_tensor",
+    "device_mesh_for",
+    "from_local_slice",
+    "gathered_rows",
+    "is_cut",
+    "local_rows",
+    "misplaced_rows",
+    "rows_of",
+    "rows_per_rank",
+]
 
 
 def rows_per_rank(num_rows: int, num_ranks: int) -> int:
     """Rows of every rank but the last ones."""
     return -(-num_rows // num_ranks)
+
+
+def is_cut(shape: torch.Size) -> bool:
+    """Whether a sharded state dict has rows of it; what has no rows is written as it is."""
+    return len(shape) > 0 and shape[0] > 0
 
 
 def rows_of(tensor: torch.Tensor, index: int, num_ranks: int) -> torch.Tensor:
@@ -46,7 +64,7 @@ def rows_of(tensor: torch.Tensor, index: int, num_ranks: int) -> torch.Tensor:
 
 
 def as_sharded_tensor(full: torch.Tensor, group: Group, device: torch.device) -> ShardedTensor:
-    """This rank's rows of ``full`` as a ``ShardedTensor``, without communication: everybody knows all sizes."""
+    """This rank's rows of ``full``, on ``device``, as a ``ShardedTensor``; not communicated: all know all sizes."""
     table = []
     start = 0
     for index in range(group.size):
@@ -56,7 +74,7 @@ def as_sharded_tensor(full: torch.Tensor, group: Group, device: torch.device) ->
             table.append(ShardMetadata(offsets, list(rows.shape), f"rank:{group.ranks[index]}/{device}"))
             start += rows.shape[0]
     mine = (
-        [LocalShard(rows_of(full, group.rank, group.size).clone(), table[group.rank])]
+        [LocalShard(rows_of(full, group.rank, group.size).to(device, copy=True), table[group.rank])]
         if group.rank < len(table)
         else []
     )
@@ -83,11 +101,27 @@ def _assembled(mine: list[LocalShard], metadata: ShardedTensorMetadata, group: G
     return sharded
 
 
-def as_dtensor(full: torch.Tensor, group: Group, mesh: DeviceMesh) -> DTensor:
-    """This rank's rows of ``full`` as a ``DTensor``, sharded over the last axis of ``mesh``."""
+def as_dtensor(full: torch.Tensor, group: Group, mesh: DeviceMesh, device: torch.device) -> DTensor:
+    """This rank's rows of ``full`` as a ``DTensor``, sharded over the last axis of ``mesh``, without communication."""
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-    rows = rows_of(full, group.rank, group.size).clone()
+    rows = rows_of(full, group.rank, group.size).to(device, copy=True)
     return DTensor.from_local(rows, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+
+
+def device_mesh_for(
+    given: DeviceMesh | None, group: Group, device: torch.device, use_dtensor: bool
+) -> DeviceMesh | None:
+    """The mesh over which rows are spread as ``DTensor``; ``None`` if ``ShardedTensor`` is wanted.
+
+    Args:
+        given: what the wrapper was constructed with; whoever thinks in meshes is given ``DTensor`` unasked.
+        group: who shares.
+        device: the compute device.
+        use_dtensor: what the configuration says.
+    """
+    if given is not None or not use_dtensor:
+        return given
+    return DeviceMesh.from_group(group.process_group, device.type)
 
 
 def local_rows(value: Any) -> torch.Tensor | None:
@@ -102,3 +136,40 @@ def local_rows(value: Any) -> torch.Tensor | None:
         size = value.size()
         return shards[0].tensor if shards else torch.empty((0, *size[1:]), dtype=value.dtype)
     return None
+
+
+def misplaced_rows(value: Any, where: str, group: Group | None) -> Iterator[str]:
+    """What is wrong with how a value of a sharded state dict is cut, in words; nothing if it is cut as ours are."""
+    rows, full = local_rows(value), tuple(value.size())
+    assert rows is not None
+    found = tuple(rows.shape)
+    expected = full
+    if group is not None and full:
+        size = rows_per_rank(full[0], group.size)
+        expected = (min(size, max(0, full[0] - group.rank * size)), *full[1:])
+    if found != expected:
+        yield (
+            f"{where}: expected rows of shape {expected} here, found {found}; a sharded dict is read by as many ranks "
+            "as wrote it, let torch.distributed.checkpoint change the number"
+        )
+
+
+def gathered_rows(value: Any, shape: torch.Size, group: Group | None, device: torch.device) -> torch.Tensor:
+    """The full tensor behind a value of a sharded state dict. All ranks of the group must call it.
+
+    Args:
+        value: rows that are cut as ours are.
+        shape: of the whole.
+        group: who shares; ``None`` for nobody.
+        device: where to gather.
+    """
+    rows = local_rows(value)
+    assert rows is not None
+    if group is None:
+        return rows
+    size = rows_per_rank(shape[0], group.size)
+    mine = torch.zeros((size, *shape[1:]), dtype=rows.dtype, device=device)
+    mine[: rows.shape[0]].copy_(rows)
+    everybody = torch.empty((size * group.size, *shape[1:]), dtype=rows.dtype, device=device)
+    collectives.gather(group, everybody.view(-1), mine.view(-1)).wait()
+    return everybody[: shape[0]]

@@ -9,6 +9,9 @@ A compiled block looks up its parameters by name each time it runs. With ``use_o
 the name of a parameter, as if nothing were sharded. With a flat parameter it finds a plain tensor where it saw a
 stand-in before, compiles again and again, and gives up; so that is worth a warning.
 
+``torch.compile(block)`` makes a new module that goes past its own child: it calls the block's code directly. A wrapper
+that a policy puts around the block would never be called, so that is refused; ``block.compile()`` has no such effect.
+
 *In torch:* ``torch/distributed/fsdp`` is on the compiler's own list of code to step over.
 
 Spec: ORIG-07.
@@ -20,9 +23,11 @@ import functools
 import sys
 import warnings
 
+from torch import nn
+
 from minifsdp.engine.collectives import rank_of_this_process
 
-__all__ = ["step_over_this_package", "warn_if_compiled"]
+__all__ = ["is_compiled", "step_over_this_package", "warn_if_compiled"]
 
 
 @functools.cache
@@ -46,3 +51,12 @@ def warn_if_compiled(hides_originals: bool) -> None:
             "run uncompiled",
             stacklevel=2,
         )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` is what ``torch.compile`` has made of another module."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return isinstance(module, OptimizedModule)

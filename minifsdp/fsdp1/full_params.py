@@ -30,7 +30,8 @@ from contextlib import ExitStack, contextmanager
 from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.hooks import NOT_IN_BACKWARD, graph_task
 from minifsdp.engine.root import Root
-from minifsdp.engine.unit import Phase, Unit
+from minifsdp.engine.unit import Phase
+from minifsdp.fsdp1.build import FlatUnit
 
 __all__ = ["UnitIsBusyError", "check_idle", "check_not_running", "check_summon_options", "summoned"]
 
@@ -62,7 +63,7 @@ def check_summon_options(*, writeback: bool, rank0_only: bool, offload_to_cpu: b
 
 @contextmanager
 def summoned(
-    units: Sequence[Unit], *, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+    units: Sequence[FlatUnit], *, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
 ) -> Generator[None]:
     """Full parameters on the modules of ``units``. All ranks must enter and leave it, also with ``rank0_only``.
 
@@ -100,7 +101,7 @@ def check_not_running(tree: Root) -> None:
         )
 
 
-def check_idle(unit: Unit) -> None:
+def check_idle(unit: FlatUnit) -> None:
     """Whether nobody else has the unit's parameters in his hands right now.
 
     Raises:
@@ -120,7 +121,7 @@ def check_idle(unit: Unit) -> None:
 
 
 @contextmanager
-def _one(unit: Unit, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> Generator[None]:
+def _one(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> Generator[None]:
     layout, mesh = unit.layout, unit.plan.mesh
     row = layout.full_row()
     gradients = layout.full_gradient_row() if with_grads else None

@@ -7,7 +7,8 @@ Three steps, each for the modules of one unit only, so that the whole model is n
    own ``reset_parameters()`` is called, or the user's ``param_init_fn`` does both. A module initialises the tensors
    that it owns directly and nothing below it, so that nothing is initialised twice, and a module that has real values
    already is not touched.
-2. *move*: to the compute device, if ``device_id`` says which.
+2. *move*: to the compute device, if ``device_id`` says which. If it does not, and the module is on the CPU while an
+   accelerator computes, the unit is cut on the CPU and only its slices go over; that is slower, and worth a warning.
 3. *synchronize*: what rank 0 has is sent to all. Without it each rank keeps what it drew; with slices that means one
    model stitched together from several random ones, harmless only if all ranks used the same seed.
 
@@ -20,6 +21,7 @@ Spec: DEV-03 to DEV-06, META-01 to META-11, SYNC-01 to SYNC-05.
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +33,7 @@ from minifsdp.engine import collectives
 from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.mesh import Mesh
 
-__all__ = ["materialize", "move_modules", "synchronize"]
+__all__ = ["cut_in_place", "materialize", "move_modules", "synchronize"]
 
 Modules = Sequence[tuple[str, nn.Module]]
 
@@ -96,8 +98,42 @@ def move_modules(modules: Modules, device: torch.device, ignored: set[nn.Paramet
     """2. Moves the parameters and buffers of the unit's modules, in place; parameters stay the same objects."""
     for _, module in modules:
         for tensor in _own_tensors(module, ignored):
-            if tensor.device != device:
-                tensor.data = tensor.data.to(device)
+            _move(tensor, device)
+
+
+def _move(tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        tensor.data = tensor.data.to(device)
+
+
+def cut_in_place(modules: Modules, device: torch.device, ignored: set[nn.Parameter], *, sends: bool) -> None:
+    """2. Without ``device_id``: the unit will be cut where its modules are; only buffers are moved (DEV-03, SYNC-04).
+
+    Args:
+        modules: the unit's modules with their paths.
+        device: the compute device.
+        ignored: parameters to be left alone.
+        sends: whether rank 0's values are to be sent; an accelerator's network does not carry what is on the CPU.
+
+    Raises:
+        ValueError: ``sends``, and something is on the CPU that is not the compute device.
+    """
+    left = [t for _, module in modules for t in _own_tensors(module, ignored) if t.device.type == "cpu"]
+    if device.type == "cpu" or not left:
+        return
+    where = f"rank {rank_of_this_process()}: the module is on the CPU and {device} computes"
+    if sends:
+        raise ValueError(
+            f"{where}; sync_module_states=True sends values between accelerators. Pass device_id, so that the module "
+            "is moved there unit by unit, or move it before wrapping"
+        )
+    warnings.warn(
+        f"{where}; it is cut into slices on the CPU, which is slow. Pass device_id to have it moved unit by unit",
+        stacklevel=4,
+    )
+    for buffer in left:
+        if not isinstance(buffer, nn.Parameter):
+            _move(buffer, device)
 
 
 def synchronize(modules: Modules, mesh: Mesh, ignored: set[nn.Parameter], unit_name: str) -> None:

@@ -37,6 +37,10 @@ class NameMethods(WrapperBase):
                 elif parameter.grad is not None:
                     parameter.grad.zero_()
 
+    def check_is_root(self) -> bool:
+        """Whether no other wrapper contains this one (CTOR-10). Nothing is communicated."""
+        return not self._is_inner
+
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
         """All parameters that have a gradient; the name is one of torch 1.13 (NAMES-09)."""

@@ -1,9 +1,102 @@
-"""The methods of a wrapper that write and read the optimizer's state."""
+"""The methods of a wrapper that write and read the optimizer's state.
+
+They choose the form; the work is in ``optim_state.py`` and ``optim_state_load.py``. The form is that of the model's own
+state dict: one choice, ``state_dict_type``, for both. Worked example::
+
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        checkpoint = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optim)}
+        ...
+        model.load_state_dict(checkpoint["model"])
+        optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, checkpoint["optim"]))
+
+*In torch:* the same two, and six older ones for which there is ``optim_state_legacy.py`` here.
+
+Spec: OSD-01, OSD-02, OSD-10, OSD-LOAD-01, OSD-LOAD-02, OSD-LOAD-04.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from minifsdp.fsdp1 import optim_state, optim_state_load
 from minifsdp.fsdp1.base import WrapperBase
+from minifsdp.fsdp1.legacy import warn_renamed
+from minifsdp.fsdp1.optim_state import OptimForm
+from minifsdp.fsdp1.state_dict_methods import StateDictMethods
 
 
 class OptimStateMethods(WrapperBase):
     """Writing and reading the optimizer's state."""
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """The optimizer's state by original names, in the form that is chosen for the model. Every rank must call it.
+
+        Args:
+            model: a wrapper, or a module that contains some.
+            optim: made of the model's parameters.
+            optim_state_dict: what to translate; ``None`` means ``optim.state_dict()``.
+            group: whose first rank is meant by ``rank0_only``; ``None`` means the group that the model is sharded over.
+
+        Returns:
+            ``"state"`` keyed by names and ``"param_groups"`` with names; empty with ``rank0_only`` on other ranks.
+
+        Raises:
+            NotImplementedError: the local form is chosen.
+            RuntimeError: the ranks' states do not fit together, on all ranks; or some rank did not call.
+            ValueError: the optimizer has parameters that the model has not.
+        """
+        form = OptimForm.of(StateDictMethods.get_state_dict_type(model))
+        given = optim.state_dict() if optim_state_dict is None else optim_state_dict
+        return optim_state.write(model, optim, given, form, group)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """The reverse of `optim_state_dict`: what ``optim.load_state_dict`` accepts. Every rank must call it.
+
+        Args:
+            model: a wrapper, or a module that contains some.
+            optim: made of the model's parameters.
+            optim_state_dict: by original names, in the form that is chosen for the model. With ``rank0_only`` the first
+                rank's is read.
+            is_named_optimizer: whether ``optim`` keys its own state dict by names.
+            load_directly: call ``optim.load_state_dict`` as well.
+            group: not needed: units know whom they share with.
+
+        Raises:
+            RuntimeError: the dict does not fit, on all ranks, and nothing has changed; or some rank did not call.
+            ValueError: the same; or there is no unit in the model.
+        """
+        if isinstance(model, Mapping) and isinstance(optim, nn.Module):
+            # The order in which the examples of torch 2.1 pass them, against their own signature.
+            warn_renamed(
+                "optim_state_dict_to_load(optim_state_dict, model, optim)",
+                "optim_state_dict_to_load(model, optim, optim_state_dict)",
+                stacklevel=2,
+            )
+            model, optim, optim_state_dict = optim, optim_state_dict, model
+        form = OptimForm.of(StateDictMethods.get_state_dict_type(model))
+        own_keys = [key for key in optim.state if not isinstance(key, nn.Parameter)]
+        loadable = optim_state_load.read(
+            model, optim.param_groups, optim_state_dict, form, by_name=is_named_optimizer, own_keys=own_keys
+        )
+        if load_directly:
+            optim.load_state_dict(loadable)
+        return loadable

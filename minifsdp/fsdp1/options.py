@@ -56,7 +56,7 @@ class BackwardPrefetch(Enum):
     BACKWARD_POST = auto()
 
 
-@dataclass(frozen=True)
+@dataclass
 class MixedPrecision:
     """Which dtype at which step; ``None`` everywhere means no casting.
 

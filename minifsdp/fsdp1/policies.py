@@ -187,6 +187,13 @@ def _or_policy(
     return any(p(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for p in policies)
 
 
+def _module_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, module_classes: set[type[nn.Module]]
+) -> bool:
+    # `ModuleWrapPolicy` as a function; private in torch and imported from there, together with `_or_policy`.
+    return recurse or isinstance(module, require_classes(module_classes, "module_classes"))
+
+
 def _warn_renamed(old: str, new: str, stacklevel: int) -> None:
     warnings.warn(f"{old} is an old spelling, write {new} instead", FutureWarning, stacklevel=stacklevel)
 

@@ -31,12 +31,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp import trace
-from minifsdp.engine import collectives
 from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.flat_parameter import FLAT_NAME
-from minifsdp.engine.mesh import Group
-from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1 import chunks
+from minifsdp.fsdp1.build import FlatUnit
 from minifsdp.fsdp1.full_params import check_idle
 from minifsdp.fsdp1.state_dict_options import StateDictSettings, StateDictType
 
@@ -52,7 +50,7 @@ def plain_path(path: str) -> str:
     return path.replace(CHECKPOINT_PREFIX, "").replace(WRAPPER_PREFIX, "")
 
 
-def names_in_state(unit: Unit, module: nn.Module) -> list[tuple[int, str]]:
+def names_in_state(unit: FlatUnit, module: nn.Module) -> list[tuple[int, str]]:
     """Number and plain name of each of the unit's parameters, as often as the walk will come across it.
 
     The names are looked up now and not remembered from construction: an activation checkpoint may have been put around
@@ -79,7 +77,7 @@ def rename(state: MutableMapping[str, Any], old: str, new: str) -> None:
 
 
 @contextmanager
-def place_holders(unit: Unit | None) -> Generator[None]:
+def place_holders(unit: FlatUnit | None) -> Generator[None]:
     """While the walk goes on: something under each original name, so that the walk writes keys in their order."""
     if unit is None or not unit.layout.hides_originals:
         yield
@@ -95,7 +93,7 @@ def place_holders(unit: Unit | None) -> Generator[None]:
 
 
 def write_unit(
-    unit: Unit,
+    unit: FlatUnit,
     module: nn.Module,
     settings: StateDictSettings,
     state: MutableMapping[str, Any],
@@ -126,20 +124,21 @@ def write_unit(
         shard = unit.layout.local_values().to("cpu" if config.offload_to_cpu else unit.layout.device, copy=True)
         state[prefix + LOCAL_NAME] = shard if group is None else chunks.from_local_slice(shard, group)
         return
+    is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     wanted = not (getattr(config, "rank0_only", False) and not unit.plan.mesh.is_first)
     for number, full in enumerate(_gathered(unit)):
         if not wanted:
             continue
         value: Any
-        if settings.state_dict_type is StateDictType.FULL_STATE_DICT or group is None or full.ndim == 0:
+        if is_full or group is None or not chunks.is_cut(full.shape):
             value = full.to("cpu", copy=True) if config.offload_to_cpu else full.clone()
         else:
-            source = full.cpu() if config.offload_to_cpu else full
-            device = source.device
+            # Rows are cut before they are moved: what the CPU is given is this rank's part, not the whole.
+            device = torch.device("cpu") if config.offload_to_cpu else full.device
             value = (
-                chunks.as_sharded_tensor(source, group, device)
+                chunks.as_sharded_tensor(full, group, device)
                 if mesh is None
-                else chunks.as_dtensor(source, group, mesh)
+                else chunks.as_dtensor(full, group, mesh, device)
             )
         for key in keys[number]:
             state[key] = value
@@ -175,7 +174,7 @@ def drop(state: MutableMapping[str, Any], prefix: str) -> None:
         del state[key]
 
 
-def _gathered(unit: Unit) -> Iterable[torch.Tensor]:
+def _gathered(unit: FlatUnit) -> Iterable[torch.Tensor]:
     """Every parameter's full value, valid until the next one is asked for."""
     layout, group = unit.layout, unit.plan.mesh.shard
     if trace.recorder is not None and group is not None:
@@ -198,7 +197,7 @@ class Reading:
         settings: in which form the dict is.
     """
 
-    def __init__(self, unit: Unit | None, module: nn.Module, settings: StateDictSettings) -> None:
+    def __init__(self, unit: FlatUnit | None, module: nn.Module, settings: StateDictSettings) -> None:
         self._unit, self._module, self._settings = unit, module, settings
         self._missing: list[str] = []
         self._own_names: set[str] = set()
@@ -229,7 +228,7 @@ class Reading:
         full = _with_whole_values(unit, given, errors, prefix)
         unit.layout.overwrite(full)
 
-    def _read_local(self, unit: Unit, state: MutableMapping[str, Any], prefix: str, errors: list[str]) -> None:
+    def _read_local(self, unit: FlatUnit, state: MutableMapping[str, Any], prefix: str, errors: list[str]) -> None:
         key = next((prefix + name for name in (LOCAL_NAME, FLAT_NAME) if prefix + name in state), None)
         if key is None:
             self._missing.append(prefix + LOCAL_NAME)
@@ -258,7 +257,9 @@ class Reading:
         unexpected[:] = plain(unexpected)
 
 
-def _with_whole_values(unit: Unit, given: dict[int, Any], errors: list[str], prefix: str) -> dict[int, torch.Tensor]:
+def _with_whole_values(
+    unit: FlatUnit, given: dict[int, Any], errors: list[str], prefix: str
+) -> dict[int, torch.Tensor]:
     """The given values that fit, whole: rows that are spread over the ranks are gathered."""
     layout, group = unit.layout, unit.plan.mesh.shard
     whole: dict[int, torch.Tensor] = {}
@@ -271,16 +272,5 @@ def _with_whole_values(unit: Unit, given: dict[int, Any], errors: list[str], pre
             )
             continue
         rows = chunks.local_rows(value)
-        whole[index] = value if rows is None else _gather_rows(rows, shape, group, layout.device)
+        whole[index] = value if rows is None else chunks.gathered_rows(value, shape, group, layout.device)
     return whole
-
-
-def _gather_rows(rows: torch.Tensor, shape: torch.Size, group: Group | None, device: torch.device) -> torch.Tensor:
-    if group is None:
-        return rows
-    size = chunks.rows_per_rank(shape[0], group.size)
-    mine = torch.zeros((size, *shape[1:]), dtype=rows.dtype, device=device)
-    mine[: rows.shape[0]].copy_(rows)
-    everybody = torch.empty((size * group.size, *shape[1:]), dtype=rows.dtype, device=device)
-    collectives.gather(group, everybody.view(-1), mine.view(-1)).wait()
-    return everybody[: shape[0]]

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifsdp.fsdp1 import build, state_dict
+from minifsdp.fsdp1 import build, chunks, state_dict
 from minifsdp.fsdp1.base import PREFIX, WrapperBase, clean_name, is_wrapper
 from minifsdp.fsdp1.state_dict_options import (
     OptimStateDictConfig,
@@ -52,14 +52,10 @@ class StateDictMethods(WrapperBase):
         return state
 
     def _state_dict_mesh(self) -> DeviceMesh | None:
-        config = self._state_dict_settings.state_dict_config
-        if self.device_mesh is None and not getattr(config, "use_dtensor", False):
+        config, group = self._state_dict_settings.state_dict_config, self.mesh.shard
+        if group is None or config is None:
             return None
-        group = self.mesh.shard
-        if self.device_mesh is None and group is not None:
-            return DeviceMesh.from_group(group.process_group, self.compute_device.type)
-        mesh: DeviceMesh | None = self.device_mesh
-        return mesh
+        return chunks.device_mesh_for(self.device_mesh, group, self.compute_device, config.use_dtensor)
 
     def _before_load(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         errors: list[str] = rest[-1]

@@ -43,14 +43,15 @@ class TrainingMethods(WrapperBase):
         """
         self._only_on_the_root("no_sync()")
         units = self._current_tree().units
-        before = [unit.reduces for unit in units]
+        before = [(unit.reduces, unit.reshard_after_backward) for unit in units]
         for unit in units:
-            unit.reduces = False
+            # A unit that is kept between forward and backward is kept until the backward that reduces.
+            unit.reduces, unit.reshard_after_backward = False, unit.reshard_after_forward
         try:
             yield
         finally:
-            for unit, reduces in zip(units, before, strict=True):
-                unit.reduces = reduces
+            for unit, switches in zip(units, before, strict=True):
+                unit.reduces, unit.reshard_after_backward = switches
 
     # --- full parameters ---
 

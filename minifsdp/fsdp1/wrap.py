@@ -50,6 +50,7 @@ from torch import nn
 
 from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.precision import cast_floating, tensors_in
+from minifsdp.fsdp1.compiling import is_compiled
 from minifsdp.fsdp1.policies import Overrides, question, require_classes
 
 __all__ = ["apply", "auto_wrap", "choose", "enable_wrap", "refuse_wrapped", "wrap"]
@@ -180,6 +181,22 @@ def refuse_ties(
     visit(root_module, "", root_module)
 
 
+def refuse_compiled(root_module: nn.Module, chosen: Mapping[nn.Module, Overrides]) -> None:
+    """A wrapper inside of a compiled module is never called.
+
+    Raises:
+        ValueError: one of the chosen was given to ``torch.compile``; names it.
+    """
+    for path, module in root_module.named_modules():
+        inside = next((child for child in module.children() if child in chosen), None)
+        if inside is not None and is_compiled(module):
+            raise ValueError(
+                f"rank {rank_of_this_process()}: the policy chooses {type(inside).__name__} at {path!r}, which was "
+                "compiled before by torch.compile; the compiled module would go past the wrapper. Compile after "
+                "wrapping, or with module.compile(), which changes the module in place"
+            )
+
+
 class _OwnDtype:
     """Lets one module compute in its own dtype between neighbours that compute in a lower one."""
 
@@ -225,7 +242,7 @@ def auto_wrap(
 
     Raises:
         TypeError: ``policy`` is not a policy.
-        ValueError: the tree holds wrappers already.
+        ValueError: the tree holds wrappers already, ties two units, or has a compiled module around a unit.
     """
     refuse_wrapped(root_module, wrapper_cls)
     mixed_precision = kwargs.get("mixed_precision")
@@ -233,6 +250,7 @@ def auto_wrap(
     set_apart = require_classes(ignored_classes, "_module_classes_to_ignore")
     chosen = choose(root_module, policy, ignored_modules, ignored_params, set_apart)
     refuse_ties(root_module, chosen, set(ignored_params))
+    refuse_compiled(root_module, chosen)
     apart = [module for module in chosen if isinstance(module, set_apart)]
     if apart:
         names = ", ".join(sorted({type(module).__name__ for module in apart}))

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minifsdp.engine import misuse
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.layout import owned_parameters
 from minifsdp.engine.precision import cast_floating, move
@@ -107,6 +108,7 @@ class FullyShardedDataParallel(NameMethods, StateDictMethods, OptimStateMethods,
         build.check_options(
             module, sharding_strategy, cpu_offload, auto_wrap_policy, backward_prefetch, mixed_precision
         )
+        misuse.check_one_door(module, "FullyShardedDataParallel")
         super().__init__()
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         process_group = build.groups_of(device_mesh, process_group, strategy)
@@ -173,7 +175,7 @@ class FullyShardedDataParallel(NameMethods, StateDictMethods, OptimStateMethods,
         if sync_module_states:
             initial.synchronize(modules, self.mesh, ignored, type(self.module).__name__)
 
-    def _make_unit(self, module: nn.Module, modules: list[tuple[str, nn.Module]]) -> Unit | None:
+    def _make_unit(self, module: nn.Module, modules: list[tuple[str, nn.Module]]) -> build.FlatUnit | None:
         """The unit of what no inner wrapper has taken; ``None`` if nothing is left."""
         parameters = owned_parameters(modules, self._ignored_parameters)
         if not parameters:

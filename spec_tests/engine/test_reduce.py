@@ -12,6 +12,7 @@ from minifsdp import trace
 from minifsdp.engine import collectives
 from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.lanes import Lanes
+from minifsdp.engine.layout import Gradient
 from minifsdp.engine.mesh import Group, Mesh, default_group
 from minifsdp.engine.reduce import ReducePlan, Reducer
 from spec_tests.harness import device, ranks
@@ -27,7 +28,10 @@ class Kept:
     def __init__(self) -> None:
         self.pieces: list[torch.Tensor] = []
 
-    def accept_gradient(self, piece: torch.Tensor) -> None:
+    def pack(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
+        return gradient.parts[0].to(dtype)
+
+    def accept_gradient(self, gradient: Gradient, piece: torch.Tensor) -> None:
         self.pieces.append(piece.clone())
 
 
@@ -39,7 +43,7 @@ def reduced(plan: ReducePlan, whole: torch.Tensor) -> torch.Tensor:
     """What arrives at the layout of one unit."""
     kept: Any = Kept()
     one = reducer()
-    one.reduce("unit", kept, plan, whole)
+    one.reduce("unit", kept, plan, Gradient([whole]))
     one.finish()
     (piece,) = kept.pieces
     return piece
@@ -164,9 +168,9 @@ def test_a_reduction_is_completed_when_the_next_has_been_issued_and_the_last_one
     plan = ReducePlan.mean(Mesh.sharded(world()), F32)
     first, second, one = Kept(), Kept(), reducer()
     issued: Any = [first, second]
-    one.reduce("first", issued[0], plan, full(1))
+    one.reduce("first", issued[0], plan, Gradient([full(1)]))
     assert first.pieces == [], "nobody needs it yet"
-    one.reduce("second", issued[1], plan, full(2))
+    one.reduce("second", issued[1], plan, Gradient([full(2)]))
     assert len(first.pieces) == 1
     assert second.pieces == []
     one.finish()
@@ -199,7 +203,7 @@ def test_the_next_reduction_is_issued_before_the_one_before_it_is_waited_for(mon
     one, kept = Reducer(Lanes(torch.device("cpu"))), Kept()
     target: Any = kept
     for number in (1, 2, 3):
-        one.reduce("unit", target, plan, torch.full((4,), float(number)))
+        one.reduce("unit", target, plan, Gradient([torch.full((4,), float(number))]))
     one.finish()
     assert log == ["issue 1", "issue 2", "wait 1", "issue 3", "wait 2", "wait 3"]
     assert [piece.tolist() for piece in kept.pieces] == [[0.5, 0.5], [1.0, 1.0], [1.5, 1.5]]
@@ -212,7 +216,7 @@ def test_a_gradient_that_goes_to_the_cpu_is_recorded_after_its_reduction() -> No
     target: Any = kept
     one = reducer()
     with trace.record() as recorder:
-        one.reduce("unit", target, ReducePlan.mean(Mesh.sharded(world()), F32), full(1))
+        one.reduce("unit", target, ReducePlan.mean(Mesh.sharded(world()), F32), Gradient([full(1)]))
         one.finish()
     assert recorder.order() == ["RS unit", "D2H unit"]
     assert recorder.events[1].num_bytes == 8
@@ -224,7 +228,7 @@ def test_the_span_of_a_reduction_ends_when_it_was_waited_for() -> None:
     target: Any = Kept()
     one = reducer()
     with trace.record() as recorder:
-        one.reduce("unit", target, plan, full(1))
+        one.reduce("unit", target, plan, Gradient([full(1)]))
         (event,) = recorder.events
         assert event.end == event.start
         one.finish()

@@ -24,6 +24,7 @@ class Log:
     """Stands where a layout, its promises and the limiter would be, and does nothing but remember."""
 
     offloads = False
+    gather_group: Any = None
 
     def __init__(self, *, has_promise: bool = True, has_memory: bool = True, fails: bool = False) -> None:
         self.calls: list[str] = []
@@ -60,6 +61,7 @@ class Log:
 def make(log: Log, mesh: Mesh | None = None) -> Unit:
     layout: Any = log
     plan = ReducePlan.mean(mesh or Mesh(None, None), torch.float32)
+    log.gather_group = plan.mesh.shard
     unit = Unit(nn.Linear(2, 2), layout, plan, Precision(), reshard_after_forward=True)
     limiter: Any = log
     unit.join(Lanes(CPU), limiter)

@@ -1,0 +1,150 @@
+"""How one parameter is a DTensor: its cut, its mesh, and the way between a local piece and the distributed whole.
+
+A ``DTensor`` is a local tensor with a sentence about it: on this mesh, cut along that dim. `Sharding` keeps the
+sentence for one parameter and puts it around pieces: around the rows that the optimizer owns, and around their
+gradients.
+
+Worked example, a (4, 4) weight on the mesh ``(replicate=2, shard=2)``::
+
+    placements     (Replicate(), Shard(0))
+    rank 0, 2      rows 0 and 1
+    rank 1, 3      rows 2 and 3
+
+A parameter may come as a DTensor already, when tensor parallelism has cut it over a mesh of its own. Then what is cut
+here is its local tensor, the sentence is about both meshes joined, and modules are shown, when it is gathered, the
+DTensor that they had before. Where both cut along the same dim, the rows of one rank are no longer neighbours in the
+whole; ``_StridedShard`` is how DTensor says so.
+
+*In torch:* ``FSDPParam._init_sharding_spec``.
+
+Spec: FS2-04, FS2-05, FS2-08, FS2-18, NEW-16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.cut import Cut
+
+__all__ = ["Sharding", "piece_of", "set_piece"]
+
+
+def piece_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor itself; ``to_local()`` would make another one, for autograd."""
+    piece: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    return piece
+
+
+def set_piece(tensor: torch.Tensor, piece: torch.Tensor) -> None:
+    """Puts another local tensor into a DTensor."""
+    tensor._local_tensor = piece  # type: ignore[attr-defined]
+
+
+class Sharding:
+    """How one parameter is cut and distributed.
+
+    Args:
+        parameter: the user's, whole or distributed over another mesh.
+        mesh: over which it is sharded; one axis, or (replicate, shard).
+        num_shards: ranks on the shard axis.
+        placement: along which dim; ``None`` for the first.
+        path: the parameter's name, for messages.
+
+    Raises:
+        NotImplementedError: an uneven cut along a dim that is not the first, or values that are not contiguous.
+        ValueError: a parameter without any dim, or a placement that is not a ``Shard``.
+    """
+
+    def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh, num_shards: int, placement: Any, path: str) -> None:
+        where = f"rank {rank_of_this_process()}: parameter {path!r}"
+        if parameter.ndim == 0:
+            raise ValueError(
+                f"{where} is a scalar and has no dim to be sharded along: fully_shard doesn't support scalar "
+                "parameters. Change it to a 1D tensor with numel equal to 1, or list it in ignored_params"
+            )
+        if not isinstance(placement, Shard | None):
+            raise ValueError(f"{where}: shard_placement_fn must return a Shard or None, got {placement!r}")
+        self._tensor_parallel: DTensorSpec | None = parameter._spec if isinstance(parameter, DTensor) else None
+        local = self.local_of(parameter)
+        if not local.is_contiguous():
+            raise NotImplementedError(
+                f"{where}: FSDP does not support non-contiguous parameters (shape {tuple(local.shape)}, stride "
+                f"{local.stride()}); make it contiguous before sharding"
+            )
+        dim = placement.dim if placement is not None else 0
+        dim = dim + parameter.ndim if dim < 0 else dim
+        if not 0 <= dim < parameter.ndim:
+            raise ValueError(f"{where} of shape {tuple(parameter.shape)} has no dim {dim} to be sharded along")
+        self.cut = Cut(local.shape, dim, num_shards)
+        self._spec = self._make_spec(parameter, mesh)
+
+    def _make_spec(self, parameter: nn.Parameter, mesh: DeviceMesh) -> DTensorSpec:
+        dim, inner = self.cut.dim, self._tensor_parallel
+        own: Placement = Shard(dim)
+        if inner is not None:
+            mesh = DeviceMesh._concatenate([mesh, inner.mesh])
+            num_cuts = inner.num_shards_map[dim]
+            if num_cuts > 1:
+                own = _StridedShard(dim, split_factor=num_cuts)
+        others = inner.placements if inner is not None else ()
+        placements: tuple[Placement, ...] = (own, *others)
+        # What is left of the mesh stands before the shard axis, and is one of replicas.
+        placements = (Replicate(),) * (mesh.ndim - len(placements)) + placements
+        meta = (
+            inner.tensor_meta if inner is not None else TensorMeta(parameter.shape, parameter.stride(), parameter.dtype)
+        )
+        return DTensorSpec(mesh, placements, tensor_meta=meta)
+
+    def local_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The tensor that is cut here: the parameter's values, or those that tensor parallelism left on this rank."""
+        values = parameter.detach()
+        return piece_of(values) if isinstance(values, DTensor) else values
+
+    def wrap(self, piece: torch.Tensor) -> DTensor:
+        """The sentence around a piece, without communication and without autograd."""
+        spec = self._spec
+        meta = spec.tensor_meta
+        if meta is not None and meta.dtype is not piece.dtype:
+            spec = self._spec = DTensorSpec(
+                spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, piece.dtype)
+            )
+        return DTensor(piece, spec, requires_grad=False)
+
+    def fits(self, other: torch.Tensor) -> bool:
+        """Whether ``other`` is distributed in the same way."""
+        return (
+            isinstance(other, DTensor)
+            and other.shape == self._spec.shape
+            and other._spec.mesh == self._spec.mesh
+            and other._spec.placements == self._spec.placements
+        )
+
+    def show_whole(self, leaf: nn.Parameter) -> nn.Parameter:
+        """What modules compute with: ``leaf``, or the DTensor that tensor parallelism needs."""
+        inner = self._tensor_parallel
+        if inner is None:
+            return leaf
+        meta = inner.tensor_meta
+        assert meta is not None
+        if meta.dtype is not leaf.dtype:
+            inner = DTensorSpec(
+                inner.mesh, inner.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, leaf.dtype)
+            )
+        return nn.Parameter(DTensor(leaf.data, inner, requires_grad=False), requires_grad=leaf.requires_grad)
+
+    def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The part of a leaf's gradient that belongs to the tensor that is cut here."""
+        if isinstance(gradient, DTensor):
+            assert self._tensor_parallel is not None
+            if gradient.placements != self._tensor_parallel.placements:
+                gradient = gradient.redistribute(placements=self._tensor_parallel.placements)
+            return piece_of(gradient)
+        return gradient

@@ -1,0 +1,383 @@
+"""Layout 2: one DTensor for each parameter.
+
+Every parameter keeps its name, its shape and its own row of the table: what the optimizer owns is a ``DTensor``, which
+knows the whole shape and holds this rank's rows of it. Printing, saving, clipping and filtering work on it as on any
+parameter.
+
+Worked example, ``weight`` of shape (3, 2) and ``bias`` of shape (3,), two ranks::
+
+    rank 0    weight 2 rows, bias 2 elements     sends w w w w b b
+    rank 1    weight 1 row,  bias 1 element      sends w w . . b .
+    gathered  w w w w b b w w . . b .            sorted by rank
+    whole     w w w w w w . .   b b b .          sorted by parameter: two leaves that autograd owns
+
+How memory lies and travels is told in ``row.py``; a unit has a row for each dtype among its parameters, nearly always
+one. Here is what the unit sees of it, and the way of the gradients:
+
+1. only parameters that have a gradient take part in the reduction. Frozen ones cost nothing, unlike in a flat layout;
+2. each gradient is cut like its parameter and the pieces are sorted by rank, in one operator for all of them;
+3. what comes back is a row of this rank's pieces, and ``.grad`` of each DTensor is a DTensor around its part of it.
+
+Users may replace what they see: ``load_state_dict(assign=True)``, ``to_empty``, ``model.to(...)`` put other tensors in
+place. Once in an iteration the layout looks, takes the new values into its row and goes on.
+
+Trade-off against the flat layout: a copy out for each gather, a sorted copy of the gradients, and DTensors in the
+optimizer; in exchange no tensor is anonymous, and frozen and trained parameters, or several dtypes, can share a unit.
+
+*In torch:* ``FSDPParam`` and ``FSDPParamGroup``, 2053 lines.
+
+Spec: FS2-04 to FS2-08, FS2-13, FS2-19, FS2-22, FS2-MP-02, FS2-MP-03, FS2-SYNC-02, FS2-META-03.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from minifsdp.engine import lifetime, misuse
+from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.dtensors import Sharding, piece_of, set_piece
+from minifsdp.engine.lanes import Lane, Lanes, Promise
+from minifsdp.engine.layout import Gradient, Layout, OwnedParameter, rebound
+from minifsdp.engine.lifetime import ReleaseEvent
+from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.engine.row import Row
+
+__all__ = ["PerParameterLayout"]
+
+
+class _Entry:
+    """One parameter of the unit.
+
+    Attributes:
+        parameter: what the optimizer owns.
+        leaf: what autograd owns and modules compute with.
+        plain_leaf: the memory of `leaf`, which is the same unless tensor parallelism is at work.
+        owned: shape and slots.
+        sharding: how it is cut, and how a piece becomes a DTensor.
+        row, number: where its memory lies.
+        piece: the local tensor that was put into `parameter`.
+        unreduced: gradient that waits for its reduction.
+    """
+
+    __slots__ = ("leaf", "number", "owned", "parameter", "piece", "plain_leaf", "row", "sharding", "unreduced")
+
+    def __init__(self, original: nn.Parameter, owned: OwnedParameter, sharding: Sharding, row: Row, number: int):
+        self.owned, self.sharding, self.row, self.number = owned, sharding, row, number
+        self.unreduced: torch.Tensor | None = None
+        self.piece = row.pieces[number]
+        self.parameter = nn.Parameter(sharding.wrap(self.piece), requires_grad=original.requires_grad)
+        for name, value in vars(original).items():
+            # Marks that users put on parameters, for their optimizer groups say.
+            setattr(self.parameter, name, value)
+        self.make_leaf()
+
+    def make_leaf(self) -> None:
+        self.plain_leaf = self.row.leaves[self.number]
+        self.leaf = self.sharding.show_whole(self.plain_leaf)
+        self.leaf.requires_grad_(self.parameter.requires_grad)
+
+
+class PerParameterLayout(Layout):
+    """The parameters of one unit, each a DTensor.
+
+    Args:
+        parameters: at least one, of any dtypes, frozen or not.
+        shardings: how each is cut.
+        mesh: who shares.
+        device: the compute device.
+        compute_dtype: dtype of the unsharded tensors of floating-point parameters; ``None`` means the stored one.
+        unreduced_dtype: dtype in which gradients are kept until they are reduced; ``None`` means their own.
+        offload: whether pieces live on the CPU.
+        pin: whether pinned, if so.
+    """
+
+    signals_gradient = False
+
+    def __init__(
+        self,
+        parameters: Mapping[nn.Parameter, OwnedParameter],
+        shardings: Sequence[Sharding],
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        unreduced_dtype: torch.dtype | None = None,
+        offload: bool = False,
+        pin: bool = True,
+    ) -> None:
+        self.mesh, self.device, self.offloads = mesh, device, offload
+        self.parameters = list(parameters.values())
+        self._compute_dtype, self._unreduced_dtype = compute_dtype, unreduced_dtype
+        self._rows: list[Row] = []
+        entries: dict[int, _Entry] = {}
+        members: dict[torch.dtype, list[int]] = {}
+        originals = list(parameters)
+        for number, original in enumerate(originals):
+            members.setdefault(original.dtype, []).append(number)
+        for dtype, numbers in members.items():
+            row = Row(
+                [shardings[n].cut for n in numbers],
+                [shardings[n].local_of(originals[n]) for n in numbers],
+                mesh.shard_index,
+                mesh.shard,
+                device,
+                dtype=self._compute_dtype_of(dtype),
+                offload=offload,
+                pin=pin,
+            )
+            self._rows.append(row)
+            for place, n in enumerate(numbers):
+                entries[n] = _Entry(originals[n], self.parameters[n], shardings[n], row, place)
+        self._entries = [entries[n] for n in range(len(originals))]
+        self._places = [
+            (slot.module._parameters, slot, index)
+            for index, owned in enumerate(self.parameters)
+            for slot in owned.slots
+        ]
+        for original, entry in zip(originals, self._entries, strict=True):
+            misuse.note_taken(original, entry.owned.path, is_replaced=True)
+            for slot in entry.owned.slots:
+                # Remembered by its place: `to()` and others swap what is in a DTensor, if nobody has a reference to it.
+                misuse.note_place(slot.module, slot.name, entry.owned.path)
+        self._gathered_at: object = None
+        self._describe()
+        self._show(self._sharded)
+
+    def _compute_dtype_of(self, stored: torch.dtype) -> torch.dtype | None:
+        return self._compute_dtype if stored.is_floating_point else None
+
+    def _describe(self) -> None:
+        """What follows from the rows, and is asked for often."""
+        trained = next((entry.row for entry in self._entries if entry.parameter.requires_grad), self._rows[0])
+        self.dtype = trained.dtype
+        self.num_bytes = sum(row.num_bytes for row in self._rows)
+        self._sharded: list[torch.Tensor] = [entry.parameter for entry in self._entries]
+        self._leaves: list[torch.Tensor] = [entry.leaf for entry in self._entries]
+
+    # --- the unsharded tensors ---
+
+    def on_gradient(self, notify: Any) -> None:
+        """Nobody is called: with a leaf for each parameter, none of them knows whether the others are complete."""
+
+    def settle(self) -> None:
+        """Adapts to what was done to the parameters since, and makes sure that they have values.
+
+        Raises:
+            RuntimeError: some of them are on the meta device.
+        """
+        self.notice_edits()
+        without = [entry.owned.path for entry in self._entries if entry.piece.device.type == "meta"]
+        if without:
+            raise RuntimeError(
+                f"rank {rank_of_this_process()}: parameters on the meta device have no values to compute with: "
+                f"{without}. After sharding give them memory by model.to_empty(device=...) and values by the model's "
+                "own reset_parameters(), or load a state dict with assign=True"
+            )
+
+    def use_stored_dtype(self, stored: bool) -> None:
+        """Changes the dtype of the leaves; to be called while the unit is sharded."""
+        for row in self._rows:
+            row.replace(row.pieces, None if stored else self._compute_dtype_of(row.local.dtype))
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a backward will end in a gradient."""
+        return any(entry.parameter.requires_grad for entry in self._entries)
+
+    # --- memory ---
+
+    @property
+    def gather_group(self) -> Group | None:
+        """Who takes part in the next gather."""
+        return self._rows[0].group
+
+    def gather(self, lanes: Lanes) -> Promise | None:
+        """Issues one gather for each row, nearly always one."""
+        self._gathered_at = self._stamp()
+        with lanes.gather as lane:
+            lane.let_go()
+            promises = [promise for row in self._rows if (promise := row.gather(lane)) is not None]
+        return _Arrival(promises, self._rows, lanes.gather)
+
+    def free(self) -> ReleaseEvent | None:
+        """Gives the memory of all leaves back."""
+        for row in self._rows:
+            row.free()
+        return None if self._rows[0].is_borrowed else lifetime.DONE
+
+    def rest(self, group: Group) -> None:
+        """The next gather will come from what the ranks of ``group`` keep between them; `free` must follow."""
+        for row in self._rows:
+            row.rest(group)
+
+    def wake(self) -> None:
+        """The next gather comes from the shards again."""
+        for row in self._rows:
+            row.wake()
+
+    def _stamp(self) -> object:
+        # Every piece is a view of its row, and views share one version counter.
+        return [(row.local._version, row.local.data_ptr()) for row in self._rows]
+
+    def is_stale(self) -> bool:
+        """Whether a shard has been changed since the last gather began."""
+        return self._gathered_at != self._stamp()
+
+    # --- what modules see ---
+
+    def notice_edits(self) -> None:
+        """Takes over tensors that the user has put in place of ours, and values that are in other memory.
+
+        Raises:
+            RuntimeError: what was put there is not a parameter of this shape and placement.
+        """
+        is_edited = False
+        for dictionary, slot, index in self._places:
+            found, entry = dictionary.get(slot.name), self._entries[index]
+            if found is not self._shown[index]:
+                if not isinstance(found, nn.Parameter) or not entry.sharding.fits(found):
+                    raise rebound(slot)
+                entry.parameter, is_edited = found, True
+            elif piece_of(entry.parameter) is not entry.piece:
+                is_edited = True
+        if is_edited:
+            self._take_over()
+
+    def _take_over(self) -> None:
+        for row in self._rows:
+            entries = [entry for entry in self._entries if entry.row is row]
+            new = [piece_of(entry.parameter) for entry in entries]
+            if len({(piece.dtype, piece.device) for piece in new}) > 1:
+                paths = [
+                    f"{entry.owned.path} ({piece.dtype}, {piece.device})"
+                    for entry, piece in zip(entries, new, strict=True)
+                ]
+                raise RuntimeError(
+                    f"rank {rank_of_this_process()}: parameters of one unit were given different dtypes or devices: "
+                    f"{', '.join(paths)}; convert all parameters of the unit in the same way"
+                )
+            row.replace(new, self._compute_dtype_of(new[0].dtype))
+            for entry, piece in zip(entries, row.pieces, strict=True):
+                entry.piece = piece
+                set_piece(entry.parameter, piece)
+                if entry.plain_leaf is not row.leaves[entry.number]:
+                    entry.make_leaf()
+        shows_sharded = self._shown is self._sharded
+        self._describe()
+        self._show(self._sharded if shows_sharded else self._leaves)
+
+    def show_unsharded(self) -> None:
+        """Puts the leaves on the modules; the same ones every time."""
+        for entry in self._entries:
+            if entry.leaf.requires_grad is not entry.parameter.requires_grad:
+                entry.leaf.requires_grad_(entry.parameter.requires_grad)
+        self._show(self._leaves)
+
+    def show_again(self) -> None:
+        """As in forward."""
+        self._show(self._leaves)
+
+    def show_resting(self, *, is_kept: bool) -> None:
+        """What is there is shown."""
+
+    def show_sharded(self) -> None:
+        """Puts the DTensors on the modules."""
+        self._show(self._sharded)
+
+    def _show(self, tensors: list[torch.Tensor]) -> None:
+        self._shown = tensors
+        for dictionary, slot, index in self._places:
+            dictionary[slot.name] = tensors[index]  # type: ignore[assignment]
+            if slot.second_list:
+                slot.update_second_list(tensors[index])
+
+    # --- gradients ---
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether autograd has left a gradient here that nobody has taken."""
+        return any(entry.leaf.grad is not None for entry in self._entries)
+
+    def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
+        """1. The gradients of the parameters that have one."""
+        taken = Gradient([], [])
+        for number, entry in enumerate(self._entries):
+            grad, entry.leaf.grad = entry.leaf.grad, None
+            part = None if grad is None else entry.sharding.local_gradient(grad)
+            if with_unreduced and entry.unreduced is not None:
+                part = entry.unreduced if part is None else entry.unreduced.add_(part)
+                entry.unreduced = None
+            if part is None and self.reduces_unused and with_unreduced and entry.parameter.requires_grad:
+                part = torch.zeros(entry.sharding.cut.shape, dtype=entry.leaf.dtype, device=self.device)
+            if part is not None:
+                taken.numbers.append(number)
+                taken.parts.append(part)
+        return taken if taken.parts else None
+
+    def keep_unreduced(self, gradient: Gradient) -> None:
+        """Adds to what waits, in the dtype in which it will travel."""
+        for number, part in zip(gradient.numbers, gradient.parts, strict=True):
+            entry = self._entries[number]
+            if entry.unreduced is None:
+                entry.unreduced = part.to(self._unreduced_dtype or part.dtype)
+            else:
+                entry.unreduced.add_(part)
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether something waits for its reduction."""
+        return any(entry.unreduced is not None for entry in self._entries)
+
+    def pack(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
+        """2. Cut and sorted by rank; where rows are missing, zeros."""
+        parts = []
+        num = self.mesh.num_shards
+        for number, part in zip(gradient.numbers, gradient.parts, strict=True):
+            dim = self._entries[number].sharding.cut.dim
+            part = part.to(dtype)
+            parts.append(part if dim == 0 else torch.cat(part.chunk(num, dim)))
+        if num == 1:
+            return torch.cat([part.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0].reshape(-1)
+        return torch._chunk_cat(parts, dim=0, num_chunks=num).view(-1)
+
+    def accept_gradient(self, gradient: Gradient, piece: torch.Tensor) -> None:
+        """3. DTensors around the parts of ``piece``."""
+        start = 0
+        for number in gradient.numbers:
+            entry = self._entries[number]
+            part = piece[start : start + entry.piece.numel()].view(entry.piece.shape)
+            start += entry.sharding.cut.chunk_numel
+            if part.dtype is not entry.piece.dtype or part.device != entry.piece.device:
+                part = part.to(entry.piece.device, entry.piece.dtype)
+            before = entry.parameter.grad
+            if before is None:
+                entry.parameter.grad = entry.sharding.wrap(part)
+            else:
+                piece_of(before).add_(part)
+
+    # --- the user ---
+
+    def local_parameters(self) -> list[nn.Parameter]:
+        """The DTensors."""
+        return [entry.parameter for entry in self._entries]
+
+
+class _Arrival:
+    """The promise that all rows of a unit are there, sorted by parameter."""
+
+    __slots__ = ("_lane", "_promises", "_rows")
+
+    def __init__(self, promises: list[Promise], rows: list[Row], lane: Lane) -> None:
+        self._promises, self._rows, self._lane = promises, rows, lane
+
+    def wait(self) -> None:
+        for promise in self._promises:
+            promise.wait()
+        for row in self._rows:
+            buffer = row.arrive()
+            if buffer is not None:
+                self._lane.hold(buffer)

@@ -1,0 +1,227 @@
+"""The parameters of one dtype of a unit, side by side: the memory of the per-parameter layout.
+
+A collective wants one tensor; the optimizer and autograd want many. So the many are views of one, on either side::
+
+    local        [a a | b]           this rank's pieces, what the optimizer steps on
+                     | gather
+    buffer       [a a | b   A A | B]         pieces of rank 0, then those of rank 1
+                     | copy out
+    whole        [a a A A | b B]             parameter after parameter, what modules compute with
+
+1. *No copy in.* The pieces lie in the order in which they are sent, so the gather reads them where they are. Only a
+   cast to another dtype, or a copy from the CPU, needs a place, and that is this rank's part of the buffer.
+2. *One copy out.* What arrives is sorted by rank and has to be sorted by parameter. One operator does that for all of
+   them. A row of one parameter is sorted already: its buffer is the whole.
+3. The leaves, what autograd owns, are made once. Each is a view of ``whole`` with a version counter of its own, and
+   ``whole`` has memory only from gather to free: one resize gives it to all of them.
+4. A row that nobody shares and nobody casts needs no second memory: its leaves look at the pieces themselves.
+
+Instead of going back to its own piece of the whole world's row, a unit may rest on a larger piece that only a few
+ranks, say those of one node, put together again (`rest`). The gather for backward then stays inside of these few.
+
+*In torch:* each parameter has memory of its own on both sides, with a copy in and a copy out for each gather.
+
+Spec: FS2-04 to FS2-08, FS2-26, NEW-05.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from minifsdp.engine import collectives
+from minifsdp.engine.cut import Cut
+from minifsdp.engine.lanes import Lane, Promise
+from minifsdp.engine.mesh import Group
+
+__all__ = ["Row"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """From where a gather puts the row together.
+
+    Attributes:
+        group: who sends; ``None`` for this rank alone.
+        piece: what this rank sends.
+        sizes: elements of each parameter in it.
+    """
+
+    group: Group | None
+    piece: torch.Tensor
+    sizes: list[int]
+
+    @property
+    def num_pieces(self) -> int:
+        return 1 if self.group is None else self.group.size
+
+
+class Row:
+    """Some parameters of one dtype, cut and laid side by side.
+
+    Args:
+        cuts: how each is cut.
+        values: the whole of each, on any device.
+        index: which of the pieces are this rank's.
+        group: who has the others; ``None`` for nobody.
+        device: the compute device.
+        dtype: in which to compute; ``None`` for that of the values.
+        offload: whether the pieces live on the CPU.
+        pin: whether they are pinned there, for asynchronous copies.
+
+    Attributes:
+        local: 1-D, this rank's pieces, with padding.
+        pieces: this rank's piece of each parameter, a view of `local`.
+        leaves: each parameter whole; without memory unless gathered.
+        dtype: of the leaves.
+        num_bytes: of the whole.
+    """
+
+    def __init__(
+        self,
+        cuts: Sequence[Cut],
+        values: Sequence[torch.Tensor],
+        index: int,
+        group: Group | None,
+        device: torch.device,
+        *,
+        dtype: torch.dtype | None,
+        offload: bool,
+        pin: bool,
+    ) -> None:
+        self.cuts, self.index, self.device = cuts, index, device
+        home = torch.device("cpu") if offload and device.type != "meta" else device
+        self.local = torch.zeros(sum(cut.chunk_numel for cut in cuts), dtype=values[0].dtype, device=home)
+        if pin and home.type == "cpu" and device.type != "cpu":
+            self.local = self.local.pin_memory()
+        self.pieces = self._pieces_of(self.local)
+        for cut, piece, value in zip(cuts, self.pieces, values, strict=True):
+            piece.copy_(cut.local_part(value, index))
+        self._group = group
+        self._make_leaves(dtype or self.local.dtype)
+
+    def _pieces_of(self, local: torch.Tensor) -> list[torch.Tensor]:
+        chunks = local.split([cut.chunk_numel for cut in self.cuts])
+        shapes = [cut.local_shape(self.index) for cut in self.cuts]
+        return [chunk[: shape.numel()].view(shape) for chunk, shape in zip(chunks, shapes, strict=True)]
+
+    def _make_leaves(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        group, local = self._group, self.local
+        # 4. Computed on where it is stored.
+        self.is_borrowed = group is None and dtype is local.dtype and local.device == self.device
+        numel = sum(cut.padded_numel for cut in self.cuts)
+        whole = local if self.is_borrowed else torch.empty(numel, dtype=dtype, device=self.device)
+        self.num_bytes = numel * dtype.itemsize
+        self._storage, self._whole = whole.untyped_storage(), whole.data
+        self._regions = list(self._whole.split([cut.padded_numel for cut in self.cuts]))
+        # 3. `.data` is what gives each leaf a version counter of its own: a gather must not look like an edit.
+        self.leaves = [
+            nn.Parameter(region.data[: cut.shape.numel()].view(cut.shape), requires_grad=False)
+            for region, cut in zip(self._regions, self.cuts, strict=True)
+        ]
+        self._own = _Source(group, local, [cut.chunk_numel for cut in self.cuts])
+        self._source = self._own
+        self._copies = any(cut.dim for cut in self.cuts) or len(self.cuts) > 1
+        self._targets = self._targets_for(self._own)
+        self._buffer: torch.Tensor | None = None
+        if not self.is_borrowed:
+            self._storage.resize_(0)
+
+    def _targets_for(self, source: _Source) -> list[torch.Tensor]:
+        return [region.view(source.num_pieces, -1) for region in self._regions]
+
+    @property
+    def group(self) -> Group | None:
+        """Who takes part in the next gather."""
+        return self._source.group
+
+    # --- gather ---
+
+    def gather(self, lane: Lane) -> Promise | None:
+        """Issues the gather on ``lane``; `arrive` must be called once the promise was waited for."""
+        if self.is_borrowed:
+            return None
+        source = self._source
+        piece, num = source.piece, source.num_pieces
+        if not self._copies:
+            # 2. Nothing to sort.
+            self._storage.resize_(self.num_bytes)
+            buffer = self._whole
+        else:
+            buffer = torch.empty(num * piece.numel(), dtype=self.dtype, device=self.device)
+        self._buffer = buffer
+        if piece.dtype is not self.dtype or piece.device != self.device or source.group is None:
+            # 1. A place for the cast.
+            position = 0 if source.group is None else source.group.rank
+            mine = buffer[position * piece.numel() : (position + 1) * piece.numel()]
+            mine.copy_(piece, non_blocking=True)
+            piece = mine
+        if source.group is None:
+            return None
+        return lane.promise(collectives.gather(source.group, buffer, piece))
+
+    def arrive(self) -> torch.Tensor | None:
+        """Copies out what has arrived. Returns the buffer if it came from the lane, to be kept until that is done."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is None or not self._copies:
+            return None
+        self._storage.resize_(self.num_bytes)
+        source = self._source
+        sorted_by_rank = buffer.view(source.num_pieces, -1)
+        if source is not self._own or not any(cut.dim for cut in self.cuts):
+            torch.split_with_sizes_copy(sorted_by_rank, source.sizes, dim=1, out=self._targets)
+        else:
+            self._concatenate(sorted_by_rank)
+        return buffer
+
+    def _concatenate(self, sorted_by_rank: torch.Tensor) -> None:
+        """The copy out where a parameter is cut along another dim than the first."""
+        parts = sorted_by_rank.split(self._own.sizes, dim=1)
+        for cut, part, target, region in zip(self.cuts, parts, self._targets, self._regions, strict=True):
+            if cut.dim == 0:
+                target.copy_(part)
+            else:
+                pieces = [piece.view(cut.local_shape(0)) for piece in part]
+                torch.cat(pieces, dim=cut.dim, out=region.view(cut.shape))
+
+    def free(self) -> None:
+        """Gives back the memory of the whole. It came from the main road and was read there, so nobody has to wait."""
+        self._buffer = None
+        if not self.is_borrowed:
+            self._storage.resize_(0)
+
+    # --- resting on a larger piece ---
+
+    def rest(self, group: Group) -> None:
+        """Keeps 1/``group.size`` of the whole, from which ``group`` alone can gather; to be called before `free`."""
+        if self.is_borrowed:
+            return
+        sizes = [region.numel() // group.size for region in self._regions]
+        pieces = [r[group.rank * size : (group.rank + 1) * size] for r, size in zip(self._regions, sizes, strict=True)]
+        self._source = _Source(group, torch.cat(pieces), sizes)
+        self._targets = self._targets_for(self._source)
+
+    def wake(self) -> None:
+        """The next gather comes from the shards again, which the optimizer may have changed."""
+        if self._source is not self._own:
+            self._source = self._own
+            self._targets = self._targets_for(self._own)
+
+    # --- after edits ---
+
+    def replace(self, pieces: Sequence[torch.Tensor], dtype: torch.dtype | None) -> None:
+        """New pieces, perhaps of another dtype or on another device; all leaves are made anew if they are."""
+        first = pieces[0]
+        if first.dtype is not self.local.dtype or first.device != self.local.device:
+            self.local = torch.zeros(self.local.numel(), dtype=first.dtype, device=first.device)
+            if self.device.type in ("meta", first.device.type):
+                self.device = first.device
+            self.pieces = self._pieces_of(self.local)
+            self._make_leaves(dtype or first.dtype)
+        for mine, new in zip(self.pieces, pieces, strict=True):
+            if mine.data_ptr() != new.data_ptr() or mine.device.type == "meta":
+                mine.copy_(new)

@@ -1,0 +1,351 @@
+"""Writing the optimizer's state: from slices, each on its rank, to original parameters by name.
+
+An optimizer never learns that its parameters are slices. Adam keeps two averages for each element of what it was
+given, so rank 0 has the averages of rank 0's elements, under a number that means "my first parameter". Saved as it is,
+such a dict is of use to nobody: it lacks the other ranks' part, and if it is loaded on *all* ranks, each one silently
+continues with rank 0's averages for its own elements. Therefore a round trip is made of two translations, this one and
+the one in ``optim_state_load.py``.
+
+Worked example, Adam after one step, one unit with ``weight`` (2 x 3) and ``bias`` (3), two ranks, a flat parameter::
+
+    optim.state_dict() on rank 0    {0: {"step": 1, "exp_avg": [w w w w w]}}
+    optim.state_dict() on rank 1    {0: {"step": 1, "exp_avg": [w b b b .]}}
+    this page makes                 {"weight": {"step": 1, "exp_avg": 2 x 3}, "bias": {"step": 1, "exp_avg": 3}}
+
+1. What is what? A tensor of the parameter's own shape has a value *per element* and is cut as the parameter is.
+   Anything else, Adam's ``step`` or a number or ``None``, is meant for the parameter *as a whole* and is copied.
+2. Who has what? Ranks tell each other the names and dtypes of the states they have, in one message. An empty slice has
+   no state at all, a unit that never saw a gradient has none anywhere. A rank that lacks what it should have, or has
+   another ``step``, makes all ranks refuse.
+3. Unit by unit, one state at a time: the piece is gathered into a row, the row is taken apart into parameters, each is
+   copied to where it shall go, in full or this rank's rows of it, and the row is dropped. So beside the result there
+   is never more than one row. A rank that is not to be given anything takes part and keeps nothing.
+4. The groups of parameters are rewritten in names.
+
+States of parameters outside of all units are copied as they are.
+
+*In torch:* ``_optim_utils.py``, 2110 lines, with separate ways for flat and for original parameters, both unit by unit.
+
+Spec: OSD-01 to OSD-10, HYB-10, MP-04.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.fsdp1 import agreement, chunks
+from minifsdp.fsdp1.optim_state_names import ParameterNames, UnitNames
+from minifsdp.fsdp1.state_dict_options import StateDictSettings, StateDictType
+
+__all__ = ["OptimForm", "copied", "same", "write"]
+
+Named = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class OptimForm:
+    """In which form an optimizer's state is written or read.
+
+    Attributes:
+        is_sharded: each rank has its rows; otherwise everything.
+        offload: values go to the CPU; otherwise to the device where the optimizer has them.
+        first_only: only the first rank is given the result, or gives the dict to be read.
+        use_dtensor: rows are wrapped as ``DTensor``; otherwise as ``ShardedTensor``.
+    """
+
+    is_sharded: bool = False
+    offload: bool = True
+    first_only: bool = False
+    use_dtensor: bool = False
+
+    @classmethod
+    def of(cls, settings: StateDictSettings) -> OptimForm:
+        """The form that a model's settings ask for; a model without units has none and gets the full one.
+
+        Raises:
+            NotImplementedError: the settings ask for the local form.
+        """
+        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            raise NotImplementedError(
+                f"rank {rank_of_this_process()}: optimizer states have no local form: choose SHARDED_STATE_DICT or "
+                "FULL_STATE_DICT, or save optim.state_dict() as it is, for the same ranks of the same run only"
+            )
+        config = settings.optim_state_dict_config
+        return cls(
+            is_sharded=settings.state_dict_type is StateDictType.SHARDED_STATE_DICT,
+            offload=config is None or config.offload_to_cpu,
+            first_only=getattr(config, "rank0_only", False),
+            use_dtensor=config is not None and config.use_dtensor,
+        )
+
+
+@torch.no_grad()
+def write(
+    model: nn.Module,
+    optimizer: Any,
+    given: Mapping[str, Any],
+    form: OptimForm,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """The optimizer's state by original names. All ranks of the model's groups must call it.
+
+    Args:
+        model: a wrapper, or a module with wrappers in it.
+        optimizer: made of the model's parameters after wrapping.
+        given: its own state dict; keyed by numbers, or by names if it is an optimizer that does so.
+        form: what to make of it.
+        group: whose first rank speaks for all; by default that of the first unit.
+
+    Returns:
+        ``"state"`` by name and ``"param_groups"`` with names; empty on a rank that is not to be given anything.
+
+    Raises:
+        StateDictMismatchError: ranks have states that do not fit together; on all ranks.
+        ValueError: the optimizer has parameters that the model has not.
+    """
+    names = ParameterNames(model)
+    groups = agreement.groups_of(unit.mesh for unit in names.units)
+    agreement.roll_call(groups, "optim_state_dict()")
+    keys = names.keys(optimizer, given)
+    states = {keys[key]: entries for key, entries in given["state"].items() if key in keys}
+    by_unit = _facts_of_all_ranks(names, states, groups)
+    is_wanted = not form.first_only or _is_first(names, group)
+    found: Named = {}
+    for unit, facts in zip(names.units, by_unit, strict=True):
+        found.update(_unit_states(unit, states, facts, form, is_wanted))
+    if not is_wanted:
+        return {}
+    for parameter, name in names.outside.items():
+        if parameter in states:
+            found[name] = {key: copied(value, offload=form.offload) for key, value in states[parameter].items()}
+    in_order = [name for parameter in keys.values() for name in names.of[parameter]]
+    state: dict[Any, Any] = {name: found[name] for name in in_order if name in found}
+    state.update(_unknown(given["state"], keys))
+    if "param_groups" not in given:
+        return {"state": state}
+    return {"state": state, "param_groups": _named_groups(given["param_groups"], keys, names)}
+
+
+def _is_first(names: ParameterNames, group: dist.ProcessGroup | None) -> bool:
+    if group is not None:
+        return group.rank() == 0
+    return names.units[0].mesh.is_first if names.units else rank_of_this_process() == 0
+
+
+# ---- 1. what is what ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PerElement:
+    """A state with one value for each element of the parameter; all that other ranks need to know of it."""
+
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """A tensor that is neither per element nor without dimensions, so that nobody knows how it is cut."""
+
+    shape: tuple[int, ...]
+
+
+def _facts_of_owner(unit: UnitNames, owner: nn.Parameter, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """A state is told by its dtype if it has a value for each element, and by its value if it has one."""
+    facts: dict[str, Any] = {}
+    for key, value in entries.items():
+        if not isinstance(value, torch.Tensor):
+            facts[key] = value
+        elif value.shape == owner.shape and (value.ndim > 0 or unit.keeps_shapes):
+            facts[key] = PerElement(value.dtype)
+        elif value.ndim == 0:
+            facts[key] = value.cpu()
+        else:
+            facts[key] = PerElement(value.dtype) if unit.keeps_shapes else Unfit(tuple(value.shape))
+    return facts
+
+
+# ---- 2. who has what ------------------------------------------------------------------------------------------------
+
+Facts = dict[int, dict[str, Any]]
+
+
+def _facts_of_all_ranks(
+    names: ParameterNames, states: Mapping[nn.Parameter, Mapping[str, Any]], groups: Sequence[Any]
+) -> list[Facts]:
+    """For each unit what is known of the states of its parameters, by number; the same on all ranks of its shard group.
+
+    Raises:
+        StateDictMismatchError: on all ranks.
+    """
+    mine: list[Facts] = []
+    for unit in names.units:
+        described = [
+            (numbers, _facts_of_owner(unit, owner, states[owner])) for owner, numbers in unit.owners if owner in states
+        ]
+        mine.append({number: facts for numbers, facts in described for number in numbers})
+    # Columns hold the same pieces: what the own row says is enough.
+    rows = agreement.groups_of(type(unit.mesh)(unit.mesh.shard, None) for unit in names.units)
+    by_rank = agreement.tell(rows, mine)
+    problems: list[str] = []
+    merged = [
+        _merged(unit, {rank: told[index] for rank, told in by_rank.items()}, problems)
+        for index, unit in enumerate(names.units)
+    ]
+    # Equal problems on all ranks of a row: one of them is enough to say it.
+    speaks = all(unit.mesh.shard_index == 0 for unit in names.units)
+    agreement.refuse_together(groups, problems if speaks else [])
+    return merged
+
+
+def _merged(unit: UnitNames, by_rank: Mapping[int, Facts], problems: list[str]) -> Facts:
+    ranks = [rank_of_this_process()] if unit.group is None else list(unit.group.ranks)
+    merged: Facts = {}
+    for number, name in enumerate(unit.names):
+        # A rank without an element of the parameter may have a state, of nothing, or none: it is not asked.
+        holders = [rank for index, rank in enumerate(ranks) if unit.has_part(index, number)]
+        told = {rank: by_rank[rank].get(number) for rank in holders or ranks}
+        facts = next((facts for facts in told.values() if facts is not None), None)
+        if facts is None:
+            continue
+        merged[number] = facts
+        if holders:
+            problems.extend(_differences(name, told))
+        for key, fact in facts.items():
+            if isinstance(fact, Unfit):
+                problems.append(
+                    f"optimizer state {key!r} of {name!r}: expected a value for each element of this rank's slice, or "
+                    f"one for all of it; found a tensor of shape {fact.shape}, which cannot be cut. Choose NO_SHARD, "
+                    "or an optimizer that works on elements"
+                )
+    return merged
+
+
+def _differences(name: str, told: Mapping[int, dict[str, Any] | None]) -> list[str]:
+    """What the ranks say differently about one parameter."""
+    lacking = [rank for rank, facts in told.items() if facts is None]
+    if lacking:
+        having = [rank for rank in told if rank not in lacking]
+        return [
+            f"optimizer state of {name!r}: expected on every rank that has a part of it, found on rank(s) {having} and "
+            f"not on rank(s) {lacking}; give the optimizer the same parameters, and step it, on all ranks"
+        ]
+    (first, expected), *others = [(rank, facts) for rank, facts in told.items() if facts is not None]
+    return [
+        f"optimizer state {key!r} of {name!r}: expected {expected.get(key)!r} as on rank {first}, found "
+        f"{facts.get(key)!r} on rank {rank}"
+        for rank, facts in others
+        for key in sorted({*expected, *facts})
+        if key not in expected or key not in facts or not same(expected[key], facts[key])
+    ]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values that are meant for a whole parameter are equal."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype is other.dtype and torch.equal(one, other)
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return False
+    return bool(one == other)
+
+
+# ---- 3. unit by unit, one state at a time ---------------------------------------------------------------------------
+
+
+def _unit_states(
+    unit: UnitNames,
+    states: Mapping[nn.Parameter, Mapping[str, Any]],
+    facts: Facts,
+    form: OptimForm,
+    is_wanted: bool,
+) -> Named:
+    found: Named = {unit.names[number]: {} for number in facts}
+    for key in dict.fromkeys(key for of_parameter in facts.values() for key in of_parameter):
+        numbers = [number for number in facts if key in facts[number]]
+        cut = [number for number in numbers if isinstance(facts[number][key], PerElement)]
+        for number in set(numbers) - set(cut):
+            found[unit.names[number]][key] = copied(facts[number][key], offload=True)
+        if not cut:
+            continue
+        full = _full_values(unit, states, key, cut, facts[cut[0]][key].dtype)
+        if is_wanted:
+            for number in cut:
+                found[unit.names[number]][key] = _shaped(full[number], unit, form)
+    return found
+
+
+def _full_values(
+    unit: UnitNames,
+    states: Mapping[nn.Parameter, Mapping[str, Any]],
+    key: str,
+    numbers: Sequence[int],
+    dtype: torch.dtype,
+) -> dict[int, torch.Tensor]:
+    """One state of some parameters in full. All ranks of the unit's shard group must call it."""
+    if unit.keeps_shapes:
+        return {number: states[unit.owners[number][0]][key] for number in numbers}
+    if unit.is_flat:
+        # The state of a flat parameter is a piece already.
+        views = unit.views_of(unit.row_of_pieces(states[unit.owners[0][0]][key]))
+        return {number: views[number] for number in numbers}
+    piece = unit.empty_piece(dtype)
+    for number in numbers:
+        if unit.is_here(number):
+            piece[unit.places[number]].copy_(states[unit.owners[number][0]][key])
+    views = unit.views_of(unit.row_of_pieces(piece))
+    return {number: views[number] for number in numbers}
+
+
+def _shaped(full: torch.Tensor, unit: UnitNames, form: OptimForm) -> Any:
+    """A full value in the form that was asked for, in memory of its own."""
+    device = torch.device("cpu") if form.offload else unit.layout.local_values().device
+    if not form.is_sharded or unit.group is None or not chunks.is_cut(full.shape):
+        return full.to(device, copy=True)
+    wrapper = unit.wrapper
+    mesh = chunks.device_mesh_for(wrapper.device_mesh, unit.group, wrapper.compute_device, form.use_dtensor)
+    if mesh is None:
+        return chunks.as_sharded_tensor(full, unit.group, device)
+    return chunks.as_dtensor(full, unit.group, mesh, device)
+
+
+def copied(value: Any, *, offload: bool) -> Any:
+    """A value in memory of its own: an optimizer counts its steps in place."""
+    if isinstance(value, torch.Tensor):
+        return value.to("cpu" if offload else value.device, copy=True)
+    return copy.copy(value)
+
+
+# ---- 4. the groups, and what is left --------------------------------------------------------------------------------
+
+
+def _named_groups(
+    given: Sequence[Mapping[str, Any]], keys: Mapping[Any, nn.Parameter], names: ParameterNames
+) -> list[dict[str, Any]]:
+    groups = []
+    for group in given:
+        originals = [name for key in group["params"] for name in names.of[keys[key]]]
+        named = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+        if "param_names" in group:
+            named["param_names"] = list(originals)
+        groups.append({**named, "params": originals})
+    return groups
+
+
+def _unknown(given: Mapping[Any, Any], keys: Mapping[Any, nn.Parameter]) -> dict[Any, Any]:
+    """What the user has put into the state under keys of his own; it goes into the result as it is."""
+    unknown = {key: value for key, value in given.items() if key not in keys}
+    if unknown:
+        warnings.warn(
+            f"rank {rank_of_this_process()}: the optimizer's state has the keys {sorted(map(str, unknown))}, which are "
+            "no parameters of the model; what is there is copied as it is, from this rank",
+            stacklevel=4,
+        )
+    return unknown

@@ -1,0 +1,182 @@
+"""Does an optimizer's state dict fit? Asked before anything is made of it.
+
+A dict that does not fit is worse than none: an optimizer copies what it is given, and the mistake shows up, if at all,
+as a loss that is a little too high. Each complaint names the key, what was expected there and what was found; the rank
+is added when the ranks compare their complaints.
+
+Worked example, one unit with ``weight`` (2 x 3) and ``bias`` (3)::
+
+    {"weight": {"exp_avg": 3 x 2}, ...}          expected shape (2, 3), found (3, 2)
+    {"weight": {"step": 4}, "bias": {"step": 5}} expected one 'step' for a flat parameter, found 4 and 5
+    {0: {...}}                                   expected names, found numbers: the dict of a plain optimizer
+
+Nothing here is sent, and nothing is changed.
+
+*In torch:* shapes and the values of a flat parameter are checked when they are used, halfway through.
+
+Spec: OSD-LOAD-01 to OSD-LOAD-08.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from minifsdp.fsdp1 import chunks
+from minifsdp.fsdp1.optim_state import same
+from minifsdp.fsdp1.optim_state_names import ParameterNames, UnitNames
+
+__all__ = ["Expected", "check", "elementwise_keys"]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the dict is compared with.
+
+    Attributes:
+        names: of the model.
+        groups: the optimizer's own.
+        is_sharded: whether tensors of units shall be rows.
+        own_keys: keys of the user's own in the optimizer's state.
+        is_lenient: whether parameters outside of all units may be missing.
+    """
+
+    names: ParameterNames
+    groups: Sequence[Mapping[str, Any]]
+    is_sharded: bool
+    own_keys: Sequence[Any]
+    is_lenient: bool
+
+
+def check(given: Any, expected: Expected) -> list[str]:
+    """What is wrong with a dict, in words; nothing if it fits."""
+    if not isinstance(given, Mapping) or "state" not in given:
+        found = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
+        return [f"optimizer state dict: expected the key 'state', found {found}"]
+    numbers = [key for key in given["state"] if isinstance(key, int)]
+    if numbers:
+        return [
+            f"optimizer state dict: expected names of parameters as keys, found the numbers {numbers[:3]}...; this is "
+            "the dict of a plain optimizer, or of one rank. Make one with optim_state_dict(), or give a plain one "
+            "names with rekey_optim_state_dict()"
+        ]
+    problems = [*_missing(given, expected), *_superfluous(given, expected)]
+    elementwise = elementwise_keys(given["state"], expected.names.every_name)
+    for unit in expected.names.units:
+        problems.extend(_of_unit(given["state"], unit, expected, elementwise))
+    return problems
+
+
+def _owned_names(expected: Expected) -> list[str]:
+    return [name for group in expected.groups for p in group["params"] for name in expected.names.of[p]]
+
+
+def _missing(given: Mapping[str, Any], expected: Expected) -> Iterable[str]:
+    if "param_groups" not in given:
+        return
+    listed = {name: index for index, group in enumerate(given["param_groups"]) for name in group["params"]}
+    outside = set(expected.names.outside.values()) if expected.is_lenient else set()
+    for name in _owned_names(expected):
+        if name not in listed and name not in outside:
+            yield f"key {name!r}: expected in a group of parameters, found in none"
+    for index, group in enumerate(expected.groups):
+        names = [name for p in group["params"] for name in expected.names.of[p]]
+        sources = sorted({listed[name] for name in names if name in listed})
+        if len(sources) > 1:
+            by_source = {source: next(name for name in names if listed.get(name) == source) for source in sources}
+            yield (
+                f"group {index} of the optimizer: expected all of its parameters in one group of the dict, found them "
+                f"in groups {sources}, for instance {list(by_source.values())}; group the parameters as they were "
+                "when the dict was written"
+            )
+
+
+def _superfluous(given: Mapping[str, Any], expected: Expected) -> Iterable[str]:
+    owned = set(_owned_names(expected))
+    listed = {name for group in given.get("param_groups", ()) for name in group["params"]}
+    for name in dict.fromkeys([*listed, *given["state"]]):
+        entries = given["state"].get(name)
+        # Something of the user's own may be there, if it does not look like the states of a parameter.
+        looks_owned = name in listed or name in expected.names.every_name or isinstance(entries, Mapping)
+        if name not in owned and name not in expected.own_keys and looks_owned:
+            yield f"key {name!r}: expected no such parameter in the optimizer, found one in the dict"
+
+
+def _of_unit(state: Mapping[str, Any], unit: UnitNames, expected: Expected, elementwise: set[str]) -> list[str]:
+    owned = {parameter for group in expected.groups for parameter in group["params"]}
+    problems: list[str] = []
+    present = [name for name in unit.names if state.get(name)]
+    for owner, numbers in unit.owners:
+        if owner not in owned:
+            continue
+        for number in numbers:
+            name = unit.names[number]
+            if present and name not in state and owner.requires_grad and unit.shapes[number].numel():
+                problems.append(
+                    f"key {name!r}: expected states, as {present[0]!r} of the same unit has some, found none. If it "
+                    f"never had any, say so: state_dict['state'][{name!r}] = {{}}"
+                )
+            for key, value in (state.get(name) or {}).items():
+                problems.extend(_of_value(unit, number, key, value, expected.is_sharded))
+    return problems or (_once_only(state, unit, elementwise) if unit.is_flat else [])
+
+
+def _of_value(unit: UnitNames, number: int, key: str, value: Any, is_sharded: bool) -> Iterable[str]:
+    """One value: is it in the right form, and has it the right shape?"""
+    name, shape = unit.names[number], tuple(unit.shapes[number])
+    where = f"optimizer state {key!r} of {name!r}"
+    is_rows = chunks.local_rows(value) is not None
+    if not is_rows and not isinstance(value, torch.Tensor):
+        return
+    if is_rows and not is_sharded:
+        yield (
+            f"{where}: expected a full tensor, found a {type(value).__name__}; call "
+            "set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT) before reading a sharded dict"
+        )
+    elif is_sharded and not is_rows and unit.group is not None and chunks.is_cut(value.shape):
+        yield (
+            f"{where}: expected a ShardedTensor or DTensor, found a full tensor; call "
+            "set_state_dict_type(model, StateDictType.FULL_STATE_DICT) before reading a full dict"
+        )
+    found = tuple(value.size())
+    if found not in ((), shape) and not unit.keeps_shapes:
+        yield f"{where}: expected shape {shape}, found {found}"
+    elif is_rows:
+        yield from chunks.misplaced_rows(value, where, unit.group)
+
+
+def _once_only(state: Mapping[str, Any], unit: UnitNames, elementwise: set[str]) -> list[str]:
+    """A flat parameter has each state once: all parameters behind it must have the same ones, of equal value."""
+    entries = {name: state[name] for name in unit.names if state.get(name)}
+    if not entries:
+        return []
+    first, of_first = next(iter(entries.items()))
+    problems = []
+    for name, of_other in entries.items():
+        for key in sorted({*of_first, *of_other}):
+            if key not in of_first or key not in of_other:
+                there, lacking = (first, name) if key in of_first else (name, first)
+                problems.append(f"optimizer state {key!r} of {lacking!r}: expected, as {there!r} has it, found none")
+            elif not _agree(of_first[key], of_other[key], key in elementwise):
+                problems.append(
+                    f"optimizer state {key!r}: one flat parameter has it only once, so all parameters behind it must "
+                    f"have an equal one; expected {of_first[key]!r} as for {first!r}, found {of_other[key]!r} for "
+                    f"{name!r}"
+                )
+    return problems
+
+
+def _agree(one: Any, other: Any, is_per_element: bool) -> bool:
+    # Of what is per element only the dtype must be one.
+    return getattr(one, "dtype", None) is getattr(other, "dtype", None) if is_per_element else same(one, other)
+
+
+def elementwise_keys(state: Mapping[str, Any], every_name: set[str]) -> set[str]:
+    """Keys of states that have a value for each element: those that are tensors with dimensions anywhere."""
+    entries = [of for name, of in state.items() if name in every_name and isinstance(of, Mapping)]
+    found = {key for of in entries for key, value in of.items() if getattr(value, "ndim", 0)}
+    # Nothing but parameters without dimensions: a count of steps is the one thing that is not per element.
+    return found or {key for of in entries for key in of if key != "step"}

@@ -1,0 +1,253 @@
+"""``fully_shard``: shards a module in place.
+
+::
+
+    for block in model.blocks:
+        fully_shard(block)              # one unit for each block
+    fully_shard(model)                  # and one for what is left
+    optimizer = torch.optim.Adam(model.parameters())
+
+Nothing is wrapped. The call
+
+1. takes the parameters of the module that no call inside has taken,
+2. replaces each by a ``DTensor`` that holds this rank's rows of it,
+3. puts two hooks on the module, see ``member.py``,
+4. and gives it a class with more methods, see ``module.py``.
+
+Inner modules first, the root last: a unit consists of what is left when the call is made.
+
+*In torch:* ``_fully_shard.py`` and ``_fsdp_init.py``.
+
+Spec: FS2-01 to FS2-25, NEW-04, NEW-05, NEW-16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from minifsdp.engine import misuse
+from minifsdp.engine.collectives import Scaling, rank_of_this_process
+from minifsdp.engine.dtensors import Sharding
+from minifsdp.engine.layout import OwnedParameter, owned_parameters
+from minifsdp.engine.mesh import Group, Mesh, default_group
+from minifsdp.engine.per_param import PerParameterLayout
+from minifsdp.engine.precision import Precision
+from minifsdp.engine.reduce import ReducePlan
+from minifsdp.engine.unit import Unit
+from minifsdp.fsdp2.member import Member, member_of
+from minifsdp.fsdp2.module import FSDPModule, choose_reshard
+from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = ["fully_shard"]
+
+_NO_POLICY = MixedPrecisionPolicy()
+_NO_OFFLOAD = OffloadPolicy()
+_classes: dict[type, type] = {}
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@overload
+def fully_shard(module: M, **options: Any) -> M: ...
+
+
+@overload
+def fully_shard(module: list[nn.Module], **options: Any) -> list[nn.Module]: ...
+
+
+def fully_shard(  # type: ignore[misc]
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = _NO_POLICY,
+    offload_policy: OffloadPolicy = _NO_OFFLOAD,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Any:
+    """Shards ``module``'s parameters, gradients and optimizer state over the ranks of ``mesh``, in place.
+
+    Every rank of the mesh must call it, on modules of the same structure and in the same order.
+
+    Args:
+        module: the module, or several that shall be one unit, gathered before the first of them runs and freed after
+            the last.
+        mesh: one axis to shard over, or two, (replicate, shard); ``None`` for all ranks.
+        reshard_after_forward: ``True`` frees after forward and gathers again for backward; ``False`` keeps; a number
+            keeps one copy for so many ranks; ``None`` means ``True`` for all but the root.
+        shard_placement_fn: gives for a parameter ``Shard(dim)``, or ``None`` for its first dim.
+        mp_policy: which dtype at which step.
+        offload_policy: whether shards live on the CPU.
+        ignored_params: parameters to be left alone.
+        dp_mesh_dims: not offered.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        ValueError: a module that cannot be sharded, a mesh of more than two axes, or a parameter of another unit.
+        AssertionError: a module that is sharded already.
+    """
+    if dp_mesh_dims is not None:
+        raise NotImplementedError(
+            f"rank {rank_of_this_process()}: dp_mesh_dims is not offered by minifsdp; pass mesh=big_mesh['dp'], the "
+            "part of the mesh that is for data parallelism"
+        )
+    modules = list(module) if isinstance(module, list | tuple) else [module]
+    _check_modules(modules)
+    mesh = mesh if mesh is not None else _default_mesh()
+    table, device = _table(mesh), _device_of(mesh)
+    # 1. In the order of the walk; ties inside of the unit stay one parameter.
+    owners = _owners(modules)
+    parameters = owned_parameters(owners, set(ignored_params or ()))
+    _move_to(device, owners, parameters)
+    # 2. Values are taken, DTensors are shown.
+    unit = None
+    if parameters:
+        layout = _lay_out(parameters, mesh, table, device, shard_placement_fn, mp_policy, offload_policy)
+        unit = _make_unit(modules, layout, table, mp_policy, reshard_after_forward)
+    # 3. and 4.
+    Member(modules, unit, device, mp_policy, reshard_after_forward)
+    for one in modules:
+        one.__class__ = _class_for(type(one))
+    return module
+
+
+def _check_modules(modules: list[nn.Module]) -> None:
+    where = f"rank {rank_of_this_process()}: fully_shard"
+    if not modules:
+        raise ValueError(f"{where} was given an empty list of modules")
+    for module in modules:
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is nn.Module.forward:
+            raise ValueError(
+                f"{where} does not support containers that do not implement forward, got {type(module).__name__}: "
+                "nobody would call it. Call fully_shard on each of its modules"
+            )
+        if member_of(module) is not None:
+            raise AssertionError(
+                f"{where} was called on {type(module).__name__} before. Each distinct composable distributed API can "
+                "only be applied to a module once."
+            )
+        misuse.check_one_door(module, "fully_shard")
+    inside = [one for one in modules for other in modules if other is not one and one in set(other.modules())]
+    if inside:
+        raise ValueError(
+            f"{where} was given a list in which {type(inside[0]).__name__} is inside of another module of the list; "
+            "list the outer one alone"
+        )
+
+
+def _default_mesh() -> DeviceMesh:
+    size = default_group().size()
+    device = torch.accelerator.current_accelerator()
+    return init_device_mesh(device.type if device is not None else "cpu", (size,))
+
+
+def _table(mesh: DeviceMesh) -> Mesh:
+    if mesh.ndim == 1:
+        return Mesh.sharded(Group.of(mesh.get_group()))
+    if mesh.ndim != 2:
+        raise ValueError(
+            f"rank {rank_of_this_process()}: fully_shard expects a mesh of one axis, to shard over, or of two, "
+            f"(replicate, shard), got {mesh.ndim}: {mesh}"
+        )
+    return Mesh.hybrid(shard=Group.of(mesh.get_group(1)), replicate=Group.of(mesh.get_group(0)))
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _owners(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """The modules whose parameters belong to this call: those inside that no call before has taken."""
+    found: dict[nn.Module, str] = {}
+
+    def walk(path: str, module: nn.Module) -> None:
+        if member_of(module) is not None or module in found:
+            return
+        found[module] = path
+        for name, child in module.named_children():
+            walk(f"{path}.{name}" if path else name, child)
+
+    for module in modules:
+        walk("", module)
+    return [(path, module) for module, path in found.items()]
+
+
+def _move_to(
+    device: torch.device, owners: list[tuple[str, nn.Module]], parameters: dict[nn.Parameter, OwnedParameter]
+) -> None:
+    """Values and buffers on the compute device, unless they are on none yet (FS2-15)."""
+    for parameter in parameters:
+        if parameter.device != device and parameter.device.type != "meta":
+            with torch.no_grad():
+                parameter.data = parameter.data.to(device)
+    for _, module in owners:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and buffer.device.type != "meta":
+                module._buffers[name] = buffer.to(device)
+
+
+def _lay_out(
+    parameters: dict[nn.Parameter, OwnedParameter],
+    mesh: DeviceMesh,
+    table: Mesh,
+    device: torch.device,
+    placement_fn: Callable[[nn.Parameter], Any] | None,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy | None,
+) -> PerParameterLayout:
+    num = mesh.size(mesh.ndim - 1)
+    shardings = [
+        Sharding(parameter, mesh, num, placement_fn(parameter) if placement_fn else None, owned.path)
+        for parameter, owned in parameters.items()
+    ]
+    on_meta = all(parameter.device.type == "meta" for parameter in parameters)
+    return PerParameterLayout(
+        parameters,
+        shardings,
+        table,
+        torch.device("meta") if on_meta else device,
+        compute_dtype=mp_policy.param_dtype,
+        unreduced_dtype=mp_policy.reduce_dtype,
+        offload=isinstance(offload_policy, CPUOffloadPolicy),
+        pin=isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory,
+    )
+
+
+def _make_unit(
+    modules: list[nn.Module],
+    layout: PerParameterLayout,
+    table: Mesh,
+    mp_policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool | int | None,
+) -> Unit:
+    precision = Precision(compute=mp_policy.param_dtype, reduce=mp_policy.reduce_dtype)
+    dtype = mp_policy.reduce_dtype or layout.dtype
+    plan = ReducePlan(table, dtype, Scaling.mean(table.num_ranks, dtype))
+    unit = Unit(modules[0], layout, plan, precision, reshard_after_forward=True)
+    unit.reshard_after_evaluation = False
+    choose_reshard(unit, True if reshard_after_forward is None else reshard_after_forward)
+    return unit
+
+
+def _class_for(original: type) -> type:
+    """A class that is ``original`` and an ``FSDPModule``; one for each original."""
+    if original not in _classes:
+        _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
+    return _classes[original]
+
+
+def _state_of(module: nn.Module) -> Member | None:
+    return member_of(module)
+
+
+fully_shard.state = _state_of  # type: ignore[attr-defined]

@@ -1,0 +1,211 @@
+"""What one call of ``fully_shard`` has made, and how it takes part in the forward of a module that is still itself.
+
+There is no wrapper here: the model keeps its modules, its names and its structure. So what a wrapper's ``forward``
+would do is done by two hooks on the module, one before and one after its own forward::
+
+    before    begin an iteration if nobody has; cast the inputs; gather; show the full parameters; watch the inputs
+    after     cast the output; free; lay trip wires on the output
+
+Worked example: ``fully_shard(block0)``, ``fully_shard(block1)``, ``fully_shard(model)`` make three members. The first
+``model(batch)`` meets the third one's hook first, so that is the root; it finds the two others among its modules and
+makes them one tree.
+
+Two things that a wrapper would not have to care about:
+
+1. several modules may share one unit. Its gather belongs before the first of them and its end behind the last.
+2. after an exception in forward no hook runs. That an iteration was broken off is noticed when the next one begins in
+   the same place.
+
+*In torch:* ``FSDPState``, with the same two hooks.
+
+Spec: FS2-09, FS2-13, FS2-17, FS2-21, FS2-MP-04 to FS2-MP-06, NEW-04, NEW-15.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from minifsdp.engine.hooks import Prefetch
+from minifsdp.engine.lanes import Lanes
+from minifsdp.engine.precision import cast_floating, move
+from minifsdp.engine.root import Root
+from minifsdp.engine.unit import Phase, Unit
+from minifsdp.fsdp2.options import MixedPrecisionPolicy
+
+__all__ = ["Member", "member_of", "members_in"]
+
+ATTRIBUTE = "_fully_sharded"
+
+
+def member_of(module: nn.Module) -> Member | None:
+    """What ``fully_shard`` has made of ``module``; ``None`` if it was not called on it."""
+    member: Member | None = module.__dict__.get(ATTRIBUTE)
+    return member
+
+
+def members_in(module: nn.Module) -> list[tuple[str, Member]]:
+    """All members at or below ``module``, each once, with the names of their modules."""
+    names: dict[Member, list[str]] = {}
+    for name, inner in module.named_modules():
+        member = member_of(inner)
+        if member is not None:
+            names.setdefault(member, []).append(name)
+    return [(", ".join(found), member) for member, found in names.items()]
+
+
+class Member:
+    """One call of ``fully_shard``.
+
+    Args:
+        modules: on which it was called, one or several.
+        unit: their parameters; ``None`` if there were none left.
+        device: the compute device.
+        policy: the dtypes.
+        reshard_after_forward: the user's choice; ``None`` for "all but the root".
+    """
+
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        unit: Unit | None,
+        device: torch.device,
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | int | None,
+    ) -> None:
+        self.modules, self.unit, self.device, self.policy = modules, unit, device, policy
+        self.reshard_after_forward = reshard_after_forward
+        self.tree: Root | None = None
+        self.shared_lanes: Lanes | None = None
+        self._has_begun = False
+        # 1. Modules of this member that have not been run in the forward that is going on.
+        self._waiting: set[nn.Module] = set()
+        self._waits_in = 0
+        for module in modules:
+            module.__dict__[ATTRIBUTE] = self
+            module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.after_forward, prepend=False)
+        if unit is not None:
+            for module in {slot.module for owned in unit.layout.parameters for slot in owned.slots}:
+                module.register_state_dict_pre_hook(self._before_state_dict)
+                module._register_load_state_dict_pre_hook(self._before_load)
+
+    # --- forward ---
+
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The hook before. Returns the inputs as the module shall see them."""
+        tree = self.current_tree()
+        if self._has_begun and module in self.modules and not (self._waiting and module in self._waiting):
+            # 2. Nobody comes in twice without going out.
+            self.break_off()
+        if tree.begin_forward():
+            self._has_begun = True
+            if self.device.type != "cpu":
+                args, kwargs = move(self.device, (args, kwargs))
+        dtype = self.policy.param_dtype
+        if dtype is not None and self.policy.cast_forward_inputs:
+            args, kwargs = cast_floating(dtype, (args, kwargs))
+        if self.unit is None or self._is_between(tree):
+            return args, kwargs
+        tree.cycle.pre_forward(self.unit)
+        watched: tuple[Any, Any] = tree.cycle.watch_inputs(self.unit, (args, kwargs))
+        return watched
+
+    def _is_between(self, tree: Root) -> bool:
+        """1. Whether another module of this member has run before in this forward, and gathered for all of them."""
+        if len(self.modules) == 1 or (self.unit is not None and self.unit.phase is Phase.PRE_BACKWARD):
+            return False
+        if self._waiting and self._waits_in == tree.num_forwards:
+            return True
+        self._waiting, self._waits_in = set(self.modules), tree.num_forwards
+        return False
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The hook after. Returns the output as the caller shall see it."""
+        tree = self.current_tree()
+        if self.policy.output_dtype is not None:
+            output = cast_floating(self.policy.output_dtype, output)
+        self._waiting.discard(module)
+        if self._waiting:
+            return output
+        if self.unit is not None:
+            tree.cycle.post_forward(self.unit, args, output)
+        elif self._has_begun:
+            tree.cycle.watch(output)
+        if self._has_begun:
+            self._has_begun = False
+            tree.end_forward()
+        return output
+
+    def break_off(self) -> None:
+        """Brings the tree back to where an iteration may begin, after an exception."""
+        self._has_begun = False
+        self._waiting.clear()
+        if self.tree is not None:
+            self.tree.fail_forward()
+
+    # --- the tree ---
+
+    def current_tree(self) -> Root:
+        """The tree that this member is in; if there is none, one is made with this member as its root."""
+        tree = self.tree
+        return self._find_tree() if tree is None or tree.is_dissolved else tree
+
+    def _find_tree(self) -> Root:
+        found: dict[Member, str] = {}
+        for module in self.modules:
+            for name, member in members_in(module):
+                found.setdefault(member, "" if member is self else name)
+        for small in {id(m.tree): m.tree for m in found if m.tree is not None}.values():
+            if not small.is_dissolved:
+                small.dissolve()
+        for member in found:
+            if member.unit is not None and member.reshard_after_forward is None:
+                # The root's backward follows its forward at once.
+                member.unit.reshard_after_forward = member is not self
+        tree = Root(
+            [(name, member.unit) for member, name in found.items() if member.unit is not None],
+            self.unit,
+            self.device,
+            backward_prefetch=Prefetch.BEFORE_GRADIENTS,
+            forward_prefetch=False,
+            limit_gathers=False,
+            keeps_outermost=False,
+            lanes=self.shared_lanes,
+        )
+        for member in found:
+            member.tree = tree
+            if member.unit is not None and member.policy.reduce_dtype is None:
+                # The model may have been converted since.
+                member.unit.plan.dtype = member.unit.layout.dtype
+        return tree
+
+    # --- by hand ---
+
+    def unshard(self) -> None:
+        """Issues the gather of this member's unit; `wait` completes it."""
+        if self.unit is not None:
+            tree = self.current_tree()
+            tree.lanes.gather.follow()
+            if self.unit.layout.is_stale():
+                self.unit.reshard()
+            self.unit.unshard()
+
+    def wait(self) -> None:
+        """Completes a gather, and shows the full parameters."""
+        if self.unit is not None:
+            self.unit.wait()
+            self.unit.layout.show_unsharded()
+
+    def reshard(self) -> None:
+        """Frees the full parameters of this member's unit."""
+        if self.unit is not None and self.tree is not None:
+            self.unit.reshard()
+
+    def _before_state_dict(self, *_: Any) -> None:
+        self.reshard()
+
+    def _before_load(self, *_: Any) -> None:
+        self.reshard()

@@ -1,0 +1,343 @@
+"""``FSDPModule``: the methods that a sharded module has beside its own.
+
+``fully_shard`` changes a module's class to one that is a subclass of both, ``class FSDPBlock(FSDPModule, Block)``. So
+the module stays what it was, and learns the methods of this page.
+
+Most of them set a switch on the unit, or on all units below. Worked example, two micro-batches, one reduction::
+
+    model.set_requires_gradient_sync(False)      # switches `reduces` off on every unit
+    loss(model(first)).backward()                # gradients stay whole, and stay here
+    model.set_requires_gradient_sync(True)
+    loss(model(second)).backward()               # the sum is reduced
+
+*In torch:* the class of the same name in ``_fully_shard.py``.
+
+Spec: FS2-02, FS2-19, FS2-20, FS2-27, FS2-PREF, FS2-SYNC, NEW-06 to NEW-18.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from minifsdp.engine.collectives import Scaling, rank_of_this_process
+from minifsdp.engine.lanes import Lanes
+from minifsdp.engine.mesh import Group
+from minifsdp.engine.unit import Unit
+from minifsdp.fsdp2.member import Member, member_of, members_in
+from minifsdp.fsdp2.subgroups import subgroup_of
+
+__all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
+
+
+class UnshardHandle:
+    """The promise of ``unshard(async_op=True)`` (FS2-20)."""
+
+    def wait(self) -> None:
+        """Afterwards the module shows its full parameters. Harmless to call twice, or never."""
+
+
+class _Unsharding(UnshardHandle):
+    def __init__(self, member: Member) -> None:
+        self._member: Member | None = member
+
+    def wait(self) -> None:
+        member, self._member = self._member, None
+        if member is not None:
+            member.wait()
+
+
+class FSDPModule:
+    """A module on which ``fully_shard`` was called. It cannot be made by hand."""
+
+    # Where the original class stands among the bases of the new one.
+    _original_class_index = 2
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Makes a module of the original class: ``model[:2]`` of a sharded ``Sequential`` is a plain one."""
+        return cls.__mro__[cls._original_class_index](*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuses: shards and hooks cannot be copied one by one (NEW-22)."""
+        raise AssertionError(
+            f"rank {rank_of_this_process()}: FSDP does not support deepcopy. Copy the plain model before fully_shard, "
+            "or carry the values over with state_dict() and load_state_dict()"
+        )
+
+    # --- by hand ---
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers this module's own group, not those inside it (FS2-19). All ranks of its mesh must call it.
+
+        Args:
+            async_op: return at once, with a handle to wait on; a forward waits by itself.
+        """
+        member = _member(self)
+        member.unshard()
+        if async_op:
+            return _Unsharding(member)
+        member.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Frees the full parameters of this module's own group (FS2-19)."""
+        _member(self).reshard()
+
+    def reset_iter_state(self) -> None:
+        """Ends an iteration that was broken off by an exception (NEW-15). To be called on the root.
+
+        Raises:
+            RuntimeError: the module is not the root of its tree.
+        """
+        member = _member(self)
+        if member.tree is not None and member.tree.outermost is not member.unit:
+            raise RuntimeError(
+                f"rank {rank_of_this_process()}: reset_iter_state() acts on the whole tree, so it should be called on "
+                "the root FSDP module, not on one inside it"
+            )
+        member.break_off()
+
+    # --- reduction ---
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward ends the iteration; if not, it does not wait for its reductions (NEW-07)."""
+        _member(self).current_tree().cycle.is_last_backward = is_last_backward
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients, or keeps them whole for a later one (FS2-SYNC-01)."""
+        for unit in _units(self, recurse):
+            unit.reduces = requires_gradient_sync
+            unit.plan.all_reduces = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward sums over replicas, or keeps this copy's sum for a later one (NEW-08)."""
+        for unit in _units(self, recurse):
+            unit.plan.all_reduces = requires_all_reduce
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """What this module's gradients are divided by, in place of the number of ranks (NEW-10)."""
+        for unit in _units(self, recurse=False):
+            unit.plan.scaling = Scaling.by(factor, unit.plan.dtype)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of `set_gradient_divide_factor` (NEW-10)."""
+        warnings.warn(
+            "set_reduce_scatter_divide_factor() was renamed, use set_gradient_divide_factor()",
+            FutureWarning,
+            stacklevel=2,
+        )
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Whether only sums travel (NEW-10). Here they always do: the division is a step of its own."""
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Calls ``hook(reduced)`` with this group's reduced gradient, 1-D, before parameters see it (NEW-09).
+
+        Args:
+            hook: may change the tensor in place.
+            stream: an accelerator's stream to call it on; not with replicas, whose all-reduce has a lane already.
+
+        Raises:
+            ValueError: a stream together with a (replicate, shard) mesh.
+        """
+        for unit in _units(self, recurse=False):
+            if stream is not None and unit.plan.mesh.replicate is not None:
+                raise ValueError(
+                    f"rank {rank_of_this_process()}: stream cannot be set when using native HSDP: the all-reduce over "
+                    "replicas has its own"
+                )
+            unit.plan.after, unit.plan.after_lane = hook, stream
+
+    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+        """Whether parameters that got no gradient on this rank count as zeros (NEW-14)."""
+        for unit in _units(self, recurse):
+            unit.layout.reduces_unused = enable
+
+    # --- memory ---
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
+        """Whether forward frees the full parameters, or to how many ranks it reshards them (NEW-05, NEW-06).
+
+        Raises:
+            ValueError: not a bool, nor a number that divides the ranks on the shard axis.
+        """
+        for member in _members(self, recurse):
+            member.reshard_after_forward = reshard_after_forward
+            if member.unit is not None:
+                choose_reshard(member.unit, reshard_after_forward)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether backward frees the full parameters (NEW-06)."""
+        for unit in _units(self, recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward needs this group's parameters; an embedding's, for one, it does not (NEW-11)."""
+        for unit in _units(self, recurse=False):
+            unit.gathers_in_backward = unshard_in_backward
+
+    # --- prefetch ---
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Which groups to gather, in this order, when this module's forward begins (FS2-PREF-03).
+
+        Raises:
+            ValueError: one of them is no ``FSDPModule``.
+        """
+        _check_modules(modules)
+        for unit in _units(self, recurse=False):
+            unit.ahead_in_forward = tuple(_units_of(modules))
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Which groups to gather, in this order, when this module's backward begins (FS2-PREF-04).
+
+        Raises:
+            ValueError: one of them is no ``FSDPModule``.
+        """
+        _check_modules(modules)
+        for unit in _units(self, recurse=False):
+            unit.ahead_in_backward = tuple(_units_of(modules))
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """What the next iteration's gathers wait for, in place of all that was given to the main road (NEW-12)."""
+        _member(self).current_tree().after_optimizer = event
+
+    # --- for special hardware ---
+
+    def set_custom_all_gather(self, comm: Any) -> NoReturn:
+        """Not offered (NEW-18)."""
+        raise _not_offered("set_custom_all_gather", "the gather of engine/collectives.py")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
+        """Not offered (NEW-18)."""
+        raise _not_offered("set_custom_reduce_scatter", "set_all_reduce_hook to look at reduced gradients")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Not offered (NEW-18); switching it off is."""
+        if enable:
+            raise _not_offered("set_allocate_memory_from_process_group_for_comm", "PyTorch's own allocator")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
+        """Not offered (NEW-18)."""
+        raise _not_offered("set_symm_mem_for_comm", "PyTorch's own allocator")
+
+    def set_separate_reduce_scatter_group(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not offered (NEW-18)."""
+        raise _not_offered("set_separate_reduce_scatter_group", "one group; reductions have a lane of their own")
+
+    def set_reduce_scatter_max_input_buffers(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not offered (NEW-18)."""
+        raise _not_offered("set_reduce_scatter_max_input_buffers", "the one reduction in flight that there is")
+
+    # --- what modules are asked by nn.Module itself ---
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """``to``, ``half``, ``to_empty`` and the like act on the shards."""
+        member = _member(self)
+        member.reshard()
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        if member.unit is not None:
+            member.unit.layout.notice_edits()
+        return result
+
+    def _get_fsdp_state(self) -> Member:
+        return _member(self)
+
+
+def choose_reshard(unit: Unit, choice: bool | int) -> None:
+    """Sets what happens to the full parameters after forward.
+
+    Raises:
+        ValueError: a number that does not divide the ranks on the shard axis.
+    """
+    if not isinstance(choice, bool | int):
+        raise ValueError(
+            f"rank {rank_of_this_process()}: reshard_after_forward should be a bool or an int, got {choice!r}"
+        )
+    shard = unit.plan.mesh.shard
+    unit.reshard_after_forward, unit.rests_with = bool(choice), None
+    if isinstance(choice, bool) or shard is None or choice == shard.size:
+        return
+    if choice == 1:
+        unit.reshard_after_forward = False
+        return
+    if choice < 1 or shard.size % choice:
+        raise ValueError(
+            f"rank {rank_of_this_process()}: reshard_after_forward={choice} is not a factor of the "
+            f"{shard.size} ranks on the shard axis; choose a number that divides them, or True or False"
+        )
+    unit.rests_with = Group.of(subgroup_of(shard, choice))
+
+
+def _member(module: Any) -> Member:
+    member = member_of(module)
+    if member is None:
+        raise AssertionError(f"rank {rank_of_this_process()}: No FSDP state found on {type(module).__name__}")
+    return member
+
+
+def _members(module: Any, recurse: bool) -> list[Member]:
+    return [member for _, member in members_in(module)] if recurse else [_member(module)]
+
+
+def _units(module: Any, recurse: bool) -> list[Unit]:
+    return [member.unit for member in _members(module, recurse) if member.unit is not None]
+
+
+def _units_of(modules: Iterable[Any]) -> list[Unit]:
+    return [unit for module in modules for unit in _units(module, recurse=False)]
+
+
+def _check_modules(modules: Iterable[Any]) -> None:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"rank {rank_of_this_process()}: Expects FSDPModule but got {type(module).__name__}; call fully_shard "
+                "on it first"
+            )
+
+
+def _not_offered(what: str, instead: str) -> NotImplementedError:
+    return NotImplementedError(f"rank {rank_of_this_process()}: {what} is not offered by minifsdp; use {instead}")
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Lets another method of ``module`` gather and free as ``forward`` does (NEW-13). No effect on other modules.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    member = member_of(module)
+    if member is None:
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"rank {rank_of_this_process()}: {type(module)} does not have a method {method_name}")
+    method = getattr(module, method_name)
+
+    @functools.wraps(method)
+    def surrounded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = member.before_forward(self, args, kwargs)
+        output = method(*args, **kwargs)
+        return member.after_forward(self, args, output)
+
+    setattr(module, method_name, functools.partial(surrounded, module))
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Lets several roots, stages of a pipeline say, share their lanes (NEW-17). To be called before the first forward.
+
+    Raises:
+        ValueError: one of them is no ``FSDPModule``.
+    """
+    _check_modules(modules)
+    if not modules:
+        return
+    lanes = Lanes(_member(modules[0]).device)
+    for module in modules:
+        _member(module).shared_lanes = lanes
