@@ -234,7 +234,7 @@ class FlatLayout(LendingLayout):
         shown = self._shown
         for dictionary, slot, index in self._places:
             if dictionary.get(slot.name) is not shown[index]:
-                raise rebound(slot)
+                raise rebound(slot, self.name)
 
     def show_unsharded(self) -> None:
         """Makes new views and puts them on the modules."""
@@ -388,7 +388,7 @@ class FlatLayout(LendingLayout):
         if keep_changes and loan.gradients is not None:
             self.owner.overwrite_gradient(loan.gradients[0][piece], loan.gradients[1])
         if exchanged:
-            raise rebound(exchanged[0])
+            raise rebound(exchanged[0], self.name)
 
 
 class _Loan:

@@ -88,6 +88,7 @@ class Cycle:
     Attributes:
         in_backward: a backward of this tree has begun and not ended.
         is_recorded: autograd was on when the outermost of the running forwards began.
+        num_forwards: how many outermost forwards have begun.
         is_last_backward: the end of the next backward is the end of the iteration.
     """
 
@@ -106,6 +107,7 @@ class Cycle:
         self.in_backward = False
         self.is_recorded = False
         self.is_last_backward = True
+        self.num_forwards = 0
         self._lingering: Unit | None = None
         self._spans: dict[Unit, trace.Event] = {}
         for unit in units:
@@ -165,13 +167,24 @@ class Cycle:
 
     def post_forward(self, unit: Unit, inputs: Any, output: Any) -> None:
         """Called right after the unit's module has run."""
-        if unit.phase is Phase.PRE_BACKWARD:
-            return
+        if unit.phase is not Phase.PRE_BACKWARD:
+            self.leave_forward(unit, is_recorded=self.watch_output(unit, inputs, output))
+
+    def watch_output(self, unit: Unit, inputs: Any, output: Any) -> bool:
+        """1. Hooks the output of a module; whether a backward through it is to be expected."""
+        if unit.phase is Phase.PRE_BACKWARD or not torch.is_grad_enabled():
+            return False
+        return self._lay_trip_wires(unit, inputs, output)
+
+    def leave_forward(self, unit: Unit, *, is_recorded: bool) -> None:
+        """The forward of the unit is over, and all of its modules' outputs have been watched."""
         if trace.recorder is not None:
             trace.recorder.finish(self._spans.pop(unit, None))
         unit.phase = Phase.IDLE
-        if torch.is_grad_enabled() and self._lay_trip_wires(unit, inputs, output):
+        if is_recorded:
             unit.awaits_backward = True
+            if unit.counted_in != self.num_forwards:
+                unit.counted_in, unit.num_pending = self.num_forwards, unit.num_pending + 1
             self.schedule.leave(unit)
             if graph_task() != NOT_IN_BACKWARD:
                 # 7. The backward of what was just recomputed comes next.
@@ -193,13 +206,14 @@ class Cycle:
         return not unit.awaits_backward and not self.is_recorded
 
     def _lay_trip_wires(self, unit: Unit, inputs: Any, output: Any) -> bool:
-        """1. Hooks the output; whether a backward through this unit is to be expected."""
         if isinstance(output, torch.Tensor):
             if not output.requires_grad:
                 return False
             _lay_wire(output, unit)
         else:
-            hooked = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            # An input that is handed on says nothing about this unit; its gradient may come when all is over.
+            passed = set() if unit.layout.signals_gradient else {id(tensor) for tensor in tensors_in(inputs)}
+            hooked = [t for t in tensors_in(output) if t.requires_grad and id(t) not in passed]
             for tensor in hooked:
                 _lay_wire(tensor, unit)
             if not hooked:
@@ -311,7 +325,7 @@ class Cycle:
         for unit in self.units:
             if unit.phase is not Phase.IDLE or unit.state is not State.SHARDED:
                 self._close(unit)
-            unit.awaits_backward, unit.num_uses = False, 0
+            unit.awaits_backward, unit.num_uses, unit.num_pending = False, 0, 0
         self.schedule.end_iteration()
         self._lingering = None
         self._spans.clear()
@@ -319,8 +333,9 @@ class Cycle:
 
     def _end_of_partial_backward(self) -> None:
         for unit in self.units:
-            if unit.phase is not Phase.IDLE:
-                unit.phase = Phase.IDLE
+            unit.phase = Phase.IDLE
+            unit.num_pending = max(0, unit.num_pending - 1)
+            unit.awaits_backward = unit.num_pending > 0
         self._spans.clear()
         self.in_backward = False
 
@@ -337,7 +352,7 @@ class Cycle:
         self.reducer.drop()
         for unit in self.units:
             unit.layout.take_gradient(with_unreduced=False)
-            unit.phase, unit.awaits_backward, unit.num_uses = Phase.IDLE, False, 0
+            unit.phase, unit.awaits_backward, unit.num_uses, unit.num_pending = Phase.IDLE, False, 0, 0
             unit.reshard()
             unit.limiter.clear()
         self.schedule.abandon_iteration()

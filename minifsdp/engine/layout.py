@@ -122,19 +122,24 @@ def owned_parameters(
     return found
 
 
-def rebound(slot: Slot) -> RuntimeError:
+def rebound(slot: Slot, unit_name: str) -> RuntimeError:
     """The error for a slot that does not hold what was put there."""
     return RuntimeError(
-        f"rank {rank_of_this_process()}: parameter {slot.path!r} of {type(slot.module).__name__} was removed or "
-        "replaced after sharding, so the unit that owns it can no longer show the gathered values there. Change "
-        "parameters in place inside summon_full_params(), or replace them before wrapping the model"
+        f"rank {rank_of_this_process()}: parameter {_join(unit_name, slot.path)!r} of {type(slot.module).__name__} was "
+        "removed or replaced after sharding, so the unit that owns it can no longer show the gathered values there. "
+        "Change parameters in place inside summon_full_params(), or replace them before wrapping the model"
     )
+
+
+def _join(prefix: str, path: str) -> str:
+    return f"{prefix}.{path}" if prefix else path
 
 
 class Layout(ABC):
     """How the parameters of one unit lie in memory. A layout talks to lanes and collectives, never to autograd hooks.
 
     Attributes:
+        name: full name of the unit's module inside the root, for messages; set by the root.
         device: the compute device.
         dtype: dtype of the unsharded parameters.
         num_bytes: bytes of the unsharded parameters, padding included.
@@ -144,6 +149,7 @@ class Layout(ABC):
         reduces_unused: whether trained parameters that got no gradient take part in a reduction, with zeros.
     """
 
+    name: str = ""
     device: torch.device
     dtype: torch.dtype
     num_bytes: int
@@ -151,6 +157,10 @@ class Layout(ABC):
     parameters: list[OwnedParameter]
     signals_gradient: bool
     reduces_unused: bool = False
+
+    def full_name(self, path: str) -> str:
+        """A parameter's name inside the root."""
+        return _join(self.name, path)
 
     # --- the unsharded tensor ---
 

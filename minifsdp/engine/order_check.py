@@ -47,7 +47,7 @@ class OrderCheck:
         self._device = device
         self._number = {unit: number for number, unit in enumerate(units)}
         self._names = [unit.name for unit in units]
-        self._always = dist.is_initialized() and get_debug_level() is DebugLevel.DETAIL
+        self._always = dist.is_initialized() and get_debug_level() == DebugLevel.DETAIL
         self._agreed: dict[Unit, None] = {}
 
     def check(self, unit: Unit) -> None:

@@ -39,7 +39,9 @@ from torch import nn
 
 from minifsdp.engine import lifetime, misuse
 from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.cut import Cut
 from minifsdp.engine.dtensors import Sharding, piece_of, set_piece
+from minifsdp.engine.extension import ExtendedRow, ExtensionContext, is_extended
 from minifsdp.engine.lanes import Lane, Lanes, Promise
 from minifsdp.engine.layout import Gradient, Layout, OwnedParameter, rebound
 from minifsdp.engine.lifetime import ReleaseEvent
@@ -65,7 +67,9 @@ class _Entry:
 
     __slots__ = ("leaf", "number", "owned", "parameter", "piece", "plain_leaf", "row", "sharding", "unreduced")
 
-    def __init__(self, original: nn.Parameter, owned: OwnedParameter, sharding: Sharding, row: Row, number: int):
+    def __init__(
+        self, original: nn.Parameter, owned: OwnedParameter, sharding: Sharding, row: Row | ExtendedRow, number: int
+    ):
         self.owned, self.sharding, self.row, self.number = owned, sharding, row, number
         self.unreduced: torch.Tensor | None = None
         self.piece = row.pieces[number]
@@ -93,6 +97,7 @@ class PerParameterLayout(Layout):
         unreduced_dtype: dtype in which gradients are kept until they are reduced; ``None`` means their own.
         offload: whether pieces live on the CPU.
         pin: whether pinned, if so.
+        extension_arguments: mesh and policy, for parameters that decide for themselves what is sent.
     """
 
     signals_gradient = False
@@ -108,27 +113,18 @@ class PerParameterLayout(Layout):
         unreduced_dtype: torch.dtype | None = None,
         offload: bool = False,
         pin: bool = True,
+        extension_arguments: tuple[Any, Any] = (None, None),
     ) -> None:
+        self._extension_arguments = extension_arguments
         self.mesh, self.device, self.offloads = mesh, device, offload
         self.parameters = list(parameters.values())
         self._compute_dtype, self._unreduced_dtype = compute_dtype, unreduced_dtype
-        self._rows: list[Row] = []
-        entries: dict[int, _Entry] = {}
-        members: dict[torch.dtype, list[int]] = {}
         originals = list(parameters)
-        for number, original in enumerate(originals):
-            members.setdefault(original.dtype, []).append(number)
-        for dtype, numbers in members.items():
-            row = Row(
-                [shardings[n].cut for n in numbers],
-                [shardings[n].local_of(originals[n]) for n in numbers],
-                mesh.shard_index,
-                mesh.shard,
-                device,
-                dtype=self._compute_dtype_of(dtype),
-                offload=offload,
-                pin=pin,
-            )
+        values = [sharding.local_of(original) for sharding, original in zip(shardings, originals, strict=True)]
+        self._rows: list[Row | ExtendedRow] = []
+        entries: dict[int, _Entry] = {}
+        for numbers in self._sort_by_row(values):
+            row = self._make_row([shardings[n].cut for n in numbers], [values[n] for n in numbers], numbers, pin)
             self._rows.append(row)
             for place, n in enumerate(numbers):
                 entries[n] = _Entry(originals[n], self.parameters[n], shardings[n], row, place)
@@ -146,6 +142,25 @@ class PerParameterLayout(Layout):
         self._gathered_at: object = None
         self._describe()
         self._show(self._sharded)
+
+    def _sort_by_row(self, values: Sequence[torch.Tensor]) -> list[list[int]]:
+        """Numbers of the parameters that lie in one row: those of one dtype; who decides what is sent lies alone."""
+        rows: dict[object, list[int]] = {}
+        for number, value in enumerate(values):
+            key = number if is_extended(value, self.parameters[number].path) else value.dtype
+            rows.setdefault(key, []).append(number)
+        return list(rows.values())
+
+    def _make_row(
+        self, cuts: list[Cut], values: list[torch.Tensor], numbers: list[int], pin: bool
+    ) -> Row | ExtendedRow:
+        index, group, dtype = self.mesh.shard_index, self.mesh.shard, self._compute_dtype_of(values[0].dtype)
+        path = self.parameters[numbers[0]].path
+        if not is_extended(values[0], path):
+            return Row(cuts, values, index, group, self.device, dtype=dtype, offload=self.offloads, pin=pin)
+        mesh, policy = self._extension_arguments
+        context = ExtensionContext(mesh, policy, self.parameters[numbers[0]].slots[0].module)
+        return ExtendedRow(cuts[0], values[0], index, group, self.device, context, dtype=dtype, offload=self.offloads)
 
     def _compute_dtype_of(self, stored: torch.dtype) -> torch.dtype | None:
         return self._compute_dtype if stored.is_floating_point else None
@@ -170,7 +185,7 @@ class PerParameterLayout(Layout):
             RuntimeError: some of them are on the meta device.
         """
         self.notice_edits()
-        without = [entry.owned.path for entry in self._entries if entry.piece.device.type == "meta"]
+        without = [self.full_name(entry.owned.path) for entry in self._entries if entry.piece.device.type == "meta"]
         if without:
             raise RuntimeError(
                 f"rank {rank_of_this_process()}: parameters on the meta device have no values to compute with: "
@@ -181,7 +196,7 @@ class PerParameterLayout(Layout):
     def use_stored_dtype(self, stored: bool) -> None:
         """Changes the dtype of the leaves; to be called while the unit is sharded."""
         for row in self._rows:
-            row.replace(row.pieces, None if stored else self._compute_dtype_of(row.local.dtype))
+            row.replace(row.pieces, None if stored else self._compute_dtype_of(row.pieces[0].dtype))
 
     @property
     def is_trained(self) -> bool:
@@ -201,7 +216,17 @@ class PerParameterLayout(Layout):
         with lanes.gather as lane:
             lane.let_go()
             promises = [promise for row in self._rows if (promise := row.gather(lane)) is not None]
-        return _Arrival(promises, self._rows, lanes.gather)
+        return _Arrival(promises, self, lanes.gather)
+
+    def arrive(self, lane: Lane) -> None:
+        """Sorts what has arrived; called once it has."""
+        for row in self._rows:
+            buffer = row.arrive()
+            if buffer is not None:
+                lane.hold(buffer)
+        if any(entry.plain_leaf is not entry.row.leaves[entry.number] for entry in self._entries):
+            # The first gather of a parameter that makes its own leaf.
+            self._renew_leaves()
 
     def free(self) -> ReleaseEvent | None:
         """Gives the memory of all leaves back."""
@@ -220,8 +245,7 @@ class PerParameterLayout(Layout):
             row.wake()
 
     def _stamp(self) -> object:
-        # Every piece is a view of its row, and views share one version counter.
-        return [(row.local._version, row.local.data_ptr()) for row in self._rows]
+        return [row.stamp() for row in self._rows]
 
     def is_stale(self) -> bool:
         """Whether a shard has been changed since the last gather began."""
@@ -240,7 +264,7 @@ class PerParameterLayout(Layout):
             found, entry = dictionary.get(slot.name), self._entries[index]
             if found is not self._shown[index]:
                 if not isinstance(found, nn.Parameter) or not entry.sharding.fits(found):
-                    raise rebound(slot)
+                    raise rebound(slot, self.name)
                 entry.parameter, is_edited = found, True
             elif piece_of(entry.parameter) is not entry.piece:
                 is_edited = True
@@ -264,8 +288,12 @@ class PerParameterLayout(Layout):
             for entry, piece in zip(entries, row.pieces, strict=True):
                 entry.piece = piece
                 set_piece(entry.parameter, piece)
-                if entry.plain_leaf is not row.leaves[entry.number]:
-                    entry.make_leaf()
+        self._renew_leaves()
+
+    def _renew_leaves(self) -> None:
+        for entry in self._entries:
+            if entry.plain_leaf is not entry.row.leaves[entry.number]:
+                entry.make_leaf()
         shows_sharded = self._shown is self._sharded
         self._describe()
         self._show(self._sharded if shows_sharded else self._leaves)
@@ -369,15 +397,12 @@ class PerParameterLayout(Layout):
 class _Arrival:
     """The promise that all rows of a unit are there, sorted by parameter."""
 
-    __slots__ = ("_lane", "_promises", "_rows")
+    __slots__ = ("_lane", "_layout", "_promises")
 
-    def __init__(self, promises: list[Promise], rows: list[Row], lane: Lane) -> None:
-        self._promises, self._rows, self._lane = promises, rows, lane
+    def __init__(self, promises: list[Promise], layout: PerParameterLayout, lane: Lane) -> None:
+        self._promises, self._layout, self._lane = promises, layout, lane
 
     def wait(self) -> None:
         for promise in self._promises:
             promise.wait()
-        for row in self._rows:
-            buffer = row.arrive()
-            if buffer is not None:
-                self._lane.hold(buffer)
+        self._layout.arrive(self._lane)

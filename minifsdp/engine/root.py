@@ -58,7 +58,6 @@ class Root:
     Attributes:
         after_optimizer: an accelerator's event, recorded after the optimizer step, for the next gathers to wait for
             instead of for all that the main road has been given; used once.
-        num_forwards: how many forwards have begun.
     """
 
     def __init__(
@@ -80,9 +79,8 @@ class Root:
         self._forward_is_open = False
         self.is_dissolved = False
         self.after_optimizer: Any = None
-        self.num_forwards = 0
         for name, unit in units:
-            unit.name = name
+            unit.name = unit.layout.name = name
             unit.is_kept_root = unit is outermost and keeps_outermost
             unit.layout.settle()
             unit.join(self.lanes, self.limiter)
@@ -133,7 +131,7 @@ class Root:
             if unit.state is not State.SHARDED and unit.layout.is_stale():
                 unit.reshard()
         self._forward_is_open = True
-        self.num_forwards += 1
+        self.cycle.num_forwards += 1
         self.cycle.is_recorded = torch.is_grad_enabled()
         return True
 

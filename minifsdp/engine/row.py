@@ -125,7 +125,8 @@ class Row:
         ]
         self._own = _Source(group, local, [cut.chunk_numel for cut in self.cuts])
         self._source = self._own
-        self._copies = any(cut.dim for cut in self.cuts) or len(self.cuts) > 1
+        # What comes from nobody else, or is one parameter, arrives sorted.
+        self._copies = group is not None and (any(cut.dim for cut in self.cuts) or len(self.cuts) > 1)
         self._targets = self._targets_for(self._own)
         self._buffer: torch.Tensor | None = None
         if not self.is_borrowed:
@@ -138,6 +139,11 @@ class Row:
     def group(self) -> Group | None:
         """Who takes part in the next gather."""
         return self._source.group
+
+    def stamp(self) -> object:
+        """Differs from an earlier stamp if values were changed in place, or memory replaced, in between."""
+        # Every piece is a view of the row, and views share one version counter.
+        return (self.local._version, self.local.data_ptr())
 
     # --- gather ---
 

@@ -96,6 +96,8 @@ class Unit(Generic[LayoutT]):
         is_kept_root: it belongs to the outermost module, and stays for the backward that will follow at once.
         on_gradient_of_output: the hook that is laid on each output.
         graph_task: number of the backward in which the gradient of its output arrived.
+        num_pending: outermost forwards in which it was recorded and whose backward has not ended.
+        counted_in: the last of these.
         num_uses: recorded forwards since the last backward, counted where nothing is trained.
     """
 
@@ -105,6 +107,7 @@ class Unit(Generic[LayoutT]):
         "ahead_in_backward",
         "ahead_in_forward",
         "awaits_backward",
+        "counted_in",
         "gathers_in_backward",
         "graph_task",
         "inner",
@@ -114,6 +117,7 @@ class Unit(Generic[LayoutT]):
         "limiter",
         "module",
         "name",
+        "num_pending",
         "num_uses",
         "on_gradient_of_output",
         "phase",
@@ -141,7 +145,7 @@ class Unit(Generic[LayoutT]):
         self.ahead_in_forward: tuple[Unit, ...] | None = None
         self.ahead_in_backward: tuple[Unit, ...] | None = None
         self.inner: frozenset[Unit] = frozenset()
-        self.graph_task, self.num_uses = -1, 0
+        self.graph_task, self.num_uses, self.num_pending, self.counted_in = -1, 0, 0, -1
         self.on_gradient_of_output: Callable[[torch.Tensor], None]
         self.lanes: Lanes
         self.limiter: RateLimiter

@@ -39,6 +39,7 @@ from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.unit import Unit
+from minifsdp.fsdp2.initial import warn_if_different
 from minifsdp.fsdp2.member import Member, member_of
 from minifsdp.fsdp2.module import FSDPModule, choose_reshard
 from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -100,6 +101,10 @@ def fully_shard(  # type: ignore[misc]
             "part of the mesh that is for data parallelism"
         )
     modules = list(module) if isinstance(module, list | tuple) else [module]
+    if wrong := [one for one in modules if not isinstance(one, nn.Module)]:
+        raise TypeError(
+            f"rank {rank_of_this_process()}: fully_shard expects a module or a list of modules, got {wrong[0]!r}"
+        )
     _check_modules(modules)
     mesh = mesh if mesh is not None else _default_mesh()
     table, device = _table(mesh), _device_of(mesh)
@@ -107,6 +112,7 @@ def fully_shard(  # type: ignore[misc]
     owners = _owners(modules)
     parameters = owned_parameters(owners, set(ignored_params or ()))
     _move_to(device, owners, parameters)
+    warn_if_different(parameters, table, device)
     # 2. Values are taken, DTensors are shown.
     unit = None
     if parameters:
@@ -158,6 +164,14 @@ def _table(mesh: DeviceMesh) -> Mesh:
             f"(replicate, shard), got {mesh.ndim}: {mesh}"
         )
     return Mesh.hybrid(shard=Group.of(mesh.get_group(1)), replicate=Group.of(mesh.get_group(0)))
+
+
+def _shard_axis(mesh: DeviceMesh) -> DeviceMesh:
+    if mesh.ndim == 1:
+        return mesh
+    if mesh.mesh_dim_names:
+        return mesh[mesh.mesh_dim_names[-1]]
+    return DeviceMesh.from_group(mesh.get_group(1), mesh.device_type)
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
@@ -220,6 +234,7 @@ def _lay_out(
         unreduced_dtype=mp_policy.reduce_dtype,
         offload=isinstance(offload_policy, CPUOffloadPolicy),
         pin=isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory,
+        extension_arguments=(_shard_axis(mesh), mp_policy),
     )
 
 

@@ -33,6 +33,7 @@ from minifsdp.engine.lanes import Lanes
 from minifsdp.engine.precision import cast_floating, move
 from minifsdp.engine.root import Root
 from minifsdp.engine.unit import Phase, Unit
+from minifsdp.fsdp2.loading import check_before_load
 from minifsdp.fsdp2.options import MixedPrecisionPolicy
 
 __all__ = ["Member", "member_of", "members_in"]
@@ -83,10 +84,14 @@ class Member:
         # 1. Modules of this member that have not been run in the forward that is going on.
         self._waiting: set[nn.Module] = set()
         self._waits_in = 0
+        self._is_recorded = False
+        # Members of the same tree with several modules.
+        self._grouped: list[Member] = []
         for module in modules:
             module.__dict__[ATTRIBUTE] = self
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.after_forward, prepend=False)
+            module.register_forward_hook(self.after_forward, prepend=False, with_kwargs=True)
+            module._register_load_state_dict_pre_hook(check_before_load, with_module=True)
         if unit is not None:
             for module in {slot.module for owned in unit.layout.parameters for slot in owned.slots}:
                 module.register_state_dict_pre_hook(self._before_state_dict)
@@ -117,34 +122,51 @@ class Member:
         """1. Whether another module of this member has run before in this forward, and gathered for all of them."""
         if len(self.modules) == 1 or (self.unit is not None and self.unit.phase is Phase.PRE_BACKWARD):
             return False
-        if self._waiting and self._waits_in == tree.num_forwards:
+        if self._waiting and self._waits_in == tree.cycle.num_forwards:
             return True
-        self._waiting, self._waits_in = set(self.modules), tree.num_forwards
+        self._waiting, self._waits_in = set(self.modules), tree.cycle.num_forwards
         return False
 
-    def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """The hook after. Returns the output as the caller shall see it."""
         tree = self.current_tree()
         if self.policy.output_dtype is not None:
             output = cast_floating(self.policy.output_dtype, output)
-        self._waiting.discard(module)
-        if self._waiting:
-            return output
-        if self.unit is not None:
-            tree.cycle.post_forward(self.unit, args, output)
+        if self.unit is not None and self.unit.phase is not Phase.PRE_BACKWARD:
+            # 1. Each module's output, for nobody knows which of them is the last to run.
+            self._is_recorded |= tree.cycle.watch_output(self.unit, (args, kwargs), output)
+            self._waiting.discard(module)
+            if not self._waiting:
+                self._leave(tree)
         elif self._has_begun:
             tree.cycle.watch(output)
         if self._has_begun:
             self._has_begun = False
+            for member in self._grouped:
+                if member._waiting and member._waits_in == tree.cycle.num_forwards:
+                    # Some of its modules have not been called in this forward.
+                    member._leave(tree)
             tree.end_forward()
         return output
 
+    def _leave(self, tree: Root) -> None:
+        self._waiting.clear()
+        is_recorded, self._is_recorded = self._is_recorded, False
+        assert self.unit is not None
+        tree.cycle.leave_forward(self.unit, is_recorded=is_recorded)
+
     def break_off(self) -> None:
         """Brings the tree back to where an iteration may begin, after an exception."""
-        self._has_begun = False
+        self._has_begun = self._is_recorded = False
         self._waiting.clear()
         if self.tree is not None:
             self.tree.fail_forward()
+
+    def drop_gradients(self) -> None:
+        """Forgets gradients of this iteration that have not been reduced, or not over all replicas."""
+        for unit in self.current_tree().units:
+            unit.layout.take_gradient(with_unreduced=True)
+            unit.plan.partial = None
 
     # --- the tree ---
 
@@ -175,8 +197,9 @@ class Member:
             keeps_outermost=False,
             lanes=self.shared_lanes,
         )
+        grouped = [member for member in found if len(member.modules) > 1]
         for member in found:
-            member.tree = tree
+            member.tree, member._grouped = tree, grouped
             if member.unit is not None and member.policy.reduce_dtype is None:
                 # The model may have been converted since.
                 member.unit.plan.dtype = member.unit.layout.dtype

@@ -91,6 +91,8 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """Ends an iteration that was broken off by an exception (NEW-15). To be called on the root.
 
+        Gradients that wait for their reduction are lost.
+
         Raises:
             RuntimeError: the module is not the root of its tree.
         """
@@ -101,6 +103,7 @@ class FSDPModule:
                 "the root FSDP module, not on one inside it"
             )
         member.break_off()
+        member.drop_gradients()
 
     # --- reduction ---
 
@@ -154,10 +157,10 @@ class FSDPModule:
                 )
             unit.plan.after, unit.plan.after_lane = hook, stream
 
-    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether parameters that got no gradient on this rank count as zeros (NEW-14)."""
         for unit in _units(self, recurse):
-            unit.layout.reduces_unused = enable
+            unit.layout.reduces_unused = reduce_scatter_unused_params
 
     # --- memory ---
 
@@ -197,12 +200,14 @@ class FSDPModule:
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Which groups to gather, in this order, when this module's backward begins (FS2-PREF-04).
 
+        An empty list brings the default back: the group whose forward ended before this one's.
+
         Raises:
             ValueError: one of them is no ``FSDPModule``.
         """
         _check_modules(modules)
         for unit in _units(self, recurse=False):
-            unit.ahead_in_backward = tuple(_units_of(modules))
+            unit.ahead_in_backward = tuple(_units_of(modules)) or None
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """What the next iteration's gathers wait for, in place of all that was given to the main road (NEW-12)."""
@@ -227,11 +232,11 @@ class FSDPModule:
         """Not offered (NEW-18)."""
         raise _not_offered("set_symm_mem_for_comm", "PyTorch's own allocator")
 
-    def set_separate_reduce_scatter_group(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> NoReturn:
         """Not offered (NEW-18)."""
         raise _not_offered("set_separate_reduce_scatter_group", "one group; reductions have a lane of their own")
 
-    def set_reduce_scatter_max_input_buffers(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> NoReturn:
         """Not offered (NEW-18)."""
         raise _not_offered("set_reduce_scatter_max_input_buffers", "the one reduction in flight that there is")
 
@@ -324,7 +329,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     def surrounded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = member.before_forward(self, args, kwargs)
         output = method(*args, **kwargs)
-        return member.after_forward(self, args, output)
+        return member.after_forward(self, args, kwargs, output)
 
     setattr(module, method_name, functools.partial(surrounded, module))
 

@@ -1,0 +1,57 @@
+"""Where do my initial weights come from? From each rank: nobody sends anything at the beginning.
+
+Every rank cuts its own rows out of its own weights. If the ranks were seeded differently, or only one of them has read
+a checkpoint, the whole is a patchwork of several models. It trains, and badly, and no shape is wrong.
+
+With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` the ranks compare a checksum of each parameter before it is cut, and a warning
+names those that differ. To make them equal, load them on rank 0 and send them, ``set_model_state_dict`` with
+``StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)``, or seed all ranks equally before building.
+
+*In torch:* no check.
+
+Spec: NEW-20.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import nn
+from torch._C._distributed_c10d import DebugLevel, get_debug_level
+
+from minifsdp.engine import collectives
+from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.layout import OwnedParameter
+from minifsdp.engine.mesh import Mesh
+
+__all__ = ["warn_if_different"]
+
+
+def warn_if_different(parameters: dict[nn.Parameter, OwnedParameter], table: Mesh, device: torch.device) -> None:
+    """While debugging, warns of parameters whose values differ between ranks. Every rank of the mesh must call it."""
+    real = {p: owned.path for p, owned in parameters.items() if p.device.type != "meta" and p.is_floating_point()}
+    if get_debug_level() != DebugLevel.DETAIL or not real:
+        return
+    # A sum alone would not see two values exchanged, so each is weighted by its place.
+    sums = [_checksum(parameter.detach()) for parameter in real]
+    mine = torch.tensor(sums, dtype=torch.float64, device=device)
+    different = torch.zeros(len(sums), dtype=torch.bool, device=device)
+    for group in (table.shard, table.replicate):
+        if group is not None:
+            everybody = mine.new_empty(group.size * len(sums))
+            collectives.gather(group, everybody, mine).wait()
+            different |= (everybody.view(group.size, -1) != mine).any(dim=0)
+    names = [path for path, differs in zip(real.values(), different.tolist(), strict=True) if differs]
+    if names:
+        warnings.warn(
+            f"rank {rank_of_this_process()}: initial values of {names} differ between ranks, so the sharded model is a "
+            "patchwork of several. Seed all ranks equally, or send rank 0's values by set_model_state_dict with "
+            "StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)",
+            stacklevel=3,
+        )
+
+
+def _checksum(values: torch.Tensor) -> float:
+    row = values.reshape(-1).to(torch.float64)
+    return float(torch.dot(row, torch.arange(1, row.numel() + 1, dtype=torch.float64, device=row.device)))

@@ -1,0 +1,120 @@
+"""Built on the meta device, sharded over two axes, saved as a distributed checkpoint, and resumed from it."""
+
+import json
+import os
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Regressor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(5, 9)
+        self.body = nn.ModuleList(checkpoint_wrapper(Residual(9)) for _ in range(3))
+        self.leave = nn.Linear(9, 1)
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in self.body:
+            x = block(x)
+        return self.leave(x).squeeze(-1)
+
+
+class Training(Stateful):
+    """What is saved: model and optimizer, through torch's state-dict functions."""
+
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self):
+        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        return {"model": model_state, "optimizer": optimizer_state}
+
+    def load_state_dict(self, state):
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def build(mesh, kind):
+    with torch.device("meta"):
+        model = Regressor()
+    for block in model.body:
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device=kind)
+    return model
+
+
+def initialise(model):
+    """Rank 0 draws the values, everybody gets a share."""
+    values = {}
+    if dist.get_rank() == 0:
+        torch.manual_seed(3)
+        values = {name: 0.3 * torch.randn(p.shape) for name, p in Regressor().named_parameters()}
+        values = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in values.items()}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, values, options=options)
+
+
+def train(model, optimizer, steps, kind):
+    losses = []
+    for step in steps:
+        dice = torch.Generator().manual_seed(31 * step + dist.get_rank())
+        x = torch.randn(6, 5, generator=dice).to(kind)
+        loss = (model(x) - x.sum(1).sin()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / dist.get_world_size())
+    return losses
+
+
+def main():
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    mesh = init_device_mesh(kind, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    folder = os.path.join(os.environ.get("CHECKPOINTS", "."), "regressor")
+
+    model = build(mesh, kind)
+    initialise(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = train(model, optimizer, range(3), kind)
+    dcp.save({"training": Training(model, optimizer)}, checkpoint_id=folder)
+    uninterrupted = train(model, optimizer, range(3, 6), kind)
+
+    again = build(mesh, kind)
+    optimizer = torch.optim.Adam(again.parameters(), lr=1e-2)
+    dcp.load({"training": Training(again, optimizer)}, checkpoint_id=folder)
+    resumed = train(again, optimizer, range(3, 6), kind)
+    moments = sum(state["exp_avg_sq"].full_tensor().sum().item() for state in optimizer.state.values())
+    if dist.get_rank() == 0:
+        results = {"losses": losses, "uninterrupted": uninterrupted, "resumed": resumed, "moments": moments}
+        print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

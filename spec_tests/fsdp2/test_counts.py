@@ -1,0 +1,180 @@
+"""Who comes when, as whole lists, and how many collectives a step takes.
+
+Four equal blocks 0 to 3 and a root R with parameters of its own. ``B`` is the moment when the gradient of a block's
+output arrives. The bar stands between forward and backward, and ``keepR`` before it says that the root stays gathered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+
+from minifsdp import trace
+from spec_tests.fsdp2.four_blocks import (
+    Wire,
+    batch,
+    grid_mesh,
+    iterate,
+    recorded_iteration,
+    said,
+    sharded,
+    wide,
+)
+from spec_tests.fsdp2.subject import fully_shard
+from spec_tests.harness import device, ranks
+from spec_tests.menagerie import ANIMALS
+from spec_tests.oracles import Recipe, count_collectives, forward_backward, shard_fsdp2
+
+FORWARD = "AGR AG0 F0 FREE0 AG1 F1 FREE1 AG2 F2 FREE2 AG3 F3 FREE3"
+BACKWARD = "AG3 B3 AG2 FREE3 RS3 B2 AG1 FREE2 RS2 B1 AG0 FREE1 RS1 B0 FREE0 RS0 FREER RSR"
+KEPT_FORWARD = "AGR AG0 F0 AG1 F1 AG2 F2 AG3 F3 keepR"
+KEPT_BACKWARD = "B3 FREE3 RS3 B2 FREE2 RS2 B1 FREE1 RS1 B0 FREE0 RS0 FREER RSR"
+WHOLE = {
+    None: f"{FORWARD} keepR | {BACKWARD}",
+    True: f"{FORWARD} FREER | AGR {BACKWARD}",
+    False: f"{KEPT_FORWARD} | {KEPT_BACKWARD}",
+}
+
+
+# --- whole iterations ---
+
+
+@pytest.mark.spec("FS2-09", "FS2-17", "FS2-21", "FS2-PREF-01", "FS2-PREF-02", "FS2-26")
+@pytest.mark.parametrize("reshard_after_forward", WHOLE)
+@ranks(2)
+def test_the_whole_iteration(reshard_after_forward: bool | None) -> None:
+    model = sharded(reshard_after_forward=reshard_after_forward)
+    for step in range(3):
+        assert recorded_iteration(model, step) == WHOLE[reshard_after_forward]
+
+
+# A stream can wait for another stream, so with streams the all-reduce follows its reduce-scatter at once. A thread
+# would have to stop for that, so without them it may be issued when the next unit's reduce-scatter is on its way.
+GRID_BACKWARD = "AG3 B3 AG2 FREE3 RS3 AR3 B2 AG1 FREE2 RS2 AR2 B1 AG0 FREE1 RS1 AR1 B0 FREE0 RS0 AR0 FREER RSR ARR"
+
+
+@pytest.mark.spec("FS2-18")
+@ranks(4)
+def test_the_whole_iteration_on_two_times_two() -> None:
+    model = sharded(mesh=grid_mesh())
+    for step in range(2):
+        words = recorded_iteration(model, step).split()
+        reductions = [word for word in words if word.startswith("AR") and word != "AR"]
+        assert [word for word in words if word not in reductions] == WHOLE[None].split()
+        assert reductions == ["AR3", "AR2", "AR1", "AR0", "ARR"]
+        if device().type == "cuda":
+            assert " ".join(words) == f"{FORWARD} keepR | {GRID_BACKWARD}"
+        for word in reductions:
+            assert words.index(word) > words.index(word.replace("AR", "RS"))
+
+
+@pytest.mark.spec("FS2-SYNC-01", "MIG-16")
+@ranks(2)
+def test_without_gradient_sync_all_is_as_ever_but_for_the_reductions() -> None:
+    model = sharded()
+    silent = " ".join(word for word in WHOLE[None].split() if not word.startswith("RS"))
+    model.set_requires_gradient_sync(False)
+    for step in range(2):
+        assert recorded_iteration(model, step) == silent
+    model.set_requires_gradient_sync(True)
+    assert recorded_iteration(model, 2) == WHOLE[None]
+
+
+@pytest.mark.spec("FS2-17", "FS2-21")
+@pytest.mark.parametrize("reshard_after_forward", WHOLE)
+@ranks(2)
+def test_the_whole_of_an_evaluation(reshard_after_forward: bool | None) -> None:
+    model = sharded(reshard_after_forward=reshard_after_forward).eval()
+    first = WHOLE[reshard_after_forward].split(" |")[0].replace(" keepR", "")
+    kept = {None: {"AGR"}, True: set(), False: {"AGR", "AG0", "AG1", "AG2", "AG3"}}[reshard_after_forward]
+    again = " ".join(word for word in first.split() if word not in kept)
+    for expected in (first, again, again):
+        with trace.record() as recorder, torch.no_grad():
+            model(batch())
+        assert said(recorder.events) == expected
+
+
+@pytest.mark.spec("FS2-09", "FS2-13", "FS2-17")
+@pytest.mark.parametrize("reshard_after_forward", WHOLE)
+@ranks(2)
+def test_the_collectives_are_those_of_torch_in_the_same_order(reshard_after_forward: bool | None) -> None:
+    ours, theirs = wide(), wide()
+    sharded(ours, reshard_after_forward=reshard_after_forward)
+    for module in (*theirs.blocks, theirs):
+        torch_fsdp.fully_shard(module, reshard_after_forward=reshard_after_forward)
+    for step in range(2):
+        with Wire() as wire_of_ours:
+            iterate(ours, step)
+        with Wire() as wire_of_theirs:
+            iterate(theirs, step)
+        assert wire_of_ours.values == wire_of_theirs.values
+
+
+# --- counts: all-gathers and reduce-scatters of a step of three blocks ---
+
+COUNTS = {
+    "blocks": (6, 3),
+    "called_twice": (12, 3),
+    "several_forwards": (11, 3),
+    "checkpoint_inside": (6, 3),
+    "checkpoint_inside_reentrant": (6, 3),
+    "checkpoint_outside": (6, 3),
+    "checkpoint_outside_reentrant": (6, 3),
+}
+
+
+def usual_step(library: Any, name: str, **options: Any) -> tuple[int, int]:
+    """All-gathers and reduce-scatters of a step, after others in which every unit was used."""
+    model, recipe = shard_fsdp2(library, ANIMALS[name], **options), Recipe()
+    for step in (0, 1):
+        forward_backward(model, ANIMALS[name], recipe, dist.get_rank(), step)
+    with count_collectives() as counts:
+        forward_backward(model, ANIMALS[name], recipe, dist.get_rank(), 1)
+    return counts.gathers_and_reductions
+
+
+@pytest.mark.spec("FS2-17", "PAR-07")
+@pytest.mark.parametrize("name", COUNTS)
+@ranks(2)
+def test_a_step_of_three_blocks_takes_so_many_collectives(name: str) -> None:
+    assert usual_step(fully_shard, name) == COUNTS[name]
+
+
+COMPARED = [name for name in ANIMALS if name not in ("one_sided", "writes_input")]
+
+
+@pytest.mark.spec("FS2-17", "PAR-03")
+@pytest.mark.parametrize("name", COMPARED)
+@ranks(2)
+def test_no_animal_takes_more_collectives_than_in_torch(name: str) -> None:
+    ours, theirs = usual_step(fully_shard, name), usual_step(torch_fsdp.fully_shard, name)
+    assert ours[0] <= theirs[0], "gathers"
+    assert ours[1] == theirs[1], "reductions"
+
+
+@pytest.mark.spec("FS2-17")
+@pytest.mark.parametrize("name", ["blocks", "mlp", "nested"])
+@ranks(2)
+def test_without_resharding_each_unit_is_gathered_once(name: str) -> None:
+    gathers, reductions = usual_step(fully_shard, name, reshard_after_forward=False)
+    assert gathers == reductions
+
+
+@pytest.mark.spec("PAR-07")
+@pytest.mark.parametrize("name", ["checkpoint_inside", "checkpoint_outside", "checkpoint_outside_reentrant"])
+@ranks(2)
+def test_a_recomputation_finds_its_parameters_gathered(name: str) -> None:
+    animal = ANIMALS[name]
+    model = shard_fsdp2(fully_shard, animal)
+    seen: list[int] = []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda module, _: seen.append(module.weight.untyped_storage().nbytes()))
+    forward_backward(model, animal, Recipe(), dist.get_rank(), 0)
+    num_linears = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
+    assert len(seen) == 2 * num_linears, "each runs once in forward and once more in backward"
+    assert all(size >= 8 * 16 * 4 for size in seen)

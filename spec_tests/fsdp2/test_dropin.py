@@ -1,0 +1,77 @@
+"""Whole programs, as users write them, run with torch's ``fully_shard`` and with ours.
+
+The programs are in ``dropin/``. Each is written for ``torch.distributed.fsdp`` and knows nothing of this library; here
+its text is run twice in the same ranks, the second time with another module's name in its import lines and with nothing
+else changed. What the two runs print is compared: on two ranks to the last bit, in bfloat16 as in float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import pathlib
+import re
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from spec_tests.fsdp2.subject import library
+from spec_tests.harness import ranks
+
+PROGRAMS = pathlib.Path(__file__).parent / "dropin"
+IMPORT_LINE = re.compile(r"^from torch\.distributed\.fsdp import ", re.MULTILINE)
+# They only look for DTensor's generators, which they do not use.
+QUIET = pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support:UserWarning")
+
+
+@contextlib.contextmanager
+def a_folder() -> Iterator[str]:
+    """One folder, which all ranks see."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
+        name = [own]
+        dist.broadcast_object_list(name)
+        yield name[0]
+        dist.barrier()
+
+
+def run(program: str, library_name: str) -> Any:
+    """What the program prints on rank 0; ``None`` on the other ranks."""
+    text = (PROGRAMS / f"{program}.py").read_text()
+    changed = IMPORT_LINE.sub(f"from {library_name} import ", text)
+    assert changed.count(f"from {library_name} import ") == 1
+    written = io.StringIO()
+    with a_folder() as folder, pytest.MonkeyPatch.context() as environment, contextlib.redirect_stdout(written):
+        environment.setenv("CHECKPOINTS", folder)
+        namespace: dict[str, Any] = {"__name__": f"{program} with {library_name}"}
+        exec(compile(changed, f"{program}.py", "exec"), namespace)
+        namespace["main"]()
+    return json.loads(written.getvalue()) if written.getvalue() else None
+
+
+def both(program: str) -> tuple[Any, Any]:
+    return run(program, library.__name__), run(program, "torch.distributed.fsdp")
+
+
+@pytest.mark.spec("MIG-21", "PAR-03", "FS2-SYNC-01", "FS2-PREF-03", "FS2-OPT-03", "FS2-MP-06")
+@pytest.mark.parametrize("program", ["language_model", "adapters"])
+@ranks(2)
+def test_a_program_for_torch_prints_the_same_numbers(program: str) -> None:
+    ours, theirs = both(program)
+    assert ours == theirs
+    if dist.get_rank() == 0:
+        assert len(set(ours["losses"])) == len(ours["losses"]), "it does train"
+
+
+@pytest.mark.spec("MIG-21", "PAR-03", "FS2-18", "FS2-META-02", "FS2-SD-06", "FS2-SD-11", "PAR-07")
+@ranks(4)
+def test_a_program_that_resumes_on_a_grid_prints_the_same_numbers() -> None:
+    ours, theirs = both("resumed_on_a_grid")
+    if dist.get_rank() == 0:
+        assert ours["resumed"] == ours["uninterrupted"]
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert ours[name] == pytest.approx(value, rel=1e-5), name

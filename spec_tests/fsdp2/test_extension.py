@@ -1,0 +1,190 @@
+"""Tensor subclasses that decide what is sent when a parameter is gathered. The example is ``int8_shards.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from spec_tests.fsdp2.four_blocks import WIDTH, batch, full_gradients, iterate, seeded, sharded
+from spec_tests.fsdp2.int8_shards import FromHalf, Holds, Int8Shards, Plain, extended
+from spec_tests.fsdp2.subject import MixedPrecisionPolicy, fully_shard
+from spec_tests.harness import device, ranks
+from spec_tests.oracles import count_collectives
+
+
+def layer_of(kind: type[Holds], rows: int = 4) -> Any:
+    return fully_shard(extended(seeded(lambda: nn.Linear(WIDTH, rows, bias=False)), kind))
+
+
+def quantised(values: Tensor) -> Tensor:
+    scale = values.abs().max() / 127
+    return (values / scale).round() * scale
+
+
+# --- what is sent, and what is computed with ---
+
+
+@pytest.mark.spec("FS2-EXT-01")
+@ranks(2)
+def test_the_shard_keeps_its_class_and_its_full_precision() -> None:
+    layer = layer_of(Int8Shards)
+    plain = seeded(lambda: nn.Linear(WIDTH, 4, bias=False))
+    assert isinstance(layer.weight, DTensor)
+    assert isinstance(layer.weight.to_local(), Int8Shards)
+    assert torch.equal(layer.weight.to_local().inner, plain.weight.chunk(2)[dist.get_rank()])
+
+
+@pytest.mark.spec("FS2-EXT-01")
+@ranks(2)
+def test_a_layer_computes_with_what_was_rebuilt_from_eight_bits() -> None:
+    layer = layer_of(Int8Shards)
+    plain = seeded(lambda: nn.Linear(WIDTH, 4, bias=False))
+    with torch.no_grad():
+        plain.weight.copy_(torch.cat([quantised(piece) for piece in plain.weight.chunk(2)]))
+    for step in range(2):
+        torch.testing.assert_close(layer(batch(step)), plain(batch(step)))
+    layer.unshard()
+    assert type(layer.weight.data) is Tensor
+    torch.testing.assert_close(layer.weight.detach(), plain.weight.detach())
+
+
+@pytest.mark.spec("FS2-EXT-01")
+@ranks(2)
+def test_a_quarter_of_the_bytes_is_sent() -> None:
+    num_bytes = {}
+    for kind in (Plain, Int8Shards):
+        layer = layer_of(kind)
+        layer(batch())
+        layer.reshard()
+        with count_collectives() as counts:
+            layer(batch())
+        num_bytes[kind] = counts.num_bytes["all_gather"]
+    num_elements = 4 * WIDTH
+    assert num_bytes[Plain] == num_elements * 4
+    assert num_bytes[Int8Shards] == num_elements * 1 + 2 * 4, "and one scale for each of two ranks"
+
+
+@pytest.mark.spec("FS2-EXT-01")
+@ranks(2)
+def test_the_gradient_is_that_of_the_rebuilt_weight() -> None:
+    layer = layer_of(Int8Shards)
+    x = batch()
+    layer(x).sum().backward()
+    assert isinstance(layer.weight.grad, DTensor)
+    gradient = layer.weight.grad.to_local()
+    expected = sum(batch(0, rank).sum(0) for rank in range(2)) / 2
+    expected = expected.expand(4, WIDTH).chunk(2)[dist.get_rank()]
+    torch.testing.assert_close(gradient.inner if isinstance(gradient, Holds) else gradient, expected)
+
+
+@pytest.mark.spec("FS2-EXT-01", "FS2-EXT-02")
+@ranks(2)
+def test_eight_bits_learn_almost_like_thirty_two() -> None:
+    losses = {}
+    for kind in (None, Int8Shards):
+        model = seeded() if kind is None else extended(seeded(), kind)
+        sharded(model)
+        losses[kind] = []
+        for step in range(8):
+            losses[kind].append(iterate(model, step % 2))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    mine, gradient = (local(t) for t in (parameter, parameter.grad))
+                    mine.sub_(gradient, alpha=0.1)
+            model.zero_grad()
+    assert losses[Int8Shards] != losses[None], "it does make a difference"
+    torch.testing.assert_close(losses[Int8Shards], losses[None], rtol=0.1, atol=0.01)
+    assert losses[Int8Shards][-1] < losses[Int8Shards][1]
+
+
+def local(tensor: Any) -> Tensor:
+    mine = tensor.to_local()
+    return mine.inner if isinstance(mine, Holds) else mine
+
+
+# --- the two methods ---
+
+
+class Notes(Plain):
+    """Writes down what it is given."""
+
+    given: list[Any] = []
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        Notes.given.append(("before", mesh, outer_size, outer_stride, module, mp_policy))
+        return (self.inner,), "metadata"
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        Notes.given.append(("after", [t.shape for t in gathered], metadata, param_dtype, out is None))
+        return super().fsdp_post_all_gather(gathered, metadata, param_dtype, out=out)
+
+
+@pytest.mark.spec("FS2-EXT-02")
+@ranks(2)
+def test_the_methods_are_given_the_whole_shape_the_module_and_the_policy() -> None:
+    Notes.given.clear()
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    layer = fully_shard(extended(seeded(lambda: nn.Linear(WIDTH, 4, bias=False)), Notes), mp_policy=policy)
+    layer(batch())
+    layer.reshard()
+    layer(batch())
+    first, second, third, fourth = Notes.given
+    word, mesh, size, stride, module, given_policy = first
+    assert (word, size, stride) == ("before", (4, WIDTH), (WIDTH, 1))
+    assert module is layer
+    assert given_policy == policy
+    assert mesh.size() == 2
+    assert second == ("after", [(4, WIDTH)], "metadata", torch.float32, True)
+    assert third[0] == "before"
+    assert fourth == ("after", [(4, WIDTH)], "metadata", torch.float32, False), "the second time there is a tensor"
+
+
+@pytest.mark.spec("FS2-EXT-02")
+@ranks(2)
+def test_the_rebuilt_tensor_is_freed_with_the_rest_and_gathered_again() -> None:
+    layer = layer_of(Int8Shards)
+    layer.unshard()
+    storage = layer.weight.untyped_storage()
+    assert storage.nbytes() == 4 * WIDTH * 4
+    layer.reshard()
+    assert storage.nbytes() == 0
+    layer(batch()).sum().backward()
+    assert storage.nbytes() == 0
+
+
+@pytest.mark.spec("FS2-EXT-03")
+@ranks(2)
+def test_one_method_without_the_other_is_refused() -> None:
+    with pytest.raises((RuntimeError, TypeError, AttributeError, AssertionError), match="fsdp_post_all_gather"):
+        layer = layer_of(FromHalf)
+        layer(batch())
+
+
+# --- the identity ---
+
+
+@pytest.mark.spec("FS2-EXT-04")
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+@ranks(2)
+def test_an_extension_that_changes_nothing_changes_no_bit(reshard_after_forward: bool | None) -> None:
+    model = sharded(extended(seeded(), Plain), reshard_after_forward=reshard_after_forward)
+    usual = sharded(reshard_after_forward=reshard_after_forward)
+    for step in range(3):
+        assert iterate(model, step) == iterate(usual, step)
+        for (name, mine), other in zip(model.named_parameters(), usual.parameters(), strict=True):
+            assert torch.equal(local(mine.grad), local(other.grad)), name
+        with torch.no_grad():
+            for parameter in (*model.parameters(), *usual.parameters()):
+                local(parameter).sub_(local(parameter.grad), alpha=0.1)
+                parameter.grad = None
+    assert {p.device.type for p in model.parameters()} == {device().type}
+    assert full_gradients(usual) == {}

@@ -1,0 +1,733 @@
+"""What ``fully_shard`` makes of a module: its class, its parameters, its moments.
+
+Most tests look at two ranks and the model of ``four_blocks.py``. What is said of a whole iteration is in
+``test_counts.py``, what is said of numbers in ``test_parity.py``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import minifsdp
+from minifsdp import trace
+from spec_tests.fsdp2.four_blocks import (
+    WIDTH,
+    Stack,
+    Wire,
+    assert_same,
+    batch,
+    full_gradients,
+    full_values,
+    grid_mesh,
+    iterate,
+    line_mesh,
+    loss_of,
+    mean_gradients,
+    named,
+    of_unit,
+    seeded,
+    sharded,
+    wide,
+)
+from spec_tests.fsdp2.subject import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+    fully_shard,
+)
+from spec_tests.harness import device, ranks
+
+
+def linear(rows: int, columns: int, bias: bool = False) -> nn.Linear:
+    return seeded(lambda: nn.Linear(columns, rows, bias=bias))
+
+
+def own_types(module: nn.Module) -> set[type]:
+    """The types of the parameters that belong to the unit of ``module``, in a `Stack` or in one of its blocks."""
+    if isinstance(module, Stack):
+        return {type(p.data) for part in (module.enter, module.leave) for p in part.parameters()}
+    return {type(p.data) for p in module.parameters()}
+
+
+SHARDED, GATHERED = {DTensor}, {Tensor}
+
+
+# --- the function and the class ---
+
+
+@pytest.mark.spec("FS2-01")
+@ranks(2)
+def test_it_works_in_place_and_returns_the_same_module() -> None:
+    model = seeded()
+    before = dict(model.named_modules())
+    assert fully_shard(model.blocks[0]) is model.blocks[0]
+    assert fully_shard(model) is model
+    assert dict(model.named_modules()) == before
+
+
+@pytest.mark.spec("FS2-01")
+@pytest.mark.pure
+def test_its_arguments_are_keywords_with_these_defaults() -> None:
+    parameters = inspect.signature(fully_shard).parameters
+    assert parameters["module"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    defaults = {
+        "mesh": None,
+        "reshard_after_forward": None,
+        "shard_placement_fn": None,
+        "mp_policy": MixedPrecisionPolicy(),
+        "offload_policy": OffloadPolicy(),
+        "ignored_params": None,
+    }
+    assert {name: parameters[name].default for name in defaults} == defaults
+    assert {parameters[name].kind for name in defaults} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+@pytest.mark.spec("FS2-02")
+@ranks(2)
+def test_the_module_is_of_its_own_class_and_an_fsdp_module() -> None:
+    model = sharded()
+    assert isinstance(model, Stack)
+    assert isinstance(model, FSDPModule)
+    assert type(model).__name__ == "FSDPStack"
+    assert type(model.blocks[0]).__name__ == "FSDPBlock"
+    assert type(model.blocks[0]) is type(model.blocks[1])
+    assert not isinstance(model.enter, FSDPModule)
+    assert type(seeded()) is Stack, "the class itself is as it was"
+
+
+@pytest.mark.spec("FS2-02", "FS2-03")
+@ranks(2)
+def test_a_slice_of_a_sharded_container_is_a_plain_container() -> None:
+    model = fully_shard(nn.Sequential(*(linear(4, 4) for _ in range(3))))
+    part = model[:2]
+    assert type(part) is nn.Sequential
+    assert list(part) == [model[0], model[1]]
+
+
+@pytest.mark.spec("FS2-03")
+@ranks(2)
+def test_printing_shows_the_new_classes_and_no_other_layer() -> None:
+    plain, model = seeded(), sharded()
+    expected = str(plain).replace("Stack(", "FSDPStack(").replace("Block(", "FSDPBlock(")
+    assert str(model) == expected
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert list(model.state_dict()) == list(plain.state_dict())
+
+
+# --- the parameters ---
+
+
+@pytest.mark.spec("FS2-04", "FS2-16")
+@ranks(2)
+def test_parameters_become_dtensors_over_all_ranks_with_their_global_shapes() -> None:
+    plain, model = seeded(), sharded()
+    shapes = {name: parameter.shape for name, parameter in plain.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, nn.Parameter)
+        assert isinstance(parameter, DTensor)
+        assert parameter.placements == (Shard(0),)
+        assert parameter.shape == shapes[name]
+        assert parameter.device_mesh.ndim == 1
+        assert parameter.device_mesh.size() == dist.get_world_size()
+        assert parameter.device_mesh.device_type == device().type
+        assert parameter.requires_grad
+        assert parameter.is_leaf
+
+
+@pytest.mark.spec("FS2-05")
+@ranks(2)
+def test_two_rows_on_two_ranks_are_one_row_each() -> None:
+    layer = linear(2, 4)
+    weight = layer.weight.detach().clone()
+    fully_shard(layer)
+    assert torch.equal(layer.weight.to_local(), weight[dist.get_rank() : dist.get_rank() + 1])
+
+
+@pytest.mark.spec("FS2-05", "FS2-06")
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 9])
+@ranks(4)
+def test_rows_are_cut_like_chunk_and_the_last_ranks_may_get_none(rows: int) -> None:
+    layer = linear(rows, 3)
+    weight = layer.weight.detach().clone()
+    fully_shard(layer)
+    chunks = weight.chunk(4)
+    mine = chunks[dist.get_rank()] if dist.get_rank() < len(chunks) else weight[:0]
+    assert layer.weight.shape == (rows, 3)
+    assert layer.weight.to_local().shape == mine.shape
+    assert torch.equal(layer.weight.to_local(), mine)
+
+
+@pytest.mark.spec("FS2-06", "FS2-07", "FS2-13")
+@pytest.mark.parametrize("rows", [1, 3])
+@ranks(2)
+def test_an_uneven_layer_trains_like_a_whole_one(rows: int) -> None:
+    layer, plain = fully_shard(linear(rows, 4, bias=True)), linear(rows, 4, bias=True)
+    optimizer, oracle = (torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9) for m in (layer, plain))
+    for step in range(3):
+        expected = mean_gradients_of(plain, step, width=4)
+        loss_of(layer(batch(step, width=4))).backward()
+        assert_same(full_gradients(layer), expected)
+        for name, parameter in plain.named_parameters():
+            parameter.grad = expected[name]
+        for one in (optimizer, oracle):
+            one.step()
+            one.zero_grad()
+    assert_same(full_values(layer), named(plain))
+
+
+def mean_gradients_of(plain: nn.Module, step: int, width: int) -> dict[str, Tensor]:
+    gradients = []
+    for rank in range(dist.get_world_size()):
+        plain.zero_grad()
+        loss_of(plain(batch(step, rank, width))).backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in plain.named_parameters()})
+    plain.zero_grad()
+    return {name: sum(of_rank[name] for of_rank in gradients) / len(gradients) for name in gradients[0]}
+
+
+@pytest.mark.spec("FS2-07")
+@ranks(2)
+def test_full_tensor_is_the_plain_value_on_every_rank() -> None:
+    plain, model = named(seeded()), sharded()
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor()
+        assert type(whole) is Tensor
+        assert torch.equal(whole, plain[name])
+
+
+@pytest.mark.spec("FS2-08", "NEW-16")
+@ranks(2)
+def test_a_placement_function_chooses_another_dim_for_some_parameters() -> None:
+    def columns(parameter: nn.Parameter) -> Shard | None:
+        return Shard(1) if parameter.ndim == 2 else None
+
+    plain, model = named(seeded()), sharded(shard_placement_fn=columns)
+    for name, parameter in model.named_parameters():
+        dim = 1 if parameter.ndim == 2 else 0
+        assert parameter.placements == (Shard(dim),)
+        assert torch.equal(parameter.to_local(), plain[name].chunk(2, dim=dim)[dist.get_rank()])
+    usual = sharded()
+    for step in range(2):
+        assert iterate(model, step) == iterate(usual, step)
+        assert {p.grad.placements for p in model.parameters() if p.ndim == 2} == {(Shard(1),)}
+        assert_same(full_gradients(model), full_gradients(usual))
+
+
+@pytest.mark.spec("FS2-08", "NEW-16")
+@ranks(2)
+def test_three_dimensions_can_be_cut_along_each_of_them() -> None:
+    for dim in (0, 1, 2, -1):
+        conv = seeded(lambda: nn.Conv1d(4, 2, 2))
+        whole = conv.weight.detach().clone()
+
+        def placement(parameter: nn.Parameter, dim: int = dim) -> Shard:
+            return Shard(dim) if parameter.ndim == 3 else Shard(0)
+
+        fully_shard(conv, shard_placement_fn=placement)
+        assert torch.equal(conv.weight.to_local(), whole.chunk(2, dim=dim)[dist.get_rank()])
+        assert torch.equal(conv.weight.full_tensor(), whole)
+        conv.unshard()
+        assert torch.equal(conv.weight, whole)
+        assert conv.weight.is_contiguous()
+
+
+@pytest.mark.spec("FS2-08")
+@ranks(2)
+def test_an_uneven_cut_along_another_dim_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="3"):
+        fully_shard(linear(4, 3), shard_placement_fn=lambda parameter: Shard(1))
+
+
+@pytest.mark.spec("FS2-09")
+@ranks(2)
+def test_each_call_takes_the_parameters_that_no_other_has() -> None:
+    model = sharded(wide(), blocks=[0, 2])
+    iterate(model)
+    with Wire() as wire:
+        iterate(model)
+    sizes = {f"blocks.{i}": sum(p.numel() for p in model.blocks[i].parameters()) for i in range(4)}
+    root = sum(p.numel() for p in model.parameters()) - sizes["blocks.0"] - sizes["blocks.2"]
+    expected = [root, sizes["blocks.0"], sizes["blocks.2"]]
+    gathers = [size for kind, size in wire.values if kind == "AG"]
+    assert gathers == [*expected, sizes["blocks.2"], sizes["blocks.0"]]
+    assert sorted(size for kind, size in wire.values if kind == "RS") == sorted(expected)
+
+
+@pytest.mark.spec("FS2-09")
+@ranks(2)
+def test_a_root_without_parameters_of_its_own_gathers_nothing() -> None:
+    model = nn.Sequential(linear(WIDTH, WIDTH), linear(WIDTH, WIDTH))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    with trace.record() as recorder:
+        iterate(model)
+    assert sorted(recorder.order("AG", "RS")) == ["AG 0", "AG 0", "AG 1", "AG 1", "RS 0", "RS 1"]
+
+
+@pytest.mark.spec("FS2-15")
+@ranks(2)
+def test_parameters_and_buffers_move_to_the_device_of_the_mesh() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    fully_shard(model, mesh=line_mesh())
+    assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {device().type}
+    model(torch.ones(3, 3, device=device()))
+
+
+@pytest.mark.spec("FS2-16")
+@ranks(2)
+def test_without_a_mesh_it_is_the_line_of_all_ranks() -> None:
+    without, given = sharded(), sharded(mesh=line_mesh())
+    for mine, other in zip(without.parameters(), given.parameters(), strict=True):
+        assert mine.device_mesh == other.device_mesh
+        assert torch.equal(mine.to_local(), other.to_local())
+
+
+# --- moments ---
+
+
+@pytest.mark.spec("FS2-13")
+@ranks(2)
+def test_gradients_are_dtensors_placed_like_the_parameter_and_the_mean_over_ranks() -> None:
+    model = sharded()
+    expected = mean_gradients(seeded())
+    iterate(model)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor)
+        assert parameter.grad.placements == parameter.placements
+        assert parameter.grad.device_mesh == parameter.device_mesh
+        assert parameter.grad.shape == parameter.shape, name
+    assert_same(full_gradients(model), expected)
+
+
+@pytest.mark.spec("FS2-14")
+@ranks(2)
+def test_calling_forward_directly_is_an_error() -> None:
+    model = sharded()
+    with pytest.raises(RuntimeError):
+        model.forward(batch())
+    iterate(model)
+    with pytest.raises(RuntimeError):
+        model.forward(batch())
+
+
+@pytest.mark.spec("FS2-17")
+@ranks(2)
+def test_true_frees_after_forward_false_keeps_and_none_keeps_only_the_root() -> None:
+    x = batch()
+    for option, root, block in ((True, SHARDED, SHARDED), (False, GATHERED, GATHERED), (None, GATHERED, SHARDED)):
+        model = sharded(reshard_after_forward=option)
+        with trace.record() as recorder:
+            output = model(x)
+        assert own_types(model) == root, option
+        assert own_types(model.blocks[1]) == block, option
+        assert of_unit(recorder, "blocks.1") == ["AG", "F", "FREE"][: 3 if block == SHARDED else 2]
+        with trace.record() as recorder:
+            loss_of(output).backward()
+        assert recorder.count("AG") == 4 * (block == SHARDED) + (root == SHARDED)
+        assert own_types(model) == own_types(model.blocks[1]) == SHARDED
+
+
+@pytest.mark.spec("FS2-17", "FS2-21")
+@ranks(2)
+def test_an_evaluation_follows_the_same_rule() -> None:
+    for option, root, block in ((True, SHARDED, SHARDED), (False, GATHERED, GATHERED), (None, GATHERED, SHARDED)):
+        model = sharded(reshard_after_forward=option)
+        expected = seeded()(batch())
+        with torch.no_grad():
+            for _ in range(2):
+                assert torch.equal(model(batch()), expected)
+                assert own_types(model) == root, option
+                assert own_types(model.blocks[1]) == block, option
+
+
+@pytest.mark.spec("FS2-17")
+@ranks(2)
+def test_values_that_were_kept_after_an_evaluation_are_not_used_after_they_changed() -> None:
+    model = sharded(reshard_after_forward=False)
+    with torch.no_grad():
+        model(batch())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+        plain = seeded()
+        for parameter in plain.parameters():
+            parameter.mul_(2.0)
+        assert torch.equal(model(batch()), plain(batch()))
+
+
+@pytest.mark.spec("FS2-18")
+@ranks(4)
+def test_a_mesh_of_two_axes_replicates_over_the_first_and_shards_over_the_second() -> None:
+    model, plain = sharded(mesh=grid_mesh()), named(seeded())
+    for name, parameter in model.named_parameters():
+        assert parameter.placements == (Replicate(), Shard(0))
+        assert torch.equal(parameter.to_local(), plain[name].chunk(2)[dist.get_rank() % 2])
+        assert torch.equal(parameter.full_tensor(), plain[name])
+    expected = mean_gradients(seeded(), num_ranks=4)
+    iterate(model)
+    assert {p.grad.placements for p in model.parameters()} == {(Replicate(), Shard(0))}
+    assert_same(full_gradients(model), expected)
+
+
+@pytest.mark.spec("FS2-18")
+@ranks(4)
+def test_on_two_axes_the_reduce_scatter_is_in_a_row_and_the_all_reduce_in_a_column() -> None:
+    model = sharded(mesh=grid_mesh())
+    with trace.record() as recorder:
+        iterate(model)
+    rank = dist.get_rank()
+    row, column = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
+    for kind, members in (("AG", row), ("RS", row), ("AR", column)):
+        events = [event for event in recorder.events if event.kind == kind]
+        assert {event.ranks for event in events} == {members}
+        assert {event.unit for event in events} == {"", *(f"blocks.{i}" for i in range(4))}
+    for unit in ("", "blocks.1"):
+        assert of_unit(recorder, unit, "RS", "AR") == ["RS", "AR"]
+
+
+@pytest.mark.spec("FS2-18")
+@ranks(2)
+def test_a_mesh_of_three_axes_is_refused() -> None:
+    mesh = init_device_mesh(device().type, (1, 1, 2))
+    with pytest.raises(ValueError, match=r"(?i)3|dim|mesh"):
+        fully_shard(seeded(), mesh=mesh)
+
+
+@pytest.mark.spec("FS2-19")
+@ranks(2)
+def test_unshard_gathers_the_groups_own_parameters_and_reshard_shards_them_again() -> None:
+    model, plain = sharded(), named(seeded())
+    model.unshard()
+    assert own_types(model) == GATHERED
+    assert all(own_types(block) == SHARDED for block in model.blocks)
+    assert torch.equal(model.enter.weight, plain["enter.weight"])
+    model.blocks[2].unshard()
+    assert own_types(model.blocks[2]) == GATHERED
+    assert [own_types(model.blocks[i]) for i in (0, 1, 3)] == [SHARDED] * 3
+    assert torch.equal(model.blocks[2].linear.weight, plain["blocks.2.linear.weight"])
+    model.reshard()
+    assert own_types(model) == SHARDED
+    assert own_types(model.blocks[2]) == GATHERED, "nested groups are not touched"
+    model.blocks[2].reshard()
+    model.blocks[2].reshard()
+    assert own_types(model.blocks[2]) == SHARDED
+    assert_same(full_values(model), plain)
+
+
+@pytest.mark.spec("FS2-19")
+@ranks(2)
+def test_the_optimizers_parameters_are_the_same_objects_after_each_iteration() -> None:
+    model = sharded()
+    before = list(model.parameters())
+    iterate(model)
+    model.unshard()
+    model.reshard()
+    assert all(mine is other for mine, other in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.spec("FS2-20")
+@ranks(2)
+def test_only_the_asynchronous_unshard_returns_something_to_wait_for() -> None:
+    model = sharded()
+    assert model.unshard() is None
+    model.reshard()
+    waiting = model.unshard(async_op=True)
+    assert isinstance(waiting, UnshardHandle)
+    assert waiting.wait() is None
+    assert own_types(model) == GATHERED
+    waiting.wait()
+    model.reshard()
+    model.unshard(async_op=True)
+    iterate(model)
+    assert_same(full_gradients(model), mean_gradients(seeded()))
+
+
+@pytest.mark.spec("FS2-20")
+@ranks(2)
+def test_a_module_without_parameters_can_be_unsharded_too() -> None:
+    model = nn.Sequential(linear(4, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    assert model.unshard() is None
+    model.unshard(async_op=True).wait()
+    model.reshard()
+
+
+@pytest.mark.spec("FS2-21")
+@ranks(2)
+def test_after_forward_the_root_stays_gathered_and_after_backward_all_is_sharded() -> None:
+    model = sharded()
+    for step in range(2):
+        loss = loss_of(model(batch(step)))
+        assert own_types(model) == GATHERED
+        assert all(own_types(block) == SHARDED for block in model.blocks)
+        loss.backward()
+        assert {type(p.data) for p in model.parameters()} == SHARDED
+
+
+@pytest.mark.spec("FS2-22")
+@ranks(2)
+def test_frozen_and_trained_parameters_share_a_group_and_only_the_trained_are_reduced() -> None:
+    model = wide()
+    for block in model.blocks:
+        block.linear.requires_grad_(False)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    plain = wide()
+    for block in plain.blocks:
+        block.linear.requires_grad_(False)
+    expected = mean_gradients(plain)
+    sharded(model)
+    assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == frozen
+    iterate(model)
+    assert {name for name, parameter in model.named_parameters() if parameter.grad is None} == frozen
+    assert_same(full_gradients(model), expected)
+    with Wire() as wire:
+        iterate(model)
+    reduced = [size for kind, size in wire.values if kind == "RS"]
+    trained = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in model.blocks]
+    root = sum(p.numel() for part in (model.enter, model.leave) for p in part.parameters())
+    assert reduced == [*reversed(trained), root]
+
+
+@pytest.mark.spec("FS2-22")
+@ranks(2)
+def test_freezing_after_the_first_iteration_and_thawing_again_is_followed() -> None:
+    model, plain = sharded(), seeded()
+    for trains in (True, False, True):
+        for each in (model, plain):
+            each.zero_grad()
+            each.blocks[1].linear.weight.requires_grad_(trains)
+        iterate(model)
+        assert_same(full_gradients(model), mean_gradients(plain))
+
+
+@pytest.mark.spec("FS2-23", "MIG-17")
+@ranks(2)
+def test_ignored_parameters_stay_as_they_are_and_are_not_reduced() -> None:
+    model = seeded()
+    ignored = {model.blocks[1].linear.weight, model.leave.bias}
+    sharded(model, ignored_params=ignored)
+    mine = {name: parameter for name, parameter in model.named_parameters() if parameter in ignored}
+    assert list(mine) == ["blocks.1.linear.weight", "leave.bias"]
+    assert all(type(parameter) is nn.Parameter for parameter in mine.values())
+    assert all(isinstance(p, DTensor) for p in model.parameters() if p not in ignored)
+    plain = seeded()
+    iterate(plain)
+    local = {name: plain.get_parameter(name).grad.clone() for name in mine}
+    expected = {name: g for name, g in mean_gradients(plain).items() if name not in mine}
+    iterate(model)
+    assert_same({name: parameter.grad for name, parameter in mine.items()}, local)
+    assert_same({name: g for name, g in full_gradients(model).items() if name not in mine}, expected)
+
+
+class Tied(nn.Module):
+    """The first matrix is also the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x)))
+
+
+@pytest.mark.spec("FS2-24")
+@ranks(2)
+def test_inside_of_one_group_a_tied_parameter_stays_one_object() -> None:
+    model = seeded(Tied)
+    fully_shard(model.middle)
+    fully_shard(model)
+    for _ in range(2):
+        assert model.first.weight is model.last.weight
+        output = model(batch(width=4))
+        assert model.first.weight is model.last.weight, "gathered, too"
+        loss_of(output).backward()
+    assert len(list(model.parameters())) == 5
+    expected = mean_gradients_of(seeded(Tied), 0, width=4)
+    assert_same({name: gradient / 2 for name, gradient in full_gradients(model).items()}, expected)
+
+
+@pytest.mark.spec("FS2-24")
+@ranks(2)
+def test_a_parameter_tied_across_groups_is_refused() -> None:
+    model = seeded(Tied)
+    with pytest.raises(ValueError, match=r"weight.*|shared|tied"):
+        fully_shard(model.first)
+        fully_shard(model)
+        model(batch(width=4))
+
+
+class Scalar(nn.Module):
+    """One number without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.temperature
+
+
+@pytest.mark.spec("FS2-25")
+@ranks(2)
+def test_scalars_and_containers_without_forward_are_refused() -> None:
+    with pytest.raises(ValueError, match="temperature"):
+        fully_shard(Scalar())
+    for container in (nn.ModuleList([linear(2, 2)]), nn.ModuleDict({"a": linear(2, 2)})):
+        with pytest.raises(ValueError, match=type(container).__name__):
+            fully_shard(container)
+
+
+# --- mistakes ---
+
+
+@pytest.mark.spec("FS2-10")
+@ranks(2)
+def test_the_root_before_its_submodules_is_refused() -> None:
+    model = fully_shard(seeded())
+    with pytest.raises((ValueError, RuntimeError), match=r"(?i)inner|submodule|inside|bottom"):
+        fully_shard(model.blocks[0])
+        model(batch())
+
+
+@pytest.mark.spec("FS2-11")
+@ranks(2)
+def test_the_same_module_twice_is_refused() -> None:
+    model = sharded()
+    for module in (model, model.blocks[0]):
+        with pytest.raises((ValueError, RuntimeError, AssertionError), match=r"(?i)already|twice|once"):
+            fully_shard(module)
+    iterate(model)
+
+
+@pytest.mark.spec("FS2-12")
+@ranks(2)
+def test_the_two_front_doors_do_not_nest() -> None:
+    model = seeded()
+    fully_shard(model.blocks[0])
+    with pytest.raises(ValueError, match="fully_shard"):
+        minifsdp.FullyShardedDataParallel(model)
+    model = seeded()
+    model.blocks[0] = minifsdp.FullyShardedDataParallel(model.blocks[0])
+    with pytest.raises(ValueError, match="FullyShardedDataParallel"):
+        fully_shard(model)
+    with pytest.raises(ValueError, match="FullyShardedDataParallel"):
+        fully_shard(minifsdp.FullyShardedDataParallel(seeded()))
+
+
+@pytest.mark.spec("FS2-01")
+@ranks(2)
+def test_what_is_no_module_and_what_is_no_mesh_is_refused() -> None:
+    for wrong in ("model", None, 3, torch.ones(2)):
+        with pytest.raises((TypeError, ValueError)):
+            fully_shard(wrong)
+    with pytest.raises(TypeError):
+        fully_shard(seeded(), sharding_strategy=None)
+
+
+@pytest.mark.spec("FS2-26")
+@ranks(2)
+def test_the_processor_is_never_held_back() -> None:
+    model = sharded()
+    for step in range(3):
+        with trace.record() as recorder:
+            iterate(model, step)
+        assert recorder.count("AG") == 9
+        assert recorder.count("WAIT") == 0
+
+
+@pytest.mark.spec("FS2-26", "MIG-14")
+@pytest.mark.gpu
+@ranks(2)
+def test_two_equal_runs_reach_the_same_peak_of_memory() -> None:
+    model = sharded(seeded(lambda: Stack(width=256)))
+    peaks = []
+    for step in range(6):
+        torch.cuda.reset_peak_memory_stats()
+        loss_of(model(batch(step, width=256))).backward()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+        model.zero_grad()
+    assert len(set(peaks[2:])) == 1, peaks
+
+
+@pytest.mark.spec("FS2-27")
+@ranks(2)
+def test_every_documented_method_is_there_and_those_of_the_wrapper_are_not() -> None:
+    model = sharded()
+    public = [name for name in vars(torch_fsdp.FSDPModule) if not name.startswith("_")]
+    assert len(public) > 15
+    for name in public:
+        assert callable(getattr(model, name)), name
+    for name in ("no_sync", "clip_grad_norm_", "state_dict_type", "summon_full_params", "register_comm_hook"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(model, name)
+
+
+# --- what users do between iterations ---
+
+
+@pytest.mark.spec("FS2-04", "FS2-13")
+@ranks(2)
+def test_a_new_dtype_given_to_the_sharded_model_is_followed() -> None:
+    model = sharded().double()
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    loss_of(model(batch().double())).backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float64}
+    for name, value in full_values(model).items():
+        torch.testing.assert_close(value, named(seeded())[name].double())
+
+
+@pytest.mark.spec("FS2-04", "FS2-13")
+@ranks(2)
+def test_values_written_by_hand_are_the_ones_that_are_gathered() -> None:
+    model, plain = sharded(), seeded()
+    iterate(model)
+    with torch.no_grad():
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            mine.mul_(0.5)
+            other.mul_(0.5)
+    model.zero_grad()
+    assert torch.equal(model(batch()), plain(batch()))
+
+
+@pytest.mark.spec("FS2-03")
+@ranks(2)
+def test_training_makes_no_noise() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = sharded()
+        iterate(model)
+
+
+@pytest.mark.spec("FS2-13")
+@ranks(2)
+def test_a_forward_that_no_backward_follows_does_no_harm() -> None:
+    model, plain = sharded(), seeded()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for step in range(3):
+        model(batch(step + 100))
+        expected = mean_gradients(plain, steps=(step,))
+        iterate(model, step)
+        assert_same(full_gradients(model), expected)
+        for name, parameter in plain.named_parameters():
+            parameter.grad = expected[name]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()

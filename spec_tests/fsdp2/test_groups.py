@@ -1,0 +1,270 @@
+"""Which parameters are gathered together, and among how many ranks they rest in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from minifsdp import trace
+from spec_tests.fsdp2.four_blocks import (
+    assert_same,
+    batch,
+    full_gradients,
+    full_values,
+    iterate,
+    loss_of,
+    mean_gradients,
+    recorded_iteration,
+    said,
+    seeded,
+    sharded,
+    wide,
+)
+from spec_tests.fsdp2.subject import FSDPModule, MixedPrecisionPolicy, fully_shard
+from spec_tests.harness import ranks
+
+# --- several modules, one group ---
+
+
+def with_ends_together(model: nn.Module | None = None, **options: Any) -> Any:
+    """Each block a unit, and the first and the last layer together one more; nothing is left for the root."""
+    model = seeded() if model is None else model
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard([model.enter, model.leave], **options)
+    return fully_shard(model, **options)
+
+
+ENDS = "enter, leave"
+
+
+@pytest.mark.spec("NEW-04")
+@ranks(2)
+def test_a_list_is_returned_and_each_module_of_it_is_an_fsdp_module() -> None:
+    model = seeded()
+    modules = [model.enter, model.leave]
+    assert fully_shard(modules) == modules
+    assert [type(module).__name__ for module in modules] == ["FSDPLinear", "FSDPLinear"]
+    assert all(isinstance(module, FSDPModule) for module in modules)
+    assert all(isinstance(parameter, DTensor) for module in modules for parameter in module.parameters())
+
+
+@pytest.mark.spec("NEW-04")
+@ranks(2)
+def test_the_group_is_gathered_before_the_first_and_freed_after_the_last_of_them() -> None:
+    model = with_ends_together(reshard_after_forward=True)
+    for step in range(2):
+        with trace.record() as recorder:
+            loss = loss_of(model(batch(step)))
+        words = said(recorder.events).replace(ENDS, "E").split()
+        assert words[:2] == ["AGE", "FE"]
+        assert words[-1] == "FREEE"
+        assert words.count("AGE") == words.count("FREEE") == 1
+        with trace.record() as recorder:
+            loss.backward()
+        words = said(recorder.events).replace(ENDS, "E").split()
+        assert words[:2] == ["BE", "AGE"]
+        assert words.count("AGE") == words.count("FREEE") == words.count("RSE") == 1
+
+
+@pytest.mark.spec("NEW-04")
+@ranks(2)
+def test_a_group_over_several_modules_trains_like_each_on_its_own() -> None:
+    for options in ({}, {"reshard_after_forward": True}, {"reshard_after_forward": False}):
+        model = with_ends_together(**options)
+        for step in range(2):
+            iterate(model, step)
+            assert_same(full_gradients(model), mean_gradients(seeded(), (step,)))
+            model.zero_grad()
+
+
+@pytest.mark.spec("NEW-04", "FS2-24")
+@ranks(2)
+def test_a_parameter_may_be_tied_across_the_modules_of_a_list() -> None:
+    def tied() -> nn.Module:
+        model = seeded()
+        model.blocks[3].linear.weight = model.enter.weight
+        return model
+
+    model = tied()
+    for block in model.blocks[:3]:
+        fully_shard(block)
+    fully_shard([model.enter, model.blocks[3]])
+    fully_shard(model)
+    assert model.enter.weight is model.blocks[3].linear.weight
+    for step in range(2):
+        iterate(model, step)
+        assert model.enter.weight is model.blocks[3].linear.weight
+        assert_same(full_gradients(model), mean_gradients(tied(), (step,)))
+        model.zero_grad()
+
+
+@pytest.mark.spec("NEW-04")
+@ranks(2)
+def test_unshard_and_reshard_of_one_of_them_act_on_all() -> None:
+    model = with_ends_together()
+    model.enter.unshard()
+    assert {type(p.data) for p in (model.enter.weight, model.leave.weight)} == {Tensor}
+    model.leave.reshard()
+    assert {type(p.data) for p in (model.enter.weight, model.leave.weight)} == {DTensor}
+
+
+@pytest.mark.spec("NEW-04", "FS2-MP-05", "FS2-MP-06")
+@ranks(2)
+def test_each_module_of_the_list_casts_its_own_inputs_and_outputs() -> None:
+    model = seeded()
+    seen = {}
+    for name in ("enter", "leave"):
+        model.get_submodule(name).register_forward_hook(
+            lambda module, inputs, output, name=name: seen.update({name: (inputs[0].dtype, output.dtype)})
+        )
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    fully_shard([model.enter, model.leave], mp_policy=policy)
+    fully_shard(model)
+    after = {}
+    model.blocks[0].register_forward_pre_hook(lambda module, inputs: after.update(blocks=inputs[0].dtype))
+    assert model(batch()).dtype == torch.float32
+    assert seen["enter"][0] == seen["leave"][0] == torch.bfloat16
+    assert after["blocks"] == torch.float32
+
+
+class Head(nn.Module):
+    """A body, and a head that the caller runs piece by piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(torch.tanh(self.body(x)))
+
+
+@pytest.mark.spec("NEW-04")
+@ranks(2)
+def test_a_forward_may_run_only_some_of_the_modules_and_the_rest_come_later() -> None:
+    plain, model = seeded(Head), seeded(Head)
+    fully_shard(model.body)
+    fully_shard([model.norm, model.head])
+    fully_shard(model)
+    for step in range(2):
+        expected: dict[str, Tensor] = {}
+        for rank in range(2):
+            plain.zero_grad()
+            pieces = plain(batch(step, rank)).split(1)
+            sum(loss_of(plain.head(piece)) for piece in pieces).backward()
+            for name, parameter in plain.named_parameters():
+                expected[name] = expected.get(name, 0) + parameter.grad / 2
+        model.zero_grad()
+        pieces = model(batch(step)).split(1)
+        sum(loss_of(model.head(piece)) for piece in pieces).backward()
+        assert_same(full_gradients(model), expected, bitwise=False)
+
+
+@pytest.mark.spec("NEW-04")
+@ranks(2)
+def test_an_empty_list_and_a_list_of_nested_modules_are_refused() -> None:
+    model = seeded()
+    with pytest.raises(ValueError, match="empty"):
+        fully_shard([])
+    with pytest.raises(ValueError, match=r"list|inside|nested|single"):
+        fully_shard([model, model.enter])
+        model(batch())
+
+
+# --- an integer ---
+
+
+@pytest.mark.spec("NEW-05")
+@ranks(4)
+def test_the_backward_gather_runs_among_so_many_neighbours() -> None:
+    model = sharded(reshard_after_forward=2)
+    rank = dist.get_rank()
+    everybody, neighbours = (0, 1, 2, 3), ((0, 1), (2, 3))[rank // 2]
+    for step in range(3):
+        with trace.record() as forward:
+            loss = loss_of(model(batch(step)))
+        with trace.record() as backward:
+            loss.backward()
+        assert {event.ranks for event in forward.events if event.kind == "AG"} == {everybody}
+        assert {event.ranks for event in backward.events if event.kind == "AG"} == {neighbours}
+        assert forward.count("AG") == backward.count("AG") == 5
+        assert {event.ranks for event in backward.events if event.kind == "RS"} == {everybody}
+
+
+@pytest.mark.spec("NEW-05")
+@ranks(4)
+def test_it_changes_no_result() -> None:
+    for build in (seeded, wide):
+        model, usual = sharded(build(), reshard_after_forward=2), sharded(build())
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, usual)]
+        for step in range(3):
+            assert iterate(model, step) == iterate(usual, step)
+            assert_same(full_gradients(model), full_gradients(usual), bitwise=True)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same(full_values(model), full_values(usual), bitwise=True)
+
+
+@pytest.mark.spec("NEW-05")
+@ranks(4)
+def test_after_backward_each_rank_has_its_own_shard_again() -> None:
+    model = sharded(reshard_after_forward=2)
+    shapes = [p.to_local().shape for p in model.parameters()]
+    iterate(model)
+    assert [p.to_local().shape for p in model.parameters()] == shapes
+    assert [p.grad.to_local().shape for p in model.parameters()] == shapes
+
+
+@pytest.mark.spec("NEW-05")
+@ranks(4)
+def test_resharding_by_hand_goes_back_to_the_whole_group() -> None:
+    model = sharded(reshard_after_forward=2)
+    loss = loss_of(model(batch()))
+    model.blocks[2].reshard()
+    model.blocks[3].reshard()
+    with trace.record() as recorder:
+        loss.backward()
+    members = {event.unit: event.ranks for event in recorder.events if event.kind == "AG"}
+    assert members["blocks.2"] == members["blocks.3"] == (0, 1, 2, 3)
+    assert members["blocks.1"] == ((0, 1), (2, 3))[dist.get_rank() // 2]
+
+
+@pytest.mark.spec("NEW-05")
+@ranks(4)
+def test_a_forward_without_grad_and_a_change_of_values_are_followed() -> None:
+    model = sharded(reshard_after_forward=2)
+    plain = seeded()
+    for factor in (1.0, 2.0):
+        with torch.no_grad():
+            for parameter in (*model.parameters(), *plain.parameters()):
+                parameter.mul_(factor)
+            model(batch())
+            torch.testing.assert_close(model(batch()), plain(batch()))
+        iterate(model)
+        assert_same(full_gradients(model), mean_gradients(plain))
+        model.zero_grad()
+
+
+@pytest.mark.spec("NEW-05")
+@pytest.mark.parametrize("number", [0, 3, -2, 8])
+@ranks(4)
+def test_a_number_that_does_not_divide_the_ranks_is_refused(number: int) -> None:
+    with pytest.raises(ValueError, match=str(number)):
+        fully_shard(seeded(), reshard_after_forward=number)
+
+
+@pytest.mark.spec("NEW-05")
+@ranks(2)
+def test_one_means_to_keep_and_all_means_to_free() -> None:
+    assert recorded_iteration(sharded(reshard_after_forward=1)) == recorded_iteration(
+        sharded(reshard_after_forward=False)
+    )
+    assert recorded_iteration(sharded(reshard_after_forward=2)) == recorded_iteration(
+        sharded(reshard_after_forward=True)
+    )

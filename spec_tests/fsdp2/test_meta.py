@@ -1,0 +1,163 @@
+"""A model that is sharded before it has any memory, and gets its values shard by shard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from spec_tests.fsdp2.four_blocks import assert_same, full_values, loss_of
+from spec_tests.fsdp2.subject import fully_shard
+from spec_tests.harness import device, ranks
+
+
+class Part(nn.Module):
+    """A layer and a buffer, and a method that gives both their values in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(5, 4))
+        self.register_buffer("shift", torch.empty(5))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Values that say where they are: element (i, j) is i + j / 8."""
+        with torch.no_grad():
+            rows, columns = torch.meshgrid(torch.arange(5.0), torch.arange(4.0), indexing="ij")
+            values = (rows + columns / 8).to(self.weight.device)
+            if isinstance(self.weight, DTensor):
+                mine = values.chunk(self.weight.device_mesh.size())[self.weight.device_mesh.get_local_rank()]
+                self.weight.to_local().copy_(mine)
+            elif not self.weight.is_meta:
+                self.weight.copy_(values)
+            self.shift.fill_(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight) + self.shift
+
+
+class Whole(nn.Module):
+    """Two parts with a method for all, as a model must offer it itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Part(), Part()])
+
+    def reset_parameters(self) -> None:
+        for part in self.parts:
+            part.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts[1](self.parts[0](x)[:, :4])
+
+
+def on_meta() -> Any:
+    with torch.device("meta"):
+        model = Whole()
+    for part in model.parts:
+        fully_shard(part)
+    return fully_shard(model)
+
+
+@pytest.mark.spec("FS2-META-01", "MIG-18")
+@ranks(2)
+def test_parameters_are_meta_dtensors_and_buffers_stay_on_meta() -> None:
+    model = on_meta()
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.is_meta
+        assert parameter.to_local().is_meta
+        assert parameter.shape == (5, 4)
+        assert parameter.placements == (Shard(0),)
+    assert [buffer.is_meta for buffer in model.buffers()] == [True, True]
+    local = next(model.parameters()).to_local()
+    assert local.shape == ((3, 4), (2, 4))[dist.get_rank()]
+
+
+@pytest.mark.spec("FS2-META-02", "MIG-18")
+@ranks(2)
+def test_memory_comes_with_to_empty_and_values_with_reset_parameters() -> None:
+    model = on_meta()
+    before = list(model.parameters())
+    assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    model.to_empty(device=device())
+    model.reset_parameters()
+    assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {device().type}
+    assert {type(parameter.data) for parameter in model.parameters()} == {DTensor}
+    plain = Whole().to(device())
+    assert_same(full_values(model), {name: p.detach() for name, p in plain.named_parameters()})
+    x = torch.ones(3, 4, device=device())
+    assert torch.equal(model(x), plain(x))
+    loss_of(model(x)).backward()
+    assert [p.grad.placements for p in model.parameters()] == [p.placements for p in before]
+
+
+@pytest.mark.spec("FS2-META-02")
+@ranks(2)
+def test_there_is_no_param_init_fn() -> None:
+    with pytest.raises(TypeError, match="param_init_fn"):
+        fully_shard(nn.Linear(2, 2), param_init_fn=lambda module: None)
+
+
+# torch's generators know how to give each rank numbers of its own on a GPU; on the CPU that is left to the caller.
+ON_CPU = pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support:UserWarning")
+
+
+@pytest.mark.spec("FS2-META-02")
+@ON_CPU
+@ranks(2)
+def test_the_layers_of_torch_initialise_their_shards_themselves() -> None:
+    with torch.device("meta"):
+        layer = nn.Linear(8, 6)
+    fully_shard(layer)
+    layer.to_empty(device=device())
+    if device().type == "cpu":
+        torch.manual_seed(dist.get_rank())
+    layer.reset_parameters()
+    weight = layer.weight.full_tensor()
+    bound = 1 / 8**0.5
+    assert weight.abs().max() <= bound
+    assert weight.unique().numel() == weight.numel(), "no rank has drawn what another one drew"
+    layer(torch.ones(2, 8, device=device())).sum().backward()
+
+
+@pytest.mark.spec("FS2-META-03")
+@ranks(2)
+def test_a_forward_on_meta_is_refused_by_name() -> None:
+    model = on_meta()
+    with pytest.raises(RuntimeError, match=r"parts\.0\.weight"):
+        model(torch.ones(3, 4, device=device()))
+
+
+@pytest.mark.spec("FS2-META-03")
+@ranks(2)
+def test_after_that_the_model_can_still_be_initialised_and_trained() -> None:
+    model = on_meta()
+    x = torch.ones(3, 4, device=device())
+    with pytest.raises(RuntimeError, match="meta"):
+        model(x)
+    model.to_empty(device=device())
+    model.reset_parameters()
+    loss_of(model(x)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.spec("FS2-META-04")
+@ON_CPU
+@ranks(2)
+def test_a_container_offers_no_reset_parameters_of_its_own() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model.to_empty(device=device())
+    with pytest.raises(AttributeError, match="reset_parameters"):
+        model.reset_parameters()
+    for layer in model:
+        layer.reset_parameters()
+    loss_of(model(torch.ones(3, 4, device=device()))).backward()

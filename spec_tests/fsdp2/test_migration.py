@@ -1,0 +1,76 @@
+"""The migration table, row by row, and the program that prints it as a reader starts it."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from spec_tests.harness import device, ranks
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPT = REPOSITORY / "tutorials" / "migrate.py"
+
+
+def script() -> Any:
+    """The script as a module. It finds its neighbours the way a script does: in its own folder."""
+    with pytest.MonkeyPatch.context() as path:
+        path.syspath_prepend(SCRIPT.parent)
+        return importlib.import_module("migrate")
+
+
+ROWS = script().ROWS
+
+
+def rows_for(num_ranks: int) -> Any:
+    names = [name for name, row in ROWS.items() if row.num_ranks == num_ranks]
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.spec(*ROWS[n].ids)) for n in names])
+
+
+def checked(name: str) -> None:
+    migrate = script()
+    place = migrate.Place(dist.get_rank(), dist.get_world_size(), device(), dist.get_backend())
+    said = migrate.check(name, place)
+    assert "equal losses" in said
+
+
+@rows_for(2)
+@ranks(2)
+def test_both_sides_of_a_row_train_alike(name: str) -> None:
+    checked(name)
+
+
+@rows_for(4)
+@ranks(4)
+def test_both_sides_of_a_hybrid_row_train_alike(name: str) -> None:
+    checked(name)
+
+
+@pytest.mark.pure
+def test_every_row_of_the_spec_is_in_the_table() -> None:
+    wanted = set(re.findall(r"^\| (MIG-\d+) \|", (REPOSITORY / "docs" / "spec.md").read_text(), re.MULTILINE))
+    assert wanted
+    assert {number for row in ROWS.values() for number in row.ids} == wanted
+
+
+@pytest.mark.spec("MIG-06")
+@pytest.mark.pure
+def test_the_page_names_what_takes_the_place_of_no_shard() -> None:
+    lines = [line for line in (script().__doc__ or "").splitlines() if line.startswith("``NO_SHARD``")]
+    assert len(lines) == 1
+    assert "DistributedDataParallel" in lines[0]
+
+
+@pytest.mark.pure
+def test_the_program_runs_as_a_reader_starts_it() -> None:
+    ended = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    for row in ROWS.values():
+        assert f"{row.old} -> {row.new}" in ended.stdout
+    assert "not run" not in ended.stdout

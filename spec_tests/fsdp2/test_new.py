@@ -1,0 +1,539 @@
+"""What the public interface of torch has beyond its documents, and what this package has beyond torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from minifsdp import trace
+from spec_tests.fsdp2 import subject
+from spec_tests.fsdp2.four_blocks import (
+    WIDTH,
+    Stack,
+    assert_same,
+    batch,
+    full_gradients,
+    full_values,
+    grid_mesh,
+    iterate,
+    loss_of,
+    mean_gradients,
+    named,
+    of_unit,
+    recorded_iteration,
+    seeded,
+    sharded,
+    wide,
+)
+from spec_tests.fsdp2.subject import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from spec_tests.fsdp2.test_counts import WHOLE
+from spec_tests.harness import device, ranks
+from spec_tests.menagerie import ANIMALS
+from spec_tests.oracles import Recipe, assert_same_training, tolerance_for, train_fsdp2, train_single
+
+# --- switches for memory (NEW-06, NEW-11) ---
+
+
+@pytest.mark.spec("NEW-06")
+@ranks(2)
+def test_what_forward_frees_can_be_switched_between_iterations() -> None:
+    model = sharded()
+    for choice in (True, False, True):
+        model.set_reshard_after_forward(choice)
+        assert recorded_iteration(model) == WHOLE[choice]
+    model = sharded()
+    model.set_reshard_after_forward(True, recurse=False)
+    assert recorded_iteration(model) == WHOLE[True]
+    model.blocks[2].set_reshard_after_forward(False)
+    with trace.record() as recorder:
+        loss_of(model(batch()))
+    assert "FREE" not in of_unit(recorder, "blocks.2")
+    assert "FREE" in of_unit(recorder, "blocks.1")
+
+
+@pytest.mark.spec("NEW-06")
+@ranks(2)
+def test_what_forward_frees_is_a_yes_or_no() -> None:
+    with pytest.raises(ValueError, match="reshard_after_forward"):
+        sharded().set_reshard_after_forward("yes")
+
+
+@pytest.mark.spec("NEW-06")
+@ranks(2)
+def test_without_resharding_after_backward_the_next_forward_gathers_nothing() -> None:
+    model = sharded(reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    for num_gathers in (5, 0, 0):
+        with trace.record() as recorder:
+            iterate(model)
+        assert (recorder.count("AG"), recorder.count("FREE"), recorder.count("RS")) == (num_gathers, 0, 5)
+    model.set_reshard_after_backward(True)
+    iterate(model)
+    assert {type(p.data) for p in model.parameters()} == {DTensor}
+    model.set_reshard_after_backward(False, recurse=False)
+    with trace.record() as recorder:
+        iterate(model)
+    assert recorder.order("FREE") == [f"FREE blocks.{index}" for index in (3, 2, 1, 0)]
+
+
+@pytest.mark.spec("NEW-11")
+@ranks(2)
+def test_a_group_that_backward_does_not_need_is_not_gathered_there() -> None:
+    model, plain = (seeded(lambda: nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 4))) for _ in range(2))
+    for part in (model[0], model[1], model):
+        fully_shard(part)
+    model[0].set_unshard_in_backward(False)
+    for step in range(2):
+        expected: dict[str, Tensor] = {}
+        for rank in range(2):
+            plain.zero_grad()
+            loss_of(plain(tokens(step, rank))).backward()
+            for name, parameter in plain.named_parameters():
+                expected[name] = expected.get(name, 0) + parameter.grad / 2
+        model.zero_grad()
+        with trace.record() as recorder:
+            loss_of(model(tokens(step, dist.get_rank()))).backward()
+        assert of_unit(recorder, "0", "AG", "RS") == ["AG", "RS"]
+        assert of_unit(recorder, "1", "AG", "RS") == ["AG", "AG", "RS"]
+        assert_same(full_gradients(model), expected)
+
+
+def tokens(step: int, rank: int) -> Tensor:
+    dice = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randint(11, (4, 3), generator=dice).to(device())
+
+
+# --- hooks and factors of the reduction (NEW-09, NEW-10) ---
+
+
+@pytest.mark.spec("NEW-09")
+@ranks(2)
+def test_the_hook_sees_each_groups_reduced_gradient_before_the_parameters_do() -> None:
+    model = sharded(wide())
+    seen: dict[str, Tensor] = {}
+    units = {"": model, **{f"blocks.{index}": block for index, block in enumerate(model.blocks)}}
+    for name, module in units.items():
+        module.set_all_reduce_hook(lambda reduced, name=name: seen.update({name: reduced.clone()}))
+    iterate(model)
+    assert sorted(seen) == sorted(units)
+    for name, module in units.items():
+        owners = (model.enter, model.leave) if module is model else (module,)
+        mine = [p.grad.to_local().reshape(-1) for owner in owners for p in owner.parameters()]
+        assert torch.equal(seen[name].reshape(-1), torch.cat(mine)), name
+
+
+@pytest.mark.spec("NEW-09")
+@ranks(2)
+def test_what_the_hook_does_to_it_in_place_is_what_the_optimizer_gets() -> None:
+    model = sharded()
+    model.blocks[1].set_all_reduce_hook(lambda reduced: reduced.mul_(2))
+    iterate(model)
+    expected = mean_gradients(seeded())
+    for name in expected:
+        expected[name] = expected[name] * (2 if name.startswith("blocks.1") else 1)
+    assert_same(full_gradients(model), expected)
+
+
+@pytest.mark.spec("NEW-09")
+@ranks(4)
+def test_with_replicas_the_hook_comes_after_their_all_reduce() -> None:
+    model = sharded(mesh=grid_mesh())
+    seen = []
+    model.blocks[1].set_all_reduce_hook(lambda reduced: seen.append(reduced.clone()))
+    iterate(model)
+    block = model.blocks[1]
+    assert len(seen) == 1
+    assert torch.equal(seen[0].reshape(-1), torch.cat([p.grad.to_local().reshape(-1) for p in block.parameters()]))
+    assert_same(full_gradients(model), mean_gradients(seeded()))
+    with pytest.raises(ValueError, match="stream"):
+        block.set_all_reduce_hook(seen.append, stream=object())
+
+
+@pytest.mark.spec("NEW-10")
+@pytest.mark.parametrize("sums_only", [False, True])
+@ranks(2)
+def test_a_factor_replaces_the_division_by_the_number_of_ranks(sums_only: bool) -> None:
+    model = sharded()
+    model.set_gradient_divide_factor(1.0)
+    model.blocks[1].set_gradient_divide_factor(8.0)
+    for module in (model, *model.blocks):
+        module.set_force_sum_reduction_for_comms(sums_only)
+    iterate(model)
+    factors = {"blocks.1": 8.0, "enter": 1.0, "leave": 1.0}
+    expected = mean_gradients(seeded())
+    for name in expected:
+        factor = next((f for prefix, f in factors.items() if name.startswith(prefix)), 2.0)
+        expected[name] = expected[name] * 2 / factor
+    assert_same(full_gradients(model), expected, bitwise=False)
+
+
+@pytest.mark.spec("NEW-10")
+@ranks(4)
+def test_a_factor_replaces_it_on_two_times_two_as_well() -> None:
+    model = sharded(mesh=grid_mesh())
+    for module in (model, *model.blocks):
+        module.set_gradient_divide_factor(2.0)
+    iterate(model)
+    expected = {name: 2 * gradient for name, gradient in mean_gradients(seeded()).items()}
+    assert_same(full_gradients(model), expected)
+
+
+@pytest.mark.spec("NEW-10")
+@ranks(2)
+def test_only_sums_on_the_wire_change_no_bit() -> None:
+    model, usual = sharded(), sharded()
+    for module in (model, *model.blocks):
+        module.set_force_sum_reduction_for_comms(True)
+    for each in (model, usual):
+        iterate(each)
+    assert_same(full_gradients(model), full_gradients(usual))
+
+
+@pytest.mark.spec("NEW-10")
+@ranks(2)
+def test_the_older_name_of_the_factor_warns_and_works() -> None:
+    model = sharded()
+    with pytest.warns((FutureWarning, DeprecationWarning), match="set_gradient_divide_factor"):
+        model.blocks[0].set_reduce_scatter_divide_factor(1.0)
+    iterate(model)
+    expected = mean_gradients(seeded())["blocks.0.linear.weight"] * 2
+    assert_same({"w": model.blocks[0].linear.weight.grad.full_tensor()}, {"w": expected})
+
+
+# --- other methods that gather (NEW-12, NEW-13) ---
+
+
+@pytest.mark.spec("NEW-12")
+@ranks(2)
+def test_an_event_behind_the_optimizer_step_is_accepted() -> None:
+    model, usual = sharded(), sharded()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, usual)]
+    for step in range(3):
+        assert iterate(model, step) == iterate(usual, step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        event = torch.get_device_module(device()).Event() if device().type != "cpu" else Recorded()
+        event.record()
+        model.set_post_optim_event(event)
+
+
+class Recorded:
+    """Stands for an event on a device that has none: everything before it is done already."""
+
+    def record(self, stream: Any = None) -> None:
+        """There is nothing to record."""
+
+    def wait(self, stream: Any = None) -> None:
+        """There is nothing to wait for."""
+
+
+class Generates(nn.Module):
+    """Has two ways to be called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.enter(x))
+
+    def encode(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return self.enter(x) * scale
+
+
+@pytest.mark.spec("NEW-13")
+@ranks(2)
+def test_another_method_can_be_made_to_gather_and_free() -> None:
+    model, plain = seeded(Generates), seeded(Generates)
+    fully_shard(model, reshard_after_forward=True)
+    register_fsdp_forward_method(model, "encode")
+    for step in range(2):
+        with trace.record() as recorder:
+            output = model.encode(batch(step), scale=0.5)
+        assert recorder.order("AG", "F", "FREE") == ["AG", "F", "FREE"]
+        assert torch.equal(output, plain.encode(batch(step), scale=0.5))
+        loss_of(output).backward()
+        plain.zero_grad()
+        expected = 0
+        for rank in range(2):
+            plain.zero_grad()
+            loss_of(plain.encode(batch(step, rank), scale=0.5)).backward()
+            expected = expected + plain.enter.weight.grad / 2
+        assert torch.equal(model.enter.weight.grad.full_tensor(), expected)
+        assert model.leave.weight.grad is None
+        model.zero_grad()
+    assert torch.equal(model(batch()), plain(batch()))
+
+
+@pytest.mark.spec("NEW-13")
+@ranks(2)
+def test_on_other_modules_it_does_nothing_and_a_missing_method_is_an_error() -> None:
+    plain = seeded(Generates)
+    register_fsdp_forward_method(plain, "encode")
+    assert "encode" not in vars(plain)
+    with pytest.raises(ValueError, match="decode"):
+        register_fsdp_forward_method(fully_shard(plain), "decode")
+
+
+# --- ranks that do different things (NEW-14, NEW-19, NEW-20) ---
+
+
+def reducing_unused(module: nn.Module) -> Any:
+    sharded_module = fully_shard(module)
+    sharded_module.set_reduce_scatter_unused_params(True)
+    return sharded_module
+
+
+@pytest.mark.spec("NEW-14", "PAR-06")
+@pytest.mark.parametrize(("accumulate", "no_sync"), [(1, False), (2, False), (2, True)])
+@ranks(2)
+def test_ranks_that_take_different_branches_train_like_one_process(accumulate: int, no_sync: bool) -> None:
+    animal, recipe = ANIMALS["one_sided"], Recipe(steps=3, accumulate=accumulate, no_sync=no_sync)
+    ours = train_fsdp2(reducing_unused, animal, recipe)
+    assert_same_training(ours, train_single(animal, 2, recipe), tolerance_for(2))
+
+
+@pytest.mark.spec("NEW-14")
+@ranks(2)
+def test_it_can_be_switched_for_one_module_alone() -> None:
+    model = seeded()
+    for block in model.blocks:
+        block.unused = nn.Linear(2, 2).to(device())
+    sharded(model)
+    model.set_reduce_scatter_unused_params(True)
+    model.blocks[0].set_reduce_scatter_unused_params(False, recurse=False)
+    iterate(model)
+    with_gradient = [block.unused.weight.grad is not None for block in model.blocks]
+    assert with_gradient == [False, True, True, True]
+    assert torch.equal(model.blocks[1].unused.weight.grad.full_tensor(), torch.zeros(2, 2, device=device()))
+
+
+@pytest.mark.spec("NEW-19")
+@ranks(2)
+def test_ranks_that_gather_in_different_order_are_told_so() -> None:
+    model = sharded()
+    order = ((0, 1, 2, 3), (0, 2, 1, 3))[dist.get_rank()]
+    with pytest.raises(RuntimeError, match=r"different units") as raised:
+        model(batch(), order=order)
+    for name in ("blocks.1", "blocks.2", "rank 0", "rank 1"):
+        assert name in str(raised.value)
+    iterate(model)
+    assert_same(full_gradients(model), mean_gradients(seeded()))
+
+
+@pytest.mark.spec("NEW-19")
+@ranks(2)
+def test_while_debugging_every_iteration_is_checked() -> None:
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        model = sharded()
+        iterate(model)
+        order = ((0, 1, 2, 3), (0, 2, 1, 3))[dist.get_rank()]
+        with pytest.raises(RuntimeError, match=r"blocks\.1.*blocks\.2"):
+            model(batch(), order=order)
+    finally:
+        dist.set_debug_level(before)
+
+
+@pytest.mark.spec("NEW-20")
+@ranks(2)
+def test_while_debugging_initial_weights_that_differ_between_ranks_are_noticed() -> None:
+    def differing() -> Any:
+        model = seeded()
+        with torch.no_grad():
+            model.blocks[2].linear.bias.add_(dist.get_rank())
+        return model
+
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        iterate(sharded())
+        # Warnings are errors here.
+        with pytest.raises((RuntimeError, ValueError, UserWarning), match=r"linear\.bias"):
+            iterate(sharded(differing()))
+    finally:
+        dist.set_debug_level(before)
+    iterate(sharded(differing()))
+
+
+# --- after an exception (NEW-15) ---
+
+
+class Fault(Exception):
+    """Raised on purpose."""
+
+
+def fail_in_forward(model: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise Fault
+
+    lain = model.blocks[2].register_forward_pre_hook(fail)
+    with pytest.raises(Fault):
+        model(batch())
+    lain.remove()
+
+
+def fail_inside_of_a_block(model: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise Fault
+
+    lain = model.blocks[2].linear.register_forward_hook(fail)
+    with pytest.raises(Fault):
+        model(batch())
+    lain.remove()
+
+
+def fail_in_backward(model: Any) -> None:
+    def fail(_: Tensor) -> None:
+        raise Fault
+
+    lain = model.blocks[1].linear.register_forward_hook(lambda _, __, output: output.register_hook(fail) and None)
+    loss = loss_of(model(batch()))
+    with pytest.raises(Fault):
+        loss.backward()
+    lain.remove()
+
+
+def fail_with_unreduced_gradients(model: Any) -> None:
+    model.set_requires_gradient_sync(False)
+    iterate(model, 7)
+    fail_in_forward(model)
+    model.set_requires_gradient_sync(True)
+
+
+FAULTS: dict[str, Callable[[Any], None]] = {
+    "forward": fail_in_forward,
+    "inside": fail_inside_of_a_block,
+    "backward": fail_in_backward,
+    "unreduced": fail_with_unreduced_gradients,
+}
+
+
+@pytest.mark.spec("NEW-15")
+@pytest.mark.parametrize("fault", FAULTS)
+@ranks(2)
+def test_after_a_reset_the_next_iteration_is_correct(fault: str) -> None:
+    model, plain = sharded(), seeded()
+    iterate(model)
+    for step in (1, 2):
+        FAULTS[fault](model)
+        model.reset_iter_state()
+        assert {type(p.data) for p in model.parameters()} == {DTensor}
+        model.zero_grad()
+        iterate(model, step)
+        assert_same(full_gradients(model), mean_gradients(plain, (step,)))
+    model.zero_grad()
+    assert recorded_iteration(model) == WHOLE[None]
+
+
+@pytest.mark.spec("NEW-15")
+@pytest.mark.parametrize("fault", ["forward", "inside", "backward"])
+@ranks(2)
+def test_without_a_reset_it_is_correct_too(fault: str) -> None:
+    model, plain = sharded(), seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    iterate(model)
+    FAULTS[fault](model)
+    # Not the model's: that may show full parameters at the moment, whose gradients the optimizer never sees.
+    optimizer.zero_grad()
+    iterate(model, 1)
+    assert_same(full_gradients(model), mean_gradients(plain, (1,)))
+
+
+@pytest.mark.spec("NEW-15")
+@ranks(2)
+def test_the_reset_is_the_roots_and_harmless_when_there_is_nothing_to_reset() -> None:
+    model = sharded()
+    model.reset_iter_state()
+    iterate(model)
+    with pytest.raises(RuntimeError, match="root"):
+        model.blocks[0].reset_iter_state()
+    gradients = full_gradients(model)
+    model.reset_iter_state()
+    assert_same(full_gradients(model), gradients)
+
+
+# --- names (NEW-17, NEW-18, NEW-22) ---
+
+
+@pytest.mark.spec("NEW-17", "MIG-21")
+@pytest.mark.pure
+def test_the_names_are_those_of_torch() -> None:
+    for name in (
+        "fully_shard",
+        "FSDPModule",
+        "MixedPrecisionPolicy",
+        "OffloadPolicy",
+        "CPUOffloadPolicy",
+        "UnshardHandle",
+        "register_fsdp_forward_method",
+        "share_comm_ctx",
+    ):
+        assert getattr(subject.library, name).__name__ == getattr(torch_fsdp, name).__name__ == name
+        assert name in subject.library.__all__
+
+
+@pytest.mark.spec("NEW-17")
+@ranks(2)
+def test_several_roots_may_share_their_lanes() -> None:
+    stages, usual = ([seeded(), seeded(Generates)] for _ in range(2))
+    for stage in (*stages, *usual):
+        sharded(stage) if isinstance(stage, Stack) else fully_shard(stage)
+    share_comm_ctx(stages)
+    share_comm_ctx([])
+    for step in range(2):
+        for mine, other in zip(stages, usual, strict=True):
+            assert iterate(mine, step) == iterate(other, step)
+            assert_same(full_gradients(mine), full_gradients(other))
+    with pytest.raises(ValueError, match="FSDPModule"):
+        share_comm_ctx([stages[0], nn.Linear(2, 2)])
+
+
+SPECIAL: dict[str, Callable[[Any], Any]] = {
+    "set_custom_all_gather": lambda model: model.set_custom_all_gather(object()),
+    "set_custom_reduce_scatter": lambda model: model.set_custom_reduce_scatter(object()),
+    "set_allocate_memory_from_process_group_for_comm": lambda model: (
+        model.set_allocate_memory_from_process_group_for_comm(True)
+    ),
+    "set_symm_mem_for_comm": lambda model: model.set_symm_mem_for_comm(),
+    "set_separate_reduce_scatter_group": lambda model: model.set_separate_reduce_scatter_group(),
+    "set_reduce_scatter_max_input_buffers": lambda model: model.set_reduce_scatter_max_input_buffers(2),
+    "dp_mesh_dims": lambda model: fully_shard(seeded(), dp_mesh_dims=object()),
+}
+
+
+@pytest.mark.spec("NEW-18")
+@pytest.mark.parametrize("name", SPECIAL)
+@ranks(2)
+def test_an_option_for_special_hardware_works_or_says_what_to_use_instead(name: str) -> None:
+    model = sharded()
+    message = None
+    try:
+        SPECIAL[name](model)
+    except NotImplementedError as refused:
+        message = str(refused)
+    if message is not None:
+        assert name in message
+        assert any(word in message for word in ("use ", "pass "))
+    iterate(model)
+    assert_same(full_gradients(model), mean_gradients(seeded()))
+
+
+@pytest.mark.spec("NEW-22")
+@ranks(2)
+def test_a_sharded_model_cannot_be_deep_copied_and_the_message_says_what_to_do() -> None:
+    model = sharded()
+    for module in (model, model.blocks[0]):
+        with pytest.raises((AssertionError, RuntimeError, TypeError), match=r"state[_ ]dict"):
+            copy.deepcopy(module)
+    assert_same(full_values(model), named(seeded()))

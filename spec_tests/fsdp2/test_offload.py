@@ -1,0 +1,99 @@
+"""Shards, gradients and optimizer states that live on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minifsdp import trace
+from spec_tests.fsdp2.four_blocks import iterate, sharded
+from spec_tests.fsdp2.subject import CPUOffloadPolicy, OffloadPolicy
+from spec_tests.harness import device, ranks
+
+OFFLOADED = CPUOffloadPolicy(pin_memory=False)
+
+
+@pytest.mark.spec("FS2-OFF-01")
+@pytest.mark.pure
+def test_the_policies_are_records_of_their_own() -> None:
+    assert CPUOffloadPolicy().pin_memory is True
+    assert isinstance(CPUOffloadPolicy(), OffloadPolicy)
+    assert CPUOffloadPolicy(pin_memory=False) == OFFLOADED
+    assert not hasattr(OffloadPolicy(), "pin_memory")
+
+
+@pytest.mark.spec("FS2-OFF-01", "MIG-07")
+@ranks(2)
+def test_everything_that_lasts_is_on_the_cpu() -> None:
+    model = sharded(offload_policy=OFFLOADED)
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(2):
+        iterate(model, step)
+        assert {p.device.type for p in model.parameters()} == {"cpu"}
+        assert {p.grad.device.type for p in model.parameters()} == {"cpu"}
+        assert {p.grad.to_local().device.type for p in model.parameters()} == {"cpu"}
+        optimizer.step()
+    assert {state["exp_avg"].device.type for state in optimizer.state.values()} == {"cpu"}
+
+
+@pytest.mark.spec("FS2-OFF-01", "MIG-07")
+@pytest.mark.parametrize("accumulate", [False, True])
+@ranks(2)
+def test_training_is_the_same_bit_by_bit(accumulate: bool) -> None:
+    model, usual = sharded(offload_policy=OFFLOADED), sharded(offload_policy=OffloadPolicy())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, usual)]
+    for step in range(4):
+        assert iterate(model, step) == iterate(usual, step)
+        if accumulate and step % 2 == 0:
+            continue
+        for mine, other in zip(model.parameters(), usual.parameters(), strict=True):
+            assert torch.equal(mine.grad.to_local().cpu(), other.grad.to_local().cpu())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, other in zip(model.parameters(), usual.parameters(), strict=True):
+        assert torch.equal(mine.to_local().cpu(), other.to_local().cpu())
+
+
+@pytest.mark.spec("FS2-OFF-01", "MIG-07")
+@ranks(2)
+def test_none_and_the_plain_policy_offload_nothing() -> None:
+    for policy in (OffloadPolicy(), None):
+        model = sharded(offload_policy=policy)
+        with trace.record() as recorder:
+            iterate(model)
+        assert recorder.count("H2D") == recorder.count("D2H") == 0
+        assert {p.device.type for p in model.parameters()} == {device().type}
+
+
+@pytest.mark.spec("FS2-OFF-01")
+@ranks(2)
+def test_the_copies_are_recorded_before_the_gather_and_after_the_reduction() -> None:
+    model = sharded(offload_policy=OFFLOADED)
+    with trace.record() as recorder:
+        iterate(model)
+    assert recorder.count("H2D") == recorder.count("AG") == 9
+    assert recorder.count("D2H") == recorder.count("RS") == 5
+    of_one = [event.kind for event in recorder.events if event.unit == "blocks.1"]
+    assert of_one == ["H2D", "AG", "F", "FREE", "H2D", "AG", "B", "FREE", "RS", "D2H"]
+
+
+@pytest.mark.spec("FS2-OFF-01", "FS2-19")
+@ranks(2)
+def test_what_is_unsharded_by_hand_is_on_the_compute_device() -> None:
+    model = sharded(offload_policy=OFFLOADED)
+    model.unshard()
+    assert model.enter.weight.device.type == device().type
+    model.reshard()
+    assert model.enter.weight.device.type == "cpu"
+
+
+@pytest.mark.spec("FS2-OFF-01")
+@pytest.mark.gpu
+@ranks(2)
+def test_pinned_memory_is_the_default_and_can_be_left_out() -> None:
+    for policy, pinned in ((CPUOffloadPolicy(), True), (OFFLOADED, False)):
+        model = sharded(offload_policy=policy)
+        assert {p.to_local().is_pinned() for p in model.parameters()} == {pinned}
+        iterate(model)
+        assert {p.grad.device.type for p in model.parameters()} == {"cpu"}

@@ -1,0 +1,180 @@
+"""torch's own optimizers and its own clipping, on parameters that are sharded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from spec_tests.fsdp2.four_blocks import (
+    assert_same,
+    full,
+    full_gradients,
+    full_values,
+    grid_mesh,
+    iterate,
+    mean_gradients,
+    named,
+    seeded,
+    sharded,
+)
+from spec_tests.harness import ranks
+from spec_tests.oracles import count_collectives
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "Adam, one by one": lambda parameters: torch.optim.Adam(parameters, lr=0.01, foreach=False),
+    "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, fused=True),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+}
+
+
+def oracle_step(plain: nn.Module, optimizer: torch.optim.Optimizer, step: int, max_norm: float | None = None) -> Any:
+    """One optimizer step of the plain model on the batches of all ranks; the norm, if it was to be clipped."""
+    expected = mean_gradients(plain, (step,))
+    for name, parameter in plain.named_parameters():
+        parameter.grad = expected[name]
+    norm = None if max_norm is None else nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+@pytest.mark.spec("FS2-OPT-01")
+@ranks(2)
+def test_an_optimizer_from_before_has_stale_parameters_and_changes_nothing() -> None:
+    model = seeded()
+    stale = torch.optim.SGD(model.parameters(), lr=1.0)
+    sharded(model)
+    before = full_values(model)
+    iterate(model)
+    with warnings.catch_warnings():
+        # That it says so is more than is asked for.
+        warnings.simplefilter("ignore")
+        stale.step()
+    assert_same(full_values(model), before)
+    fresh = torch.optim.SGD(model.parameters(), lr=1.0)
+    fresh.step()
+    assert not torch.equal(full_values(model)["enter.weight"], before["enter.weight"])
+
+
+@pytest.mark.spec("FS2-OPT-02")
+@ranks(2)
+def test_the_moments_of_adam_are_placed_like_their_parameters() -> None:
+    model = sharded()
+    optimizer = torch.optim.Adam(model.parameters())
+    iterate(model)
+    optimizer.step()
+    assert len(optimizer.state) == len(list(model.parameters()))
+    for parameter, state in optimizer.state.items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert isinstance(state[key], DTensor)
+            assert state[key].placements == parameter.placements
+            assert state[key].to_local().shape == parameter.to_local().shape
+        assert type(state["step"]) is Tensor
+        assert state["step"].item() == 1
+
+
+@pytest.mark.spec("FS2-OPT-04")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@ranks(2)
+def test_optimizers_of_torch_step_like_on_the_plain_model(name: str) -> None:
+    model, plain = sharded(), seeded()
+    optimizer, oracle = (OPTIMIZERS[name](each.parameters()) for each in (model, plain))
+    for step in range(3):
+        iterate(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        oracle_step(plain, oracle, step)
+    assert_same(full_values(model), named(plain), bitwise="fused" not in name)
+
+
+@pytest.mark.spec("FS2-OPT-04")
+@ranks(2)
+def test_groups_with_options_of_their_own_work() -> None:
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        decay = [p for p in model.parameters() if p.ndim == 2]
+        return [{"params": decay, "weight_decay": 0.5}, {"params": [p for p in model.parameters() if p.ndim == 1]}]
+
+    model, plain = sharded(), seeded()
+    optimizer, oracle = (torch.optim.AdamW(groups(each), lr=0.01, weight_decay=0.0) for each in (model, plain))
+    for step in range(2):
+        iterate(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        oracle_step(plain, oracle, step)
+    assert_same(full_values(model), named(plain))
+
+
+@pytest.mark.spec("FS2-OPT-03", "MIG-19")
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+@ranks(2)
+def test_clipping_gives_the_norm_of_the_plain_model(norm_type: float) -> None:
+    model, plain = sharded(), seeded()
+    expected = mean_gradients(plain)
+    for name, parameter in plain.named_parameters():
+        parameter.grad = expected[name]
+    iterate(model)
+    ours = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type)
+    theirs = nn.utils.clip_grad_norm_(plain.parameters(), 0.01, norm_type)
+    assert isinstance(ours, DTensor)
+    torch.testing.assert_close(full(ours), theirs)
+    assert_same(full_gradients(model), {n: p.grad for n, p in plain.named_parameters()}, bitwise=False)
+
+
+@pytest.mark.spec("FS2-OPT-03")
+@ranks(4)
+def test_clipping_on_two_times_two_counts_no_replica_twice() -> None:
+    model, plain = sharded(mesh=grid_mesh()), seeded()
+    expected = mean_gradients(plain)
+    for name, parameter in plain.named_parameters():
+        parameter.grad = expected[name]
+    iterate(model)
+    ours = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    torch.testing.assert_close(full(ours), nn.utils.clip_grad_norm_(plain.parameters(), 0.01))
+
+
+@pytest.mark.spec("FS2-OPT-03")
+@ranks(2)
+def test_clipping_sends_nothing_but_norms() -> None:
+    model = sharded()
+    iterate(model)
+    before = full_gradients(model)
+    with count_collectives() as counts:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        full(norm)
+    assert counts.calls["all_gather"] == counts.calls["reduce_scatter"] == 0
+    assert all(num_bytes <= 8 for _, num_bytes in counts.order)
+    largest = max(gradient.abs().max() for gradient in before.values())
+    assert max(gradient.abs().max() for gradient in full_gradients(model).values()) < largest
+
+
+@pytest.mark.spec("FS2-OPT-04", "FS2-OPT-03")
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
+@ranks(2)
+def test_several_steps_of_adam_with_clipping_equal_one_process(reshard_after_forward: bool | None) -> None:
+    model, plain = sharded(reshard_after_forward=reshard_after_forward), seeded()
+    optimizer, oracle = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, plain))
+    for step in range(4):
+        iterate(model, step)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        torch.testing.assert_close(full(norm), oracle_step(plain, oracle, step, max_norm=0.05))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(full_values(model), named(plain), bitwise=False)
+
+
+@pytest.mark.spec("FS2-OPT-03")
+@ranks(2)
+def test_clipping_by_value_works_as_well() -> None:
+    model = sharded()
+    iterate(model)
+    nn.utils.clip_grad_value_(model.parameters(), 0.001)
+    expected = {name: gradient.clamp(-0.001, 0.001) for name, gradient in mean_gradients(seeded()).items()}
+    assert_same(full_gradients(model), expected)

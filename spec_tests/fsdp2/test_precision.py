@@ -1,0 +1,269 @@
+"""Which number has which dtype, and when it gets it.
+
+Bitwise results against torch are in ``test_parity.py``; here the dtypes themselves are looked at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from spec_tests.fsdp2.four_blocks import WIDTH, batch, iterate, loss_of, seeded, sharded
+from spec_tests.fsdp2.subject import MixedPrecisionPolicy, fully_shard
+from spec_tests.harness import device, ranks
+from spec_tests.oracles import count_collectives
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+def seen_dtypes(model: nn.Module) -> dict[str, tuple[torch.dtype, ...]]:
+    """By name of each linear layer, once it has run: dtype of its input, its weight and its output."""
+    seen: dict[str, tuple[torch.dtype, ...]] = {}
+
+    def lay(name: str, layer: nn.Module) -> None:
+        layer.register_forward_hook(
+            lambda layer, inputs, output: seen.update({name: (inputs[0].dtype, layer.weight.dtype, output.dtype)})
+        )
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            lay(name, module)
+    return seen
+
+
+# --- the policy ---
+
+
+@pytest.mark.spec("FS2-MP-01", "MIG-09", "MIG-10")
+@pytest.mark.pure
+def test_the_policy_has_four_fields_with_these_defaults() -> None:
+    parameters = inspect.signature(MixedPrecisionPolicy).parameters
+    assert {name: parameter.default for name, parameter in parameters.items()} == {
+        "param_dtype": None,
+        "reduce_dtype": None,
+        "output_dtype": None,
+        "cast_forward_inputs": True,
+    }
+    assert list(parameters) == ["param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"]
+    assert MixedPrecisionPolicy(BF16, FP32) == MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        MixedPrecisionPolicy().param_dtype = BF16
+
+
+@pytest.mark.spec("FS2-MP-07", "MIG-09")
+@pytest.mark.pure
+def test_there_is_no_dtype_for_buffers() -> None:
+    with pytest.raises(TypeError, match="buffer_dtype"):
+        MixedPrecisionPolicy(buffer_dtype=BF16)
+
+
+class Shifts(nn.Module):
+    """Adds a buffer to what a layer computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.shift
+
+
+@pytest.mark.spec("FS2-MP-07")
+@ranks(2)
+def test_buffers_keep_their_dtype() -> None:
+    model = fully_shard(Shifts().to(device()), mp_policy=MixedPrecisionPolicy(BF16, FP32))
+    assert model(torch.ones(3, 4, device=device())).dtype == FP32, "bfloat16 and a float32 buffer add up to float32"
+    assert model.shift.dtype == FP32
+
+
+# --- parameters ---
+
+
+@pytest.mark.spec("FS2-MP-02", "FS2-19")
+@ranks(2)
+def test_gathered_parameters_are_low_and_sharded_ones_high() -> None:
+    model = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    plain = seeded()
+    model.blocks[1].unshard()
+    weight = model.blocks[1].linear.weight
+    assert weight.dtype == BF16
+    assert torch.equal(weight, plain.blocks[1].linear.weight.bfloat16())
+    model.blocks[1].reshard()
+    assert {p.dtype for p in model.parameters()} == {FP32}
+    optimizer = torch.optim.Adam(model.parameters())
+    iterate(model)
+    assert {p.grad.dtype for p in model.parameters()} == {FP32}
+    optimizer.step()
+    moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    assert {moment.dtype for moment in moments} == {FP32}
+    assert {p.dtype for p in model.parameters()} == {FP32}
+
+
+@pytest.mark.spec("FS2-MP-02")
+@ranks(2)
+def test_half_the_bytes_are_gathered() -> None:
+    counts = {}
+    for dtype in (None, BF16):
+        model = sharded(mp_policy=MixedPrecisionPolicy(dtype, FP32))
+        iterate(model)
+        with count_collectives() as counts[dtype]:
+            iterate(model)
+    assert counts[BF16].num_bytes["all_gather"] * 2 == counts[None].num_bytes["all_gather"]
+    assert counts[BF16].num_bytes["reduce_scatter"] == counts[None].num_bytes["reduce_scatter"]
+
+
+@pytest.mark.spec("FS2-MP-03")
+@pytest.mark.parametrize("reduce_dtype", [BF16, FP32, FP64])
+@ranks(2)
+def test_gradients_are_reduced_in_their_own_dtype_and_arrive_in_that_of_the_shard(reduce_dtype: torch.dtype) -> None:
+    model = sharded(mp_policy=MixedPrecisionPolicy(BF16, reduce_dtype))
+    iterate(model)
+    with count_collectives() as counts:
+        iterate(model)
+    num_elements = sum(p.numel() for p in model.parameters())
+    assert counts.num_bytes["reduce_scatter"] == num_elements * reduce_dtype.itemsize
+    assert {p.grad.dtype for p in model.parameters()} == {FP32}
+
+
+@pytest.mark.spec("FS2-MP-03")
+@ranks(2)
+def test_the_sum_over_ranks_is_made_in_the_dtype_of_the_reduction() -> None:
+    """256 + 1 is 256 in bfloat16; on two ranks the mean is 128 or 128.5."""
+    for reduce_dtype, expected in ((BF16, 128.0), (FP32, 128.5)):
+        layer = seeded(lambda: nn.Linear(2, 2, bias=False))
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(BF16, reduce_dtype))
+        size = (256.0, 1.0)[torch.distributed.get_rank()]
+        layer(torch.full((1, 2), size, device=device())).sum().backward()
+        gradient = layer.weight.grad.full_tensor()
+        assert torch.equal(gradient, torch.full_like(gradient, expected))
+
+
+@pytest.mark.spec("FS2-MP-04")
+@ranks(2)
+def test_some_layers_are_high_and_others_low() -> None:
+    model = seeded()
+    seen = seen_dtypes(model)
+    for index, block in enumerate(model.blocks):
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(BF16, FP32) if index >= 2 else MixedPrecisionPolicy())
+    fully_shard(model.leave, mp_policy=MixedPrecisionPolicy(param_dtype=FP32))
+    fully_shard(model)
+    iterate(model)
+    high, low = (FP32,) * 3, (BF16,) * 3
+    assert seen["enter"] == seen["blocks.0.linear"] == seen["blocks.1.linear"] == high
+    assert seen["blocks.2.linear"] == seen["blocks.3.linear"] == low
+    assert seen["leave"] == high
+    assert {p.grad.dtype for p in model.parameters()} == {FP32}
+
+
+@pytest.mark.spec("FS2-MP-02", "FS2-22")
+@ranks(2)
+def test_float16_and_frozen_parameters_are_cast_as_well() -> None:
+    model = seeded()
+    model.blocks[1].requires_grad_(False)
+    seen = seen_dtypes(model)
+    sharded(model, mp_policy=MixedPrecisionPolicy(FP16, FP32))
+    iterate(model)
+    assert set(seen.values()) == {(FP16,) * 3}
+
+
+# --- inputs and outputs ---
+
+
+class Reports(nn.Module):
+    """Notes what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.given: dict[str, Any] = {}
+
+    def forward(self, x: Tensor, more: dict[str, Any], *, scale: Tensor) -> dict[str, Any]:
+        self.given = {"x": x.dtype, "y": more["y"][0].dtype, "index": more["index"].dtype, "scale": scale.dtype}
+        y = self.linear(x.to(self.linear.weight.dtype))
+        return {"out": y, "pair": (y.sum(), more["index"]), "text": "unchanged"}
+
+
+def report(policy: MixedPrecisionPolicy) -> tuple[Reports, dict[str, Any]]:
+    model = fully_shard(seeded(Reports), mp_policy=policy)
+    here = {"device": device()}
+    more = {"y": [torch.ones(2, **here)], "index": torch.ones(2, dtype=torch.int64, **here), "name": "z"}
+    return model, model(batch(), more, scale=torch.ones(1, dtype=FP64, **here))
+
+
+@pytest.mark.spec("FS2-MP-05", "MIG-10")
+@ranks(2)
+def test_floating_inputs_are_cast_wherever_they_are() -> None:
+    model, _ = report(MixedPrecisionPolicy(BF16, FP32))
+    assert model.given == {"x": BF16, "y": BF16, "index": torch.int64, "scale": BF16}
+
+
+@pytest.mark.spec("FS2-MP-05")
+@ranks(2)
+def test_inputs_are_left_alone_without_the_flag_and_without_a_param_dtype() -> None:
+    untouched = {"x": FP32, "y": FP32, "index": torch.int64, "scale": FP64}
+    for policy in (MixedPrecisionPolicy(BF16, FP32, cast_forward_inputs=False), MixedPrecisionPolicy(None, FP32)):
+        assert report(policy)[0].given == untouched
+
+
+@pytest.mark.spec("FS2-MP-05")
+@ranks(2)
+def test_each_module_with_a_policy_casts_its_own_inputs() -> None:
+    model = seeded()
+    seen = seen_dtypes(model)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(BF16, FP32, FP32))
+    fully_shard(model)
+    iterate(model)
+    assert {seen[f"blocks.{index}.linear"] for index in range(4)} == {(BF16, BF16, BF16)}
+    assert seen["enter"] == seen["leave"] == (FP32, FP32, FP32)
+
+
+@pytest.mark.spec("FS2-MP-06")
+@ranks(2)
+def test_floating_outputs_are_cast_wherever_they_are() -> None:
+    _, output = report(MixedPrecisionPolicy(BF16, FP32, output_dtype=FP64))
+    assert (output["out"].dtype, output["pair"][0].dtype) == (FP64, FP64)
+    assert output["pair"][1].dtype == torch.int64
+    assert output["text"] == "unchanged"
+    loss_of(output["out"]).backward()
+
+
+@pytest.mark.spec("FS2-MP-06")
+@ranks(2)
+def test_given_to_the_root_only_the_result_is_float32_and_all_inside_is_low() -> None:
+    model = seeded()
+    seen = seen_dtypes(model)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(BF16, FP32))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, FP32, FP32))
+    assert model(batch()).dtype == FP32
+    assert set(seen.values()) == {(BF16,) * 3}
+
+
+@pytest.mark.spec("FS2-MP-06")
+@ranks(2)
+def test_given_to_inner_modules_it_breaks_a_low_layer_that_casts_no_inputs() -> None:
+    model = sharded(mp_policy=MixedPrecisionPolicy(BF16, FP32, FP32))
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(batch())
+
+
+@pytest.mark.spec("FS2-MP-08")
+@ranks(2)
+def test_only_parameters_of_the_module_itself_are_seen_without_recursion() -> None:
+    model = sharded(mp_policy=MixedPrecisionPolicy(BF16, FP32))
+    model.unshard()
+    assert list(model.parameters(recurse=False)) == [], "all of the root's are in its layers"
+    own = list(model.enter.parameters(recurse=False))
+    assert {p.dtype for p in own} == {BF16}
+    assert not any(isinstance(p, DTensor) for p in own)
+    layer = fully_shard(nn.Linear(2, 2), mp_policy=MixedPrecisionPolicy(BF16))
+    layer.unshard()
+    assert {p.dtype for p in layer.parameters(recurse=False)} == {BF16}

@@ -1,0 +1,251 @@
+"""Who is gathered ahead: by itself, by list, by hand.
+
+A layer's watch says what is in memory in the middle of each unit's forward and backward; the tracer says what was
+issued when. The whole orders without lists are in ``test_counts.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from minifsdp import trace
+from spec_tests.fsdp2.four_blocks import (
+    Watch,
+    assert_same,
+    batch,
+    full_gradients,
+    full_values,
+    iterate,
+    loss_of,
+    recorded_iteration,
+    seeded,
+    sharded,
+)
+from spec_tests.harness import ranks
+
+
+def ahead(model: Any, num: int, *, forward: bool = True, backward: bool = True) -> Any:
+    """Each block asks for ``num`` more, in the order in which they will be needed."""
+    blocks = list(model.blocks)
+    for index, block in enumerate(blocks):
+        if forward:
+            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + num])
+        if backward:
+            block.set_modules_to_backward_prefetch(blocks[max(index - num, 0) : index][::-1])
+    return model
+
+
+def words_of(model: nn.Module, step: int = 0) -> list[str]:
+    return recorded_iteration(model, step).split()
+
+
+# --- implicit ---
+
+
+@pytest.mark.spec("FS2-PREF-01")
+@ranks(2)
+def test_in_forward_a_gather_is_issued_right_before_its_own_layer() -> None:
+    with trace.record() as recorder:
+        iterate(sharded())
+    words = [event.kind + event.unit.removeprefix("blocks.") for event in recorder.events]
+    for index in range(4):
+        assert words[words.index(f"F{index}") - 1] == f"AG{index}"
+
+
+@pytest.mark.spec("FS2-PREF-01")
+@ranks(2)
+def test_gathers_and_reductions_have_lanes_of_their_own() -> None:
+    with trace.record() as recorder:
+        iterate(sharded())
+    lanes = {event.kind: event.lane for event in recorder.events}
+    assert (lanes["AG"], lanes["RS"], lanes["F"]) == ("gather", "reduce", "compute")
+
+
+@pytest.mark.spec("FS2-PREF-02")
+@ranks(2)
+def test_in_backward_the_next_is_gathered_before_the_current_gradients_are_computed() -> None:
+    plain = seeded()
+    watch = Watch(plain)
+    watch.in_backward = lambda unit: trace.recorder and trace.recorder.begin("GRAD", unit) and None
+    words = words_of(sharded(plain))
+    assert words.index("AG3", words.index("|")) < words.index("B3"), "asked for by the root"
+    for index in (3, 2, 1):
+        gather_of_next = words.index(f"AG{index - 1}", words.index("|"))
+        assert words.index(f"B{index}") < gather_of_next < words.index(f"GRAD{index}")
+
+
+@pytest.mark.spec("FS2-PREF-02")
+@ranks(2)
+def test_backward_follows_the_order_in_which_this_iterations_forwards_ended() -> None:
+    model = sharded()
+    for order in ((0, 1, 2, 3), (3, 1, 0, 2), (0, 2)):
+        loss = loss_of(model(batch(), order=order))
+        with trace.record() as recorder:
+            loss.backward()
+        gathered = [word.removeprefix("AG blocks.") for word in recorder.order("AG")]
+        assert gathered == [str(index) for index in reversed(order)]
+
+
+# --- by list ---
+
+
+@pytest.mark.spec("FS2-PREF-03", "FS2-PREF-04", "MIG-13")
+@ranks(2)
+def test_the_whole_iteration_two_ahead() -> None:
+    model = ahead(sharded(), 2)
+    for step in range(3):
+        assert recorded_iteration(model, step) == (
+            "AGR AG0 AG1 AG2 F0 FREE0 AG3 F1 FREE1 F2 FREE2 F3 FREE3 keepR | "
+            "AG3 B3 AG2 AG1 FREE3 RS3 B2 AG0 FREE2 RS2 B1 FREE1 RS1 B0 FREE0 RS0 FREER RSR"
+        )
+
+
+@pytest.mark.spec("FS2-PREF-03")
+@ranks(2)
+def test_a_list_for_forward_is_issued_in_its_order_before_the_layer_runs() -> None:
+    model = sharded()
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2], model.blocks[1]])
+    words = words_of(model)
+    assert words[: words.index("F0") + 1] == ["AGR", "AG0", "AG2", "AG1", "F0"]
+
+
+@pytest.mark.spec("FS2-PREF-04")
+@ranks(2)
+def test_a_list_for_backward_replaces_the_implicit_one_and_an_empty_list_brings_it_back() -> None:
+    model = sharded()
+    model.blocks[3].set_modules_to_backward_prefetch([model.blocks[1], model.blocks[2]])
+    words = words_of(model)
+    assert words[words.index("B3") :][:5] == ["B3", "AG1", "AG2", "FREE3", "RS3"]
+    model.blocks[3].set_modules_to_backward_prefetch([])
+    words = words_of(model)
+    assert words[words.index("B3") :][:4] == ["B3", "AG2", "FREE3", "RS3"]
+
+
+@pytest.mark.spec("FS2-PREF-03")
+@ranks(2)
+def test_the_root_may_ask_for_its_first_blocks() -> None:
+    model = sharded()
+    model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[1]])
+    words = words_of(model)
+    assert words[: words.index("F1")] == ["AGR", "AG0", "AG1", "F0", "FREE0"]
+
+
+def most_gathered(model: nn.Module, step: int = 1) -> tuple[int, int]:
+    """The largest number of blocks that are gathered and not yet freed, in forward and in backward."""
+    iterate(model)
+    peaks = []
+    for part in recorded_iteration(model, step).split("|"):
+        alive, peak = 0, 0
+        for word in part.split():
+            if word[-1] != "R":
+                alive += word.startswith("AG") - word.startswith("FREE")
+                peak = max(peak, alive)
+        peaks.append(peak)
+    return peaks[0], peaks[1]
+
+
+@pytest.mark.spec("FS2-PREF-05")
+@ranks(2)
+def test_asking_for_k_ahead_has_k_more_in_memory() -> None:
+    assert most_gathered(sharded()) == (1, 2)
+    assert most_gathered(ahead(sharded(), 1)) == (2, 2)
+    assert most_gathered(ahead(sharded(), 2)) == (3, 3)
+    assert most_gathered(ahead(sharded(), 3)) == (4, 4)
+
+
+@pytest.mark.spec("FS2-PREF-06", "MIG-13")
+@ranks(2)
+def test_a_root_that_was_unsharded_by_hand_is_not_gathered_again() -> None:
+    for asynchronous in (False, True):
+        model = sharded()
+        for step in range(2):
+            with trace.record() as recorder:
+                model.unshard(async_op=asynchronous)
+                loss = iterate(model, step)
+            assert recorder.order("AG")[0] == "AG"
+            assert recorder.order("AG").count("AG") == 1
+            assert loss == iterate(sharded(), step)
+
+
+@pytest.mark.spec("FS2-PREF-06", "FS2-20")
+@ranks(2)
+def test_blocks_can_be_asked_for_by_hand_from_inside_of_forward() -> None:
+    model = sharded()
+    for index in range(3):
+        following = model.blocks[index + 1]
+        model.blocks[index].linear.register_forward_pre_hook(
+            lambda *_, following=following: following.unshard(async_op=True) and None
+        )
+    words = words_of(model)
+    assert words[:7] == ["AGR", "AG0", "F0", "AG1", "FREE0", "F1", "AG2"]
+
+
+@pytest.mark.spec("FS2-PREF-07")
+@ranks(2)
+def test_what_is_no_fsdp_module_cannot_be_prefetched() -> None:
+    model = sharded()
+    for wrong in (nn.Linear(2, 2), "blocks.1", None, model.enter):
+        for setter in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch):
+            with pytest.raises(ValueError, match="FSDPModule"):
+                setter([model.blocks[0], wrong])
+
+
+SETTINGS: dict[str, Callable[[Any], Any]] = {
+    "one ahead": lambda model: ahead(model, 1),
+    "two ahead": lambda model: ahead(model, 2),
+    "three ahead": lambda model: ahead(model, 3),
+    "forward only": lambda model: ahead(model, 2, backward=False),
+    "backward only": lambda model: ahead(model, 2, forward=False),
+    "wrong way": lambda model: [
+        block.set_modules_to_forward_prefetch([model.blocks[index - 1]])
+        or block.set_modules_to_backward_prefetch([model.blocks[(index + 1) % 4]])
+        for index, block in enumerate(model.blocks)
+    ],
+    "oneself": lambda model: [block.set_modules_to_forward_prefetch([block]) for block in model.blocks],
+}
+
+
+@pytest.mark.spec("FS2-PREF-08")
+@pytest.mark.parametrize("setting", SETTINGS)
+@ranks(2)
+def test_no_setting_changes_a_bit(setting: str) -> None:
+    model, usual = sharded(), sharded()
+    SETTINGS[setting](model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, usual)]
+    for step in range(3):
+        assert iterate(model, step) == iterate(usual, step)
+        assert_same(full_gradients(model), full_gradients(usual))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(full_values(model), full_values(usual))
+
+
+@pytest.mark.spec("FS2-PREF-08")
+@ranks(2)
+def test_what_was_gathered_in_vain_is_gone_after_backward_and_not_stale_in_the_next_step() -> None:
+    model, usual = sharded(), sharded()
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[3]])
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, usual)]
+    for step, order in enumerate(((0, 1, 2), (0, 1, 2), (3,), (0, 3))):
+        losses = [loss_of(each(batch(step), order=order)) for each in (model, usual)]
+        assert losses[0].item() == losses[1].item()
+        for loss in losses:
+            loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.spec("FS2-PREF-09")
+@ranks(2)
+def test_an_explicit_gather_is_issued_a_layer_earlier_than_an_implicit_one() -> None:
+    implicit, explicit = words_of(sharded()), words_of(ahead(sharded(), 1))
+    for index in range(1, 4):
+        assert implicit.index(f"AG{index}") > implicit.index(f"F{index - 1}")
+        assert explicit.index(f"AG{index}") < explicit.index(f"F{index - 1}")

@@ -1,0 +1,79 @@
+"""Every public name takes what torch's takes: the same arguments, in the same order, with the same defaults.
+
+A program written for torch can pass any argument by position or by name, so all of that is compared, with the torch
+that is installed. What differs does so on purpose and is written down here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch.distributed.fsdp as torch_fsdp
+
+from spec_tests.fsdp2 import subject
+
+NAMES = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]
+METHODS = sorted(name for name in vars(torch_fsdp.FSDPModule) if not name.startswith("_"))
+
+# Not offered at all, with the reason. `dp_mesh_dims` is accepted and refused with a message (NEW-18).
+MISSING = {"DataParallelMeshDims": "describes a mesh of several parallelisms at once, for dp_mesh_dims"}
+
+# Methods whose arguments differ, with the reason.
+MEANT: dict[str, str] = {}
+
+
+def described(function: Any) -> list[tuple[str, Any, str]]:
+    """Name, kind and default of each argument. Defaults are compared by what they print, classes being our own."""
+    return [
+        (parameter.name, parameter.kind, repr(parameter.default))
+        for parameter in inspect.signature(function).parameters.values()
+    ]
+
+
+@pytest.mark.spec("FS2-01", "MIG-21", "NEW-17")
+@pytest.mark.pure
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_name_takes_the_same_arguments(name: str) -> None:
+    assert described(getattr(subject.library, name)) == described(getattr(torch_fsdp, name))
+
+
+@pytest.mark.spec("FS2-27", "NEW-06", "NEW-18")
+@pytest.mark.pure
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_takes_the_same_arguments(name: str) -> None:
+    ours, theirs = (described(getattr(module.FSDPModule, name)) for module in (subject.library, torch_fsdp))
+    if name in MEANT:
+        assert ours != theirs, "no longer different: take it out of the table"
+    else:
+        assert ours == theirs
+
+
+@pytest.mark.spec("FS2-20")
+@pytest.mark.pure
+def test_what_unshard_returns_can_be_waited_for_without_arguments() -> None:
+    assert described(subject.UnshardHandle.wait) == described(torch_fsdp.UnshardHandle.wait)
+
+
+@pytest.mark.spec("NEW-17", "NEW-18")
+@pytest.mark.pure
+def test_no_name_of_torch_is_missing_but_those_that_are_meant_to_be() -> None:
+    missing = {name for name in torch_fsdp.__all__ if not hasattr(subject.library, name)}
+    assert missing <= set(MISSING)
+
+
+@pytest.mark.spec("FS2-27")
+@pytest.mark.pure
+def test_an_fsdp_module_has_no_public_method_that_torch_has_not() -> None:
+    ours = {name for name in vars(subject.FSDPModule) if not name.startswith("_")}
+    assert ours == set(METHODS)

@@ -1,0 +1,428 @@
+"""Saving and loading: by hand with ``DTensor``, by torch's state-dict functions, by distributed checkpoints.
+
+Nothing of this is ours but the parameters themselves: that torch's own functions find all they need in them is what is
+tested here. The last part goes from one front door to the other.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import minifsdp
+from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests.fsdp2.four_blocks import (
+    Block,
+    Stack,
+    assert_same,
+    full_values,
+    grid_mesh,
+    iterate,
+    named,
+    seeded,
+    sharded,
+)
+from spec_tests.fsdp2.subject import fully_shard
+from spec_tests.harness import device, ranks
+from spec_tests.oracles import count_collectives
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+FSDP1 = minifsdp.FullyShardedDataParallel
+
+
+def adam(model: nn.Module) -> torch.optim.Adam:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Any) -> list[float]:
+    losses = []
+    for step in steps:
+        losses.append(iterate(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def other() -> Any:
+    """A sharded model with other values than all the rest here."""
+    model = sharded()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.25)
+    return model
+
+
+def on_meta() -> Any:
+    with torch.device("meta"):
+        model = Stack()
+    return sharded(model)
+
+
+# --- the dictionary itself ---
+
+
+@pytest.mark.spec("FS2-SD-01")
+@ranks(2)
+def test_the_state_dict_holds_dtensors_under_plain_names_and_sends_nothing() -> None:
+    model = sharded()
+    iterate(model)
+    with count_collectives() as counts:
+        state = model.state_dict()
+    assert counts.order == []
+    assert list(state) == list(seeded().state_dict())
+    for name, parameter in model.named_parameters():
+        assert isinstance(state[name], DTensor)
+        assert state[name].placements == parameter.placements
+        assert state[name].to_local().data_ptr() == parameter.to_local().data_ptr()
+
+
+@pytest.mark.spec("FS2-SD-01")
+@ranks(2)
+def test_a_state_dict_taken_while_something_is_gathered_is_sharded_all_the_same() -> None:
+    model = sharded(reshard_after_forward=False)
+    with torch.no_grad():
+        model(torch.ones(3, 6, device=device()))
+    model.blocks[1].unshard()
+    state = model.state_dict()
+    assert all(isinstance(value, DTensor) for value in state.values())
+    plain = named(seeded())
+    assert all(torch.equal(value.full_tensor(), plain[name]) for name, value in state.items())
+
+
+@pytest.mark.spec("FS2-SD-01")
+@ranks(2)
+def test_buffers_are_in_the_state_dict_as_they_are() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(device())
+    fully_shard(model)
+    state = model.state_dict()
+    assert type(state["1.running_mean"]) is Tensor
+    assert isinstance(state["1.weight"], DTensor)
+
+
+@pytest.mark.spec("FS2-SD-01", "FS2-SD-12")
+@ranks(2)
+def test_a_sharded_state_dict_loads_back_without_communication() -> None:
+    source, target = sharded(), other()
+    train(source, adam(source), range(2))
+    with count_collectives() as counts:
+        assert not target.load_state_dict(source.state_dict()).missing_keys
+    assert counts.order == []
+    assert_same(full_values(target), full_values(source))
+    assert iterate(target, 5) == iterate(source, 5)
+
+
+# --- by hand ---
+
+
+def saved_by_hand(model: nn.Module) -> dict[str, Tensor]:
+    """All ranks gather one tensor after the other; rank 0 keeps them."""
+    kept = {}
+    for name, value in model.state_dict().items():
+        whole = value.full_tensor()
+        if dist.get_rank() == 0:
+            kept[name] = whole.cpu()
+    return kept
+
+
+def loaded_by_hand(model: nn.Module, path: Path) -> None:
+    """Each rank reads the file and keeps its shard."""
+    whole = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+    placed = model.state_dict()
+    mine = {
+        name: nn.Parameter(distribute_tensor(value.to(device()), placed[name].device_mesh, placed[name].placements))
+        for name, value in whole.items()
+    }
+    model.load_state_dict(mine, assign=True)
+
+
+@pytest.mark.spec("FS2-SD-02", "FS2-SD-03", "FS2-SD-09")
+@ranks(2)
+def test_a_full_state_dict_is_saved_and_loaded_by_hand(tmp_path: Path) -> None:
+    source = sharded()
+    train(source, adam(source), range(2))
+    kept = saved_by_hand(source)
+    assert (kept == {}) == (dist.get_rank() != 0)
+    if dist.get_rank() == 0:
+        torch.save(kept, tmp_path / "model.pt")
+    dist.barrier()
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+    plain = seeded()
+    plain.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    assert_same(full_values(source), named(plain))
+    target = on_meta()
+    loaded_by_hand(target, tmp_path / "model.pt")
+    assert {p.device.type for p in target.parameters()} == {device().type}
+    assert_same(full_values(target), named(plain))
+    fresh = [adam(each) for each in (source, target)]
+    assert train(target, fresh[1], range(5, 8)) == train(source, fresh[0], range(5, 8))
+
+
+@pytest.mark.spec("FS2-SD-02")
+@ranks(4)
+def test_a_full_state_dict_can_be_saved_from_two_times_two() -> None:
+    kept = saved_by_hand(sharded(mesh=grid_mesh()))
+    if dist.get_rank() == 0:
+        assert_same(kept, {name: value.cpu() for name, value in named(seeded()).items()})
+
+
+@pytest.mark.spec("FS2-SD-04")
+@ranks(2)
+def test_loading_into_meta_parameters_without_assign_is_refused() -> None:
+    state = sharded().state_dict()
+    with pytest.raises((RuntimeError, ValueError), match="assign"):
+        on_meta().load_state_dict(state)
+
+
+@pytest.mark.spec("FS2-SD-05", "NEW-21")
+@ranks(2)
+def test_plain_tensors_are_refused_with_a_word_on_what_to_use() -> None:
+    model = other()
+    with pytest.raises((RuntimeError, ValueError), match="set_model_state_dict"):
+        model.load_state_dict(seeded().state_dict())
+    assert {type(p.data) for p in model.parameters()} == {DTensor}
+
+
+@pytest.mark.spec("NEW-21")
+@ranks(2)
+def test_while_debugging_plain_tensors_are_sharded_instead() -> None:
+    model = other()
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        model.load_state_dict(seeded().state_dict())
+    finally:
+        dist.set_debug_level(before)
+    assert {type(p.data) for p in model.parameters()} == {DTensor}
+    assert_same(full_values(model), named(seeded()))
+
+
+# --- by torch's functions ---
+
+
+@pytest.mark.spec("FS2-SD-06", "MIG-12")
+@ranks(2)
+def test_rank_0_alone_needs_the_dictionary() -> None:
+    for target in (other(), on_meta()):
+        if any(p.is_meta for p in target.parameters()):
+            target.to_empty(device=device())
+        mine = seeded().state_dict() if dist.get_rank() == 0 else {}
+        set_model_state_dict(target, model_state_dict=mine, options=FROM_RANK_0)
+        assert {type(p.data) for p in target.parameters()} == {DTensor}
+        assert_same(full_values(target), named(seeded()))
+        iterate(target)
+
+
+@pytest.mark.spec("FS2-SD-06")
+@ranks(2)
+def test_a_full_dictionary_on_every_rank_needs_no_broadcast() -> None:
+    target = other()
+    set_model_state_dict(target, seeded().state_dict(), options=StateDictOptions(full_state_dict=True))
+    assert_same(full_values(target), named(seeded()))
+
+
+@pytest.mark.spec("FS2-SD-07")
+@ranks(2)
+def test_a_broadcast_is_for_full_dictionaries_only() -> None:
+    with pytest.raises(ValueError, match="full_state_dict"):
+        set_model_state_dict(other(), {}, options=StateDictOptions(broadcast_from_rank0=True))
+
+
+@pytest.mark.spec("FS2-SD-08", "FS2-SD-09")
+@ranks(2)
+def test_a_full_dictionary_on_the_cpu_is_rank_0s_and_the_others_get_an_empty_one() -> None:
+    model = sharded()
+    train(model, adam(model), range(1))
+    state = get_model_state_dict(model, options=FULL)
+    expected = full_values(model)
+    if dist.get_rank() == 0:
+        assert {(type(value), value.device.type) for value in state.values()} == {(Tensor, "cpu")}
+        assert_same(state, {name: value.cpu() for name, value in expected.items()})
+    else:
+        assert state == {}
+
+
+@pytest.mark.spec("FS2-SD-08")
+@ranks(2)
+def test_without_the_cpu_all_ranks_get_it() -> None:
+    model = sharded()
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert {type(value) for value in state.values()} == {Tensor}
+    assert_same(state, named(seeded()))
+
+
+@pytest.mark.spec("FS2-SD-10")
+@ranks(2)
+def test_the_optimizers_state_goes_the_same_way() -> None:
+    source = sharded()
+    optimizer = adam(source)
+    train(source, optimizer, range(3))
+    model_state = get_model_state_dict(source, options=FULL)
+    # A copy, as a file would be one: where all is on the CPU already, the counts of steps are not copied.
+    optimizer_state = copy.deepcopy(get_optimizer_state_dict(source, optimizer, options=FULL))
+    assert (optimizer_state == {}) == (dist.get_rank() != 0)
+    target = other()
+    fresh = adam(target)
+    set_model_state_dict(target, model_state, options=FROM_RANK_0)
+    set_optimizer_state_dict(target, fresh, optimizer_state, options=FROM_RANK_0)
+    for (name, mine), parameter in zip(target.named_parameters(), source.parameters(), strict=True):
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert isinstance(fresh.state[mine][key], DTensor)
+            assert torch.equal(fresh.state[mine][key].to_local(), optimizer.state[parameter][key].to_local()), name
+        assert fresh.state[mine]["step"].item() == 3
+    assert train(target, fresh, range(3, 6)) == train(source, optimizer, range(3, 6))
+
+
+# --- interrupted and resumed ---
+
+
+def save_dtensor(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    state = {
+        "model": get_model_state_dict(model, options=FULL),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=FULL),
+    }
+    if dist.get_rank() == 0:
+        torch.save(state, folder / "checkpoint.pt")
+    dist.barrier()
+
+
+def load_dtensor(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    state = {"model": {}, "optimizer": {}}
+    if dist.get_rank() == 0:
+        state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    set_model_state_dict(model, state["model"], options=FROM_RANK_0)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FROM_RANK_0)
+
+
+def save_dcp(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+
+
+def load_dcp(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+WAYS = {"DTensor": (save_dtensor, load_dtensor), "DCP": (save_dcp, load_dcp)}
+
+
+@pytest.mark.spec("FS2-SD-11")
+@pytest.mark.parametrize("way", WAYS)
+@ranks(2)
+def test_a_second_run_resumes_from_what_the_first_has_written(way: str, tmp_path: Path) -> None:
+    save, load = WAYS[way]
+    first = sharded()
+    optimizer = adam(first)
+    train(first, optimizer, range(3))
+    save(tmp_path, first, optimizer)
+    uninterrupted = train(first, optimizer, range(3, 6))
+    second = other()
+    fresh = adam(second)
+    load(tmp_path, second, fresh)
+    assert train(second, fresh, range(3, 6)) == uninterrupted
+    assert_same(full_values(second), full_values(first))
+
+
+@pytest.mark.spec("FS2-SD-12")
+@ranks(2)
+def test_a_distributed_checkpoint_of_the_shards_gathers_no_parameter(tmp_path: Path) -> None:
+    model = sharded()
+    train(model, adam(model), range(1))
+    with count_collectives() as counts:
+        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=tmp_path)
+    target = other()
+    with count_collectives() as more:
+        state = {"model": get_model_state_dict(target)}
+        dcp.load(state, checkpoint_id=tmp_path)
+        set_model_state_dict(target, state["model"])
+    assert counts.calls["reduce_scatter"] == more.calls["reduce_scatter"] == 0
+    assert_same(full_values(target), full_values(model))
+
+
+@pytest.mark.spec("FS2-SD-12")
+@ranks(4)
+def test_a_distributed_checkpoint_can_be_read_under_another_mesh(tmp_path: Path) -> None:
+    source, target = sharded(), sharded(mesh=grid_mesh())
+    train(source, adam(source), range(1))
+    dcp.save({"model": get_model_state_dict(source)}, checkpoint_id=tmp_path)
+    state = {"model": get_model_state_dict(target)}
+    dcp.load(state, checkpoint_id=tmp_path)
+    set_model_state_dict(target, state["model"])
+    assert_same(full_values(target), full_values(source))
+
+
+# --- the other front door ---
+
+
+@pytest.mark.spec("FS2-SD-13")
+@ranks(2)
+def test_the_wrappers_state_dict_type_changes_nothing_here() -> None:
+    model = sharded()
+    expected = model.state_dict()
+    with FSDP1.state_dict_type(model, minifsdp.StateDictType.FULL_STATE_DICT):
+        inside = model.state_dict()
+    assert list(inside) == list(expected)
+    assert all(isinstance(value, DTensor) for value in inside.values())
+    FSDP1.set_state_dict_type(model, minifsdp.StateDictType.SHARDED_STATE_DICT)
+    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+
+
+def wrapped() -> Any:
+    return FSDP1(seeded(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
+
+
+def full_of_wrapper(model: Any, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    with FSDP1.state_dict_type(model, minifsdp.StateDictType.FULL_STATE_DICT):
+        return model.state_dict(), copy.deepcopy(FSDP1.optim_state_dict(model, optimizer))
+
+
+@pytest.mark.spec("MIG-20")
+@ranks(2)
+def test_a_full_checkpoint_of_the_wrapper_loads_here() -> None:
+    source = wrapped()
+    optimizer = adam(source)
+    train(source, optimizer, range(3))
+    model_state, optimizer_state = full_of_wrapper(source, optimizer)
+    target = other()
+    fresh = adam(target)
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(target, model_state, options=options)
+    set_optimizer_state_dict(target, fresh, optimizer_state, options=options)
+    assert train(target, fresh, range(3, 6)) == train(source, optimizer, range(3, 6))
+
+
+@pytest.mark.spec("MIG-20")
+@ranks(2)
+def test_a_full_checkpoint_from_here_loads_into_the_wrapper() -> None:
+    source = sharded()
+    optimizer = adam(source)
+    train(source, optimizer, range(3))
+    options = StateDictOptions(full_state_dict=True)
+    model_state = get_model_state_dict(source, options=options)
+    optimizer_state = copy.deepcopy(get_optimizer_state_dict(source, optimizer, options=options))
+    target = wrapped()
+    fresh = adam(target)
+    with FSDP1.state_dict_type(target, minifsdp.StateDictType.FULL_STATE_DICT):
+        target.load_state_dict(model_state)
+        fresh.load_state_dict(FSDP1.optim_state_dict_to_load(target, fresh, optimizer_state))
+    assert train(target, fresh, range(3, 6)) == train(source, optimizer, range(3, 6))

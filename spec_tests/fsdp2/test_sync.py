@@ -1,0 +1,293 @@
+"""Accumulating gradients: over micro-batches, unreduced, half reduced, and with everything kept in memory.
+
+The oracle is the plain model, which sees the batches of all ranks. Sums over micro-batches are made in the same order
+there, so on two ranks the comparison is bit by bit.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from minifsdp import trace
+from spec_tests.fsdp2.four_blocks import (
+    assert_same,
+    batch,
+    full_gradients,
+    full_values,
+    grid_mesh,
+    iterate,
+    local_gradients,
+    loss_of,
+    mean_gradients,
+    named,
+    recorded_iteration,
+    seeded,
+    sharded,
+)
+from spec_tests.fsdp2.subject import MixedPrecisionPolicy, fully_shard
+from spec_tests.harness import ranks
+
+# --- set_requires_gradient_sync ---
+
+
+@pytest.mark.spec("FS2-SYNC-01", "MIG-16")
+@ranks(2)
+def test_what_was_not_reduced_is_reduced_with_the_next_backward_that_is() -> None:
+    model = sharded()
+    for steps in ((0, 1), (2, 3, 4), (5,)):
+        for step in steps:
+            model.set_requires_gradient_sync(step == steps[-1])
+            iterate(model, step)
+        assert_same(full_gradients(model), mean_gradients(seeded(), steps))
+        model.zero_grad()
+
+
+@pytest.mark.spec("FS2-SYNC-01")
+@ranks(2)
+def test_no_sync_reduces_the_sum_and_nothing_before() -> None:
+    model = sharded()
+    counts = []
+    for sync in (False, False, True):
+        model.set_requires_gradient_sync(sync)
+        with trace.record() as recorder:
+            iterate(model)
+        counts.append(recorder.count("RS"))
+    assert counts == [0, 0, 5]
+
+
+@pytest.mark.spec("FS2-SYNC-01")
+@ranks(2)
+def test_accumulating_onto_reduced_gradients_adds_shard_to_shard() -> None:
+    model = sharded()
+    expected: dict[str, torch.Tensor] = {}
+    for step in range(3):
+        iterate(model, step)
+        of_step = mean_gradients(seeded(), (step,))
+        expected = {name: expected[name] + of_step[name] for name in of_step} if expected else of_step
+        assert_same(full_gradients(model), expected)
+
+
+@pytest.mark.spec("FS2-SYNC-01")
+@ranks(2)
+def test_it_reaches_nested_modules_unless_told_otherwise() -> None:
+    model = sharded()
+    model.set_requires_gradient_sync(False, recurse=False)
+    with trace.record() as recorder:
+        iterate(model)
+    assert recorder.order("RS") == [f"RS blocks.{index}" for index in (3, 2, 1, 0)]
+    assert {name for name, p in model.named_parameters() if p.grad is None} == {
+        name for name, _ in model.named_parameters() if not name.startswith("blocks.")
+    }
+    model.set_requires_gradient_sync(False)
+    model.blocks[2].set_requires_gradient_sync(True)
+    with trace.record() as recorder:
+        iterate(model, 1)
+    assert recorder.order("RS") == ["RS blocks.2"]
+
+
+@pytest.mark.spec("FS2-SYNC-02")
+@ranks(2)
+def test_while_it_is_off_the_sharded_parameters_have_no_gradient() -> None:
+    model = sharded()
+    model.set_requires_gradient_sync(False)
+    for step in range(2):
+        iterate(model, step)
+        assert {type(parameter.data) for parameter in model.parameters()} == {DTensor}
+        assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == []
+    model.set_requires_gradient_sync(True)
+    iterate(model, 2)
+    assert_same(full_gradients(model), mean_gradients(seeded(), (0, 1, 2)))
+
+
+@pytest.mark.spec("FS2-SYNC-01", "FS2-SYNC-02")
+@ranks(2)
+def test_reduced_gradients_are_left_alone_while_it_is_off_and_added_to_afterwards() -> None:
+    model = sharded()
+    iterate(model, 0)
+    first = full_gradients(model)
+    model.set_requires_gradient_sync(False)
+    iterate(model, 1)
+    assert_same(full_gradients(model), first)
+    model.set_requires_gradient_sync(True)
+    iterate(model, 2)
+    rest = mean_gradients(seeded(), (1, 2))
+    assert_same(full_gradients(model), {name: first[name] + rest[name] for name in rest})
+
+
+@pytest.mark.spec("FS2-SYNC-01", "FS2-17")
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+@ranks(2)
+def test_a_whole_training_with_accumulation_equals_one_process(reshard_after_forward: bool | None) -> None:
+    model, plain = sharded(reshard_after_forward=reshard_after_forward), seeded()
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, plain)]
+    for step in range(3):
+        micro_batches = (2 * step, 2 * step + 1)
+        for micro_batch in micro_batches:
+            model.set_requires_gradient_sync(micro_batch == micro_batches[-1])
+            iterate(model, micro_batch)
+        expected = mean_gradients(plain, micro_batches)
+        assert_same(full_gradients(model), expected)
+        for name, parameter in plain.named_parameters():
+            parameter.grad = expected[name]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(full_values(model), named(plain))
+
+
+@pytest.mark.spec("FS2-SYNC-01", "FS2-MP-03")
+@ranks(2)
+def test_unreduced_gradients_add_up_in_the_dtype_of_the_reduction() -> None:
+    """1 + 1/512 fits bfloat16 only as 1; added up in float32, nothing of the second is lost."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = seeded(lambda: torch.nn.Linear(2, 2, bias=False))
+    fully_shard(model, mp_policy=policy)
+    for sync, size in ((False, 1.0), (True, 1 / 512)):
+        model.set_requires_gradient_sync(sync)
+        x = torch.full((1, 2), size, dtype=torch.bfloat16, device=model.weight.device)
+        model(x).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full_like(model.weight.grad.full_tensor(), 1 + 1 / 512))
+
+
+# --- set_requires_all_reduce ---
+
+
+@pytest.mark.spec("NEW-08")
+@ranks(4)
+def test_without_all_reduce_gradients_wait_half_reduced_and_the_sum_is_exact() -> None:
+    model = sharded(mesh=grid_mesh())
+    for steps in ((0, 1), (2, 3, 4), (5,)):
+        for step in steps:
+            model.set_requires_all_reduce(step == steps[-1])
+            with trace.record() as recorder:
+                iterate(model, step)
+            is_last = step == steps[-1]
+            assert recorder.count("RS") == 5
+            assert recorder.count("AR") == 5 * is_last
+            if not is_last:
+                assert full_gradients(model) == {}
+        assert_same(full_gradients(model), mean_gradients(seeded(), steps))
+        model.zero_grad()
+
+
+@pytest.mark.spec("NEW-08")
+@ranks(4)
+def test_all_reduce_can_be_put_off_for_one_module_alone() -> None:
+    model = sharded(mesh=grid_mesh())
+    model.set_requires_all_reduce(False, recurse=False)
+    with trace.record() as recorder:
+        iterate(model)
+    assert sorted(recorder.order("AR")) == [f"AR blocks.{index}" for index in range(4)]
+    model.set_requires_all_reduce(False)
+    model.blocks[1].set_requires_all_reduce(True)
+    with trace.record() as recorder:
+        iterate(model)
+    assert recorder.order("AR") == ["AR blocks.1"]
+
+
+@pytest.mark.spec("NEW-08", "FS2-SYNC-01")
+@ranks(4)
+def test_no_sync_and_no_all_reduce_can_follow_each_other() -> None:
+    model = sharded(mesh=grid_mesh())
+    for step, (sync, all_reduce) in enumerate(((False, False), (True, False), (True, True))):
+        model.set_requires_gradient_sync(sync)
+        model.set_requires_all_reduce(all_reduce)
+        iterate(model, step)
+    assert_same(full_gradients(model), mean_gradients(seeded(), (0, 1, 2)))
+
+
+@pytest.mark.spec("NEW-08")
+@ranks(2)
+def test_on_one_axis_there_is_no_all_reduce_to_put_off() -> None:
+    model = sharded()
+    model.set_requires_all_reduce(False)
+    iterate(model)
+    assert_same(full_gradients(model), mean_gradients(seeded()))
+
+
+# --- set_is_last_backward ---
+
+
+@pytest.mark.spec("NEW-07")
+@ranks(2)
+def test_several_backwards_of_one_iteration_give_the_sum() -> None:
+    model = sharded()
+    for _ in range(2):
+        losses = [loss_of(model(batch(step))) for step in range(3)]
+        for index, loss in enumerate(losses):
+            model.set_is_last_backward(index == len(losses) - 1)
+            loss.backward()
+        expected: dict[str, torch.Tensor] = {}
+        for step in range(3):
+            of_step = mean_gradients(seeded(), (step,))
+            expected = {name: expected[name] + of_step[name] for name in of_step} if expected else of_step
+        assert_same(full_gradients(model), expected, bitwise=False)
+        model.zero_grad()
+
+
+@pytest.mark.spec("NEW-07")
+@ranks(2)
+def test_until_the_last_backward_the_prefetch_remembers_the_forwards_before() -> None:
+    """Two forwards, then two backwards: the second one, too, knows who comes next."""
+    orders = []
+    for told in (True, False):
+        model = sharded()
+        losses = [loss_of(model(batch(step))) for step in range(2)]
+        if told:
+            model.set_is_last_backward(False)
+        losses[1].backward()
+        model.set_is_last_backward(True)
+        with trace.record() as recorder:
+            losses[0].backward()
+        words = [event.kind + event.unit.removeprefix("blocks.") for event in recorder.events]
+        orders.append(words.index("AG2") < words.index("RS3"))
+        assert recorder.count("RS") == 5
+    assert orders == [True, False]
+
+
+@pytest.mark.spec("NEW-07")
+@ranks(2)
+def test_after_the_last_backward_all_is_as_before() -> None:
+    model = sharded()
+    usual = recorded_iteration(model)
+    model.set_is_last_backward(False)
+    iterate(model)
+    model.set_is_last_backward(True)
+    iterate(model)
+    assert recorded_iteration(model) == usual
+
+
+# --- resharding while gradients are accumulated ---
+
+
+@pytest.mark.spec("NEW-06", "FS2-SYNC-01")
+@ranks(2)
+def test_of_several_micro_batches_only_the_first_gathers_if_nothing_is_resharded() -> None:
+    model = sharded(reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    gathers = []
+    for step in range(3):
+        model.set_requires_gradient_sync(step == 2)
+        model.set_reshard_after_backward(step == 2)
+        with trace.record() as recorder:
+            iterate(model, step)
+        gathers.append(recorder.count("AG"))
+    assert gathers == [5, 0, 0]
+    assert_same(full_gradients(model), mean_gradients(seeded(), (0, 1, 2)))
+    assert {type(p.data) for p in model.parameters()} == {DTensor}
+
+
+@pytest.mark.spec("FS2-SYNC-02")
+@ranks(2)
+def test_the_unreduced_sum_is_this_ranks_own() -> None:
+    """Reduced later with a gradient of zero, what comes out is the mean of what each rank has kept."""
+    model = sharded()
+    model.set_requires_gradient_sync(False)
+    iterate(model, 0)
+    model.set_requires_gradient_sync(True)
+    (loss_of(model(batch(1))) * 0).backward()
+    expected = [local_gradients(seeded(), (0,), rank) for rank in range(dist.get_world_size())]
+    assert_same(full_gradients(model), {name: sum(e[name] for e in expected) / len(expected) for name in expected[0]})
