@@ -29,7 +29,7 @@ import torch
 from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.precision import tensors_in
 
-__all__ = ["AbsentParameter"]
+__all__ = ["AbsentParameter", "ForwardGuard"]
 
 
 class AbsentParameter(torch.Tensor):
@@ -102,7 +102,25 @@ class AbsentParameter(torch.Tensor):
         raise _absent(missing)
 
 
-def _absent(missing: AbsentParameter) -> RuntimeError:
+class ForwardGuard:
+    """A hook before the forward of a module whose parameters are slices right now; it refuses.
+
+    Where the original parameters stay visible, nothing can stand in their place. They show 1-D slices between
+    computations, and most operations, but not all, refuse such a shape. So the module itself is told to, for the time
+    in which it has no weights: while the unit computes there is no hook, and nothing to pay.
+    """
+
+    KEY = "minifsdp: sharded"
+
+    def __init__(self, path: str, shape: torch.Size) -> None:
+        self.path, self.shape = path, shape
+
+    def __call__(self, module: Any, args: Any) -> NoReturn:
+        """Raises ``RuntimeError`` with the remedy."""
+        raise _absent(self)
+
+
+def _absent(missing: AbsentParameter | ForwardGuard) -> RuntimeError:
     return RuntimeError(
         f"rank {rank_of_this_process()}: parameter {missing.path!r} (shape {tuple(missing.shape)}) is sharded right "
         "now, and its full values are on no rank. If you called a part of a wrapped model directly, call the wrapped "

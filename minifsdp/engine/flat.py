@@ -36,12 +36,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from minifsdp.engine import collectives
+from minifsdp.engine.absent import ForwardGuard
 from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.flat_parameter import FlatOwnership
 from minifsdp.engine.lanes import Lanes, Promise
@@ -116,6 +118,8 @@ class FlatLayout(LendingLayout):
         ]
         # What the modules show right now, and the views of the last forward that autograd recorded.
         self._shown: Sequence[torch.Tensor] = self.owner.stand_ins
+        self._guards = [] if self.owner.hides_originals else _guards_for(self.parameters)
+        self._guard(is_sharded=True)
         self._recorded: Sequence[torch.Tensor] | None = None
         self._loan: _Loan | None = None
         self._gathered_at: object = None
@@ -268,6 +272,15 @@ class FlatLayout(LendingLayout):
             dictionary[slot.name] = tensors[index]
             if slot.second_list:
                 slot.update_second_list(tensors[index])
+        self._guard(is_sharded=tensors is self.owner.stand_ins)
+
+    def _guard(self, *, is_sharded: bool) -> None:
+        """Lets modules whose original parameters show slices refuse to compute, or lets them compute."""
+        for hooks, guard in self._guards:
+            if is_sharded:
+                hooks[ForwardGuard.KEY] = guard
+            else:
+                hooks.pop(ForwardGuard.KEY, None)
 
     # --- gradients ---
 
@@ -366,6 +379,7 @@ class FlatLayout(LendingLayout):
             dictionary.pop(slot.name)
             slot.module._parameters[slot.name] = self._loan.parameters[index]
             slot.update_second_list(self._loan.parameters[index])
+        self._guard(is_sharded=False)
 
     def hide_row(self, *, keep_changes: bool) -> None:
         """The reverse; a parameter that was given other memory in between is read from there."""
@@ -389,6 +403,12 @@ class FlatLayout(LendingLayout):
             self.owner.overwrite_gradient(loan.gradients[0][piece], loan.gradients[1])
         if exchanged:
             raise rebound(exchanged[0], self.name)
+
+
+def _guards_for(parameters: Sequence[OwnedParameter]) -> list[tuple[dict[Any, Any], ForwardGuard]]:
+    """For each module that shows one of ``parameters``, where its hooks are, and the one to put there."""
+    modules = {slot.module: ForwardGuard(slot.path, owned.shape) for owned in parameters for slot in owned.slots}
+    return [(module._forward_pre_hooks, guard) for module, guard in modules.items()]
 
 
 class _Loan:

@@ -38,7 +38,7 @@ from spec_tests.fsdp1.four_blocks import (
     sharded,
 )
 from spec_tests.fsdp1.refusals import refused
-from spec_tests.harness import ranks
+from spec_tests.harness import device, ranks
 
 FSDP = FullyShardedDataParallel
 flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
@@ -70,22 +70,69 @@ after = pytest.mark.parametrize("after", list(MOMENTS))
 @pytest.mark.spec("FWD-01", "NAMES-10")
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 @after
+@flat_or_original
 @ranks(2)
 def test_a_part_that_is_no_unit_refuses_to_be_called_and_says_to_wrap_it(
-    after: str, strategy: ShardingStrategy
+    keep: bool, after: str, strategy: ShardingStrategy
 ) -> None:
-    model = sharded(sharding_strategy=strategy)
+    if keep and strategy is SHARD_GRAD_OP and after == "a_forward":
+        # Kept for its backward, and in sight (ORIG-09): see the test below.
+        return
+    model = sharded(sharding_strategy=strategy, use_orig_params=keep)
     MOMENTS[after](model)
-    with refused(RuntimeError, "parameter 'enter.weight'", "wrap that part as a unit of its own"):
+    with refused(RuntimeError, "parameter 'enter.", "wrap that part as a unit of its own"):
         model.module.enter(batch())
-    with refused(RuntimeError, "parameter 'linear.weight'", "wrap that part as a unit of its own"):
+    with refused(RuntimeError, "parameter 'linear.", "wrap that part as a unit of its own"):
         model.module.blocks[1].module(batch())
     with refused(RuntimeError, "wrap"):
         model.module(batch())
     model.zero_grad()
     iterate(model)
     plain = seeded()
-    assert_same(flat_gradients(model), chunked(plain, mean_gradients(plain), 2, dist.get_rank()))
+    expected = mean_gradients(plain)
+    if not keep:
+        assert_same(flat_gradients(model), chunked(plain, expected, 2, dist.get_rank()))
+        return
+    with FSDP.summon_full_params(model, with_grads=True):
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            torch.testing.assert_close(parameter.grad, expected[name])
+
+
+@pytest.mark.spec("FWD-01")
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+@ranks(2)
+def test_original_parameters_of_the_right_shape_by_chance_are_refused_too(strategy: ShardingStrategy) -> None:
+    # A slice of one element broadcasts, and with NO_SHARD every shape is right: nothing else would notice.
+    model = FSDP(Scaled(), sharding_strategy=strategy, use_orig_params=True, device_id=device())
+    with refused(RuntimeError, "parameter 'scale'", "wrap that part"):
+        model.module(torch.ones(3, 2, device=device()))
+    model(torch.ones(3, 2, device=device())).sum().backward()
+
+
+class Scaled(nn.Module):
+    """One parameter that is multiplied with whatever comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+@pytest.mark.spec("FWD-01", "ORIG-09")
+@ranks(2)
+def test_original_parameters_that_are_kept_for_backward_may_be_used_past_the_wrapper() -> None:
+    model, plain = sharded(sharding_strategy=SHARD_GRAD_OP, use_orig_params=True), seeded()
+    (model(batch()).sum() + model.module.enter(batch()).sum()).backward()
+    for rank in range(2):
+        x = batch(0, rank)
+        ((plain(x).sum() + plain.enter(x).sum()) / 2).backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        gradient = model.module.enter.weight.grad
+        assert gradient is not None
+        torch.testing.assert_close(gradient, plain.enter.weight.grad)
 
 
 # --- a part that is a unit ---
