@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 NUM_UNITS = 48
 
@@ -34,6 +35,15 @@ def sharded(library: Any, strategy: str, **options: Any) -> nn.Module:
     for index in range(NUM_UNITS):
         model[index] = library.FullyShardedDataParallel(model[index], **options)
     made: nn.Module = library.FullyShardedDataParallel(model, **options)
+    return made
+
+
+def fully_sharded(library: Any, *, keeps: bool) -> nn.Module:
+    model = build()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model:
+        library.fully_shard(layer, mesh=mesh, reshard_after_forward=not keeps)
+    made: nn.Module = library.fully_shard(model, mesh=mesh, reshard_after_forward=not keeps)
     return made
 
 
@@ -126,6 +136,13 @@ def main() -> None:
         name = f"FULL_SHARD {'original' if original else 'flat'}"
         answer["costly"][f"torch {name}"] = costly_calls(warmed_up(theirs))
         answer["calls"][f"torch {name}"] = per_unit(theirs)
+    for keeps in (False, True):
+        key = f"fully_shard {'keeps' if keeps else 'frees'}"
+        ours = warmed_up(model := fully_sharded(minifsdp, keeps=keeps))
+        answer["costly"][key] = costly_calls(ours)
+        answer["trace"][key] = calls_by_file(ours)[trace.__file__]
+        answer["calls"][f"minifsdp {key}"] = per_unit(model)
+        answer["calls"][f"torch {key}"] = per_unit(fully_sharded(torch_fsdp, keeps=keeps))
     with trace.record():
         answer["trace"]["recording"] = calls_by_file(warmed_up(sharded(minifsdp, "FULL_SHARD")))[trace.__file__]
     print(json.dumps(answer))

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
-KEYS = [
+WRAPPED = [
     f"{strategy} {kind}" for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD") for kind in ("flat", "original")
 ]
+IN_PLACE = ["fully_shard frees", "fully_shard keeps"]
+KEYS = WRAPPED + IN_PLACE
 
 
 @functools.cache
@@ -38,8 +40,9 @@ def counted() -> dict[str, Any]:
 
 
 # Measured on torch 2.13, for each unit and step above what the plain model costs, flat / original:
-# FULL_SHARD 97 / 105, SHARD_GRAD_OP 81 / 86, NO_SHARD 73 / 83; torch's FULL_SHARD 734 / 896.
-MOST = {"flat": 110, "original": 200}
+# FULL_SHARD 102 / 110, SHARD_GRAD_OP 81 / 86, NO_SHARD 73 / 83; torch's FULL_SHARD 734 / 896.
+# fully_shard, freed after forward / kept: 180 / 137, torch's 783 / 595.
+MOST = {"flat": 110, "original": 200, "frees": 200, "keeps": 150}
 
 
 @pytest.mark.pure
@@ -50,10 +53,10 @@ def test_a_unit_costs_few_python_calls_in_a_step(key: str) -> None:
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize("kind", MOST)
-def test_torch_needs_several_times_as_many(kind: str) -> None:
+@pytest.mark.parametrize("key", ["FULL_SHARD flat", "FULL_SHARD original", *IN_PLACE])
+def test_torch_needs_several_times_as_many(key: str) -> None:
     calls = counted()["calls"]
-    assert calls[f"torch FULL_SHARD {kind}"] > 4 * calls[f"minifsdp FULL_SHARD {kind}"]
+    assert calls[f"torch {key}"] > 4 * calls[f"minifsdp {key}"]
 
 
 @pytest.mark.pure

@@ -1,0 +1,156 @@
+"""The memory of the per-parameter layout: what is sent, how it is sorted, and when it is there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minifsdp.engine.cut import Cut
+from minifsdp.engine.lanes import Lanes
+from minifsdp.engine.mesh import Group, default_group
+from minifsdp.engine.row import Row
+from spec_tests.harness import device, ranks
+
+SHAPES = [torch.Size([3, 2]), torch.Size([5]), torch.Size([1, 4])]
+
+
+def values() -> list[torch.Tensor]:
+    """The same on every rank, and every element another number."""
+    numbers = torch.arange(sum(shape.numel() for shape in SHAPES), dtype=torch.float32, device=device())
+    return [part.view(shape) for part, shape in zip(numbers.split([s.numel() for s in SHAPES]), SHAPES, strict=True)]
+
+
+def row_of(group: Group | None, dims: tuple[int, ...] = (0, 0, 0), dtype: torch.dtype | None = None) -> Row:
+    num, index = (1, 0) if group is None else (group.size, group.rank)
+    cuts = [Cut(shape, dim, num) for shape, dim in zip(SHAPES, dims, strict=True)]
+    return Row(cuts, values(), index, group, device(), dtype=dtype, offload=False, pin=False)
+
+
+def gathered(row: Row) -> None:
+    promise = row.gather(Lanes(device()).gather)
+    if promise is not None:
+        promise.wait()
+    row.arrive()
+
+
+def world() -> Group:
+    return Group.of(default_group())
+
+
+def check_whole(row: Row) -> None:
+    for _ in range(2):
+        gathered(row)
+        for leaf, value in zip(row.leaves, values(), strict=True):
+            assert torch.equal(leaf, value.to(leaf.dtype))
+        row.free()
+
+
+@pytest.mark.spec("FS2-05", "FS2-06")
+@ranks(2)
+def test_two_ranks_put_every_parameter_together() -> None:
+    check_whole(row_of(world()))
+
+
+@pytest.mark.spec("FS2-06")
+@ranks(4)
+def test_ranks_without_any_row_of_a_parameter_take_part() -> None:
+    row = row_of(world())
+    assert row.pieces[2].shape == ((1, 4) if dist.get_rank() == 0 else (0, 4))
+    check_whole(row)
+
+
+@pytest.mark.spec("FS2-08")
+@ranks(2)
+def test_parameters_that_are_cut_along_different_dims_share_one_gather() -> None:
+    row = row_of(world(), dims=(1, 0, 1))
+    assert torch.equal(row.pieces[0], values()[0].chunk(2, dim=1)[dist.get_rank()])
+    check_whole(row)
+
+
+@pytest.mark.spec("FS2-MP-02")
+@ranks(2)
+def test_the_leaves_have_the_compute_dtype_and_the_pieces_their_own() -> None:
+    row = row_of(world(), dtype=torch.bfloat16)
+    assert {leaf.dtype for leaf in row.leaves} == {torch.bfloat16}
+    assert {piece.dtype for piece in row.pieces} == {torch.float32}
+    check_whole(row)
+
+
+@pytest.mark.spec("FS2-26")
+@ranks(2)
+def test_the_leaves_have_memory_from_arrival_to_free_and_are_the_same_all_the_time() -> None:
+    row = row_of(world())
+    leaves, storage = list(row.leaves), row.leaves[0].untyped_storage()
+    for _ in range(2):
+        assert storage.size() == 0
+        gathered(row)
+        assert storage.size() == row.num_bytes
+        assert all(mine is before for mine, before in zip(row.leaves, leaves, strict=True))
+        row.free()
+
+
+@ranks(2)
+def test_a_gather_is_no_edit_in_the_eyes_of_autograd() -> None:
+    row = row_of(world())
+    gathered(row)
+    versions = [leaf._version for leaf in row.leaves]
+    row.free()
+    gathered(row)
+    assert [leaf._version for leaf in row.leaves] == versions
+
+
+@ranks(2)
+def test_a_stamp_shows_a_change_of_any_piece() -> None:
+    row = row_of(world())
+    before = row.stamp()
+    assert row.stamp() == before
+    row.pieces[1].add_(1)
+    assert row.stamp() != before
+
+
+@pytest.mark.spec("NEW-05")
+@ranks(4)
+def test_a_row_at_rest_is_put_together_by_fewer_ranks() -> None:
+    row = row_of(world())
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pair = Group.of(pairs[dist.get_rank() // 2])
+    gathered(row)
+    row.rest(pair)
+    row.free()
+    assert row.group is pair
+    gathered(row)
+    for leaf, value in zip(row.leaves, values(), strict=True):
+        assert torch.equal(leaf, value)
+    row.free()
+    row.wake()
+    row.pieces[0].add_(1)
+    gathered(row)
+    assert torch.equal(row.leaves[0], values()[0] + 1), "from the shards again"
+
+
+@pytest.mark.pure
+def test_a_row_that_nobody_shares_and_nobody_casts_is_computed_on_where_it_is_stored() -> None:
+    row = row_of(None)
+    gathered(row)
+    assert row.leaves[0].data_ptr() == row.pieces[0].data_ptr()
+    row.free()
+    for leaf, value in zip(row.leaves, values(), strict=True):
+        assert torch.equal(leaf, value)
+
+
+@pytest.mark.pure
+def test_a_row_that_nobody_shares_is_cast_into_memory_of_its_own() -> None:
+    row = row_of(None, dtype=torch.bfloat16)
+    assert not row.is_borrowed
+    check_whole(row)
+
+
+@ranks(2)
+def test_new_pieces_of_another_dtype_bring_new_leaves() -> None:
+    row = row_of(world())
+    before = row.leaves[0]
+    row.replace([piece.double() for piece in row.pieces], None)
+    assert row.leaves[0] is not before
+    assert row.leaves[0].dtype is row.pieces[0].dtype is torch.float64
+    check_whole(row)
