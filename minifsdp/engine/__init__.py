@@ -8,6 +8,7 @@ From the bottom up, each module using only those above it in this list:
 ``precision``       which dtype at which step
 ``lifetime``        when memory may be reused; the rate limiter
 ``partition``       where a row of parameters is cut
+``cut``             where each of them is cut
 ``misuse``          mistakes that would otherwise train on, silently and wrongly
 ``layout``          what a unit asks of the tensors it consists of
 ``absent``          what a module shows in place of a parameter that is not here
@@ -16,6 +17,10 @@ From the bottom up, each module using only those above it in this list:
 ``flat_parameter``  ... one flat parameter
 ``originals``       ... the original parameters
 ``flat``            layout 1: one flat tensor, views into it
+``row``             the pieces of many parameters, side by side
+``extension``       ... of one that decides for itself what is sent
+``dtensors``        how a piece becomes a DTensor
+``per_param``       layout 2: one DTensor for each parameter
 ``reduce``          from unsharded gradients to sharded ones
 ``unit``            the state machine: gather, wait, reshard
 ``schedule``        who is gathered next
@@ -23,6 +28,6 @@ From the bottom up, each module using only those above it in this list:
 ``hooks``           where the machine touches autograd
 ``root``            the tree of units: lazy start, begin and end of an iteration
 
-To read, begin at ``layout`` and go on with ``flat``, ``unit``, ``hooks``, ``reduce``, ``schedule``, ``lifetime`` and
-``root``.
+To read, begin at ``layout`` and go on with ``row``, ``per_param``, ``unit``, ``hooks``, ``reduce``, ``schedule``,
+``lifetime`` and ``root``; then ``flat``.
 """
