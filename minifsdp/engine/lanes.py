@@ -36,7 +36,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Lane", "Lanes", "Promise"]
+__all__ = ["Lane", "Lanes", "Promise", "passed"]
 
 
 class Promise(Protocol):
@@ -57,6 +57,13 @@ class _EventPromise:
 
     def wait(self) -> None:
         self._module.current_stream().wait_event(self._event)
+
+
+def passed(device: torch.device) -> Any:
+    """An event for all that the main road of ``device`` has been given so far; ``None`` on the CPU: all is done."""
+    if device.type in ("cpu", "meta"):
+        return None
+    return torch.get_device_module(device).current_stream().record_event()
 
 
 class Lane:

@@ -11,7 +11,7 @@ A collective wants one tensor; the optimizer and autograd want many. So the many
 1. *No copy in.* The pieces lie in the order in which they are sent, so the gather reads them where they are. Only a
    cast to another dtype, or a copy from the CPU, needs a place, and that is this rank's part of the buffer.
 2. *One copy out.* What arrives is sorted by rank and has to be sorted by parameter. One operator does that for all of
-   them. A row of one parameter is sorted already: its buffer is the whole.
+   them. A row of one parameter is sorted already: on the CPU its buffer is the whole.
 3. The leaves, what autograd owns, are made once. Each is a view of ``whole`` with a version counter of its own, and
    ``whole`` has memory only from gather to free: one resize gives it to all of them.
 4. A row that nobody shares and nobody casts needs no second memory: its leaves look at the pieces themselves.
@@ -28,13 +28,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from minifsdp.engine import collectives
 from minifsdp.engine.cut import Cut
-from minifsdp.engine.lanes import Lane, Promise
+from minifsdp.engine.lanes import Lane, Promise, passed
 from minifsdp.engine.mesh import Group
 
 __all__ = ["Row"]
@@ -125,10 +126,13 @@ class Row:
         ]
         self._own = _Source(group, local, [cut.chunk_numel for cut in self.cuts])
         self._source = self._own
-        # What comes from nobody else, or is one parameter, arrives sorted.
-        self._copies = group is not None and (any(cut.dim for cut in self.cuts) or len(self.cuts) > 1)
+        # What comes from nobody else arrives sorted; so does a single parameter. But on an accelerator its memory would
+        # have to come from the gather lane then, and who may reuse that is told by the copy out.
+        is_sorted = len(self.cuts) == 1 and self.cuts[0].dim == 0 and self.device.type == "cpu"
+        self._copies = group is not None and not is_sorted
         self._targets = self._targets_for(self._own)
         self._buffer: torch.Tensor | None = None
+        self._rested_at: Any = None
         if not self.is_borrowed:
             self._storage.resize_(0)
 
@@ -152,6 +156,9 @@ class Row:
         if self.is_borrowed:
             return None
         source = self._source
+        if source is not self._own:
+            # Cut out on the main road, after this lane has last followed it.
+            lane.follow(self._rested_at)
         piece, num = source.piece, source.num_pieces
         if not self._copies:
             # 2. Nothing to sort.
@@ -209,6 +216,7 @@ class Row:
         sizes = [region.numel() // group.size for region in self._regions]
         pieces = [r[group.rank * size : (group.rank + 1) * size] for r, size in zip(self._regions, sizes, strict=True)]
         self._source = _Source(group, torch.cat(pieces), sizes)
+        self._rested_at = passed(self.device)
         self._targets = self._targets_for(self._source)
 
     def wake(self) -> None:
