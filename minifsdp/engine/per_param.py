@@ -386,6 +386,11 @@ class PerParameterLayout(Layout):
                 entry.parameter.grad = entry.sharding.wrap(part)
             else:
                 piece_of(before).add_(part)
+            # Autograd did not put the gradient there, so nobody else calls the hooks that wait for it.
+            hooks = entry.parameter._post_accumulate_grad_hooks
+            if hooks:
+                for hook in list(hooks.values()):
+                    hook(entry.parameter)
 
     # --- the user ---
 
