@@ -32,3 +32,15 @@ def test_it_says_when_to_choose_hybrid_and_what_to_try_between_nodes() -> None:
 def test_it_advises_on_prefetch_and_on_the_limiter() -> None:
     assert says(r"`None` is advised against.*throughput", r"CPU-bound work.*`forward_prefetch=True`")
     assert says(r"off only for CPU-bound work with low memory pressure")
+
+
+@pytest.mark.pure
+@pytest.mark.spec("MP-30")
+def test_it_says_that_mixed_precision_of_the_wrapper_is_experimental_upstream() -> None:
+    assert says(r"`MixedPrecision`.*upstream calls experimental.*`_module_classes_to_ignore` in particular")
+
+
+@pytest.mark.pure
+@pytest.mark.spec("ORIG-06")
+def test_it_says_that_the_part_of_a_parameter_on_a_rank_is_no_contract() -> None:
+    assert says(r"`use_orig_params=True`.*[Ww]hich part is no contract.*`summon_full_params`")

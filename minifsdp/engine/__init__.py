@@ -13,6 +13,7 @@ From the bottom up, each module using only those above it in this list:
 ``layout``          what a unit asks of the tensors it consists of
 ``absent``          what a module shows in place of a parameter that is not here
 ``unsharded``       the tensor that autograd owns
+``loan``            full parameters in the user's hands
 ``ownership``       what the optimizer owns: the contract
 ``flat_parameter``  ... one flat parameter
 ``originals``       ... the original parameters
@@ -24,6 +25,7 @@ From the bottom up, each module using only those above it in this list:
 ``reduce``          from unsharded gradients to sharded ones
 ``unit``            the state machine: gather, wait, reshard
 ``schedule``        who is gathered next
+``triggers``        what tells that autograd has reached a place
 ``order_check``     do all ranks gather the same?
 ``hooks``           where the machine touches autograd
 ``root``            the tree of units: lazy start, begin and end of an iteration

@@ -49,6 +49,7 @@ from minifsdp.engine.flat_parameter import FlatOwnership
 from minifsdp.engine.lanes import Lanes, Promise
 from minifsdp.engine.layout import Gradient, LendingLayout, OwnedParameter, rebound
 from minifsdp.engine.lifetime import ReleaseEvent
+from minifsdp.engine.loan import Loan
 from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.originals import OriginalOwnership
 from minifsdp.engine.ownership import Ownership
@@ -116,15 +117,17 @@ class FlatLayout(LendingLayout):
             for index, owned in enumerate(self.parameters)
             for slot in owned.slots
         ]
+        self._loan: Loan | None = None
         # What the modules show right now, and the views of the last forward that autograd recorded.
         self._shown: Sequence[torch.Tensor] = self.owner.stand_ins
         self._guards = [] if self.owner.hides_originals else _guards_for(self.parameters)
-        self._guard(is_sharded=True)
         self._recorded: Sequence[torch.Tensor] | None = None
-        self._loan: _Loan | None = None
         self._gathered_at: object = None
         if self._now.is_borrowed and self.owner.hides_originals:
+            # Readable from now on, but nobody listens for gradients before there is a tree.
+            self._guards = _guards_for(self.parameters)
             self._show(self.partition.views(self._now.leaf, self.shapes))
+        self._guard()
 
     def _cut(self, originals: Sequence[torch.Tensor]) -> torch.Tensor:
         """This rank's slice of the parameters' values, in memory of its own."""
@@ -160,7 +163,11 @@ class FlatLayout(LendingLayout):
             if living is not None and living._on_gradient is not None:
                 living._on_gradient()
 
-        self._hooks.append(unsharded.leaf.register_post_accumulate_grad_hook(complete))
+        leaf = unsharded.leaf
+        is_trained = leaf.requires_grad
+        # Frozen by now, if this is not the first tree that the unit belongs to; and PyTorch lays no hook then.
+        self._hooks.append(leaf.requires_grad_().register_post_accumulate_grad_hook(complete))
+        leaf.requires_grad_(is_trained)
 
     def on_gradient(self, notify: Callable[[], None] | None) -> None:
         """Whom to call when the unsharded gradient is complete."""
@@ -169,6 +176,7 @@ class FlatLayout(LendingLayout):
         self._hooks, self._on_gradient = [], notify
         for unsharded in self._variants.values():
             self._hook(unsharded)
+        self._guard()
 
     def settle(self) -> None:
         """Adapts to a shard that was given another dtype after construction, as by ``model.half()``."""
@@ -272,12 +280,15 @@ class FlatLayout(LendingLayout):
             dictionary[slot.name] = tensors[index]
             if slot.second_list:
                 slot.update_second_list(tensors[index])
-        self._guard(is_sharded=tensors is self.owner.stand_ins)
+        self._guard()
 
-    def _guard(self, *, is_sharded: bool) -> None:
-        """Lets modules whose original parameters show slices refuse to compute, or lets them compute."""
+    def _guard(self) -> None:
+        """Lets modules compute, or refuse to while they show slices or nobody would hear of their gradients."""
+        if not self._guards:
+            return
+        refuses = self._loan is None and (self._shown is self.owner.stand_ins or self._on_gradient is None)
         for hooks, guard in self._guards:
-            if is_sharded:
+            if refuses:
                 hooks[ForwardGuard.KEY] = guard
             else:
                 hooks.pop(ForwardGuard.KEY, None)
@@ -371,7 +382,7 @@ class FlatLayout(LendingLayout):
 
     def show_row(self, row: torch.Tensor, gradients: tuple[torch.Tensor, list[bool]] | None) -> None:
         """Ordinary parameters, in the order in which the modules had them; the flat parameter steps aside."""
-        self._loan = _Loan(row, self.partition.views(row, self.shapes), gradients)
+        self._loan = Loan(row, self.partition.views(row, self.shapes), gradients)
         self._loan.parameters = self.owner.lend(self._loan.views)
         if gradients is not None:
             self._loan.lend_gradients(self.partition.views(gradients[0], self.shapes), gradients[1])
@@ -379,7 +390,7 @@ class FlatLayout(LendingLayout):
             dictionary.pop(slot.name)
             slot.module._parameters[slot.name] = self._loan.parameters[index]
             slot.update_second_list(self._loan.parameters[index])
-        self._guard(is_sharded=False)
+        self._guard()
 
     def hide_row(self, *, keep_changes: bool) -> None:
         """The reverse; a parameter that was given other memory in between is read from there."""
@@ -409,31 +420,6 @@ def _guards_for(parameters: Sequence[OwnedParameter]) -> list[tuple[dict[Any, An
     """For each module that shows one of ``parameters``, where its hooks are, and the one to put there."""
     modules = {slot.module: ForwardGuard(slot.path, owned.shape) for owned in parameters for slot in owned.slots}
     return [(module._forward_pre_hooks, guard) for module, guard in modules.items()]
-
-
-class _Loan:
-    """Full parameters in the user's hands."""
-
-    def __init__(
-        self, row: torch.Tensor, views: list[torch.Tensor], gradients: tuple[torch.Tensor, list[bool]] | None
-    ) -> None:
-        self.row, self.views, self.gradients = row, views, gradients
-        self.parameters: list[nn.Parameter] = []
-        self._gradient_views: list[torch.Tensor] = []
-
-    def lend_gradients(self, views: list[torch.Tensor], present: list[bool]) -> None:
-        self._gradient_views = views
-        for parameter, view, is_there in zip(self.parameters, views, present, strict=True):
-            parameter.grad = view if is_there else None
-
-    def collect(self) -> None:
-        """Brings into the rows what was put in other memory."""
-        for view, parameter in zip(self.views, self.parameters, strict=True):
-            if view.data_ptr() != parameter.data_ptr():
-                view.copy_(parameter.data)
-        for view, parameter in zip(self._gradient_views, self.parameters, strict=False):
-            if parameter.grad is not None and view.data_ptr() != parameter.grad.data_ptr():
-                view.copy_(parameter.grad)
 
 
 class _Nothing:

@@ -41,7 +41,6 @@ Spec: SHARD-04, SHARD-08, SHARD-10, SHARD-14, ORIG-14, FWD-06, PREF-02 to PREF-0
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
@@ -52,19 +51,13 @@ from torch.autograd.graph import register_multi_grad_hook
 from minifsdp import trace
 from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.order_check import OrderCheck
-from minifsdp.engine.precision import map_tensors, tensors_in
+from minifsdp.engine.precision import tensors_in
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import Schedule
+from minifsdp.engine.triggers import NOT_IN_BACKWARD, graph_task, lay_wire, pass_through
 from minifsdp.engine.unit import Phase, State, Unit
 
 __all__ = ["Cycle", "Prefetch", "not_while_summoned"]
-
-NOT_IN_BACKWARD = -1
-
-
-def graph_task() -> int:
-    """The number of the backward that this thread is inside of; nested ones have numbers of their own."""
-    return torch._C._current_graph_task_id()
 
 
 class Prefetch(Enum):
@@ -155,11 +148,7 @@ class Cycle:
         """5. ``inputs``, passed through the node that tells when the backward of ``unit`` is over."""
         if not torch.is_grad_enabled() or unit.phase is not Phase.FORWARD:
             return inputs
-        watched = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
-        if not watched:
-            return inputs
-        passed = iter(_InputsReached.apply(lambda: self._inputs_reached(unit), *watched))  # type: ignore[no-untyped-call]
-        return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, inputs)
+        return pass_through(inputs, lambda: self._inputs_reached(unit))
 
     def _inputs_reached(self, unit: Unit) -> None:
         if unit.phase is Phase.PRE_BACKWARD:
@@ -209,13 +198,13 @@ class Cycle:
         if isinstance(output, torch.Tensor):
             if not output.requires_grad:
                 return False
-            _lay_wire(output, unit)
+            lay_wire(output, unit.on_gradient_of_output)
         else:
             # An input that is handed on says nothing about this unit; its gradient may come when all is over.
             passed = set() if unit.layout.signals_gradient else {id(tensor) for tensor in tensors_in(inputs)}
             hooked = [t for t in tensors_in(output) if t.requires_grad and id(t) not in passed]
             for tensor in hooked:
-                _lay_wire(tensor, unit)
+                lay_wire(tensor, unit.on_gradient_of_output)
             if not hooked:
                 return False
         if unit.layout.signals_gradient and not unit.layout.is_trained:
@@ -361,29 +350,8 @@ class Cycle:
         self.in_backward = False
 
 
-class _InputsReached(torch.autograd.Function):
-    """5. The node on the inputs: nothing forward, a word backward."""
-
-    @staticmethod
-    def forward(ctx: Any, notify: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.notify = notify
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.notify()
-        return (None, *gradients)
-
-
 def _expects_gradient(unit: Unit) -> bool:
     return unit.phase is Phase.PRE_BACKWARD or unit.layout.has_gradient or (unit.reduces and unit.layout.has_unreduced)
-
-
-def _lay_wire(output: torch.Tensor, unit: Unit) -> None:
-    output.register_hook(unit.on_gradient_of_output)
-    if output._base is not None and output._base.grad_fn is not None:
-        # The caller may change a view in place. Autograd then goes past the view, by way of what it is a view of.
-        output._base.register_hook(unit.on_gradient_of_output)
 
 
 def not_while_summoned(unit: Unit, what: str) -> RuntimeError:

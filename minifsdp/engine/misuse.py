@@ -79,6 +79,9 @@ def note_taken(parameter: nn.Parameter, path: str, *, is_replaced: bool) -> None
     global _is_watching
     for registry in (_taken, _replaced) if is_replaced else (_taken,):
         _remember(registry, parameter, path)
+    if is_replaced:
+        # An optimizer that was fine when it stepped may hold what has just been replaced.
+        _checked.clear()
     if not _is_watching:
         _is_watching = True
         register_optimizer_step_pre_hook(_before_step)

@@ -32,11 +32,12 @@ from typing import Any
 
 import torch
 
-from minifsdp.engine.hooks import NOT_IN_BACKWARD, Cycle, Prefetch, graph_task, not_while_summoned
+from minifsdp.engine.hooks import Cycle, Prefetch, not_while_summoned
 from minifsdp.engine.lanes import Lanes
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.order_check import OrderCheck
 from minifsdp.engine.reduce import Reducer
+from minifsdp.engine.triggers import NOT_IN_BACKWARD, graph_task
 from minifsdp.engine.unit import Phase, State, Unit
 
 __all__ = ["Root"]
@@ -105,8 +106,11 @@ class Root:
         self.cycle.dissolve()
         self.is_dissolved = True
 
-    def begin_forward(self) -> bool:
+    def begin_forward(self, caller: Unit | None = None) -> bool:
         """Called when a forward of any unit begins.
+
+        Args:
+            caller: the unit; ``None`` for the outermost module, if that has none.
 
         Returns:
             Whether this is the outermost of the calls, the one that must call `end_forward`, or `fail_forward`.
@@ -119,10 +123,12 @@ class Root:
         if self.cycle.in_backward or any(unit.phase is Phase.FORWARD for unit in self.units):
             self.cycle.recover()
         # 2. Before the first collective, so that a mistake ends in a message on every rank.
-        for unit in self.units:
+        for unit in self.units if caller is None else (caller, *caller.inner):
             if unit.phase is Phase.SUMMONED:
                 raise not_while_summoned(unit, "forward")
-            unit.layout.notice_edits()
+        for unit in self.units:
+            if unit.phase is not Phase.SUMMONED:
+                unit.layout.notice_edits()
         # 3. Once in an iteration is enough: nothing else writes to shards while it runs.
         self.lanes.gather.follow(self.after_optimizer)
         self.after_optimizer = None

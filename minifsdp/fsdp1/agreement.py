@@ -43,6 +43,8 @@ from minifsdp.engine.mesh import Group, Mesh
 __all__ = ["StateDictMismatchError", "groups_of", "refuse_together", "roll_call", "tell"]
 
 T = TypeVar("T")
+# A dict of another model can be wrong in every key.
+MOST_LINES = 10
 
 
 class StateDictMismatchError(RuntimeError, ValueError):
@@ -83,11 +85,17 @@ def refuse_together(groups: Sequence[Group], problems: Sequence[str]) -> None:
     by_rank = {rank: found for rank, found in tell(groups, list(problems)).items() if found}
     if not by_rank:
         return
-    lines = [f"rank {rank}: {problem}" for rank, found in by_rank.items() for problem in found]
+    lines = [f"rank {rank}: {problem}" for rank, found in by_rank.items() for problem in _not_too_many(found)]
+    where = " on every rank" if groups else ""
     raise StateDictMismatchError(
-        f"rank {rank_of_this_process()}: the state dict is refused on every rank, and nothing was changed:\n"
+        f"rank {rank_of_this_process()}: the state dict is refused{where}, and nothing was changed:\n"
         + "\n".join(lines)
     )
+
+
+def _not_too_many(problems: list[str]) -> list[str]:
+    more = len(problems) - MOST_LINES
+    return problems if more <= 0 else [*problems[:MOST_LINES], f"and {more} more"]
 
 
 _roll_calls: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()

@@ -69,15 +69,13 @@ def as_sharded_tensor(full: torch.Tensor, group: Group, device: torch.device) ->
     start = 0
     for index in range(group.size):
         rows = rows_of(full, index, group.size)
-        if rows.shape[0]:
-            offsets = [start] + [0] * (full.ndim - 1)
-            table.append(ShardMetadata(offsets, list(rows.shape), f"rank:{group.ranks[index]}/{device}"))
-            start += rows.shape[0]
-    mine = (
-        [LocalShard(rows_of(full, group.rank, group.size).to(device, copy=True), table[group.rank])]
-        if group.rank < len(table)
-        else []
-    )
+        # A rank without rows has a piece of no rows. Without any piece, the planner of torch.distributed.checkpoint
+        # would miss the key on that rank, take the checkpoint for one of torch 2.3, and fail to read it.
+        table.append(
+            ShardMetadata([start] + [0] * (full.ndim - 1), list(rows.shape), f"rank:{group.ranks[index]}/{device}")
+        )
+        start += rows.shape[0]
+    mine = [LocalShard(rows_of(full, group.rank, group.size).to(device, copy=True), table[group.rank])]
     properties = TensorProperties(dtype=full.dtype, requires_grad=False)
     metadata = ShardedTensorMetadata(table, full.shape, properties)
     return _assembled(mine, metadata, group)

@@ -28,8 +28,8 @@ from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from minifsdp.engine.collectives import rank_of_this_process
-from minifsdp.engine.hooks import NOT_IN_BACKWARD, graph_task
 from minifsdp.engine.root import Root
+from minifsdp.engine.triggers import NOT_IN_BACKWARD, graph_task
 from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.build import FlatUnit
 
@@ -132,7 +132,23 @@ def _one(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool
         layout.show_row(row.cpu() if offload_to_cpu and mesh.shard is not None else row, gradients)
     try:
         yield
+        if sees and not with_grads:
+            _check_no_gradients(unit)
     finally:
         unit.phase = Phase.IDLE
         if sees:
             layout.hide_row(keep_changes=writeback or mesh.shard is None)
+
+
+def _check_no_gradients(unit: FlatUnit) -> None:
+    """Whether nobody has computed gradients for parameters that are about to be given back.
+
+    The wrapper refuses a forward, but a part of the model can be called past it.
+    """
+    shown = (slot.module._parameters.get(slot.name) for owned in unit.layout.parameters for slot in owned.slots)
+    if any(parameter is not None and parameter.grad is not None for parameter in shown):
+        raise RuntimeError(
+            f"rank {rank_of_this_process()}: a backward inside summon_full_params() has left gradients on parameters "
+            f"of unit {unit.name!r}. They would be lost: nobody reduces them, and the parameters are given back now. "
+            "Run forward and backward through the wrapped model, outside of the block"
+        )

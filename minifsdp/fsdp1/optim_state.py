@@ -127,9 +127,9 @@ def write(
     for parameter, name in names.outside.items():
         if parameter in states:
             found[name] = {key: copied(value, offload=form.offload) for key, value in states[parameter].items()}
-    in_order = [name for parameter in keys.values() for name in names.of[parameter]]
-    state: dict[Any, Any] = {name: found[name] for name in in_order if name in found}
-    state.update(_unknown(given["state"], keys))
+    # In the order of the model, which is the same on all ranks, and not of the optimizer: whoever gathers the rows of
+    # such a dict will go through it from first to last.
+    state: dict[Any, Any] = {**found, **_unknown(given["state"], keys)}
     if "param_groups" not in given:
         return {"state": state}
     return {"state": state, "param_groups": _named_groups(given["param_groups"], keys, names)}
@@ -151,6 +151,17 @@ class PerElement:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, repr=False)
+class Number:
+    """A state that is a tensor without dimensions: one value for the whole parameter."""
+
+    dtype: torch.dtype
+    value: Any
+
+    def __repr__(self) -> str:
+        return f"{self.value} ({self.dtype})"
+
+
 @dataclass(frozen=True)
 class Unfit:
     """A tensor that is neither per element nor without dimensions, so that nobody knows how it is cut."""
@@ -167,7 +178,7 @@ def _facts_of_owner(unit: UnitNames, owner: nn.Parameter, entries: Mapping[str, 
         elif value.shape == owner.shape and (value.ndim > 0 or unit.keeps_shapes):
             facts[key] = PerElement(value.dtype)
         elif value.ndim == 0:
-            facts[key] = value.cpu()
+            facts[key] = Number(value.dtype, value.item())
         else:
             facts[key] = PerElement(value.dtype) if unit.keeps_shapes else Unfit(tuple(value.shape))
     return facts
@@ -187,11 +198,12 @@ def _facts_of_all_ranks(
         StateDictMismatchError: on all ranks.
     """
     mine: list[Facts] = []
+    known: dict[Any, Any] = {}
     for unit in names.units:
         described = [
             (numbers, _facts_of_owner(unit, owner, states[owner])) for owner, numbers in unit.owners if owner in states
         ]
-        mine.append({number: facts for numbers, facts in described for number in numbers})
+        mine.append({number: _once(facts, known) for numbers, facts in described for number in numbers})
     # Columns hold the same pieces: what the own row says is enough.
     rows = agreement.groups_of(type(unit.mesh)(unit.mesh.shard, None) for unit in names.units)
     by_rank = agreement.tell(rows, mine)
@@ -204,6 +216,15 @@ def _facts_of_all_ranks(
     speaks = all(unit.mesh.shard_index == 0 for unit in names.units)
     agreement.refuse_together(groups, problems if speaks else [])
     return merged
+
+
+def _once(facts: dict[str, Any], known: dict[Any, Any]) -> dict[str, Any]:
+    """The very same object for equal facts: a thousand parameters have the same states, and that is sent only once."""
+    try:
+        return known.setdefault(tuple(facts.items()), facts)  # type: ignore[no-any-return]
+    except TypeError:
+        # Some state of the user's own that has no hash.
+        return facts
 
 
 def _merged(unit: UnitNames, by_rank: Mapping[int, Facts], problems: list[str]) -> Facts:
@@ -272,13 +293,18 @@ def _unit_states(
         numbers = [number for number in facts if key in facts[number]]
         cut = [number for number in numbers if isinstance(facts[number][key], PerElement)]
         for number in set(numbers) - set(cut):
-            found[unit.names[number]][key] = copied(facts[number][key], offload=True)
+            fact = facts[number][key]
+            found[unit.names[number]][key] = (
+                torch.tensor(fact.value, dtype=fact.dtype) if isinstance(fact, Number) else copied(fact, offload=True)
+            )
         if not cut:
             continue
         full = _full_values(unit, states, key, cut, facts[cut[0]][key].dtype)
         if is_wanted:
             for number in cut:
                 found[unit.names[number]][key] = _shaped(full[number], unit, form)
+        # Views keep the row alive, and the next one is about to be made.
+        del full
     return found
 
 
@@ -292,15 +318,17 @@ def _full_values(
     """One state of some parameters in full. All ranks of the unit's shard group must call it."""
     if unit.keeps_shapes:
         return {number: states[unit.owners[number][0]][key] for number in numbers}
+    row, piece = unit.empty_row(dtype)
     if unit.is_flat:
         # The state of a flat parameter is a piece already.
-        views = unit.views_of(unit.row_of_pieces(states[unit.owners[0][0]][key]))
-        return {number: views[number] for number in numbers}
-    piece = unit.empty_piece(dtype)
-    for number in numbers:
-        if unit.is_here(number):
-            piece[unit.places[number]].copy_(states[unit.owners[number][0]][key])
-    views = unit.views_of(unit.row_of_pieces(piece))
+        piece = states[unit.owners[0][0]][key]
+    else:
+        # Put together where the gather will want it: not even a piece more than the row.
+        for number in numbers:
+            if unit.is_here(number):
+                piece[unit.places[number]].copy_(states[unit.owners[number][0]][key])
+    unit.gather(row, piece)
+    views = unit.views_of(row)
     return {number: views[number] for number in numbers}
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from minifsdp.engine.mesh import Group
 from minifsdp.fsdp1 import chunks
 from minifsdp.fsdp1.optim_state import same
 from minifsdp.fsdp1.optim_state_names import ParameterNames, UnitNames
@@ -63,11 +64,11 @@ def check(given: Any, expected: Expected) -> list[str]:
             "the dict of a plain optimizer, or of one rank. Make one with optim_state_dict(), or give a plain one "
             "names with rekey_optim_state_dict()"
         ]
-    problems = [*_missing(given, expected), *_superfluous(given, expected)]
+    problems = [*_missing(given, expected), *_superfluous(given, expected), *_full_instead_of_sharded(given, expected)]
     elementwise = elementwise_keys(given["state"], expected.names.every_name)
     for unit in expected.names.units:
         problems.extend(_of_unit(given["state"], unit, expected, elementwise))
-    return problems
+    return [*problems, *_outside(given["state"], expected)]
 
 
 def _owned_names(expected: Expected) -> list[str]:
@@ -105,29 +106,56 @@ def _superfluous(given: Mapping[str, Any], expected: Expected) -> Iterable[str]:
             yield f"key {name!r}: expected no such parameter in the optimizer, found one in the dict"
 
 
+def _full_instead_of_sharded(given: Mapping[str, Any], expected: Expected) -> Iterable[str]:
+    """Single full tensors are welcome, they come from units that were not sharded. But all of them are another form."""
+    if not expected.is_sharded or all(unit.group is None for unit in expected.names.units):
+        return
+    tensors = [
+        (name, key, value)
+        for name in sorted(expected.names.every_name)
+        for key, value in (given["state"].get(name) or {}).items()
+        if isinstance(value, torch.Tensor) and chunks.is_cut(value.size())
+    ]
+    if tensors and all(chunks.local_rows(value) is None for _, _, value in tensors):
+        name, key, _ = tensors[0]
+        yield (
+            f"optimizer state {key!r} of {name!r}: expected a ShardedTensor or DTensor, found a full tensor, as "
+            "everywhere in the dict; call set_state_dict_type(model, StateDictType.FULL_STATE_DICT) before reading a "
+            "full dict"
+        )
+
+
 def _of_unit(state: Mapping[str, Any], unit: UnitNames, expected: Expected, elementwise: set[str]) -> list[str]:
     owned = {parameter for group in expected.groups for parameter in group["params"]}
     problems: list[str] = []
     present = [name for name in unit.names if state.get(name)]
     for owner, numbers in unit.owners:
-        if owner not in owned:
-            continue
-        for number in numbers:
+        for number in numbers if owner in owned else ():
             name = unit.names[number]
             if present and name not in state and owner.requires_grad and unit.shapes[number].numel():
                 problems.append(
                     f"key {name!r}: expected states, as {present[0]!r} of the same unit has some, found none. If it "
                     f"never had any, say so: state_dict['state'][{name!r}] = {{}}"
                 )
+            shape = None if unit.keeps_shapes else tuple(unit.shapes[number])
             for key, value in (state.get(name) or {}).items():
-                problems.extend(_of_value(unit, number, key, value, expected.is_sharded))
+                where = f"optimizer state {key!r} of {name!r}"
+                problems.extend(_of_value(value, where, shape, unit.group, expected.is_sharded))
     return problems or (_once_only(state, unit, elementwise) if unit.is_flat else [])
 
 
-def _of_value(unit: UnitNames, number: int, key: str, value: Any, is_sharded: bool) -> Iterable[str]:
-    """One value: is it in the right form, and has it the right shape?"""
-    name, shape = unit.names[number], tuple(unit.shapes[number])
-    where = f"optimizer state {key!r} of {name!r}"
+def _outside(state: Mapping[str, Any], expected: Expected) -> Iterable[str]:
+    """Parameters outside of all units may have been in one when the dict was written."""
+    group = expected.names.units[0].group
+    for name in expected.names.outside.values():
+        for key, value in (state.get(name) or {}).items():
+            yield from _of_value(value, f"optimizer state {key!r} of {name!r}", None, group, expected.is_sharded)
+
+
+def _of_value(
+    value: Any, where: str, shape: tuple[int, ...] | None, group: Group | None, is_sharded: bool
+) -> Iterable[str]:
+    """One value: is it in the right form, and has it the right shape, if there is a right one?"""
     is_rows = chunks.local_rows(value) is not None
     if not is_rows and not isinstance(value, torch.Tensor):
         return
@@ -136,16 +164,11 @@ def _of_value(unit: UnitNames, number: int, key: str, value: Any, is_sharded: bo
             f"{where}: expected a full tensor, found a {type(value).__name__}; call "
             "set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT) before reading a sharded dict"
         )
-    elif is_sharded and not is_rows and unit.group is not None and chunks.is_cut(value.shape):
-        yield (
-            f"{where}: expected a ShardedTensor or DTensor, found a full tensor; call "
-            "set_state_dict_type(model, StateDictType.FULL_STATE_DICT) before reading a full dict"
-        )
     found = tuple(value.size())
-    if found not in ((), shape) and not unit.keeps_shapes:
+    if shape is not None and found not in ((), shape):
         yield f"{where}: expected shape {shape}, found {found}"
     elif is_rows:
-        yield from chunks.misplaced_rows(value, where, unit.group)
+        yield from chunks.misplaced_rows(value, where, group)
 
 
 def _once_only(state: Mapping[str, Any], unit: UnitNames, elementwise: set[str]) -> list[str]:

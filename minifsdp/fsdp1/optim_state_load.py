@@ -112,7 +112,7 @@ def read(
     if talks:
         agreement.refuse_together(groups, problems)
         if form.is_sharded:
-            _check_equal_keys(given, groups)
+            _check_equal_rows(given, groups)
     elif problems:
         agreement.refuse_together([], problems)
     values: Mapping[str, Any] = given["state"] if is_source else {}
@@ -158,13 +158,13 @@ def _broadcast(value: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     return box[0]
 
 
-def _check_equal_keys(given: Mapping[str, Any], groups: Sequence[Any]) -> None:
-    """Rows are gathered key by key, so all ranks must have the same ones."""
-    mine = {(name, key) for name, of in given["state"].items() if isinstance(of, Mapping) for key in of}
-    by_rank = agreement.tell(groups, mine)
-    everywhere = set.union(*by_rank.values())
+def _check_equal_rows(given: Mapping[str, Any], groups: Sequence[Any]) -> None:
+    """Rows are gathered key by key, so all ranks must have some of the same ones."""
+    entries = ((name, of) for name, of in given["state"].items() if isinstance(of, Mapping))
+    mine = {(name, key) for name, of in entries for key, value in of.items() if chunks.local_rows(value) is not None}
+    everywhere = set.union(*agreement.tell(groups, mine).values())
     problems = [
-        f"optimizer state {key!r} of {name!r}: expected on all ranks, because rows are gathered; found on none here"
+        f"optimizer state {key!r} of {name!r}: expected rows, as other ranks have them, found none"
         for name, key in sorted(everywhere - mine)
     ]
     agreement.refuse_together(groups, problems)
@@ -243,6 +243,13 @@ class _Reading:
             return dict.fromkeys(numbers, piece)
         return {number: piece[unit.places[number]].clone() for number in numbers}
 
+    def _plain(self, value: Any) -> Any:
+        """For a parameter outside of all units, which may have been in one when the dict was written."""
+        if chunks.local_rows(value) is None:
+            return copied(value, offload=False)
+        unit = self.names.units[0]
+        return chunks.gathered_rows(value, value.size(), unit.group, unit.layout.device)
+
     def _whole(self, unit: UnitNames, number: int, key: str) -> torch.Tensor:
         name = unit.names[number]
         if self.first_only:
@@ -269,7 +276,7 @@ class _Reading:
         if replicate is None or replicate.rank == 0:
             pieces = None
             if group.rank == 0:
-                row = unit.empty_row(dtype)
+                row = unit.empty_row(dtype)[0].zero_()
                 views = unit.views_of(row)
                 for number in numbers:
                     views[number].copy_(self.values[unit.names[number]][key])
@@ -282,11 +289,13 @@ class _Reading:
     def rest(self, groups: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
         """Parameters outside of all units, and keys of the user's own: as they are."""
         rest: dict[Any, Any] = {}
-        for number, parameter in enumerate(_parameters(groups)):
-            name = self.names.outside.get(parameter)
-            if name is not None and name in self.outline:
+        wanted = {parameter: number for number, parameter in enumerate(_parameters(groups))}
+        # In the order of the model and not of the optimizer, which may be another one on another rank.
+        for parameter, name in self.names.outside.items():
+            number = wanted.get(parameter)
+            if number is not None and name in self.outline:
                 entries = self.outline[name]
-                rest[self.key_of(parameter, number)] = {k: copied(v, offload=False) for k, v in entries.items()}
+                rest[self.key_of(parameter, number)] = {key: self._plain(value) for key, value in entries.items()}
         unknown = {key: copy.copy(v) for key, v in self.outline.items() if key not in self.names.every_name}
         return {**rest, **unknown}
 

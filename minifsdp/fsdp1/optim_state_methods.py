@@ -24,13 +24,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from minifsdp.fsdp1 import optim_state, optim_state_load
-from minifsdp.fsdp1.base import WrapperBase
 from minifsdp.fsdp1.legacy import warn_renamed
 from minifsdp.fsdp1.optim_state import OptimForm
+from minifsdp.fsdp1.optim_state_legacy import OldOptimStateMethods
 from minifsdp.fsdp1.state_dict_methods import StateDictMethods
 
 
-class OptimStateMethods(WrapperBase):
+class OptimStateMethods(OldOptimStateMethods):
     """Writing and reading the optimizer's state."""
 
     @staticmethod

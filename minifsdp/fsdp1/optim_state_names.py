@@ -38,7 +38,7 @@ from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.fsdp1.base import WrapperBase
 from minifsdp.fsdp1.full_params import check_idle
-from minifsdp.fsdp1.state_dict import names_in_state, plain_path
+from minifsdp.fsdp1.state_dict import dotted, names_in_state, plain_path
 
 __all__ = ["ParameterNames", "UnitNames"]
 
@@ -102,17 +102,23 @@ class UnitNames:
         device = self.layout.local_values().device
         return torch.zeros(self._partition.shard_numel, dtype=dtype, device=device)
 
-    def empty_row(self, dtype: torch.dtype) -> torch.Tensor:
-        """A whole row of zeros, on the compute device."""
-        return torch.zeros(self._partition.padded_numel, dtype=dtype, device=self.layout.device)
+    def empty_row(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """A whole row on the compute device, and in it this rank's piece, which is zeros."""
+        row = torch.empty(self._partition.padded_numel, dtype=dtype, device=self.layout.device)
+        piece = row[self._partition.piece(self.mesh.shard_index)]
+        return row, piece.zero_()
 
-    def row_of_pieces(self, piece: torch.Tensor) -> torch.Tensor:
-        """The pieces of all ranks, one after the other. All ranks of the shard group must call it."""
+    def gather(self, row: torch.Tensor, piece: torch.Tensor) -> None:
+        """Fills a row with the pieces of all ranks. All ranks of the shard group must call it.
+
+        Args:
+            row: from `empty_row`.
+            piece: this rank's; it may be its place in the row.
+        """
         if self.group is None:
-            return piece
-        row = torch.empty(self._partition.padded_numel, dtype=piece.dtype, device=self.layout.device)
-        collectives.gather(self.group, row, piece.to(self.layout.device)).wait()
-        return row
+            row.copy_(piece)
+        else:
+            collectives.gather(self.group, row, piece.to(row.device)).wait()
 
     def views_of(self, row: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' parts of a row, in their shapes."""
@@ -132,7 +138,7 @@ class ParameterNames:
 
     def __init__(self, model: nn.Module) -> None:
         self.units = [
-            UnitNames(module, _dotted(name))
+            UnitNames(module, dotted(name))
             for name, module in model.named_modules()
             if isinstance(module, WrapperBase) and module._unit is not None
         ]
@@ -191,8 +197,3 @@ class ParameterNames:
                 "that are not parameters of the model; build the optimizer from model.parameters() after wrapping, and "
                 "pass the model that it was built from"
             )
-
-
-def _dotted(name: str) -> str:
-    plain = plain_path(name + ".").removesuffix(".")
-    return plain + "." if plain else ""

@@ -1,4 +1,4 @@
-"""Writing and reading the model's state: full, sharded, local.
+"""Writing the model's state: full, sharded, local.
 
 ``nn.Module.state_dict()`` walks over the tree and writes down what every module has registered. In a wrapped tree that
 is a slice under the name ``_flat_param``. So each wrapper corrects, for its own unit, what the walk has written, and
@@ -12,8 +12,7 @@ it does that while the walk goes on, right after its own part of the tree::
 One unit is gathered at a time, so at no moment is there more than one unit in full size, beside what the user asked to
 be given.
 
-Reading goes the other way. The wrapper's own values are taken out of the dict *before* the walk looks for them, and
-only this rank's slice of each is copied; nothing is gathered for a full dict, because everybody has it.
+Reading goes the other way, in ``state_dict_load.py``.
 
 *In torch:* ``_state_dict_utils.py``, 932 lines of hooks in three families.
 
@@ -31,14 +30,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp import trace
-from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.flat_parameter import FLAT_NAME
 from minifsdp.fsdp1 import chunks
 from minifsdp.fsdp1.build import FlatUnit
 from minifsdp.fsdp1.full_params import check_idle
 from minifsdp.fsdp1.state_dict_options import StateDictSettings, StateDictType
 
-__all__ = ["LOCAL_NAME", "Reading", "drop", "place_holders", "plain_path", "rename", "write_rest", "write_unit"]
+__all__ = [
+    "LOCAL_NAME",
+    "dotted",
+    "drop",
+    "names_in_state",
+    "place_holders",
+    "plain_path",
+    "rename",
+    "write_rest",
+    "write_unit",
+]
 
 LOCAL_NAME = "flat_param"
 CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
@@ -48,6 +56,12 @@ WRAPPER_PREFIX = "_fsdp_wrapped_module."
 def plain_path(path: str) -> str:
     """A name without what wrappers add, this one and that of an activation checkpoint."""
     return path.replace(CHECKPOINT_PREFIX, "").replace(WRAPPER_PREFIX, "")
+
+
+def dotted(path: str) -> str:
+    """The plain beginning of the names of what is inside the module at ``path``."""
+    plain = plain_path(path + ".").removesuffix(".")
+    return plain + "." if plain else ""
 
 
 def names_in_state(unit: FlatUnit, module: nn.Module) -> list[tuple[int, str]]:
@@ -183,94 +197,3 @@ def _gathered(unit: FlatUnit) -> Iterable[torch.Tensor]:
     yield from layout.views_of(row)
     if trace.recorder is not None and group is not None:
         trace.recorder.begin("FREE", unit.name, num_bytes=layout.num_bytes)
-
-
-# ---- reading --------------------------------------------------------------------------------------------------------
-
-
-class Reading:
-    """One wrapper's part in reading a state dict.
-
-    Args:
-        unit: the wrapper's unit, if it has one.
-        module: the wrapped module.
-        settings: in which form the dict is.
-    """
-
-    def __init__(self, unit: FlatUnit | None, module: nn.Module, settings: StateDictSettings) -> None:
-        self._unit, self._module, self._settings = unit, module, settings
-        self._missing: list[str] = []
-        self._own_names: set[str] = set()
-
-    def before_walk(self, state: MutableMapping[str, Any], prefix: str, errors: list[str]) -> None:
-        """Takes the unit's values out of ``state`` and copies this rank's part of them.
-
-        For a sharded dict all ranks of the unit's mesh must call it.
-        """
-        unit = self._unit
-        if unit is None:
-            return
-        check_idle(unit)
-        # Under these names the walk will miss something. They are looked up now and not remembered from construction:
-        # an activation checkpoint may have been put around the module since.
-        owned = set(unit.layout.local_parameters())
-        named = self._module.named_parameters(remove_duplicate=False)
-        self._own_names = {prefix + name for name, parameter in named if parameter in owned}
-        if self._settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-            self._read_local(unit, state, prefix, errors)
-            return
-        given: dict[int, Any] = {}
-        for number, name in names_in_state(unit, self._module):
-            if prefix + name in state:
-                given[number] = state.pop(prefix + name)
-            else:
-                self._missing.append(prefix + name)
-        full = _with_whole_values(unit, given, errors, prefix)
-        unit.layout.overwrite(full)
-
-    def _read_local(self, unit: FlatUnit, state: MutableMapping[str, Any], prefix: str, errors: list[str]) -> None:
-        key = next((prefix + name for name in (LOCAL_NAME, FLAT_NAME) if prefix + name in state), None)
-        if key is None:
-            self._missing.append(prefix + LOCAL_NAME)
-            return
-        value, mine = state.pop(key), unit.layout.local_values()
-        local = chunks.local_rows(value)
-        value = value if local is None else local
-        if value.shape != mine.shape:
-            errors.append(
-                f"rank {rank_of_this_process()}: {plain_path(key)} has {value.numel()} elements, but this rank stores "
-                f"{mine.numel()} of unit {unit.name!r}; a local state dict fits only the number of ranks and the "
-                "wrapping that it was written with, use a full or a sharded one to change them"
-            )
-            return
-        unit.layout.overwrite_local(value)
-
-    def after_walk(self, missing: list[str], unexpected: list[str]) -> None:
-        """Corrects the lists of keys: what the walk did not find is there, and names are those of the plain module."""
-
-        # The lists are those of the whole tree, and inner wrappers have been here before: compare plain names.
-        def plain(names: Iterable[str]) -> list[str]:
-            return [plain_path(name) for name in names]
-
-        own = set(plain(self._own_names))
-        missing[:] = [name for name in plain(missing) if name not in own] + plain(self._missing)
-        unexpected[:] = plain(unexpected)
-
-
-def _with_whole_values(
-    unit: FlatUnit, given: dict[int, Any], errors: list[str], prefix: str
-) -> dict[int, torch.Tensor]:
-    """The given values that fit, whole: rows that are spread over the ranks are gathered."""
-    layout, group = unit.layout, unit.plan.mesh.shard
-    whole: dict[int, torch.Tensor] = {}
-    for index, value in given.items():
-        shape, path = layout.parameters[index].shape, layout.parameters[index].path
-        if tuple(value.shape) != tuple(shape):
-            errors.append(
-                f"size mismatch for {plain_path(prefix + path)}: copying a param with shape {tuple(value.shape)} from "
-                f"checkpoint, the shape in current model is {tuple(shape)}."
-            )
-            continue
-        rows = chunks.local_rows(value)
-        whole[index] = value if rows is None else chunks.gathered_rows(value, shape, group, layout.device)
-    return whole

@@ -1,7 +1,8 @@
 """The methods of a wrapper that write and read the model's state.
 
-They choose; the work is in ``state_dict.py``. Worked example: with ``FULL_STATE_DICT`` on two ranks every wrapper,
-inner ones first, replaces what its unit wrote into the dict, a slice, by the gathered tensors under their plain names.
+They choose; the work is in ``state_dict.py`` and ``state_dict_load.py``. Worked example: with ``FULL_STATE_DICT`` on
+two ranks every wrapper, inner ones first, replaces what its unit wrote into the dict, a slice, by the gathered tensors
+under their plain names.
 
 *In torch:* six functions for each of three types, found by name in a table, and registered as hooks.
 
@@ -11,13 +12,14 @@ Spec: SD-CFG, SD-FULL, SD-SHARD, SD-LOCAL.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifsdp.fsdp1 import build, chunks, state_dict
+from minifsdp.engine.mesh import Mesh
+from minifsdp.fsdp1 import agreement, build, chunks, state_dict, state_dict_load
 from minifsdp.fsdp1.base import PREFIX, WrapperBase, clean_name, is_wrapper
 from minifsdp.fsdp1.state_dict_options import (
     OptimStateDictConfig,
@@ -28,9 +30,13 @@ from minifsdp.fsdp1.state_dict_options import (
     settings_for,
 )
 
+LOCAL = StateDictType.LOCAL_STATE_DICT
+
 
 class StateDictMethods(WrapperBase):
     """Choosing, writing and reading the model's state."""
+
+    _reads_strictly = False
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The state in the chosen form, full by default (SD-FULL, SD-SHARD, SD-LOCAL). Every rank must call it.
@@ -38,6 +44,9 @@ class StateDictMethods(WrapperBase):
         Takes what ``nn.Module.state_dict`` takes; the form is chosen by `set_state_dict_type` or `state_dict_type`.
         """
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        if self._is_outermost_here(prefix) and self._state_dict_settings.state_dict_type is not LOCAL:
+            wrappers = WrapperBase.fsdp_modules(self)
+            agreement.roll_call(agreement.groups_of(Mesh(w.mesh.shard, None) for w in wrappers), "state_dict()")
         with state_dict.place_holders(self._unit):
             state: dict[str, Any] = super().state_dict(*args, **kwargs)
         inner = prefix + PREFIX
@@ -51,17 +60,41 @@ class StateDictMethods(WrapperBase):
             state_dict.drop(state, prefix)
         return state
 
+    def _is_outermost_here(self, prefix: str) -> bool:
+        # A part of a wrapped model can be written and read on its own; then it has no prefix.
+        return not self._is_inner or not prefix
+
     def _state_dict_mesh(self) -> DeviceMesh | None:
         config, group = self._state_dict_settings.state_dict_config, self.mesh.shard
         if group is None or config is None:
             return None
         return chunks.device_mesh_for(self.device_mesh, group, self.compute_device, config.use_dtensor)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Reads a state in the chosen form (SD-FULL-08, SD-SHARD-03, SD-LOCAL-03). Every rank must call it.
+
+        Args:
+            state_dict: with plain names; in the full form the whole on every rank.
+            strict: whether keys must be neither missing nor unexpected.
+            assign: for what belongs to no unit, as in ``nn.Module``.
+
+        Raises:
+            RuntimeError: the dict of any rank does not fit; on all ranks, and nothing has changed.
+        """
+        self._reads_strictly = strict
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        finally:
+            self._reads_strictly = False
+
     def _before_load(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        errors: list[str] = rest[-1]
+        if self._is_outermost_here(prefix):
+            state_dict_load.drop_own_slices(self, state, prefix)
+            # A plain module around this one has not told its hooks whether it is strict; it will see to the keys.
+            state_dict_load.refuse_misfit(self, state, prefix, strict=self._reads_strictly)
         state_dict.rename(state, prefix, prefix + PREFIX)
-        self._reading = state_dict.Reading(self._unit, self.module, self._state_dict_settings)
-        self._reading.before_walk(state, prefix + PREFIX, errors)
+        self._reading = state_dict_load.Reading(self._unit, self.module, self._state_dict_settings)
+        self._reading.before_walk(state, prefix + PREFIX)
 
     def _after_load(self, _: nn.Module, incompatible: Any) -> None:
         self._reading.after_walk(incompatible.missing_keys, incompatible.unexpected_keys)

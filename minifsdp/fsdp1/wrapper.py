@@ -172,6 +172,8 @@ class FullyShardedDataParallel(NameMethods, StateDictMethods, OptimStateMethods,
         initial.materialize(modules, param_init_fn, self.compute_device, ignored)
         if device_id is not None:
             initial.move_modules(modules, self.compute_device, ignored)
+        else:
+            initial.cut_in_place(modules, self.compute_device, ignored, sends=sync_module_states)
         if sync_module_states:
             initial.synchronize(modules, self.mesh, ignored, type(self.module).__name__)
 
@@ -204,7 +206,7 @@ class FullyShardedDataParallel(NameMethods, StateDictMethods, OptimStateMethods,
             What the wrapped module returns, of the same structure.
         """
         tree = self._current_tree()
-        is_outermost_call = tree.begin_forward()
+        is_outermost_call = tree.begin_forward(self._unit)
         try:
             unit = self._unit
             if self._full_precision_in_eval and unit is not None and unit.state is State.SHARDED:

@@ -105,7 +105,7 @@ class Member:
         if self._has_begun and module in self.modules and not (self._waiting and module in self._waiting):
             # 2. Nobody comes in twice without going out.
             self.break_off()
-        if tree.begin_forward():
+        if tree.begin_forward(self.unit):
             self._has_begun = True
             if self.device.type != "cpu":
                 args, kwargs = move(self.device, (args, kwargs))

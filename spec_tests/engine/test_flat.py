@@ -194,6 +194,10 @@ def test_the_unsharded_parameters_have_the_compute_dtype_and_the_shard_keeps_its
 def test_a_unit_that_nobody_shares_is_computed_on_where_it_is_stored() -> None:
     block = a_block()
     layout = lay_out(block)
+    with pytest.raises(RuntimeError, match="wrap"):
+        # Nobody would hear of the gradient.
+        block(draw(0))
+    layout.on_gradient(lambda: None)
     assert layout.gather(Lanes(device())) is None
     layout.show_unsharded()
     assert block.up.weight.untyped_storage().data_ptr() == layout.owner.shard.untyped_storage().data_ptr()

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch_checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
-from minifsdp import CPUOffload
+from minifsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, checkpoint_wrapper, trace
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.fsdp1.refusals import refused
-from spec_tests.harness import ranks
+from minifsdp.wrap import ModuleWrapPolicy, always_wrap_policy
+from spec_tests.fsdp1.four_blocks import Block, full_values, grid, iterate, loss_of, seeded, sharded
+from spec_tests.fsdp1.refusals import caught_warnings, refused
+from spec_tests.harness import device, ranks
 
 POLICY = ModuleWrapPolicy({nn.Linear})
 
@@ -69,3 +75,172 @@ def test_calls_in_the_shorter_forms_of_1_13_need_no_new_argument() -> None:
             assert model.module[0].weight.shape == (3, 3)
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
             assert model.state_dict()["0.weight"].shape == (3, 3)
+
+
+# --- 1.13 ---
+
+OF_1_13 = [
+    "module",
+    "process_group",
+    "sharding_strategy",
+    "cpu_offload",
+    "auto_wrap_policy",
+    "backward_prefetch",
+    "mixed_precision",
+    "ignored_modules",
+    "param_init_fn",
+    "device_id",
+    "sync_module_states",
+]
+
+
+@pytest.mark.spec("LEGACY-05")
+@ranks(2)
+def test_the_constructor_of_1_13_is_a_prefix_and_positional_calls_keep_their_meaning() -> None:
+    assert list(inspect.signature(FSDP).parameters)[:11] == OF_1_13
+    plain, seen = seeded(), []
+    group, precision, ignored = dist.group.WORLD, MixedPrecision(reduce_dtype=torch.float64), [plain.leave]
+    strategy, offload, after = ShardingStrategy.SHARD_GRAD_OP, CPUOffload(True), BackwardPrefetch.BACKWARD_POST
+    policy = ModuleWrapPolicy({Block})
+    with trace.record() as recorder:
+        model = FSDP(plain, group, strategy, offload, policy, after, precision, ignored, seen.append, device(), True)
+    for wrapper in FSDP.fsdp_modules(model):
+        assert (wrapper.process_group, wrapper.sharding_strategy, wrapper.cpu_offload) == (group, strategy, offload)
+        assert (wrapper.backward_prefetch, wrapper.mixed_precision) == (after, precision)
+        assert wrapper.compute_device == device()
+    assert len(FSDP.fsdp_modules(model)) == 5
+    assert isinstance(plain.leave.weight, nn.Parameter), "ignored"
+    assert recorder.count("BCAST") == 5
+    assert seen == [], "nothing was on the meta device"
+
+
+@pytest.mark.spec("LEGACY-05", "PREF-01")
+@ranks(2)
+def test_an_omitted_prefetch_means_another_one_now_than_in_1_13() -> None:
+    assert FSDP(two_layers(), None, None, None, None).backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+    assert FSDP(two_layers(), None, None, None, None, None).backward_prefetch is None
+
+
+@pytest.mark.spec("LEGACY-07", "HYB-02")
+@ranks(4)
+def test_one_group_means_what_it_meant_and_a_pair_means_a_hybrid() -> None:
+    pair = grid()
+    one = sharded(process_group=pair[0])
+    assert one.process_group is pair[0]
+    assert one.world_size == 2
+    two = FSDP(seeded(), pair, ShardingStrategy.HYBRID_SHARD, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    assert [*two.process_group] == [*pair]
+    with trace.record() as recorder:
+        iterate(two)
+    assert recorder.count("AR") == 5
+
+
+class Normed(nn.Module):
+    """A layer in low precision and a batch norm that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.dtypes = nn.Linear(3, 3), nn.BatchNorm1d(3), {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.dtypes = {"layer": self.layer.weight.dtype, "norm": self.norm.weight.dtype, "between": y.dtype}
+        return self.norm(y)
+
+
+@pytest.mark.spec("LEGACY-08", "MP-19", "MP-21")
+@pytest.mark.parametrize("ignored", [None, ()], ids=["as in 1.13", "none"])
+@ranks(2)
+def test_batch_norms_are_left_out_of_mixed_precision_as_in_1_13_unless_told_otherwise(ignored: Any) -> None:
+    low = torch.bfloat16
+    precision = MixedPrecision(low)
+    if ignored is not None:
+        # On the CPU a batch norm in low precision needs its statistics in low precision, too.
+        precision = MixedPrecision(low, buffer_dtype=low, _module_classes_to_ignore=ignored)
+    plain = Normed().to(device())
+    seen = {}
+    plain.norm.register_forward_pre_hook(lambda module, args: seen.update(inside=module.weight.dtype))
+    with caught_warnings() as caught:
+        model = FSDP(nn.Sequential(plain), mixed_precision=precision, auto_wrap_policy=ModuleWrapPolicy({Normed}))
+    assert ["BatchNorm1d" in str(warning.message) for warning in caught] == ([True] if ignored is None else [])
+    model(torch.randn(4, 3))
+    assert plain.dtypes["layer"] is plain.dtypes["between"] is low
+    assert seen["inside"] is (torch.float32 if ignored is None else low)
+
+
+@pytest.mark.spec("LEGACY-13", "CLIP-05", "CLIP-06")
+@pytest.mark.parametrize("strategy", [ShardingStrategy.NO_SHARD, ShardingStrategy.FULL_SHARD])
+@ranks(2)
+def test_the_utility_of_torch_is_right_where_nothing_is_sharded_and_the_method_is_right_everywhere(
+    strategy: ShardingStrategy,
+) -> None:
+    model = sharded(sharding_strategy=strategy)
+    iterate(model)
+    of_utility = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    of_method = model.clip_grad_norm_(1e9)
+    is_right = torch.isclose(of_utility, of_method, rtol=1e-5)
+    assert bool(is_right) is (strategy is ShardingStrategy.NO_SHARD)
+
+
+@pytest.mark.spec("LEGACY-14", "OFF-03")
+@ranks(2)
+def test_optimizer_state_follows_offloaded_parameters_to_the_cpu() -> None:
+    model = sharded(cpu_offload=CPUOffload(offload_params=True))
+    optimizer = torch.optim.Adam(model.parameters())
+    iterate(model)
+    optimizer.step()
+    kept = [tensor for state in optimizer.state.values() for tensor in state.values() if tensor.dim()]
+    assert len(kept) == 10
+    assert {tensor.device.type for tensor in kept} == {"cpu"}
+
+
+# --- the tutorial of 2022 ---
+
+
+@pytest.mark.spec("LEGACY-15", "PAR-07")
+@ranks(2)
+def test_the_old_name_of_activation_checkpointing_does_what_the_new_one_does_and_warns() -> None:
+    def checkpointed(function: Any) -> FSDP:
+        model = sharded()
+        function(model, checkpoint_wrapper_fn=checkpoint_wrapper.checkpoint_wrapper, check_fn=is_block)
+        return model
+
+    def is_block(module: nn.Module) -> bool:
+        return isinstance(module, Block)
+
+    with pytest.warns(FutureWarning, match=r"apply_activation_checkpointing_wrapper .*apply_activation_checkp") as seen:
+        old = checkpointed(checkpoint_wrapper.apply_activation_checkpointing_wrapper)
+    assert [warning.filename for warning in seen] == [__file__]
+    new = checkpointed(checkpoint_wrapper.apply_activation_checkpointing)
+    for model in (old, new):
+        assert sum(isinstance(module, CheckpointWrapper) for module in model.modules()) == 4
+        iterate(model)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    plain = sharded()
+    iterate(plain)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    expected = full_values(plain)
+    for model in (old, new):
+        values = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in full_values(model).items()}
+        assert values.keys() == expected.keys()
+        assert all(torch.equal(values[name], expected[name]) for name in expected)
+
+
+@pytest.mark.spec("LEGACY-15")
+@pytest.mark.pure
+def test_what_the_tutorial_imports_is_torch_s_own() -> None:
+    for name in checkpoint_wrapper.__all__:
+        if name != "apply_activation_checkpointing_wrapper":
+            assert getattr(checkpoint_wrapper, name) is getattr(torch_checkpoint_wrapper, name)
+
+
+@pytest.mark.spec("LEGACY-06")
+@pytest.mark.gpu
+@ranks(2)
+def test_a_module_on_the_cpu_is_not_moved_to_the_accelerator_and_back() -> None:
+    plain = nn.Linear(4, 4)
+    with pytest.warns(UserWarning, match="device_id"):
+        model = FSDP(plain, auto_wrap_policy=always_wrap_policy)
+    assert model.compute_device == device()
+    loss_of(model(torch.ones(2, 4))).backward()
+    assert {parameter.grad.device for parameter in model.parameters()} == {device()}

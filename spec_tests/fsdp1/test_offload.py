@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch.nn.parallel import DistributedDataParallel
 
-from minifsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, trace
+from minifsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, StateDictType, trace
 from spec_tests.fsdp1.four_blocks import (
     FLAT_STRATEGIES,
     FULL_SHARD,
@@ -294,3 +294,39 @@ def test_what_the_user_changes_on_the_cpu_is_computed_with(strategy: ShardingStr
             parameter.mul_(2.0)
         torch.testing.assert_close(model(batch()), expected(batch()))
     loss_of(model(batch())).backward()
+
+
+# --- state dicts ---
+
+
+@pytest.mark.spec("OFF-08", "SD-FULL-01", "SD-FULL-08", "SD-SHARD-02", "SD-SHARD-03")
+@pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT])
+@pairs
+@ranks(2)
+def test_state_dicts_of_offloaded_units_are_those_of_others_and_can_be_loaded(
+    strategy: ShardingStrategy, use_orig_params: bool, kind: StateDictType
+) -> None:
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+
+    def state_of(model: FullyShardedDataParallel) -> dict[str, Any]:
+        with FullyShardedDataParallel.state_dict_type(model, kind):
+            return model.state_dict()
+
+    def trained(model: FullyShardedDataParallel) -> FullyShardedDataParallel:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        iterate(model)
+        optimizer.step()
+        return model
+
+    model = trained(offloaded(**options))
+    state, expected = state_of(model), state_of(trained(sharded(**options)))
+    assert list(state) == list(expected)
+    for name, value in expected.items():
+        assert type(state[name]) is type(value)
+        assert state[name].shape == value.shape
+    again = offloaded(**options)
+    with FullyShardedDataParallel.state_dict_type(again, kind):
+        again.load_state_dict(state)
+    assert_same(full_values(again), full_values(model), bitwise=True)
+    assert_same(full_values(again), full_values(trained(sharded(**options))), bitwise=True)
+    assert {parameter.device.type for parameter in again.parameters()} == {"cpu"}

@@ -17,7 +17,9 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
-from minifsdp import FullyShardedDataParallel, ShardingStrategy, trace
+from minifsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType, trace
+from minifsdp.engine import flat
+from minifsdp.engine.partition import Partition
 from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.fsdp1.four_blocks import (
     FLAT_STRATEGIES,
@@ -752,3 +754,51 @@ def test_units_of_different_models_and_wrapping_again_after_a_model_is_gone_are_
         model = sharded(use_orig_params=use_orig_params)
         iterate(model)
         del model
+
+
+# --- what is no contract ---
+
+
+class CutElsewhere(Partition):
+    """Three more elements of padding in each piece: what the ranks see of each parameter is other than usual."""
+
+    @property
+    def shard_numel(self) -> int:  # type: ignore[override]
+        return -(-self.numel // self.num_shards) + 3
+
+
+def everything_promised(strategy: ShardingStrategy) -> tuple[Any, Any]:
+    """What one may rely on after some training with original parameters; and beside it what each rank sees."""
+    model = sharded(sharding_strategy=strategy, use_orig_params=True)
+    groups = [[p for n, p in model.named_parameters() if n.endswith(end)] for end in ("weight", "bias")]
+    optimizer = torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], lr=1e-2)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        losses.append(iterate(model, step))
+        optimizer.step()
+    iterate(model)
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        gradients = {name: parameter.grad.tolist() for name, parameter in model.named_parameters()}
+    state = {name: value.tolist() for name, value in model.state_dict().items()}
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        rows = {name: local_rows(value) for name, value in model.state_dict().items()}
+    assert any(rows.values()), "every rank has rows of something"
+    seen = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    return (losses, gradients, state, rows), seen
+
+
+def local_rows(value: Any) -> list[Any]:
+    return [shard.tensor.tolist() for shard in value.local_shards()] if hasattr(value, "local_shards") else []
+
+
+@pytest.mark.spec("ORIG-06")
+@sharding
+@ranks(2)
+def test_where_the_cut_is_changes_nothing_that_is_promised(strategy: ShardingStrategy) -> None:
+    promised, seen = everything_promised(strategy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flat, "Partition", CutElsewhere)
+        promised_elsewhere, seen_elsewhere = everything_promised(strategy)
+    assert seen != seen_elsewhere, "the ranks do see other parts"
+    assert promised == promised_elsewhere

@@ -1,0 +1,58 @@
+"""Full parameters in the user's hands, for the time of ``summon_full_params``.
+
+While a unit is summoned its modules show ordinary parameters. Each is a view of one long row, so that what the user
+writes in place is in the row at once, and the way back is to cut the row. But users may also *replace*:
+``p.data = ...`` gives a parameter memory of its own. That is noticed by its address, and copied into the row before it
+is cut.
+
+Worked example, a row ``w w w w b b``::
+
+    weight.mul_(2)          the row has it
+    bias.data = zeros(2)    bias is elsewhere now; `collect` copies the zeros to the end of the row
+
+*In torch:* ``_writeback_orig_params``.
+
+Spec: SUMMON-05 to SUMMON-09.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+__all__ = ["Loan"]
+
+
+class Loan:
+    """Full parameters in the user's hands.
+
+    Args:
+        row: the full values.
+        views: the parameters in it, in their shapes.
+        gradients: the full gradients in a row like that, and which parameters have one; ``None`` to lend none.
+
+    Attributes:
+        parameters: what modules show, one for each view.
+    """
+
+    def __init__(
+        self, row: torch.Tensor, views: list[torch.Tensor], gradients: tuple[torch.Tensor, list[bool]] | None
+    ) -> None:
+        self.row, self.views, self.gradients = row, views, gradients
+        self.parameters: list[nn.Parameter] = []
+        self._gradient_views: list[torch.Tensor] = []
+
+    def lend_gradients(self, views: list[torch.Tensor], present: list[bool]) -> None:
+        """Puts ``views`` into the ``.grad`` of those parameters that have one."""
+        self._gradient_views = views
+        for parameter, view, is_there in zip(self.parameters, views, present, strict=True):
+            parameter.grad = view if is_there else None
+
+    def collect(self) -> None:
+        """Brings into the rows what was put in other memory."""
+        for view, parameter in zip(self.views, self.parameters, strict=True):
+            if view.data_ptr() != parameter.data_ptr():
+                view.copy_(parameter.data)
+        for view, parameter in zip(self._gradient_views, self.parameters, strict=False):
+            if parameter.grad is not None and view.data_ptr() != parameter.grad.data_ptr():
+                view.copy_(parameter.grad)

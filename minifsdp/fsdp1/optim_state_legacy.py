@@ -1,0 +1,214 @@
+"""The older calls for optimizer states, each in terms of the two that are there today.
+
+Before a form could be chosen for a whole model there was a function for each: full or sharded, for everybody or from
+the first rank. Scripts from 2022 call them, so they work, with one ``FutureWarning`` each that names today's.
+
+====================================  ========================================  =======================================
+then                                  today                                     sends
+====================================  ========================================  =======================================
+``full_optim_state_dict``             ``optim_state_dict``, full                a gather for each state of each unit
+``sharded_optim_state_dict``          ``optim_state_dict``, sharded             the same
+``shard_full_optim_state_dict``       ``optim_state_dict_to_load``, full        nothing
+``scatter_full_optim_state_dict``     the same with ``rank0_only``              to each rank its own pieces
+``flatten_sharded_optim_state_dict``  ``optim_state_dict_to_load``, sharded     a gather for each tensor
+``rekey_optim_state_dict``            (there is no other one)                   nothing
+====================================  ========================================  =======================================
+
+Two of them do one thing at two prices. Worked example, 1 GB of states on 8 ranks of one machine: ``shard_...`` needs
+the dict in 8 processes, 8 GB of memory, and sends nothing; ``scatter_...`` needs it in one, and sends 7/8 GB.
+
+Older still is ``optim_input``, what the optimizer was constructed with: parameters or groups. Where the optimizer is
+given as well it is ignored; where nothing else tells how parameters are counted, it is used.
+
+*In torch:* the same functions, with warnings of their own. Left out here: results that alias the optimizer's tensors.
+
+Spec: OSD-FULL, OSD-SHARD, OSD-SCAT, OSD-SHD, OSD-FLAT, OSD-REKEY, LEGACY-12.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.fsdp1 import optim_state, optim_state_load
+from minifsdp.fsdp1.base import WrapperBase
+from minifsdp.fsdp1.legacy import warn_renamed
+from minifsdp.fsdp1.optim_state import OptimForm
+from minifsdp.fsdp1.optim_state_names import ParameterNames
+from minifsdp.fsdp1.state_dict_options import OptimStateKeyType
+
+__all__ = ["OldOptimStateMethods"]
+
+OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter]
+
+
+class OldOptimStateMethods(WrapperBase):
+    """Writing and reading the optimizer's state, as it was done up to torch 2.0."""
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_input: OptimInput | None = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """The full state by original names, on the first rank or on all. Every rank must call it.
+
+        Write ``optim_state_dict`` instead. ``optim_input`` is ignored.
+        """
+        _warn("full_optim_state_dict", "optim_state_dict", optim_input)
+        return optim_state.write(model, optim, optim.state_dict(), OptimForm(first_only=rank0_only), group)
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
+    ) -> dict[str, Any]:
+        """The state by original names, each rank with its rows. Every rank must call it.
+
+        Write ``optim_state_dict`` instead. It goes together with the sharded form of the model's state, and through
+        `flatten_sharded_optim_state_dict` before an optimizer can load it.
+        """
+        _warn("sharded_optim_state_dict", "optim_state_dict")
+        return optim_state.write(model, optim, optim.state_dict(), OptimForm(is_sharded=True), group)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: OptimInput | None = None,
+        optim: Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """What this rank's optimizer loads of a full dict, which every rank must have. Nothing is sent.
+
+        Write ``optim_state_dict_to_load`` instead. With neither ``optim`` nor ``optim_input``, parameters are counted
+        as in ``model.parameters()``.
+
+        Raises:
+            ValueError: both were given, or the dict does not fit; on the ranks where it does not.
+        """
+        _warn("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
+        groups = _groups(model, optim_input, optim)
+        return optim_state_load.read(model, groups, full_optim_state_dict, OptimForm(), is_lenient=True, talks=False)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: OptimInput | None = None,
+        optim: Optimizer | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """What this rank's optimizer loads of a full dict that only the first rank has. Every rank must call it.
+
+        Write ``optim_state_dict_to_load`` with ``rank0_only=True`` instead. ``group`` is not needed: units know it.
+
+        Raises:
+            ValueError: ``optim`` and ``optim_input`` were both given; or the dict does not fit, on all ranks.
+        """
+        _warn("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
+        groups = _groups(model, optim_input, optim)
+        given = {} if full_optim_state_dict is None else full_optim_state_dict
+        return optim_state_load.read(model, groups, given, OptimForm(first_only=True), is_lenient=True)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
+    ) -> dict[str, Any]:
+        """What this rank's optimizer loads of a sharded dict. Every rank must call it.
+
+        Write ``optim_state_dict_to_load`` instead.
+        """
+        _warn("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
+        form = OptimForm(is_sharded=True)
+        return optim_state_load.read(model, optim.param_groups, sharded_optim_state_dict, form, is_lenient=True)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: OptimInput | None = None,
+        optim: Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """The same full dict keyed by names or by numbers, to carry it to or from a plain model. Nothing is sent.
+
+        Args:
+            optim_state_dict: keyed by the one or by the other; what has the wanted keys already is returned.
+            optim_state_key_type: what to key it by.
+            model: whose parameters are meant; the plain model, when the dict is carried to or from one.
+            optim_input: tells how they are counted, if ``optim`` does not.
+            optim: over the parameters of ``model``.
+
+        Raises:
+            ValueError: there is no such key type, or a key of the dict has no counterpart.
+        """
+        _warn_optim_input(optim_input)
+        return _rekeyed(optim_state_dict, optim_state_key_type, model, _groups(model, optim_input, optim))
+
+
+def _warn(old: str, new: str, optim_input: OptimInput | None = None) -> None:
+    name = "FullyShardedDataParallel"
+    warn_renamed(f"{name}.{old}", f"{name}.{new}", stacklevel=3)
+    _warn_optim_input(optim_input, stacklevel=4)
+
+
+def _warn_optim_input(optim_input: OptimInput | None, stacklevel: int = 3) -> None:
+    if optim_input is not None:
+        warnings.warn(
+            "the `optim_input` argument is deprecated, pass optim= where there is one, else nothing",
+            FutureWarning,
+            stacklevel=stacklevel,
+        )
+
+
+def _groups(model: nn.Module, optim_input: OptimInput | None, optim: Optimizer | None) -> list[dict[str, Any]]:
+    """The groups of an optimizer: its own, or those of what it was constructed with, or all parameters in one."""
+    if optim is not None and optim_input is not None:
+        raise ValueError(
+            f"rank {rank_of_this_process()}: optim_input and optim both tell how parameters are counted; pass optim"
+        )
+    if optim is not None:
+        return list(optim.param_groups)
+    given: list[Any] = list(model.parameters() if optim_input is None else optim_input)
+    if any(isinstance(item, dict) for item in given):
+        return [{**group, "params": list(group["params"])} for group in given]
+    return [{"params": given}]
+
+
+def _rekeyed(
+    given: dict[str, Any], key_type: OptimStateKeyType, model: nn.Module, groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    if key_type not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
+        members = ", ".join(f"OptimStateKeyType.{member.name}" for member in OptimStateKeyType)
+        raise ValueError(
+            f"rank {rank_of_this_process()}: optim_state_key_type must be one of {members}, got {key_type!r}"
+        )
+    to_names = key_type is OptimStateKeyType.PARAM_NAME
+    keys = [*given["state"], *(key for group in given["param_groups"] for key in group["params"])]
+    if all(isinstance(key, str) is to_names for key in keys):
+        return given
+    names = ParameterNames(model)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    names.check_known(parameters)
+    numbered = [(number, name) for number, parameter in enumerate(parameters) for name in names.of[parameter]]
+    table: dict[Any, Any] = dict(numbered) if to_names else {name: number for number, name in numbered}
+    unknown = [key for key in keys if key not in table]
+    if unknown:
+        raise ValueError(
+            f"rank {rank_of_this_process()}: the optimizer state dict has the keys {unknown[:5]}, expected are "
+            f"{list(table)[:5]} and so on; pass the model, and the optimizer over it, that shall get the new keys"
+        )
+    rekeyed_groups = []
+    for group in given["param_groups"]:
+        new = [table[key] for key in group["params"]]
+        # An optimizer counts its parameters in order.
+        rekeyed_groups.append({**copy.deepcopy(group), "params": new if to_names else sorted(new)})
+    return {**given, "state": {table[key]: of for key, of in given["state"].items()}, "param_groups": rekeyed_groups}

@@ -1,0 +1,304 @@
+"""Reading the model's state: full, sharded, local; and refusing what does not fit, on all ranks, before it is read.
+
+``nn.Module.load_state_dict()`` walks over the tree and copies into each module what it finds under the module's name.
+In a wrapped tree the modules have no such parameters. So each wrapper takes its unit's values out of the dict *before*
+the walk looks for them, and keeps this rank's slice of each; nothing is gathered for a full dict, because everybody has
+it. Afterwards it corrects the lists of missing and unexpected keys, and their names.
+
+A dict that does not fit must be found out earlier. The walk finds a missing key when half of the model has been
+overwritten; and for a sharded dict rows are gathered, so a rank that stops there leaves the others waiting. So the
+outermost wrapper looks through the whole dict first, and the ranks compare what they found. Worked example, two ranks,
+rank 1 has read a damaged file::
+
+    rank 0 finds    nothing                                          raises, because of rank 1
+    rank 1 finds    Missing key(s) in state_dict: "0.bias"           raises
+
+and on both the model is as it was.
+
+What a module reads with code of its own (``_load_from_state_dict`` overridden, or a hook that renames keys) is left to
+that code: there a key may be missing on purpose.
+
+*In torch:* hooks in ``_state_dict_utils.py``; a dict that does not fit is refused by whoever notices, halfway through.
+
+Spec: SD-FULL-08, SD-FULL-09, SD-FULL-13, SD-SHARD-03, SD-LOCAL-03, SD-LOCAL-04, NAMES-10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from minifsdp.engine.flat_parameter import FLAT_NAME
+from minifsdp.engine.mesh import Group
+from minifsdp.fsdp1 import agreement, chunks
+from minifsdp.fsdp1.base import WrapperBase
+from minifsdp.fsdp1.build import FlatUnit
+from minifsdp.fsdp1.full_params import check_idle
+from minifsdp.fsdp1.state_dict import LOCAL_NAME, dotted, names_in_state, plain_path
+from minifsdp.fsdp1.state_dict_options import StateDictSettings, StateDictType
+
+__all__ = ["Reading", "drop_own_slices", "refuse_misfit"]
+
+
+# ---- does it fit? ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Expected:
+    """What a dict must have below some prefix.
+
+    Attributes:
+        in_units: by key, shape and shard group of what belongs to a unit.
+        rest: by key, the shape of everything else: buffers, ignored and plain parameters.
+        optional: keys that may be missing.
+        elsewhere: beginnings of keys that a module reads with code of its own.
+    """
+
+    in_units: dict[str, tuple[tuple[int, ...], Group | None]] = field(default_factory=dict)
+    rest: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    optional: set[str] = field(default_factory=set)
+    elsewhere: list[str] = field(default_factory=list)
+
+
+def refuse_misfit(wrapper: WrapperBase, state: Mapping[str, Any], prefix: str, strict: bool) -> None:
+    """Raises on all ranks if the dict of any does not fit. All ranks of the units' groups must call it.
+
+    Args:
+        wrapper: the outermost one that reads.
+        state: the dict, with plain names.
+        prefix: of the wrapper in it.
+        strict: whether keys must be neither missing nor unexpected.
+
+    Raises:
+        StateDictMismatchError: with keys, expected, found, and ranks.
+    """
+    settings = wrapper._state_dict_settings
+    is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+    wrappers = [
+        (prefix + dotted(name), module)
+        for name, module in wrapper.named_modules(remove_duplicate=False)
+        if isinstance(module, WrapperBase)
+    ]
+    groups = agreement.groups_of(inner.mesh for _, inner in wrappers)
+    agreement.roll_call(groups, "load_state_dict()")
+    if is_local:
+        local = [problem for path, w in wrappers for problem in _local_problems(w._unit, state, path, strict)]
+        agreement.refuse_together(groups, local)
+        return
+    expected = _expected(wrapper, wrappers, prefix)
+    problems = [*(_key_problems(state, prefix, expected) if strict else ())]
+    is_sharded = settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
+    problems.extend(_value_problems(state, expected, is_sharded))
+    agreement.refuse_together(groups, problems)
+    if is_sharded:
+        _check_equal_rows(state, expected, groups)
+
+
+def drop_own_slices(wrapper: WrapperBase, state: MutableMapping[str, Any], prefix: str) -> None:
+    """Takes the wrapper's own slices out of a dict, if somebody has added them.
+
+    ``set_model_state_dict`` of ``torch.distributed.checkpoint`` adds to a full dict what the model has registered. It
+    means to help, but those are slices under the names that parameters have while they are wrapped.
+    """
+    owned = {id(p) for w in WrapperBase.fsdp_modules(wrapper) if w._unit for p in w._unit.layout.local_parameters()}
+    for name, parameter in wrapper.named_parameters(remove_duplicate=False):
+        if id(parameter) in owned and plain_path(name) != name:
+            state.pop(prefix + name, None)
+
+
+def _expected(wrapper: WrapperBase, wrappers: Iterable[tuple[str, WrapperBase]], prefix: str) -> Expected:
+    expected = Expected()
+    owned: set[int] = set()
+    for path, inner in wrappers:
+        unit = inner._unit
+        if unit is not None:
+            owned.update(map(id, unit.layout.local_parameters()))
+            for number, name in names_in_state(unit, inner.module):
+                shape = tuple(unit.layout.parameters[number].shape)
+                expected.in_units[path + name] = (shape, unit.plan.mesh.shard)
+    for path, module in wrapper.named_modules(remove_duplicate=False):
+        if isinstance(module, WrapperBase) or hasattr(module, "_checkpoint_wrapped_module"):
+            continue
+        start = prefix + dotted(path)
+        if _reads_by_itself(module):
+            expected.elsewhere.append(start)
+        for name, tensor in _registered(module):
+            key = start + name
+            if key not in expected.in_units and id(tensor) not in owned:
+                expected.rest[key] = tuple(tensor.shape)
+                # Dicts of torch before 0.4.1 have no such count, and the layer does without.
+                if name == "num_batches_tracked":
+                    expected.optional.add(key)
+        expected.optional.add(start + "_extra_state")
+    return expected
+
+
+def _reads_by_itself(module: nn.Module) -> bool:
+    reader = type(module)._load_from_state_dict
+    is_usual = reader in (nn.Module._load_from_state_dict, nn.modules.batchnorm._NormBase._load_from_state_dict)
+    return not is_usual or bool(module._load_state_dict_pre_hooks)
+
+
+def _registered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        if tensor is not None and name not in module._non_persistent_buffers_set and not is_lazy(tensor):
+            yield name, tensor
+
+
+def _key_problems(state: Mapping[str, Any], prefix: str, expected: Expected) -> Iterator[str]:
+    def is_elsewhere(key: str) -> bool:
+        return any(key.startswith(start) for start in expected.elsewhere)
+
+    known = {**{key: shape for key, (shape, _) in expected.in_units.items()}, **expected.rest}
+    missing = [key for key in known if key not in state and key not in expected.optional]
+    for key in missing:
+        if key in expected.in_units or not is_elsewhere(key):
+            yield f'Missing key(s) in state_dict: "{key}"; expected a tensor of shape {known[key]}, found none'
+    for key in state:
+        if key.startswith(prefix) and key not in known and key not in expected.optional and not is_elsewhere(key):
+            yield f'Unexpected key(s) in state_dict: "{key}"; expected no such key, found one'
+
+
+def _value_problems(state: Mapping[str, Any], expected: Expected, is_sharded: bool) -> Iterator[str]:
+    """Values of a wrong shape, or in another form than the chosen one."""
+    for key, shape in expected.rest.items():
+        found = getattr(state.get(key), "shape", None)
+        # One number without dimensions was saved as a tensor of one element long ago, and nn.Module still reads it.
+        if found is not None and tuple(found) != shape and not (shape == () and tuple(found) == (1,)):
+            yield f"size mismatch for {key}: expected shape {shape}, found {tuple(found)}"
+    given = {key: state[key] for key in expected.in_units if key in state}
+    for key, value in given.items():
+        shape, group = expected.in_units[key]
+        is_rows = chunks.local_rows(value) is not None
+        if not isinstance(value, torch.Tensor):
+            yield f"{key}: expected a tensor, found a {type(value).__name__}"
+        elif is_rows and not is_sharded:
+            yield (
+                f"{key}: expected a full tensor, found a {type(value).__name__}; call "
+                "set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT) before reading a sharded dict"
+            )
+        elif tuple(value.size()) != shape:
+            yield f"size mismatch for {key}: expected shape {shape}, found {tuple(value.size())}"
+        elif is_rows:
+            yield from chunks.misplaced_rows(value, key, group)
+    cut = [
+        (key, value)
+        for key, value in given.items()
+        if isinstance(value, torch.Tensor) and expected.in_units[key][1] is not None and chunks.is_cut(value.size())
+    ]
+    # Single full tensors may come from units that were not sharded. But all of them are another form.
+    if is_sharded and cut and all(chunks.local_rows(value) is None for _, value in cut):
+        yield (
+            f"{cut[0][0]}: expected a ShardedTensor or DTensor, found a full tensor, as everywhere in the dict; "
+            "call set_state_dict_type(model, StateDictType.FULL_STATE_DICT) before reading a full dict"
+        )
+
+
+def _local_problems(unit: FlatUnit | None, state: Mapping[str, Any], prefix: str, strict: bool) -> Iterator[str]:
+    if unit is None:
+        return
+    value, mine = _local_value(state, prefix), unit.layout.local_values()
+    if value is None:
+        if strict:
+            yield (
+                f'Missing key(s) in state_dict: "{prefix}{LOCAL_NAME}"; expected a slice of {mine.numel()} elements, '
+                "found none. To read a dict of another form, call set_state_dict_type(model, ...) before"
+            )
+        return
+    local = chunks.local_rows(value)
+    found = value.numel() if local is None else local.numel()
+    if found != mine.numel() or value.dtype is not mine.dtype:
+        yield (
+            f"{prefix}{LOCAL_NAME} has {found} elements ({value.dtype}), but this rank stores {mine.numel()} "
+            f"({mine.dtype}) of that unit; a local state dict fits only the number of ranks and the wrapping that it "
+            "was written with, use a full or a sharded one to change them"
+        )
+
+
+def _local_value(state: Mapping[str, Any], prefix: str) -> Any:
+    return next((state[prefix + name] for name in (LOCAL_NAME, FLAT_NAME) if prefix + name in state), None)
+
+
+def _check_equal_rows(state: Mapping[str, Any], expected: Expected, groups: list[Group]) -> None:
+    """Rows are gathered key by key, so all ranks must have some of the same ones."""
+    mine = {key for key in expected.in_units if key in state and chunks.local_rows(state[key]) is not None}
+    everywhere = set.union(*agreement.tell(groups, mine).values())
+    problems = [f"{key}: expected rows, as other ranks have them, found none" for key in sorted(everywhere - mine)]
+    agreement.refuse_together(groups, problems)
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+class Reading:
+    """One wrapper's part in reading a state dict that fits.
+
+    Args:
+        unit: the wrapper's unit, if it has one.
+        module: the wrapped module.
+        settings: in which form the dict is.
+    """
+
+    def __init__(self, unit: FlatUnit | None, module: nn.Module, settings: StateDictSettings) -> None:
+        self._unit, self._module, self._settings = unit, module, settings
+        self._missing: list[str] = []
+        self._own_names: set[str] = set()
+
+    def before_walk(self, state: MutableMapping[str, Any], prefix: str) -> None:
+        """Takes the unit's values out of ``state`` and copies this rank's part of them.
+
+        For a sharded dict all ranks of the unit's mesh must call it.
+        """
+        unit = self._unit
+        if unit is None:
+            return
+        check_idle(unit)
+        # Under these names the walk will miss something. They are looked up now and not remembered from construction:
+        # an activation checkpoint may have been put around the module since.
+        owned = set(unit.layout.local_parameters())
+        named = self._module.named_parameters(remove_duplicate=False)
+        self._own_names = {prefix + name for name, parameter in named if parameter in owned}
+        if self._settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            self._read_local(unit, state, prefix)
+            return
+        given: dict[int, Any] = {}
+        for number, name in names_in_state(unit, self._module):
+            if prefix + name in state:
+                given[number] = state.pop(prefix + name)
+            else:
+                self._missing.append(prefix + name)
+        unit.layout.overwrite({number: _whole(unit, number, value) for number, value in given.items()})
+
+    def _read_local(self, unit: FlatUnit, state: MutableMapping[str, Any], prefix: str) -> None:
+        value = _local_value(state, prefix)
+        for name in (LOCAL_NAME, FLAT_NAME):
+            state.pop(prefix + name, None)
+        if value is None:
+            self._missing.append(prefix + LOCAL_NAME)
+            return
+        local = chunks.local_rows(value)
+        unit.layout.overwrite_local(value if local is None else local)
+
+    def after_walk(self, missing: list[str], unexpected: list[str]) -> None:
+        """Corrects the lists of keys: what the walk did not find is there, and names are those of the plain module."""
+
+        # The lists are those of the whole tree, and inner wrappers have been here before: compare plain names.
+        def plain(names: Iterable[str]) -> list[str]:
+            return [plain_path(name) for name in names]
+
+        own = set(plain(self._own_names))
+        missing[:] = [name for name in plain(missing) if name not in own] + plain(self._missing)
+        unexpected[:] = plain(unexpected)
+
+
+def _whole(unit: FlatUnit, number: int, value: Any) -> torch.Tensor:
+    """The whole of a value: rows that are spread over the ranks are gathered."""
+    if chunks.local_rows(value) is None:
+        return torch.as_tensor(value)
+    shape = unit.layout.parameters[number].shape
+    return chunks.gathered_rows(value, shape, unit.plan.mesh.shard, unit.layout.device)

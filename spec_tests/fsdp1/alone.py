@@ -1,0 +1,69 @@
+"""``torch.distributed.fsdp`` for one process that has the whole model and the whole batch: nothing is sharded.
+
+The third library that a drop-in program can be run with. Where torch's wrapper refuses to work on the CPU, the program
+with this one says what the numbers must be: the same lines of the same program, without any of the machinery.
+
+`as_if_alone` makes the ranks invisible, so that a program which takes every ``world_size``-th sample from ``rank`` on
+takes all of them. The ranks then all do the same, each for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+__all__ = ["FullyShardedDataParallel", "as_if_alone"]
+
+
+class FullyShardedDataParallel:
+    """Gives the module back, with values if it was built without, and with the methods of a wrapper."""
+
+    def __new__(cls, module: nn.Module, *, param_init_fn: Callable[[nn.Module], None] | None = None, **_: Any) -> Any:
+        for part in list(module.modules()):
+            if param_init_fn is not None and any(t.is_meta for t in [*part._parameters.values(), *part.buffers(False)]):
+                param_init_fn(part)
+        plain: Any = module
+        plain.clip_grad_norm_ = lambda limit: nn.utils.clip_grad_norm_(module.parameters(), limit)
+        plain.params_with_grad = list(module.parameters())
+        return plain
+
+    @staticmethod
+    def summon_full_params(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    state_dict_type = summon_full_params
+
+    @staticmethod
+    def set_state_dict_type(*_: Any) -> None:
+        pass
+
+
+def __getattr__(name: str) -> Any:
+    # Options and policies: nobody looks at them.
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return mock.MagicMock(name=name)
+
+
+@contextlib.contextmanager
+def as_if_alone() -> Iterator[None]:
+    """Inside, ``torch.distributed`` says that there is one process, and talks to nobody."""
+    answers: dict[str, Any] = {
+        "get_rank": lambda group=None: 0,
+        "get_world_size": lambda group=None: 1,
+        "is_initialized": lambda: False,
+        "init_process_group": lambda *_: None,
+        "all_reduce": lambda tensor: None,
+        "barrier": lambda: None,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(dist, name, answer))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        yield

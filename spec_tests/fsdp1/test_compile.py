@@ -1,0 +1,150 @@
+"""``torch.compile`` around a wrapped model, inside of it, and where it cannot work.
+
+The compilers used here record graphs and run them as they are ("eager"), or split them into forward and backward first
+("aot_eager"). Both are quick, and both would show a gather that got into a graph, or a view that was looked up too
+early: the numbers must be those of the uncompiled model to the last bit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import tqdm
+from torch import Tensor, nn
+
+from minifsdp import FullyShardedDataParallel, ShardingStrategy
+from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests.fsdp1.four_blocks import (
+    FLAT_STRATEGIES,
+    FULL_SHARD,
+    NO_SHARD,
+    Block,
+    assert_same,
+    full_values,
+    iterate,
+    seeded,
+    sharded,
+)
+from spec_tests.fsdp1.refusals import caught_warnings, refused
+from spec_tests.harness import ranks
+
+FSDP = FullyShardedDataParallel
+
+
+def trained(model: FSDP, called: Any = None, steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and final values of a few steps, in which ``called`` is called in the model's place."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses.append(iterate(model if called is None else called, step))
+        optimizer.step()
+    return losses, full_values(model)
+
+
+class Compiler:
+    """Counts the operations in the graphs that it was given; what was compiled by tests before is forgotten."""
+
+    def __init__(self, backend: str = "eager") -> None:
+        torch._dynamo.reset()
+        # Torch reports progress by tqdm, whose own lock is shared by processes and would outlive a rank.
+        tqdm.tqdm.set_lock(threading.RLock())
+        self.backend, self.num_operations = backend, 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        self.num_operations += sum(node.op.startswith("call_") for node in graph.graph.nodes)
+        return torch._dynamo.lookup_backend(self.backend)(graph, inputs)
+
+
+def assert_same_training(ours: tuple[list[float], Any], expected: tuple[list[float], Any]) -> None:
+    assert ours[0] == expected[0]
+    assert_same(ours[1], expected[1], bitwise=True)
+
+
+@pytest.mark.spec("ORIG-07")
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@ranks(2, timeout=120)
+def test_with_original_parameters_a_compiled_model_trains_like_an_eager_one(strategy: ShardingStrategy) -> None:
+    options = {"use_orig_params": True, "sharding_strategy": strategy}
+    expected = trained(sharded(**options))
+    compiler, model = Compiler(), sharded(**options)
+    with caught_warnings() as caught:
+        assert_same_training(trained(model, torch.compile(model, backend=compiler)), expected)
+    assert not any("torch.compile" in str(warning.message) for warning in caught)
+    assert compiler.num_operations >= 2, "the blocks have been compiled"
+
+
+@pytest.mark.spec("ORIG-07")
+@ranks(2, timeout=120)
+def test_a_compiled_backward_gives_the_same_gradients() -> None:
+    expected = trained(sharded(use_orig_params=True))
+    compiler, model = Compiler("aot_eager"), sharded(use_orig_params=True)
+    assert_same_training(trained(model, torch.compile(model, backend=compiler)), expected)
+    assert compiler.num_operations >= 2
+
+
+@pytest.mark.spec("ORIG-07")
+@ranks(2, timeout=120)
+def test_with_flat_parameters_compiling_warns_once_and_trains_all_the_same() -> None:
+    expected = trained(sharded())
+    model = sharded()
+    with caught_warnings() as caught:
+        found = trained(model, torch.compile(model, backend=Compiler()))
+    said = [str(warning.message) for warning in caught if "torch.compile" in str(warning.message)]
+    assert len(said) == 1
+    assert "use_orig_params=True" in said[0]
+    assert_same_training(found, expected)
+
+
+def in_place_after(compiler: Compiler, options: dict[str, Any]) -> FSDP:
+    model = sharded(**options)
+    for wrapper in FSDP.fsdp_modules(model)[1:]:
+        wrapper.module.compile(backend=compiler)
+    return model
+
+
+def in_place_before(compiler: Compiler, options: dict[str, Any]) -> FSDP:
+    plain = seeded()
+    for block in plain.blocks:
+        block.compile(backend=compiler)
+    return sharded(plain, **options)
+
+
+def each_block_by_hand(compiler: Compiler, options: dict[str, Any]) -> FSDP:
+    plain = seeded()
+    for index, block in enumerate(plain.blocks):
+        plain.blocks[index] = FSDP(torch.compile(block, backend=compiler), **options)
+    return FSDP(plain, **options)
+
+
+@pytest.mark.spec("ORIG-07")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("build", [in_place_after, in_place_before, each_block_by_hand])
+@ranks(2, timeout=120)
+def test_compiled_parts_inside_of_units_train_like_eager_ones(
+    build: Callable[..., FSDP], use_orig_params: bool
+) -> None:
+    options = {"use_orig_params": use_orig_params}
+    losses, values = trained(sharded(**options))
+    compiler = Compiler()
+    found, named = trained(build(compiler, options))
+    assert found == losses
+    assert_same({name.replace("_orig_mod.", ""): value for name, value in named.items()}, values, bitwise=True)
+    assert compiler.num_operations >= 2
+
+
+@pytest.mark.spec("ORIG-07", "WRAP-15")
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+@ranks(2, timeout=120)
+def test_a_policy_cannot_reach_into_what_was_compiled_before(strategy: ShardingStrategy) -> None:
+    def blocks() -> Iterator[nn.Module]:
+        for block in seeded().blocks:
+            yield torch.compile(block, backend="eager")
+
+    # The compiled module goes past the wrapper: with NO_SHARD the gradients would silently stay unreduced.
+    with refused(ValueError, "Block at '0'", "torch.compile", "module.compile()"):
+        FSDP(nn.Sequential(*blocks()), auto_wrap_policy=ModuleWrapPolicy({Block}), sharding_strategy=strategy)

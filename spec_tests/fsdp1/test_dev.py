@@ -1,0 +1,131 @@
+"""What depends on the machine: a model on the CPU of a machine with an accelerator, and whether bfloat16 is native.
+
+``test_initial.py`` has the tests that need such a machine. Here the same decisions are looked at one by one: a device
+that is not there can be decided about, as long as nothing is really moved to it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import minifsdp
+from minifsdp.fsdp1 import bfloat16, initial
+from spec_tests.fsdp1.refusals import caught_warnings
+
+ACCELERATOR = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, torch.device]]:
+    """What would be moved, and to where."""
+    calls: list[tuple[torch.Tensor, torch.device]] = []
+    monkeypatch.setattr(initial, "_move", lambda tensor, device: calls.append((tensor, device)))
+    return calls
+
+
+def two_modules() -> tuple[nn.Module, list[tuple[str, nn.Module]]]:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    return model, list(model.named_modules())
+
+
+@pytest.mark.spec("DEV-03", "LEGACY-06")
+@pytest.mark.pure
+def test_on_the_cpu_without_a_device_id_the_model_is_cut_there_and_only_its_buffers_move(moved: Any) -> None:
+    # 1.13 moved the model to the accelerator for this, and back.
+    model, modules = two_modules()
+    with pytest.warns(UserWarning, match=r"rank 0: .*on the CPU.*cuda:1.*device_id"):
+        initial.cut_in_place(modules, ACCELERATOR, set(), sends=False)
+    # A slice is moved when it has been cut. A buffer is not cut, so nothing else would ever move it.
+    assert [(id(tensor), device) for tensor, device in moved] == [(id(b), ACCELERATOR) for b in model.buffers()]
+    assert len(moved) == 3
+
+
+@pytest.mark.spec("DEV-03")
+@pytest.mark.pure
+def test_many_units_say_it_in_the_same_words_so_that_it_is_shown_once(moved: Any) -> None:
+    said = set()
+    for _ in range(2):
+        with caught_warnings() as caught:
+            initial.cut_in_place(two_modules()[1], ACCELERATOR, set(), sends=False)
+        said |= {str(warning.message) for warning in caught}
+    assert len(said) == 1
+
+
+@pytest.mark.spec("DEV-03", "DEV-09", "SYNC-04")
+@pytest.mark.parametrize("sends", [False, True])
+@pytest.mark.parametrize("place", ["where it computes", "on the CPU", "nothing left"])
+@pytest.mark.pure
+def test_where_the_module_is_where_it_computes_nothing_is_said(place: str, sends: bool) -> None:
+    model, modules = two_modules()
+    device, ignored = ACCELERATOR, set(model.parameters())
+    if place == "where it computes":
+        # Any device but the CPU; the meta device is there on every machine.
+        model.to("meta")
+    elif place == "on the CPU":
+        device = torch.device("cpu")
+    else:
+        modules = modules[:2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        initial.cut_in_place(modules, device, ignored if place == "nothing left" else set(), sends=sends)
+
+
+@pytest.mark.spec("SYNC-04")
+@pytest.mark.pure
+def test_values_on_the_cpu_cannot_be_sent_between_accelerators(moved: Any) -> None:
+    _, modules = two_modules()
+    with pytest.raises(ValueError, match=r"rank 0: .*cuda:1.*sync_module_states.*device_id"):
+        initial.cut_in_place(modules, ACCELERATOR, set(), sends=True)
+    assert moved == []
+
+
+# --- bfloat16 ---
+
+
+@pytest.mark.spec("MP-27")
+@pytest.mark.pure
+def test_without_cuda_bfloat16_is_not_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert minifsdp.bf16_supported() is False
+
+
+@pytest.mark.spec("MP-27")
+@pytest.mark.parametrize(
+    ("is_new_enough", "has_nccl", "version", "expected"),
+    [
+        (True, True, (2, 10, 3), True),
+        (True, True, (2, 27, 5), True),
+        (True, True, (3, 0, 0), True),
+        (True, True, (2, 9, 9), False),
+        (False, True, (2, 27, 5), False),
+        (True, False, (2, 27, 5), False),
+    ],
+)
+@pytest.mark.pure
+def test_it_takes_a_new_gpu_and_an_nccl_that_can_add_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, is_new_enough: bool, has_nccl: bool, version: tuple[int, ...], expected: bool
+) -> None:
+    def supported(including_emulation: bool = True) -> bool:
+        return True if including_emulation else is_new_enough
+
+    def version_of_nccl() -> Any:
+        assert has_nccl, "there is no version to ask for"
+        return version
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    monkeypatch.setattr(bfloat16.dist, "is_nccl_available", lambda: has_nccl)
+    monkeypatch.setattr(torch.cuda.nccl, "version", version_of_nccl)
+    assert minifsdp.bf16_supported() is expected
+
+
+@pytest.mark.spec("MP-27")
+@pytest.mark.gpu
+@pytest.mark.pure
+def test_a_gpu_of_this_decade_computes_in_bfloat16() -> None:
+    assert minifsdp.bf16_supported() is (torch.cuda.get_device_capability() >= (8, 0))

@@ -1,0 +1,253 @@
+"""Names, parameters and defaults: those of ``torch.distributed.fsdp``, or a difference that somebody meant.
+
+A script changes by one import line only if everything that it can name is there under the same name and can be called
+in the same way. So both libraries are taken apart by the same function, into plain facts::
+
+    {"CPUOffload": "dataclass(offload_params: bool = False)", ...}
+
+and the facts are compared. What differs must be in `MEANT`, with the reason; a difference that is not there fails, and
+so does an entry that is no difference any more. The installed torch is the one that is asked, so a new version that
+renames something is noticed on the day that it is installed.
+
+Only the older half of torch's module is looked at here, the wrapper; ``fully_shard`` has a test of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import inspect
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+
+import minifsdp
+from minifsdp import FlatParameter, FullyShardedDataParallel
+from spec_tests.harness import ranks
+
+# The public names of torch's module that belong to `fully_shard`.
+SECOND_HALF = {
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+}
+
+# Under each of these paths below `torch.distributed.fsdp`: names that `__all__` does not have and scripts import.
+SUBMODULES = {
+    "api": [],
+    "fully_sharded_data_parallel": [
+        "BackwardPrefetch",
+        "CPUOffload",
+        "FLAT_PARAM",
+        "FSDP_PREFIX",
+        "FSDP_WRAPPED_MODULE",
+        "FlatParameter",
+        "FullOptimStateDictConfig",
+        "FullStateDictConfig",
+        "LocalOptimStateDictConfig",
+        "LocalStateDictConfig",
+        "MixedPrecision",
+        "OptimStateDictConfig",
+        "ShardedOptimStateDictConfig",
+        "ShardedStateDictConfig",
+        "ShardingStrategy",
+        "StateDictConfig",
+        "StateDictSettings",
+        "StateDictType",
+    ],
+    "sharded_grad_scaler": ["ShardedGradScaler"],
+    "wrap": ["_Policy", "_module_wrap_policy", "_or_policy"],
+}
+
+BY_DOCUMENT = "the flag has this name, in every class, in the documents (SD-CFG-12 to 15); torch has made it private"
+MEANT = {
+    "FullyShardedDataParallel.params_with_grad": "a property of torch 1.13, kept with a warning (NAMES-09)",
+    "FullyShardedDataParallel.state_dict": "passes on whatever nn.Module.state_dict takes, by position too",
+    "StateDictSettings.state_dict_type": "a superset: what every unit begins with is the default (SD-CFG-01)",
+    "StateDictSettings.state_dict_config": "a superset: what every unit begins with is the default (SD-CFG-01)",
+    "StateDictSettings.optim_state_dict_config": "a superset: what every unit begins with is the default (SD-CFG-01)",
+    "FullOptimStateDictConfig.use_dtensor": BY_DOCUMENT,
+    "FullStateDictConfig.use_dtensor": BY_DOCUMENT,
+    "LocalOptimStateDictConfig.use_dtensor": BY_DOCUMENT,
+    "LocalStateDictConfig.use_dtensor": BY_DOCUMENT,
+    "OptimStateDictConfig.use_dtensor": BY_DOCUMENT,
+    "ShardedOptimStateDictConfig._use_dtensor": BY_DOCUMENT,
+    "ShardedOptimStateDictConfig.use_dtensor": BY_DOCUMENT,
+    "ShardedStateDictConfig._use_dtensor": BY_DOCUMENT,
+    "ShardedStateDictConfig.use_dtensor": BY_DOCUMENT,
+    "StateDictConfig.use_dtensor": BY_DOCUMENT,
+}
+
+
+# --- taking apart ---
+
+
+def said_of_default(default: Any) -> str:
+    """A default value in words that do not depend on whose class it is of."""
+    if default is inspect.Parameter.empty:
+        return ""
+    if isinstance(default, enum.Enum):
+        return f" = {type(default).__name__}.{default.name}"
+    if dataclasses.is_dataclass(default) and not isinstance(default, type):
+        values = ", ".join(f"{f.name}={getattr(default, f.name)!r}" for f in dataclasses.fields(default))
+        return f" = {type(default).__name__}({values})"
+    return f" = {default.__qualname__ if isinstance(default, type) else repr(default)}"
+
+
+def said_of_call(function: Any) -> str:
+    """Names, order, kinds and defaults of the parameters; annotations are everybody's own."""
+    marks = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    marks[inspect.Parameter.KEYWORD_ONLY] = "by keyword "
+    parameters = inspect.signature(function).parameters.values()
+    return ", ".join(f"{marks.get(p.kind, '')}{p.name}{said_of_default(p.default)}" for p in parameters)
+
+
+def said_of_field(field: dataclasses.Field[Any]) -> str:
+    default = field.default
+    if default is dataclasses.MISSING:
+        made = field.default_factory
+        default = inspect.Parameter.empty if made is dataclasses.MISSING else made()
+    return f"{field.name}{said_of_default(default)}"
+
+
+def facts_of_class(name: str, cls: type, attributes: set[str]) -> Iterator[tuple[str, str]]:
+    if issubclass(cls, enum.Enum):
+        yield name, "enum " + ", ".join(f"{member.name}={member.value}" for member in cls)
+        return
+    if dataclasses.is_dataclass(cls):
+        bases = [base.__name__ for base in cls.__mro__[1:-1]]
+        yield name, f"dataclass of {bases}" + (", frozen" if cls.__dataclass_params__.frozen else "")
+        for field in dataclasses.fields(cls):
+            yield f"{name}.{field.name}", said_of_field(field)
+        return
+    yield f"{name}()", said_of_call(cls)
+    for attribute in sorted(attributes):
+        found = inspect.getattr_static(cls, attribute, None)
+        key = f"{name}.{attribute}"
+        if isinstance(found, property):
+            yield key, "property"
+        elif callable(found) or isinstance(found, staticmethod):
+            kind = "static " if isinstance(found, staticmethod) else ""
+            yield key, f"{kind}({said_of_call(getattr(cls, attribute))})"
+
+
+def public_attributes(cls: Any) -> set[str]:
+    """What the class or a base in its own library adds to, or changes in, what PyTorch's base classes have."""
+    own = [b for b in getattr(cls, "__mro__", ()) if b.__module__.startswith(("torch.distributed.fsdp", "minifsdp"))]
+    return {name for base in own for name in vars(base) if not name.startswith("_")}
+
+
+def facts_of(module: ModuleType, other: ModuleType, names: list[str]) -> dict[str, str]:
+    """Facts about ``module``; of a class, about every attribute that either module's class has of its own."""
+    facts: dict[str, str] = {}
+    for name in names:
+        found = getattr(module, name, None)
+        if found is None:
+            facts[name] = "missing"
+        elif isinstance(found, type):
+            attributes = public_attributes(found) | public_attributes(getattr(other, name, None))
+            facts.update(facts_of_class(name, found, attributes))
+        elif callable(found):
+            facts[name] = f"function({said_of_call(found)})"
+        else:
+            facts[name] = repr(found)
+    return facts
+
+
+def modules_and_names() -> Iterator[tuple[str, ModuleType, ModuleType, list[str]]]:
+    """Pairs of modules, torch's and ours, with the names to be found in both."""
+    yield "", torch_fsdp, minifsdp, [*sorted(set(torch_fsdp.__all__) - SECOND_HALF), "FlatParameter"]
+    for path, names in SUBMODULES.items():
+        theirs = importlib.import_module(f"torch.distributed.fsdp.{path}")
+        ours = importlib.import_module(f"minifsdp.{path}")
+        yield path, theirs, ours, sorted({*names, *getattr(theirs, "__all__", [])})
+
+
+def differences() -> dict[str, tuple[str, str]]:
+    found = {}
+    for _, theirs, ours, names in modules_and_names():
+        expected, present = facts_of(theirs, ours, names), facts_of(ours, theirs, names)
+        for key in {**expected, **present}:
+            pair = (expected.get(key, "missing"), present.get(key, "missing"))
+            if pair[0] != pair[1]:
+                found[key] = pair
+    return found
+
+
+# --- the tests ---
+
+
+@pytest.mark.spec("CTOR-01", "SHARD-01", "MP-01", "OFF-01", "SD-CFG-02", "SUMMON-01", "OSD-01", "OSD-LOAD-01")
+@pytest.mark.pure
+def test_every_difference_to_the_installed_torch_is_meant() -> None:
+    found = {key: f"torch: {theirs}\n    here:  {ours}" for key, (theirs, ours) in differences().items()}
+    not_meant = [f"{key}\n    {pair}" for key, pair in found.items() if key not in MEANT]
+    assert not not_meant, "\n".join(not_meant)
+
+
+@pytest.mark.pure
+def test_no_entry_of_the_table_of_differences_is_stale() -> None:
+    assert sorted(set(MEANT) - set(differences())) == []
+    assert all(len(reason.split()) > 3 for reason in MEANT.values()), "a reason says why"
+
+
+@pytest.mark.pure
+def test_the_comparison_sees_a_default_an_order_and_a_missing_name() -> None:
+    theirs, ours = ModuleType("theirs"), ModuleType("ours")
+    theirs.call, ours.call = (lambda a, b=1: None), (lambda a, b=2: None)
+    theirs.other, ours.other = (lambda a, b: None), (lambda b, a: None)
+    theirs.gone = Iterator
+    facts = [facts_of(*pair, ["call", "other", "gone"]) for pair in ((theirs, ours), (ours, theirs))]
+    assert facts[0]["call"] != facts[1]["call"]
+    assert facts[0]["other"] != facts[1]["other"]
+    assert facts[1]["gone"] == "missing" and "missing" not in facts[0].values()
+
+
+@pytest.mark.pure
+def test_the_submodules_are_reachable_after_importing_the_package() -> None:
+    for path in SUBMODULES:
+        assert getattr(minifsdp, path) is importlib.import_module(f"minifsdp.{path}")
+        assert hasattr(torch_fsdp, path), "torch's package has it as an attribute, too"
+
+
+@pytest.mark.spec("ORIG-01", "ORIG-02")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("asked", [FlatParameter, torch_fsdp.FlatParameter], ids=["ours", "torch's"])
+@ranks(2)
+def test_flat_parameters_are_told_from_others_by_either_library_s_class(asked: Any, use_orig_params: bool) -> None:
+    model = FullyShardedDataParallel(nn.Linear(3, 3), use_orig_params=use_orig_params)
+    answers = [isinstance(parameter, asked) for parameter in model.parameters()]
+    assert answers == ([False, False] if use_orig_params else [True])
+    assert isinstance(torch_fsdp.FlatParameter(torch.zeros(2)), FlatParameter)
+    assert not isinstance(nn.Parameter(torch.zeros(2)), asked)
+    assert isinstance(FlatParameter(torch.zeros(2)), nn.Parameter)
+
+
+@pytest.mark.spec("CTOR-10")
+@ranks(2)
+def test_a_wrapper_can_be_asked_whether_it_is_the_root() -> None:
+    model = FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(nn.Linear(3, 3))))
+    assert [wrapper.check_is_root() for wrapper in FullyShardedDataParallel.fsdp_modules(model)] == [True, False]
+    model(torch.ones(1, 3))
+    assert [wrapper.check_is_root() for wrapper in FullyShardedDataParallel.fsdp_modules(model)] == [True, False]
+
+
+@pytest.mark.pure
+def test_the_fields_of_every_option_can_be_set_afterwards() -> None:
+    # Scripts build an option first and fill it in from their arguments.
+    for cls in (minifsdp.MixedPrecision, minifsdp.CPUOffload, minifsdp.FullStateDictConfig):
+        option = cls()
+        for field in dataclasses.fields(option):
+            setattr(option, field.name, getattr(option, field.name))
