@@ -26,8 +26,13 @@ ends below 2. Look at the table at the end: each rank stored one half of everyth
     --compare                     one process, DDP, torch's FSDP and minifsdp on the same windows, in one table
     --timeline step.svg           a picture of the last step: what each rank gathered, computed, freed and reduced
     --trace steps.json            the last steps for https://ui.perfetto.dev or chrome://tracing
+    --save runs --resume runs     write checkpoints; if there are any, go on from the newest instead of starting anew
 
-Spec: TRAIN-01, TRAIN-02, TRAIN-20, TRAIN-21.
+With the last line the run may be killed at any moment, by ``kill -9`` too, and the same line continues it, with the
+losses that it would have had. ``torchrun --max-restarts 3`` says that line for you. The next run may have another
+number of ranks.
+
+Spec: TRAIN-01, TRAIN-02, TRAIN-09, TRAIN-10, TRAIN-11, TRAIN-12, TRAIN-20, TRAIN-21.
 """
 
 from __future__ import annotations
@@ -35,17 +40,21 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from typing import Any
 
 import gpt  # noqa: F401  (first, since it silences a warning that torch's import gives without NumPy)
 import torch
 import torch.nn.functional as F
+from gpt.checkpoint import Shelf, choose
 from gpt.compare import compare
 from gpt.data import Corpus, batch_of, read_standard_library
+from gpt.doors import WrapperDoor
 from gpt.model import GPT, Block, generate
 from gpt.options import parse
-from gpt.ranks import Place, joined_ranks, pairs_and_copies, require_equal, start_ranks, started_by_torchrun
+from gpt.ranks import Place, joined_ranks, mesh_of, require_equal, start_ranks, started_by_torchrun
 from gpt.recording import Recordings
 from gpt.report import Progress, count, fact, introduce, mean_over_ranks, measure, print_stored, readable
+from gpt.resume import Training, resume, save
 from torch import Tensor, nn
 
 PROMPT = b"def "
@@ -76,7 +85,8 @@ def shard(model: nn.Module, library: str, options: argparse.Namespace, place: Pl
         backward_prefetch=None if options.prefetch == "NONE" else BackwardPrefetch[options.prefetch],
         forward_prefetch=options.forward_prefetch,
         device_id=place.device,
-        process_group=pairs_and_copies(place) if options.strategy == "HYBRID_SHARD" else None,
+        # As a mesh and not as a group: then checkpoints get DTensors, which any number of ranks can read.
+        device_mesh=mesh_of(place, hybrid=options.strategy == "HYBRID_SHARD"),
     )
 
 
@@ -90,9 +100,9 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tenso
 
 
 def learning_rate(step: int, options: argparse.Namespace) -> float:
-    """Rises to ``options.lr`` within 20 steps, then falls along half a cosine to a twentieth of it."""
+    """As a part of ``options.lr``: rises to 1 within 20 steps, then falls along half a cosine to a twentieth."""
     falling = 0.5 * (1 + math.cos(math.pi * step / options.steps))
-    return float(options.lr * min(1.0, (step + 1) / 20) * (0.05 + 0.95 * falling))
+    return min(1.0, (step + 1) / 20) * (0.05 + 0.95 * falling)
 
 
 def next_batch(text: Tensor, step: int, options: argparse.Namespace, place: Place) -> tuple[Tensor, Tensor]:
@@ -110,24 +120,61 @@ def evaluate(model: nn.Module, text: Tensor, options: argparse.Namespace, place:
     return mean_over_ranks(torch.stack(losses).mean())
 
 
-def train(options: argparse.Namespace, corpus: Corpus, place: Place) -> None:
-    model = build(options, place)
-    num_parameters = count(model)
+def start(model: nn.Module, options: argparse.Namespace, place: Place) -> Training:
     model = shard(model, options.library, options, place)
     # 3. After the sharding, for now there are slices to own. One decay for all: a slice mixes matrices with norms.
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, options))
+    return Training(model, optimizer, WrapperDoor(options.library), scheduler)
+
+
+def notes(options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
+    """What a checkpoint tells about its run: what another run must have in common with it, and what it may change."""
+    fixed = ("width", "blocks", "heads")
+    noted = ("seed", "steps", "lr", "batch", "context")
+    return {
+        "fixed": {"model": {name: getattr(options, name) for name in fixed}},
+        "noted": {**{name: getattr(options, name) for name in noted}, "text": corpus.sha256},
+    }
+
+
+def take_up(training: Training, options: argparse.Namespace, corpus: Corpus, place: Place) -> None:
+    """Goes on from the checkpoint that ``--resume`` means, if there is one yet."""
+
+    def say(text: str) -> None:
+        if place.speaks:
+            fact("resume", text)
+
+    checkpoint = choose(options.resume, options.save, say)
+    if checkpoint is None:
+        return
+    remarks = resume(checkpoint, training, **notes(options, corpus))
+    say(f"{checkpoint.folder}: {training.step} steps are done")
+    for remark in remarks:
+        say(f"other than then: {remark}")
+
+
+def train(options: argparse.Namespace, corpus: Corpus, place: Place) -> list[float]:
+    """Trains and reports; returns the losses of all steps, also of those before a resume."""
+    plain = build(options, place)
+    num_parameters = count(plain)
+    training = start(plain, options, place)
+    take_up(training, options, corpus, place)
+    model, optimizer, losses = training.model, training.optimizer, training.losses
+    shelf = Shelf(options.save, options.keep) if options.save else None
+    if shelf:
+        shelf.tidy()
     recordings = Recordings(options.trace, options.timeline)
-    tokens = place.num_ranks * options.batch * options.context
-    progress = Progress(options.steps, tokens, shown=place.speaks)
-    losses = []
-    for step in range(options.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, options)
+    tokens, todo = place.num_ranks * options.batch * options.context, range(training.step, options.steps)
+    progress = Progress(options.steps, training.step, tokens, shown=place.speaks)
+    for step in todo:
         inputs, targets = next_batch(corpus.train, step, options, place)
         with recordings.around(step, of=options.steps):
             loss = train_step(model, optimizer, inputs, targets)
-        losses.append(mean_over_ranks(loss))
+        training.finish_step(mean_over_ranks(loss))
         progress.advance(step, losses[-1])
+        if shelf and (training.step % options.save_every == 0 or training.step == options.steps):
+            progress.remark("saved", str(save(shelf, training, **notes(options, corpus), full=options.full)))
     seconds = progress.close()
     stored = measure(model, optimizer)
 
@@ -138,12 +185,13 @@ def train(options: argparse.Namespace, corpus: Corpus, place: Place) -> None:
     )
     if place.speaks:
         last = losses[-10:]  # One batch is a small sample; ten are less of a gamble.
-        fact("time", f"{seconds:.1f} s, {options.steps * tokens / seconds:,.0f} tokens/s")
+        fact("time", f"{seconds:.1f} s, {len(todo) * tokens / seconds:,.0f} tokens/s")
         fact("loss", f"{losses[0]:.3f} at first, {sum(last) / len(last):.3f} at last, {held_out:.3f} on held-out files")
     recordings.write(speaks=place.speaks)
     if place.speaks:
         print(f"\nwhat the model writes after {PROMPT.decode()!r}\n\n{readable(text)}")
     print_stored(stored, num_parameters, speaks=place.speaks)
+    return losses
 
 
 def main() -> int:

@@ -8,6 +8,10 @@
 `report`           the progress bar, and who stores how many bytes
 `counting`         what a step sends and gathers, seen from below every library
 `recording`        the last steps as a trace and as a picture
+`checkpoint`       a folder of checkpoints that is in order at every moment
+`manifest`         what a checkpoint must consist of, and what is found instead
+`doors`            how the state of a sharded model is asked for, and given back
+`resume`           what a training consists of, written down and taken up again
 `compare`          the same training by four contenders, in one table
 =================  ==================================================================
 """

@@ -13,6 +13,7 @@ __all__ = ["parse"]
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 PREFETCHES = ["BACKWARD_PRE", "BACKWARD_POST", "NONE"]
 STEPS, STEPS_OF_COMPARISON = 300, 30
+SAVE_EVERY, KEEP = 100, 2
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -30,6 +31,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     records = options.trace or options.timeline
     if records and (options.library != "minifsdp" or options.compare):
         parser.error("--trace and --timeline record a training by minifsdp; leave out --library and --compare")
+    _check_saving(parser, options)
     if options.library == "minifsdp" and importlib.util.find_spec("minifsdp") is None:
         parser.error("minifsdp is not installed in this Python; run first: python -m pip install -e .")
     launched = os.environ.get("WORLD_SIZE")
@@ -41,6 +43,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             f"--strategy HYBRID_SHARD shards over pairs of ranks, and {options.world_size} ranks are not pairs"
         )
     return options
+
+
+def _check_saving(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if options.compare and (options.save or options.resume):
+        parser.error("--compare trains several models and saves none; leave out --save and --resume")
+    given = [name for name in ("save_every", "keep", "full") if getattr(options, name)]
+    if given and options.save is None:
+        parser.error(f"--{given[0].replace('_', '-')} says how to save, and there is no --save to say where")
+    options.save_every, options.keep = options.save_every or SAVE_EVERY, options.keep or KEEP
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,6 +74,16 @@ def _parser() -> argparse.ArgumentParser:
     choice("--prefetch", choices=PREFETCHES, default="BACKWARD_PRE")
     sharding.add_argument("--forward-prefetch", action="store_true", help="gather early in forward, too")
     sharding.add_argument("--library", choices=["minifsdp", "torch"], default="minifsdp", help="default: %(default)s")
+    saving = parser.add_argument_group("saving it")
+    saving.add_argument("--save", type=_folder, metavar="DIR", help="put checkpoints into this folder")
+    saving.add_argument(
+        "--save-every", type=_positive, metavar="N", help=f"steps from one to the next, default: {SAVE_EVERY}"
+    )
+    saving.add_argument("--keep", type=_positive, metavar="N", help=f"checkpoints to keep, default: {KEEP}")
+    saving.add_argument("--full", action="store_true", help="one file by rank 0, instead of one by each rank")
+    saving.add_argument(
+        "--resume", type=_folder, metavar="DIR", help="go on from the newest checkpoint in it, or from this one"
+    )
     watching = parser.add_argument_group("watching it")
     watching.add_argument("--compare", action="store_true", help="one process, DDP and both FSDPs, in one table")
     watching.add_argument("--trace", type=_file, metavar="FILE.json", help="write a Chrome trace of the last two steps")
@@ -97,6 +118,13 @@ def _file(text: str) -> Path:
     # Said now, and not after a minute of training.
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"the folder {path.parent} does not exist")
+    return path
+
+
+def _folder(text: str) -> Path:
+    path = Path(text)
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a file, not a folder")
     return path
 
 

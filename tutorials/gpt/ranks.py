@@ -20,7 +20,7 @@ import importlib
 import os
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -28,7 +28,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 # Imported now and not by the first step of an optimizer, when there is a process group: default arguments of its
 # functions hold the default group of the moment of its import for ever, and with the group its threads.
@@ -38,10 +38,12 @@ __all__ = [
     "Place",
     "from_all_ranks",
     "joined_ranks",
-    "pairs_and_copies",
+    "mesh_of",
+    "on_first_rank",
     "require_equal",
     "start_ranks",
     "started_by_torchrun",
+    "together",
 ]
 
 
@@ -140,16 +142,16 @@ def joined_ranks(device: str) -> Iterator[Place]:
         gc.collect()
 
 
-def pairs_and_copies(place: Place) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The two groups of a hybrid: this rank's pair, over which it shards, and all who hold the same slices as it does.
+def mesh_of(place: Place, *, hybrid: bool) -> DeviceMesh:
+    """Who shards with whom: a row of all ranks; for a hybrid, pairs that shard, and copies of the pairs.
 
-    Four ranks: the pairs are 0 1 and 2 3; rank 0 has its copy on rank 2, rank 1 on rank 3. On real machines the place
-    of the pair is taken by the GPUs of one machine, since they talk to each other much faster than to anybody else.
-    Every rank must call it, and the number of ranks must be even.
+    Four ranks and a hybrid: the pairs are 0 1 and 2 3; rank 0 has its copy on rank 2, rank 1 on rank 3. On real
+    machines the place of the pair is taken by the GPUs of one machine, since they talk to each other much faster than
+    to anybody else. Every rank must call it, and for a hybrid the number of ranks must be even.
     """
-    shape, names = (place.num_ranks // 2, 2), ("replicate", "shard")
-    mesh = init_device_mesh(place.device.type, shape, mesh_dim_names=names)
-    return mesh.get_group("shard"), mesh.get_group("replicate")
+    if not hybrid:
+        return init_device_mesh(place.device.type, (place.num_ranks,), mesh_dim_names=("shard",))
+    return init_device_mesh(place.device.type, (place.num_ranks // 2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 def from_all_ranks(mine: Value) -> list[Value]:
@@ -191,3 +193,31 @@ def require_equal(what: str, mine: str) -> None:
                 f"{what} differs: rank 0 has {values[0]}, rank {rank} has {value}. "
                 "All machines must run the same release of Python."
             )
+
+
+def together(action: Callable[[], Value]) -> Value:
+    """Does something on every rank, each for itself. If it fails on one rank, it fails on all.
+
+    A rank that simply raised would leave the others waiting in their next collective. So they agree first. Every rank
+    must call it, and ``action`` itself must not communicate.
+
+    Raises:
+        RuntimeError: on every rank, with what each failed rank had to say.
+    """
+    failure: Exception | None = None
+    result: list[Value] = []
+    try:
+        result.append(action())
+    except Exception as error:
+        failure = error
+    complaints = from_all_ranks(f"{type(failure).__name__}: {failure}" if failure else None)
+    failures = [f"rank {rank}: {complaint}" for rank, complaint in enumerate(complaints) if complaint]
+    if failures:
+        raise RuntimeError("; ".join(failures)) from failure
+    return result[0]
+
+
+def on_first_rank(action: Callable[[], Value]) -> Value:
+    """As `together`, but only rank 0 acts; the others wait for it, and every rank gets its result."""
+    mine = together(action if dist.get_rank() == 0 else lambda: None)
+    return from_all_ranks(mine)[0]  # type: ignore[return-value]

@@ -67,28 +67,36 @@ class Progress:
 
     Args:
         num_steps: steps in all.
+        num_done: those of them that an earlier run has done.
         tokens_per_step: of all ranks together.
         shown: on one rank only; the others pass ``False``, and all methods do nothing.
     """
 
-    def __init__(self, num_steps: int, tokens_per_step: int, *, shown: bool) -> None:
-        self.num_steps, self.tokens_per_step = num_steps, tokens_per_step
+    def __init__(self, num_steps: int, num_done: int, tokens_per_step: int, *, shown: bool) -> None:
+        self.num_steps, self.num_done, self.tokens_per_step = num_steps, num_done, tokens_per_step
         self.shown, self.started = shown, time.perf_counter()
         # Some pseudo-terminals say that they have no lines at all, and a bar would stay invisible on them.
         watched = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).lines > 1
         form = "training    {bar:32} {n_fmt}/{total_fmt} steps{postfix}, {remaining} left"
-        self.bar = tqdm(total=num_steps, bar_format=form, leave=True) if shown and watched else None
+        self.bar = tqdm(total=num_steps, initial=num_done, bar_format=form) if shown and watched else None
 
     def advance(self, step: int, loss: float) -> None:
         """Step ``step``, counted from 0, is done and had this loss."""
         if not self.shown:
             return
-        speed = self.tokens_per_step * (step + 1) / (time.perf_counter() - self.started)
+        speed = self.tokens_per_step * (step + 1 - self.num_done) / (time.perf_counter() - self.started)
         if self.bar is not None:
             self.bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
             self.bar.update()
         elif step == 0 or step == self.num_steps - 1 or (step + 1) % max(1, self.num_steps // 10) == 0:
             fact("training", f"step {step + 1:>5} of {self.num_steps}   loss {loss:6.3f}   {speed:>9,.0f} tokens/s")
+
+    def remark(self, name: str, text: str) -> None:
+        """Prints a line of the report, as `fact` does, without tearing the bar."""
+        if self.bar is not None:
+            self.bar.write(f"{name:<11} {text}")
+        elif self.shown:
+            fact(name, text)
 
     def close(self) -> float:
         """Ends the bar; returns the seconds since the beginning."""

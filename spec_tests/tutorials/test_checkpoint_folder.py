@@ -1,0 +1,340 @@
+"""The folder of checkpoints: what it keeps, what it believes, and what it refuses, on all ranks alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from spec_tests.harness import ranks
+from tutorials.gpt import manifest
+from tutorials.gpt.checkpoint import Shelf, choose
+from tutorials.gpt.manifest import CheckpointError, Flaw, differences
+from tutorials.gpt.ranks import from_all_ranks, on_first_rank, together
+
+
+def write(folder: Path) -> None:
+    """A file by each rank: 1000 bytes of its own number."""
+    (folder / f"part-{dist.get_rank()}").write_bytes(bytes([dist.get_rank()]) * 1000)
+
+
+def filled(root: Path, *steps: int, keep: int = 10) -> Shelf:
+    shelf = Shelf(root, keep)
+    for step in steps:
+        shelf.save(step, {"colour": "blue", "number": step}, write)
+    return shelf
+
+
+def on_disk(root: Path) -> list[str]:
+    return on_first_rank(lambda: sorted(path.name for path in root.iterdir()))
+
+
+def change(action: Callable[[], Any]) -> None:
+    """Rank 0 does something to the folder, and the others see it done."""
+    on_first_rank(lambda: (action(), None)[1])
+
+
+def newest(shelf: Shelf) -> tuple[str, list[str]]:
+    """Which one is chosen, and what was said about others; the same on every rank, but for the rank's own number."""
+    said: list[str] = []
+    name = shelf.newest(said.append).folder.name
+    plain = [re.sub(r"^rank \d: ", "", text) for text in said]
+    for theirs in from_all_ranks((name, plain)):
+        assert theirs == (name, plain)
+    return name, plain
+
+
+# --- saving ---
+
+
+@ranks(2)
+def test_what_was_saved_is_found_with_its_step_and_its_facts(tmp_path: Path) -> None:
+    shelf = filled(tmp_path / "deep" / "shelf", 7)
+    found = shelf.newest(pytest.fail)
+
+    assert (found.folder.name, found.step, found.facts) == ("step-000007", 7, {"colour": "blue", "number": 7})
+    assert (found.folder / "part-1").read_bytes() == b"\1" * 1000
+    listed = json.loads((found.folder / "manifest.json").read_text())["files"]
+    assert {name: seal["bytes"] for name, seal in listed.items()} == {"part-0": 1000, "part-1": 1000}
+
+
+@ranks(2)
+def test_the_newest_two_are_kept_and_what_has_a_greater_number_is_not_called_old(tmp_path: Path) -> None:
+    filled(tmp_path, 10, 20, 30, 90, keep=9)
+    filled(tmp_path, 40, keep=2)
+
+    assert on_disk(tmp_path) == ["newest", "step-000030", "step-000040", "step-000090"]
+    assert newest(Shelf(tmp_path))[0] == "step-000040"
+
+
+@ranks(2)
+def test_numbers_are_compared_as_numbers_when_they_outgrow_their_digits(tmp_path: Path) -> None:
+    filled(tmp_path, 999_998, 999_999, 1_000_000, keep=2)
+
+    assert on_disk(tmp_path) == ["newest", "step-1000000", "step-999999"]
+    assert Shelf(tmp_path).candidates() == ["step-1000000", "step-999999"]
+
+
+@ranks(2)
+def test_nothing_is_removed_before_the_new_one_is_announced(tmp_path: Path) -> None:
+    filled(tmp_path, 1, 2, keep=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Shelf, "_hide", _fail_to_hide)
+        with pytest.raises(RuntimeError, match="rank 0: OSError: newest is step-000003"):
+            filled(tmp_path, 3, keep=2)
+
+    assert newest(Shelf(tmp_path)) == ("step-000003", [])
+
+
+def _fail_to_hide(shelf: Shelf, folder: Path) -> None:
+    raise OSError(f"newest is {(shelf.root / 'newest').read_text()}")
+
+
+@ranks(2)
+def test_a_rank_that_cannot_write_stops_all_ranks_and_what_was_there_stays(tmp_path: Path) -> None:
+    shelf = filled(tmp_path, 1)
+
+    def write_badly(folder: Path) -> None:
+        write(folder)
+        if dist.get_rank() == 1:
+            os.remove(folder / "part-1")  # Some other program was here.
+            os.symlink("/proc/self/mem", folder / "part-1")  # A file, and no two bytes of it can be read.
+
+    with pytest.raises(RuntimeError, match=r"rank \d: OSError"):
+        shelf.save(2, {}, write_badly)
+    assert newest(shelf) == ("step-000001", [])
+    assert on_disk(tmp_path) == [".step-000002.part", "newest", "step-000001"]
+
+    filled(tmp_path, 3)
+    assert on_disk(tmp_path) == ["newest", "step-000001", "step-000003"]
+
+
+@ranks(2)
+def test_tidying_removes_what_is_hidden_and_nothing_that_has_its_name(tmp_path: Path) -> None:
+    filled(tmp_path, 1, 2, 3)
+    change(lambda: (tmp_path / "step-000001").rename(tmp_path / ".step-000001.old"))
+    change(lambda: (tmp_path / ".step-000009.part").mkdir())
+    change(lambda: (tmp_path / ".newest.part").write_text("step-0"))
+    Shelf(tmp_path, keep=1).tidy()
+    Shelf(tmp_path / "not there").tidy()
+
+    assert on_disk(tmp_path) == ["newest", "step-000002", "step-000003"]
+
+
+@ranks(2)
+def test_other_peoples_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+    others = ["notes.txt", ".step", "step-7", "step-000001.bak", ".step-000001.part.txt"]
+    change(lambda: [(tmp_path / name).write_text("mine") for name in others])
+    filled(tmp_path, 1, 2, 3, keep=1)
+
+    assert set(on_disk(tmp_path)) == {*others, "newest", "step-000003"}
+
+
+@pytest.mark.pure
+def test_to_keep_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="keep=0"):
+        Shelf(Path("anywhere"), keep=0)
+
+
+# --- believing ---
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / "part-1", 400)
+
+
+def flip_a_bit(folder: Path) -> None:
+    (folder / "part-1").write_bytes(b"\1" * 500 + b"\3" + b"\1" * 499)
+
+
+def lose_a_file(folder: Path) -> None:
+    (folder / "part-0").unlink()
+
+
+def lose_the_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def truncate_the_manifest(folder: Path) -> None:
+    os.truncate(folder / "manifest.json", 50)
+
+
+def empty_the_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text("{}")
+
+
+def lie_in_the_manifest(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"number": 2', '"number": 3'))
+
+
+def lose_everything(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+DAMAGES = [
+    (truncate, r"file part-1, key bytes: expected 1000, found 400 \(rank 0, 1\)"),
+    (flip_a_bit, r"file part-1, key sha256: expected [0-9a-f]{64}, found [0-9a-f]{64} \(rank 1\)"),
+    (lose_a_file, r"file part-0, key file: expected 1000 bytes, found No such file or directory \(rank 0, 1\)"),
+    (lose_the_manifest, r"file manifest.json, key file: expected .*, found No such file or directory"),
+    (truncate_the_manifest, r"file manifest.json, key contents: expected .*, found JSONDecodeError"),
+    (empty_the_manifest, r"file manifest.json, key contents: expected .*, found KeyError: 'seal'"),
+    (lie_in_the_manifest, r"file manifest.json, key seal: expected [0-9a-f]{64}, found [0-9a-f]{64}"),
+    (lose_everything, r"file manifest.json, key file: expected .*, found No such file or directory"),
+]
+
+
+@pytest.mark.parametrize(("damage", "complaint"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
+@ranks(2)
+def test_a_damaged_newest_is_named_and_the_one_before_it_is_taken(
+    tmp_path: Path, damage: Callable[[Path], None], complaint: str
+) -> None:
+    shelf = filled(tmp_path, 1, 2)
+    change(lambda: damage(tmp_path / "step-000002"))
+    name, said = newest(shelf)
+
+    assert name == "step-000001"
+    assert len(said) == 1
+    assert re.match(rf"{tmp_path}/step-000002 is refused: {complaint}", said[0]), said
+
+
+@pytest.mark.parametrize(("damage", "complaint"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
+@ranks(2)
+def test_if_none_is_whole_every_rank_refuses_and_says_why(
+    tmp_path: Path, damage: Callable[[Path], None], complaint: str
+) -> None:
+    filled(tmp_path, 2)
+    change(lambda: damage(tmp_path / "step-000002"))
+
+    for resume in (tmp_path, tmp_path / "step-000002"):
+        with pytest.raises(CheckpointError, match=rf"rank {dist.get_rank()}: .*step-000002 is refused: {complaint}"):
+            choose(resume, None, lambda text: None)
+
+
+@ranks(2)
+def test_what_only_one_rank_can_see_is_refused_by_all(tmp_path: Path) -> None:
+    shelf = filled(tmp_path, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(manifest, "MANIFEST", "on another file system")
+        with pytest.raises(CheckpointError, match=r"key file: .*\(rank 1\)"):
+            shelf.newest(lambda text: None)
+
+
+@ranks(2)
+def test_one_that_has_its_name_but_was_not_announced_is_not_taken_and_is_replaced(tmp_path: Path) -> None:
+    filled(tmp_path, 1, 2)
+    change(lambda: (tmp_path / "newest").write_text("step-000001"))
+    assert newest(Shelf(tmp_path)) == ("step-000001", [])
+
+    Shelf(tmp_path).save(2, {"colour": "red"}, write)
+    assert Shelf(tmp_path).newest(pytest.fail).facts == {"colour": "red"}
+    assert on_disk(tmp_path) == ["newest", "step-000001", "step-000002"]
+
+
+@pytest.mark.parametrize("pointer", [None, b"", b"step-", b"../elsewhere", b"\xff\xfe"])
+@ranks(2)
+def test_without_a_readable_pointer_the_greatest_number_is_taken(tmp_path: Path, pointer: bytes | None) -> None:
+    filled(tmp_path, 1, 3, 2)
+    path = tmp_path / "newest"
+    change(lambda: path.unlink() if pointer is None else path.write_bytes(pointer))
+
+    assert newest(Shelf(tmp_path)) == ("step-000003", [])
+
+
+@ranks(2)
+def test_one_of_another_format_is_refused_even_if_an_older_one_would_do(tmp_path: Path) -> None:
+    filled(tmp_path, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifest, "VERSION", 99)
+        filled(tmp_path, 2)
+
+    with pytest.raises(CheckpointError, match=r"file manifest.json, key version: expected 1, found 99 \(rank 0, 1\)"):
+        Shelf(tmp_path).newest(pytest.fail)
+
+
+# --- choosing ---
+
+
+@ranks(2)
+def test_without_resume_the_run_begins_at_the_beginning(tmp_path: Path) -> None:
+    assert choose(None, None, pytest.fail) is None
+    assert choose(None, tmp_path / "new", pytest.fail) is None
+
+
+@ranks(2)
+def test_the_first_run_of_a_repeated_line_begins_at_the_beginning_and_says_so(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    assert choose(tmp_path / "new", tmp_path / "new", said.append) is None
+    assert said == [f"{tmp_path / 'new'} holds no checkpoint yet: this run begins at the beginning"]
+    filled(tmp_path / "new", 1)
+    found = choose(tmp_path / "new", tmp_path / "new", pytest.fail)
+    assert found is not None
+    assert found.step == 1
+
+
+@ranks(2)
+def test_an_older_one_can_be_named_and_newer_ones_are_not_looked_at(tmp_path: Path) -> None:
+    filled(tmp_path, 1, 2)
+
+    found = choose(tmp_path / "step-000001", tmp_path, pytest.fail)
+    assert found is not None
+    assert found.step == 1
+
+
+@pytest.mark.parametrize(
+    ("there", "found"), [(None, "no such folder"), ([], "nothing"), (["a.txt", "b.txt"], "a.txt, b.txt")]
+)
+@ranks(2)
+def test_a_folder_without_checkpoints_is_no_place_to_resume_from(
+    tmp_path: Path, there: list[str] | None, found: str
+) -> None:
+    folder = tmp_path / "x"
+    if there is not None:
+        change(folder.mkdir)
+        change(lambda: [(folder / name).write_text("") for name in there])
+    with pytest.raises(CheckpointError, match=rf"rank {dist.get_rank()}: .*expected a checkpoint, .*, found {found}"):
+        choose(folder, tmp_path / "elsewhere", pytest.fail)
+
+
+@ranks(2)
+def test_a_run_that_begins_anew_must_not_save_among_the_checkpoints_of_another(tmp_path: Path) -> None:
+    filled(tmp_path / "a", 100)
+    filled(tmp_path / "b", 100)
+    for resume in (None, tmp_path / "b", tmp_path / "b" / "step-000100"):
+        with pytest.raises(CheckpointError, match=r"found step-000100. Add --resume .*/a, or save to another folder"):
+            choose(resume, tmp_path / "a", pytest.fail)
+
+
+@pytest.mark.pure
+def test_differences_are_named_by_their_path_and_shown_with_both_values() -> None:
+    flaws = differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 5, "e": 6}}, file="f")
+
+    assert flaws == [Flaw("f", "a.c", 2, 5), Flaw("f", "a.e", "nothing", 6), Flaw("f", "d", 3, "nothing")]
+    assert str(flaws[0]) == "file f, key a.c: expected 2, found 5"
+
+
+# --- acting together ---
+
+
+@ranks(2)
+def test_what_fails_on_one_rank_fails_on_all_and_names_it() -> None:
+    with pytest.raises(RuntimeError, match=r"^rank 1: ZeroDivisionError: division by zero$"):
+        together(lambda: 1 / (1 - dist.get_rank()))
+    with pytest.raises(RuntimeError, match=r"^rank 0: ValueError: no$"):
+        on_first_rank(_say_no)
+
+    assert together(lambda: dist.get_rank() + 5) == dist.get_rank() + 5
+    assert on_first_rank(lambda: dist.get_rank() + 5) == 5
+
+
+def _say_no() -> None:
+    raise ValueError("no")

@@ -1,0 +1,433 @@
+"""Saving a training and taking it up again: the same curve to the last bit, and the same state on other rank counts."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minifsdp import ShardedGradScaler
+from spec_tests.harness import ranks
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPT = REPOSITORY / "tutorials" / "train_gpt.py"
+# As the script finds its parts when it is started.
+sys.path.insert(0, str(SCRIPT.parent))
+
+import train_gpt  # noqa: E402
+from gpt.checkpoint import Shelf  # noqa: E402
+from gpt.doors import WrapperDoor  # noqa: E402
+from gpt.manifest import CheckpointError  # noqa: E402
+from gpt.ranks import Place, from_all_ranks, on_first_rank  # noqa: E402
+from gpt.resume import Training, resume, save  # noqa: E402
+
+TINY = ["--device=cpu", "--blocks=1", "--width=16", "--heads=2", "--context=16", "--batch=2", "--sample=1", "--lr=0.1"]
+FIXED, NOTED = {"model": {"width": 16}}, {"seed": 0}
+
+
+def place_here() -> Place:
+    return Place(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
+
+
+def parsed(*more: str) -> Namespace:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", str(dist.get_world_size()))
+        options: Namespace = train_gpt.parse([*TINY, *more])
+    return options
+
+
+def corpus() -> Any:
+    text = torch.randint(32, 127, (4096,), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    return train_gpt.Corpus(text, text, 2, "a text for tests")
+
+
+def losses_of(*more: str) -> list[float]:
+    """Of a run of the tutorial's ``train`` on the ranks that there are."""
+    losses: list[float] = train_gpt.train(parsed(*more), corpus(), place_here())
+    return losses
+
+
+@contextmanager
+def lines_of_rank_0(capture: list[str]) -> Iterator[None]:
+    """What the tutorial reports goes to ``capture``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt, "fact", lambda name, text: capture.append(f"{name}: {text}"))
+        yield
+
+
+def fresh(*more: str) -> Training:
+    options, place = parsed(*more), place_here()
+    training: Training = train_gpt.start(train_gpt.build(options, place), options, place)
+    return training
+
+
+def same_step_everywhere(training: Training, step: int) -> float:
+    """A step on a batch that all ranks share, so that the mean over them is the same for any number of ranks."""
+    inputs, targets = train_gpt.batch_of(corpus().train, seed=0, rank=0, step=step, num_windows=2, context=16)
+    loss = train_gpt.train_step(training.model, training.optimizer, inputs, targets).item()
+    training.finish_step(loss)
+    return loss
+
+
+def whole(training: Training) -> dict[str, Tensor]:
+    """Every tensor of model and optimizer in full, on rank 0."""
+    state = training.door.state_of(training.model, training.optimizer, full=True)
+    flat = {f"model.{name}": value for name, value in state["model"].items()}
+    for name, values in state["optim"].get("state", {}).items():
+        flat |= {f"optim.{name}.{kind}": torch.as_tensor(value) for kind, value in values.items()}
+    return flat
+
+
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+# --- the same number of ranks ---
+
+
+@pytest.mark.spec("TRAIN-10", "TRAIN-11", "TRAIN-12")
+@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@ranks(2)
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one_to_the_last_bit(
+    tmp_path: Path, full: bool, strategy: str
+) -> None:
+    form = ["--full"] if full else []
+    run = ["--steps=6", f"--strategy={strategy}"]
+    uninterrupted = losses_of(*run)
+    saving = [*run, f"--save={tmp_path}", f"--resume={tmp_path}", "--save-every=3", *form]
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch, lines_of_rank_0(said):
+        patch.setattr(train_gpt, "save", save_and_stop)
+        with pytest.raises(InterruptedError):
+            losses_of(*saving)
+    with lines_of_rank_0(said):
+        resumed = losses_of(*saving)
+
+    assert len(set(uninterrupted)) == 6
+    assert resumed == uninterrupted
+    if dist.get_rank() == 0:
+        assert f"resume: {tmp_path}/step-000003: 3 steps are done" in said
+        assert not [line for line in said if "other than then" in line]
+
+
+def save_and_stop(*args: Any, **kwargs: Any) -> None:
+    save(*args, **kwargs)
+    raise InterruptedError
+
+
+@pytest.mark.spec("TRAIN-10")
+@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+@ranks(2)
+def test_scheduler_scaler_counters_and_losses_come_back(tmp_path: Path, full: bool) -> None:
+    before = fresh()
+    before.scaler = ShardedGradScaler(device="cpu", init_scale=128.0, growth_interval=2)
+    before.scaler.scale(torch.ones(1))
+    before.scaler.update(64.0)
+    for step in range(3):
+        same_step_everywhere(before, step)
+    save(Shelf(tmp_path), before, fixed=FIXED, noted=NOTED, full=full)
+
+    after = fresh()
+    after.scaler = ShardedGradScaler(device="cpu", init_scale=2.0)
+    assert resume(Shelf(tmp_path).newest(pytest.fail), after, fixed=FIXED, noted=NOTED) == []
+    assert (after.step, after.losses) == (3, before.losses)
+    assert after.scheduler.get_last_lr() == before.scheduler.get_last_lr() != fresh().scheduler.get_last_lr()
+    assert after.scaler.get_scale() == 64.0
+    assert after.scaler.get_growth_interval() == 2
+    assert same_step_everywhere(after, 3) == same_step_everywhere(before, 3)
+
+
+@ranks(2)
+def test_each_rank_gets_back_its_own_random_numbers(tmp_path: Path) -> None:
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(numpy.random.rand()), torch.rand(1).item()
+
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(100 + dist.get_rank())
+    draw()
+    save(Shelf(tmp_path), fresh(), fixed=FIXED, noted=NOTED, full=False)
+    expected = draw()
+    # A run that starts anew has seeds of its own.
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(0)
+    resume(Shelf(tmp_path).newest(pytest.fail), fresh(), fixed=FIXED, noted=NOTED)
+
+    assert draw() == expected
+    assert len(set(from_all_ranks(expected))) == 2
+
+
+@pytest.mark.spec("TRAIN-09")
+@ranks(2)
+def test_in_the_full_form_all_ranks_collect_and_only_rank_0_writes(tmp_path: Path) -> None:
+    collected: list[bool] = []
+    written: list[str] = []
+
+    class Watching(WrapperDoor):
+        def state_of(self, *args: Any, full: bool) -> Any:
+            collected.append(full)
+            return super().state_of(*args, full=full)
+
+    training = fresh()
+    training.door = Watching("minifsdp")
+    same_step_everywhere(training, 0)
+    write = torch.save
+
+    def watched(state: Any, to: Any, **options: Any) -> None:
+        # Messages between ranks are written with the same function, into memory.
+        if isinstance(to, Path):
+            written.append(to.name)
+        write(state, to, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "save", watched)
+        folder = save(Shelf(tmp_path), training, fixed=FIXED, noted=NOTED, full=True)
+
+    assert collected == [True]
+    assert written == (["full.pt"] if dist.get_rank() == 0 else [])
+    assert sorted(path.name for path in folder.iterdir()) == ["full.pt", "manifest.json"]
+    state = torch.load(folder / "full.pt", weights_only=True)
+    # A plain model reads it, and a plain optimizer could by the names.
+    plain = train_gpt.build(parsed(), place_here())
+    plain.load_state_dict(state["model"])
+    assert state["optim"]["state"].keys() == dict(plain.named_parameters()).keys()
+
+
+# --- other numbers of ranks ---
+
+
+@ranks(4)
+def train_on_four_ranks(folder: Path, reference: Path, full: bool) -> None:
+    """On four ranks: two steps, a checkpoint, and what was in it; then the losses of three more."""
+    training = fresh()
+    for step in range(2):
+        same_step_everywhere(training, step)
+    save(Shelf(folder), training, fixed=FIXED, noted=NOTED, full=full)
+    state = whole(training)
+    losses = [same_step_everywhere(training, step) for step in range(2, 5)]
+    if dist.get_rank() == 0:
+        torch.save((state, losses), reference)
+
+
+def resume_and_compare(folder: Path, reference: Path, full: bool, step: int) -> None:
+    """On fewer ranks: the same tensors to the last bit and the same loss. Then a checkpoint of the next step."""
+    training = fresh()
+    remarks = resume(Shelf(folder).newest(pytest.fail), training, fixed=FIXED, noted=NOTED)
+    assert remarks == [f"ranks was {2 * dist.get_world_size()}, and is {dist.get_world_size()} now"]
+    assert training.step == step
+    ours = whole(training)
+    expected, losses = torch.load(reference)
+    if dist.get_rank() == 0:
+        assert_equal(ours, expected)
+        assert len([name for name in ours if name.endswith("exp_avg")]) == len(ours) // 4
+    ahead = same_step_everywhere(training, step)
+    assert ahead == pytest.approx(losses[0], abs=1e-5)
+    save(Shelf(folder), training, fixed=FIXED, noted=NOTED, full=full)
+    state = whole(training)
+    on_first_rank(lambda: torch.save((state, losses[1:]), reference))
+
+
+@ranks(2)
+def resume_on_two_ranks(folder: Path, reference: Path, full: bool) -> None:
+    resume_and_compare(folder, reference, full, step=2)
+
+
+@ranks(1)
+def resume_on_one_rank(folder: Path, reference: Path, full: bool) -> None:
+    resume_and_compare(folder, reference, full, step=3)
+
+
+@pytest.mark.ranks
+@pytest.mark.spec("TRAIN-12")
+@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+def test_what_four_ranks_saved_two_ranks_resume_and_then_one(tmp_path: Path, full: bool) -> None:
+    files: dict[str, Any] = {"folder": tmp_path / "shelf", "reference": tmp_path / "reference", "full": full}
+    train_on_four_ranks(**files)
+    resume_on_two_ranks(**files)
+    resume_on_one_rank(**files)
+
+
+@pytest.mark.spec("TRAIN-12")
+@ranks(4)
+def test_a_hybrid_run_saves_and_resumes_with_each_row_written_once(tmp_path: Path) -> None:
+    wide = "--width=64"  # Every tensor in a file has about a kilobyte of wrapping, which is not to matter.
+    before, after = fresh(wide, "--strategy=HYBRID_SHARD"), fresh(wide, "--strategy=FULL_SHARD")
+    same_step_everywhere(before, 0)
+    folder = save(Shelf(tmp_path), before, fixed=FIXED, noted=NOTED, full=False)
+    resume(Shelf(tmp_path).newest(pytest.fail), after, fixed=FIXED, noted=NOTED)
+
+    assert_equal(whole(after), whole(before))
+    bytes_of_tensors = 3 * 4 * train_gpt.count(train_gpt.build(parsed(wide), place_here()))
+    assert sum(path.stat().st_size for path in folder.glob("*.distcp")) < 1.5 * bytes_of_tensors
+
+
+@pytest.mark.parametrize(("first", "second"), [("minifsdp", "torch"), ("torch", "minifsdp")])
+@ranks(2)
+def test_torchs_own_fsdp_resumes_what_this_one_has_saved_and_the_other_way_round(
+    tmp_path: Path, first: str, second: str
+) -> None:
+    uninterrupted = losses_of("--steps=4")
+    before, after = fresh("--steps=4", f"--library={first}"), fresh("--steps=4", f"--library={second}")
+    for step in range(2):
+        inputs, targets = train_gpt.next_batch(corpus().train, step, parsed("--steps=4"), place_here())
+        before.finish_step(
+            train_gpt.mean_over_ranks(train_gpt.train_step(before.model, before.optimizer, inputs, targets))
+        )
+    save(Shelf(tmp_path), before, fixed=FIXED, noted=NOTED, full=False)
+    resume(Shelf(tmp_path).newest(pytest.fail), after, fixed=FIXED, noted=NOTED)
+    for step in range(2, 4):
+        inputs, targets = train_gpt.next_batch(corpus().train, step, parsed("--steps=4"), place_here())
+        after.finish_step(
+            train_gpt.mean_over_ranks(train_gpt.train_step(after.model, after.optimizer, inputs, targets))
+        )
+
+    assert after.losses == uninterrupted
+
+
+# --- what does not fit ---
+
+
+def refused(training: Training, folder: Path, fixed: dict[str, Any] = FIXED) -> str:
+    """The refusal, which must be the same on every rank and leave the training as it was."""
+    before = whole(training)
+    numbers = (training.step, list(training.losses), training.scheduler.state_dict(), torch.get_rng_state().sum())
+    groups = [{**group, "params": None} for group in training.optimizer.param_groups]
+    states = {key: dict(value) for key, value in training.optimizer.state.items()}
+    with pytest.raises(CheckpointError) as error:
+        resume(Shelf(folder).newest(pytest.fail), training, fixed=fixed, noted=NOTED)
+    assert_equal(whole(training), before)
+    assert (training.step, training.losses, training.scheduler.state_dict(), torch.get_rng_state().sum()) == numbers
+    assert [{**group, "params": None} for group in training.optimizer.param_groups] == groups
+    assert {key: dict(value) for key, value in training.optimizer.state.items()} == states
+    message = str(error.value)
+    assert message.startswith(f"rank {dist.get_rank()}: {folder}/step-")
+    plain = message.removeprefix(f"rank {dist.get_rank()}: ")
+    assert from_all_ranks(plain) == [plain] * dist.get_world_size()
+    return plain
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+@ranks(2)
+def test_a_checkpoint_of_another_model_is_refused_by_its_notes(tmp_path: Path, full: bool) -> None:
+    save(Shelf(tmp_path), fresh(), fixed=FIXED, noted=NOTED, full=full)
+
+    message = refused(fresh("--width=32"), tmp_path, {"model": {"width": 32}})
+    assert "file manifest.json, key model.width: expected 32, found 16 (rank 0, 1)" in message
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+@ranks(2)
+def test_a_checkpoint_whose_keys_or_shapes_differ_is_refused_although_its_notes_fit(tmp_path: Path, full: bool) -> None:
+    saved = fresh()
+    same_step_everywhere(saved, 0)
+    save(Shelf(tmp_path), saved, fixed=FIXED, noted=NOTED, full=full)
+    file = "full.pt" if full else ".metadata"
+
+    wider = refused(fresh("--width=32"), tmp_path)
+    assert f"file {file}, key model.embedding.weight: expected (256, 32), found (256, 16) (rank 0, 1)" in wider
+    deeper = refused(fresh("--blocks=2"), tmp_path)
+    assert f"file {file}, key model.blocks.1.norm1.weight: expected (16,), found nothing" in deeper
+    # Also if it is not the first step of the one that refuses.
+    warm = fresh("--width=32")
+    same_step_everywhere(warm, 0)
+    assert "embedding.weight" in refused(warm, tmp_path)
+
+
+@ranks(2)
+def test_another_optimizer_and_a_missing_scaler_are_refused(tmp_path: Path) -> None:
+    save(Shelf(tmp_path), fresh(), fixed=FIXED, noted=NOTED, full=False)
+    other = fresh()
+    other.optimizer = torch.optim.SGD(other.model.parameters(), lr=0.1, momentum=0.9)
+    assert "key optimizer: expected SGD, found AdamW" in refused(other, tmp_path)
+    scaled = fresh()
+    scaled.scaler = ShardedGradScaler(device="cpu")
+    assert "file progress.pt, key progress.scaler: expected True, found False" in refused(scaled, tmp_path)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+@ranks(2)
+def test_a_truncated_one_is_refused_on_every_rank_and_changes_nothing(tmp_path: Path, full: bool) -> None:
+    folder = save(Shelf(tmp_path), fresh(), fixed=FIXED, noted=NOTED, full=full)
+    file = folder / ("full.pt" if full else "__1_0.distcp")
+    size = on_first_rank(lambda: file.stat().st_size)
+    on_first_rank(lambda: os.truncate(file, size // 2))
+
+    training = fresh()
+    before = whole(training)
+    expected = (
+        rf"rank {dist.get_rank()}: .*file {file.name}, key bytes: expected {size}, found {size // 2} \(rank 0, 1\)"
+    )
+    with pytest.raises(CheckpointError, match=expected):
+        train_gpt.take_up(training, parsed(f"--resume={tmp_path}"), corpus(), place_here())
+    assert_equal(whole(training), before)
+    assert not training.optimizer.state
+
+
+# --- the command line ---
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--compare", "--save=x"], "--compare trains several models and saves none"),
+        (["--compare", "--resume=x"], "--compare trains several models and saves none"),
+        (["--save-every=5"], "--save-every says how to save, and there is no --save"),
+        (["--resume=x", "--keep=5"], "--keep says how to save, and there is no --save"),
+        (["--full"], "--full says how to save, and there is no --save"),
+        (["--save=x", "--keep=0"], "0 is not at least 1"),
+        ([f"--save={__file__}"], "is a file, not a folder"),
+    ],
+)
+def test_wrong_options_of_saving_are_explained(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit):
+        train_gpt.parse(arguments)
+    assert complaint in capsys.readouterr().err
+
+
+def program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The tutorial as a visitor starts it."""
+    launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    environment = {name: value for name, value in os.environ.items() if name not in launcher}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, str(SCRIPT), *TINY, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.spec("TRAIN-11")
+def test_the_same_line_said_twice_continues(tmp_path: Path) -> None:
+    line = [f"--save={tmp_path}", f"--resume={tmp_path}"]
+    first = program(*line, "--steps=2", "--save-every=1", "--keep=1")
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert re.findall(r"^saved +(.*)", first.stdout, re.MULTILINE) == [
+        f"{tmp_path}/step-00000{step}" for step in (1, 2)
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["newest", "step-000002"]
+
+    second = program(*line, "--steps=3", "--world-size=1")
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert re.findall(r"^resume +(.*)", second.stdout, re.MULTILINE) == [
+        f"{tmp_path}/step-000002: 2 steps are done",
+        "other than then: ranks was 2, and is 1 now",
+        "other than then: steps was 2, and is 3 now",
+    ]
+    assert "step     3 of 3" in second.stdout
+    assert "step     1 of 3" not in second.stdout

@@ -1,0 +1,296 @@
+"""A folder of checkpoints that is in order at every moment, also at that of a kill.
+
+A save takes seconds, and in each of them a process may be killed or a machine may lose its power. So nothing that is
+complete is ever written to again: the new one grows beside, and a single rename makes it visible. ::
+
+    runs/
+      step-000040/           complete: the ranks' files, and manifest.json with the size and SHA-256 of each
+      .step-000060.part/     being written, or left behind by a run that was killed
+      newest                 one line of text: step-000040
+
+A save, in this order:
+
+1. clear what killed runs have left, and make an empty folder *beside*. In the same folder, since a rename cannot move
+   anything to another file system;
+2. all ranks write their files into it;
+3. flush every file to the disk, and take its size and SHA-256. A rename can reach the disk before the contents do; a
+   loss of power then leaves the new name with old garbage behind it;
+4. write the manifest, last of all files, and flush the folder, whose list of names is data like any other;
+5. rename the folder into its place, and flush the folder around it;
+6. point at it: replace `newest`, again by writing beside and renaming;
+7. only now remove what is too old. Removing a folder takes many steps, so one rename hides it first.
+
+Worked example, a save of step 60 and a kill ...
+
+=====================  ===================================  ==================================================
+... during             what is there                        what the next run does
+=====================  ===================================  ==================================================
+1 to 5                 `step-000040`, some `.part`          resumes from 40; the next run clears the rest
+between 5 and 6        `step-000060`, too, but unannounced  resumes from 40, and replaces 60 by the same
+between 6 and 7        40 and 60, and `newest` says 60      resumes from 60
+7                      60, 40, and half of 20, hidden       resumes from 60; clears the rest
+=====================  ===================================  ==================================================
+
+What was complete once may still be damaged later, by a copy that stopped in the middle or by a dying disk. So nothing
+is believed on reading: every size is compared on every rank, and each rank hashes its share of the files. They agree
+before anybody goes on. If the newest is damaged, the one before it is taken; if none is whole, all ranks refuse.
+
+The price is that each file is read once more when it is saved, and once more when it is loaded, at the speed of
+SHA-256: of the order of a second for a gigabyte, shared by the ranks. And the folder must be one that all ranks see.
+
+This file knows nothing of models. What the files hold is said by `resume`.
+
+*In torch:* ``torch.distributed.checkpoint`` writes its ``.metadata`` last, and that is all: it writes into the final
+folder, keeps no checksums, and leaves naming, choosing and removing to its caller.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from .manifest import (
+    MANIFEST,
+    CheckpointError,
+    Flaw,
+    check_files,
+    complaint,
+    gathered,
+    names_of_files,
+    read_manifest,
+    seal_of,
+    sealed,
+    version_flaws,
+)
+from .ranks import from_all_ranks, on_first_rank, together
+
+__all__ = ["Checkpoint", "Shelf", "choose"]
+
+POINTER = "newest"
+NAME = re.compile(r"step-(\d{6,})")
+HIDDEN = re.compile(r"\.(step-\d{6,}\.(part|old)|newest\.part)")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that is complete and undamaged, as far as its manifest can tell.
+
+    Attributes:
+        folder: where its files are.
+        step: the number it was saved under.
+        facts: what its writer has noted.
+    """
+
+    folder: Path
+    step: int
+    facts: dict[str, Any]
+
+    def refuse_if(self, flaws: list[Flaw]) -> None:
+        """Raises on every rank if any rank has found something. Every rank must call it.
+
+        Raises:
+            CheckpointError: some rank has; the message names file, key, expected and found.
+        """
+        everybody = gathered(flaws)
+        if everybody:
+            raise CheckpointError(complaint(self.folder, everybody))
+
+
+class Shelf:
+    """A folder of checkpoints.
+
+    Args:
+        root: the folder; it is made by the first save. All ranks must see the same one.
+        keep: how many complete checkpoints to keep, at least 1.
+    """
+
+    def __init__(self, root: Path, keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"keep={keep}: at least the newest checkpoint must be kept")
+        self.root, self.keep = root, keep
+
+    def save(self, step: int, facts: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
+        """Adds a checkpoint. Every rank must call it.
+
+        Args:
+            step: its number; a later checkpoint has a greater one.
+            facts: to be noted in the manifest, anything that JSON can hold.
+            write: puts this rank's files into the folder it is given. It may communicate; if it raises, then on every
+                rank.
+
+        Returns:
+            Its folder.
+
+        Raises:
+            RuntimeError: something could not be written; on every rank, and what was complete is as it was.
+        """
+        final = self.root / f"step-{step:06}"
+        part = self.root / f".{final.name}.part"
+        on_first_rank(lambda: self._make_room(part))  # 1.
+        write(part)  # 2.
+        dist.barrier()
+        names = on_first_rank(lambda: names_of_files(part))
+        share = names[dist.get_rank() :: dist.get_world_size()]
+        mine = together(lambda: {name: _flushed_and_sealed(part / name) for name in share})  # 3.
+        seals = {name: seal for theirs in from_all_ranks(mine) for name, seal in theirs.items()}
+        on_first_rank(lambda: self._publish(part, final, {"step": step, "facts": dict(facts), "files": seals}))
+        return final
+
+    def tidy(self) -> None:
+        """Removes what killed runs have left behind. Every rank must call it; each save begins with it, too."""
+        on_first_rank(self._tidy)
+
+    def _tidy(self) -> None:
+        for left in self.root.iterdir() if self.root.is_dir() else []:
+            if HIDDEN.fullmatch(left.name):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+    def _make_room(self, part: Path) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._tidy()
+        part.mkdir()
+
+    def _publish(self, part: Path, final: Path, manifest: dict[str, Any]) -> None:
+        _write_durably(part / MANIFEST, sealed(manifest))  # 4.
+        # Damaged, or never announced, or of a run that was given up; else nobody would save this step again.
+        replaced = [self._hide(final)] if final.exists() else []
+        os.rename(part, final)  # 5.
+        _flush(self.root)
+        _write_durably(self.root / POINTER, final.name.encode())  # 6.
+        # What has a greater number is not older, whatever else it may be.
+        older = [name for name in self._names() if _step_of(name) <= _step_of(final.name)][self.keep :]
+        for hidden in replaced + [self._hide(self.root / name) for name in older]:  # 7.
+            shutil.rmtree(hidden)
+
+    def _hide(self, folder: Path) -> Path:
+        hidden = folder.with_name(f".{folder.name}.old")
+        os.rename(folder, hidden)
+        _flush(self.root)
+        return hidden
+
+    def _names(self) -> list[str]:
+        """Of all checkpoints, the greatest number first."""
+        if not self.root.is_dir():
+            return []
+        names = [path.name for path in self.root.iterdir() if path.is_dir() and NAME.fullmatch(path.name)]
+        return sorted(names, key=_step_of, reverse=True)
+
+    def candidates(self) -> list[str]:
+        """Names of the checkpoints to try, the best one first: that which `newest` names, then those before it.
+
+        What lies beyond `newest` was never announced, or given up by a later run that started further back. Where
+        `newest` itself is missing or unreadable, all of them are candidates.
+        """
+        names = self._names()
+        try:
+            pointed = (self.root / POINTER).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError):
+            return names
+        if not NAME.fullmatch(pointed):
+            return names
+        # Also if it is gone: then the reader is told so, and not left to wonder why an older one was taken.
+        return [pointed] + [name for name in names if _step_of(name) < _step_of(pointed)]
+
+    def newest(self, say: Callable[[str], None]) -> Checkpoint:
+        """The newest checkpoint that is whole. Every rank must call it.
+
+        Args:
+            say: is told, on every rank, what is wrong with a newer one.
+
+        Raises:
+            CheckpointError: there is none, or the newest whole one was written by another program.
+        """
+        complaints = []
+        for name in on_first_rank(self.candidates):
+            checkpoint, flaws = _examine(self.root / name)
+            if checkpoint is not None:
+                return checkpoint
+            complaints.append(complaint(self.root / name, flaws, remedy=""))
+            say(complaints[-1])
+        if complaints:
+            remedy = f"No checkpoint in {self.root} is whole: resume from another folder."
+            raise CheckpointError(" | ".join(complaints) + f". {remedy}")
+        there = on_first_rank(lambda: sorted(os.listdir(self.root)) if self.root.is_dir() else ["no such folder"])
+        flaw = Flaw(str(self.root), "folder", "a checkpoint, such as step-000100", ", ".join(there[:5]) or "nothing")
+        raise CheckpointError(complaint(self.root, [flaw]))
+
+
+def choose(resume: Path | None, save: Path | None, say: Callable[[str], None]) -> Checkpoint | None:
+    """The checkpoint to go on from; ``None`` to begin at the beginning. Every rank must call it.
+
+    Args:
+        resume: one checkpoint, which is then the only choice, or a folder of them.
+        save: where new ones will go.
+        say: is told, on every rank, what the reader should know about the choice.
+
+    Raises:
+        CheckpointError: there is nothing whole to resume from; or ``save`` holds checkpoints and this run does not go
+            on from them: it would soon remove as too old what is newer than its own.
+    """
+    resolved = None if resume is None else resume.resolve()
+    if save is not None and (resolved is None or save.resolve() not in (resolved, resolved.parent)):
+        there = on_first_rank(Shelf(save).candidates)
+        if there:
+            flaw = Flaw(str(save), "folder", "no checkpoints, as this run begins without them", ", ".join(there[:3]))
+            raise CheckpointError(complaint(save, [flaw], f"Add --resume {save}, or save to another folder."))
+    if resume is None:
+        return None
+    if on_first_rank(lambda: (resume / MANIFEST).exists() or NAME.fullmatch(resume.name) is not None):
+        checkpoint, flaws = _examine(resume)
+        if checkpoint is None:
+            raise CheckpointError(complaint(resume, flaws))
+        return checkpoint
+    # The first time of a line that is said again and again. With another folder to save to, it would be a slip.
+    if save is not None and save.resolve() == resolved and not on_first_rank(Shelf(save).candidates):
+        say(f"{resume} holds no checkpoint yet: this run begins at the beginning")
+        return None
+    return Shelf(resume).newest(say)
+
+
+def _examine(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint if it is whole, and if not, what each rank has found. Every rank must call it."""
+    manifest, flaws = read_manifest(folder)
+    # Rank 0 may have a manifest and rank 1 none: nobody may go on to the next exchange alone.
+    found = gathered(flaws)
+    if found:
+        return None, found
+    checkpoint = Checkpoint(folder, manifest["step"], manifest["facts"])
+    checkpoint.refuse_if(version_flaws(manifest))
+    found = gathered(check_files(folder, manifest["files"]))
+    return (None, found) if found else (checkpoint, [])
+
+
+def _step_of(name: str) -> int:
+    return int(name.removeprefix("step-"))
+
+
+def _flushed_and_sealed(path: Path) -> dict[str, Any]:
+    _flush(path)
+    return seal_of(path)
+
+
+def _write_durably(path: Path, contents: bytes) -> None:
+    """After this the file has these contents, also after a loss of power; at no moment has it only some of them."""
+    beside = path.with_name(f".{path.name}.part")
+    with beside.open("wb") as file:
+        file.write(contents)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+    _flush(path.parent)
+
+
+def _flush(path: Path) -> None:
+    """Waits until a file, or a folder's list of names, is on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -1,0 +1,163 @@
+"""The manifest of a checkpoint: what it must consist of, and how that is compared with what is there.
+
+It is a JSON file beside the others, written when all of them are complete::
+
+    {"format": "checkpoint of minifsdp's tutorial", "version": 1, "step": 60,
+     "facts": {...},                                    what the writer wants its readers to know
+     "files": {"__0_0.distcp": {"bytes": 198120, "sha256": "3b0c..."}, ...},
+     "seal": "9f1a..."}                                 a hash of all the above
+
+The size of a file is the cheap test and catches a copy that stopped in the middle; the hash catches the rest. Each rank
+hashes every n-th file, so the work is shared, and one flipped bit is found by one rank alone. Hence `gathered`: what
+any rank has found, all ranks know before anybody draws a conclusion. Two ranks, a bit of `__1_0.distcp` has flipped::
+
+    rank 0   sizes are right, so are its hashes      raises: file __1_0.distcp, key sha256: ... (rank 1)
+    rank 1   the hash of __1_0.distcp is wrong       raises the same
+
+A flaw is always told in the same four words: in which file, under which key, what was expected, what was found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from .ranks import from_all_ranks
+
+__all__ = [
+    "MANIFEST",
+    "CheckpointError",
+    "Flaw",
+    "check_files",
+    "complaint",
+    "differences",
+    "gathered",
+    "names_of_files",
+    "read_manifest",
+    "seal_of",
+    "sealed",
+    "version_flaws",
+]
+
+MANIFEST = "manifest.json"
+FORMAT, VERSION = "checkpoint of minifsdp's tutorial", 1
+REMEDY = "Nothing was loaded; name another checkpoint, or change what differs."
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is damaged, or belongs to something else. Raised on every rank, before anything was changed."""
+
+
+@dataclass(frozen=True)
+class Flaw:
+    """What is wrong with a checkpoint: where, and what was expected there and found instead."""
+
+    file: str
+    key: str
+    expected: object
+    found: object
+
+    def __str__(self) -> str:
+        return f"file {self.file}, key {self.key}: expected {self.expected}, found {self.found}"
+
+
+def differences(expected: Mapping[str, Any], found: Mapping[str, Any], *, file: str, prefix: str = "") -> list[Flaw]:
+    """Every entry in which two nested dictionaries differ; what one of them lacks is shown as "nothing"."""
+    flaws = []
+    for key in [*expected, *(key for key in found if key not in expected)]:
+        ours, theirs = expected.get(key, "nothing"), found.get(key, "nothing")
+        if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+            flaws += differences(ours, theirs, file=file, prefix=f"{prefix}{key}.")
+        elif ours != theirs:
+            flaws.append(Flaw(file, prefix + key, ours, theirs))
+    return flaws
+
+
+def complaint(folder: Path, flaws: list[str] | list[Flaw], remedy: str = REMEDY) -> str:
+    """The message of a refusal on this rank, with the first few of the flaws."""
+    shown = "; ".join(str(flaw) for flaw in flaws[:4])
+    more = f"; and {len(flaws) - 4} more" if len(flaws) > 4 else ""
+    return f"rank {dist.get_rank()}: {folder} is refused: {shown}{more}" + (remedy and f". {remedy}")
+
+
+def gathered(flaws: list[Flaw]) -> list[str]:
+    """The flaws that any rank has found, each once, with who has found it. Every rank must call it."""
+    seen: dict[str, list[int]] = {}
+    for rank, theirs in enumerate(from_all_ranks([str(flaw) for flaw in flaws])):
+        for flaw in theirs:
+            seen.setdefault(flaw, []).append(rank)
+    return [f"{flaw} (rank {', '.join(map(str, ranks))})" for flaw, ranks in seen.items()]
+
+
+# ---- writing ----
+
+
+def names_of_files(folder: Path) -> list[str]:
+    """Of all files below it, in the order in which the ranks share them out."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def seal_of(path: Path) -> dict[str, Any]:
+    """Size in bytes and SHA-256 of a file."""
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def sealed(manifest: Mapping[str, Any]) -> bytes:
+    """The manifest as JSON, with a hash of itself, so that a damaged one cannot pass for the truth."""
+    whole = {"format": FORMAT, "version": VERSION, **manifest}
+    return json.dumps({**whole, "seal": _hash_of(whole)}, indent=1).encode()
+
+
+def _hash_of(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ---- reading ----
+
+
+def read_manifest(folder: Path) -> tuple[dict[str, Any], list[Flaw]]:
+    """The manifest as this rank sees it; with a flaw it is empty."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        seal = manifest.pop("seal")
+        complete = {"format", "version", "step", "facts", "files"} <= manifest.keys()
+    except OSError as error:
+        return {}, [Flaw(MANIFEST, "file", "a file, written last of all", error.strerror)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return {}, [Flaw(MANIFEST, "contents", "the manifest of a checkpoint", f"{type(error).__name__}: {error}")]
+    if not complete or seal != _hash_of(manifest):
+        return {}, [Flaw(MANIFEST, "seal", seal, _hash_of(manifest))]
+    return manifest, []
+
+
+def version_flaws(manifest: Mapping[str, Any]) -> list[Flaw]:
+    """What differs from what this program can read, although it is no damage."""
+    ours = {"format": FORMAT, "version": VERSION}
+    return differences(ours, {key: manifest[key] for key in ours}, file=MANIFEST)
+
+
+def check_files(folder: Path, seals: Mapping[str, Mapping[str, Any]]) -> list[Flaw]:
+    """Compares every size, and the hashes of this rank's share."""
+    flaws = []
+    for number, (name, seal) in enumerate(sorted(seals.items())):
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            if size != seal["bytes"]:
+                flaws.append(Flaw(name, "bytes", seal["bytes"], size))
+            elif number % dist.get_world_size() == dist.get_rank() and (found := _sha256(path)) != seal["sha256"]:
+                flaws.append(Flaw(name, "sha256", seal["sha256"], found))
+        except OSError as error:
+            flaws.append(Flaw(name, "file", f"{seal['bytes']} bytes", error.strerror))
+    return flaws

@@ -1,0 +1,296 @@
+"""What a training consists of, and how it is written down and taken up again.
+
+The weights are the smaller part. To go on *as if nothing had happened*, to the last bit, the next step needs
+
+=====================  ===============================================  =====================
+part                   why                                              where
+=====================  ===============================================  =====================
+model, optimizer       AdamW's two averages are twice the model         every rank, its rows
+step, losses           which step is next, and the curve so far         one for all
+scheduler              which learning rate is next                      one for all
+scaler, if any         how far float16 gradients are scaled up          one for all
+position in the data   is the step: a batch is a function of it         one for all
+random state           of Python, NumPy, torch, and the GPU             every rank has another
+=====================  ===============================================  =====================
+
+and it comes in two forms::
+
+    sharded   __0_0.distcp  __1_0.distcp  .metadata  progress.pt  manifest.json    each rank writes what it has
+    full      full.pt                                             manifest.json    rank 0 writes, the others wait
+
+The sharded form is written by `torch.distributed.checkpoint`. Each tensor is noted with the rows that a file has of it,
+so two ranks can read what four have written: each asks for its own rows, wherever they lie. Worked example, 8 rows::
+
+    written by 4    rows 0 1 | 2 3 | 4 5 | 6 7
+    read by 2       rows 0 1   2 3 | 4 5   6 7        each from two files
+
+The full form is one file that any program reads, and every rank maps it into memory and takes its part; the price is
+that the whole model and twice that for the optimizer must pass through rank 0's memory on the way out.
+
+With another number of ranks the weights are the same, the windows are not: rank 2 of four has had a part in them. The
+random state goes to the ranks that there still are; a rank that is new keeps the one it was started with.
+
+**Nothing is half loaded.** All that can be compared is compared first, by all ranks together: the checksums (see
+`checkpoint`), the notes about the model, and every key and shape. What is read goes into fresh memory. Only then the
+model is touched.
+
+*In torch:* `torch.distributed.checkpoint.state_dict` unites both halves of the state; finding, checking and choosing
+checkpoints is left to the user.
+
+Spec: TRAIN-09, TRAIN-10, TRAIN-11, TRAIN-12.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from .checkpoint import Checkpoint, Shelf
+from .doors import Door, State
+from .manifest import MANIFEST, Flaw, differences
+from .ranks import from_all_ranks, on_first_rank, together
+
+try:
+    import numpy
+except ImportError:  # Then nobody draws from it either.
+    numpy = None  # type: ignore[assignment]
+
+__all__ = ["Training", "resume", "save"]
+
+FULL, PROGRESS, METADATA = "full.pt", "progress.pt", ".metadata"
+
+
+@dataclass
+class Training:
+    """All that changes while a model is trained.
+
+    Attributes:
+        model: sharded.
+        optimizer: over the model's parameters.
+        door: of the library that has sharded it.
+        scheduler: of the learning rate.
+        scaler: of the loss, where gradients are float16.
+        step: steps done, which is also the position in the data.
+        losses: of these steps.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    door: Door
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    scaler: Any = None
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+
+    def finish_step(self, loss: float) -> None:
+        """Counts a step that the optimizer has made."""
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.losses.append(loss)
+        self.step += 1
+
+
+def save(shelf: Shelf, training: Training, *, fixed: Mapping[str, Any], noted: Mapping[str, Any], full: bool) -> Path:
+    """Puts the training on the shelf. Every rank must call it; it returns when the checkpoint is complete.
+
+    Args:
+        shelf: where to.
+        training: what.
+        fixed: what a run must have in common with this one to resume it: the sizes of the model, above all.
+        noted: what may differ, but is worth a remark then.
+        full: one file by rank 0, instead of one by each rank.
+
+    Returns:
+        The folder of the checkpoint.
+    """
+    state = training.door.state_of(training.model, training.optimizer, full=full)
+    progress = _progress_of(training)
+
+    def write(folder: Path) -> None:
+        if full:
+            on_first_rank(lambda: torch.save({**state, "progress": progress}, folder / FULL))
+            return
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
+        on_first_rank(lambda: torch.save(progress, folder / PROGRESS))
+
+    facts = {
+        "form": "full" if full else "sharded",
+        "fixed": {**fixed, "optimizer": type(training.optimizer).__name__},
+        "noted": {"ranks": dist.get_world_size(), **noted},
+    }
+    return shelf.save(training.step, facts, write)
+
+
+def resume(
+    checkpoint: Checkpoint, training: Training, *, fixed: Mapping[str, Any], noted: Mapping[str, Any]
+) -> list[str]:
+    """Takes the training up where the checkpoint has left it. Every rank must call it.
+
+    Args:
+        checkpoint: from `Shelf.newest` or `open_checkpoint`.
+        training: a fresh one. The model may be sharded over another number of ranks.
+        fixed: as in `save`.
+        noted: as in `save`.
+
+    Returns:
+        Remarks about what was ``noted`` and differs.
+
+    Raises:
+        CheckpointError: it does not fit. On every rank, and the training is as it was.
+    """
+    fixed = {**fixed, "optimizer": type(training.optimizer).__name__}
+    checkpoint.refuse_if(differences(fixed, checkpoint.facts.get("fixed", {}), file=MANIFEST))
+    full = checkpoint.facts["form"] == "full"
+    state, progress = (_read_full if full else _read_sharded)(checkpoint, training)
+    checkpoint.refuse_if(_flaws_of_progress(progress, training, FULL if full else PROGRESS))
+
+    training.door.give_back(training.model, training.optimizer, state, full=full)
+    _take_up(training, progress)
+    now = {"ranks": dist.get_world_size(), **noted}
+    return [
+        f"{flaw.key} was {flaw.found}, and is {flaw.expected} now"
+        for flaw in differences(now, checkpoint.facts["noted"], file=MANIFEST)
+    ]
+
+
+# ---- the full form ----
+
+
+def _read_full(checkpoint: Checkpoint, training: Training) -> tuple[State, dict[str, Any]]:
+    # Mapped, not read: a rank needs only its slices, and all ranks of a machine share the pages of the file.
+    path = checkpoint.folder / FULL
+    state = together(lambda: torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+    ours = _shapes(training.door.state_of(training.model, training.optimizer, full=False)["model"])
+    optim = {name: _shapes(values) for name, values in state["optim"]["state"].items()}
+    flaws = differences(ours, _shapes(state["model"]), file=FULL, prefix="model.")
+    checkpoint.refuse_if(flaws + _flaws_of_optimizer(ours, optim, FULL))
+    return state, state["progress"]
+
+
+# ---- the sharded form ----
+
+
+def _read_sharded(checkpoint: Checkpoint, training: Training) -> tuple[State, dict[str, Any]]:
+    progress = together(lambda: torch.load(checkpoint.folder / PROGRESS, map_location="cpu", weights_only=True))
+    metadata = together(lambda: dcp.FileSystemReader(checkpoint.folder).read_metadata())
+    ours = training.door.state_of(training.model, training.optimizer, full=False)["model"]
+    theirs: State = {"model": {}, "optim": {"state": {}}}
+    for path, entry in _entries(metadata):
+        if isinstance(entry, TensorStorageMetadata):
+            _put(theirs, path, tuple(entry.size))
+    flaws = differences(_shapes(ours), theirs["model"], file=METADATA, prefix="model.")
+    checkpoint.refuse_if(flaws + _flaws_of_optimizer(_shapes(ours), theirs["optim"]["state"], METADATA))
+    state = _room_for(metadata, ours)
+    dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint.folder))
+    return state, progress
+
+
+def _room_for(metadata: Metadata, ours: Mapping[str, Tensor]) -> State:
+    """A state of the right form to be read into, in fresh memory.
+
+    The model says how its tensors are cut. A fresh optimizer has no state yet, so the checkpoint says what there is,
+    and what has the shape of a parameter is cut like it.
+    """
+    state: State = {"model": {}, "optim": {"state": {}, "param_groups": []}}
+    for path, entry in _entries(metadata):
+        if not isinstance(entry, TensorStorageMetadata):
+            _put(state, path, None)  # A learning rate, a list of names: whatever is no tensor is read as a whole.
+            continue
+        like = ours.get(path[1] if path[0] == "model" else path[2])
+        cut = like is not None and like.shape == entry.size
+        dtype = entry.properties.dtype
+        _put(state, path, torch.empty_like(like, dtype=dtype) if cut else torch.empty(entry.size, dtype=dtype))
+    return state
+
+
+def _entries(metadata: Metadata) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """What the checkpoint holds: each value's path through the nested state, such as ``("model", "norm.bias")``."""
+    for key, entry in metadata.state_dict_metadata.items():
+        yield metadata.planner_data[key], entry
+
+
+def _put(root: Any, path: tuple[Any, ...], value: Any) -> None:
+    """Sets a value deep inside nested dictionaries and lists of dictionaries, which are made on the way."""
+    for key, following in itertools.pairwise(path):
+        if isinstance(root, list):
+            root.extend({} for _ in range(key + 1 - len(root)))
+            root = root[key]
+        else:
+            root = root.setdefault(key, [] if isinstance(following, int) else {})
+    root[path[-1]] = value
+
+
+# ---- comparing ----
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(value.shape) for key, value in state.items() if isinstance(value, Tensor)}
+
+
+def _flaws_of_optimizer(parameters: Mapping[str, Any], optim: Mapping[str, Any], file: str) -> list[Flaw]:
+    """States of parameters that are not there, or of another shape. Single numbers, as the count of steps, fit all."""
+    flaws = [Flaw(file, f"optim.state.{name}", "nothing", "a state") for name in optim if name not in parameters]
+    for name, values in optim.items():
+        for kind, shape in values.items():
+            if name in parameters and shape not in (parameters[name], (), (1,)):
+                flaws.append(Flaw(file, f"optim.state.{name}.{kind}", parameters[name], shape))
+    return flaws
+
+
+def _flaws_of_progress(progress: Mapping[str, Any], training: Training, file: str) -> list[Flaw]:
+    ours = {"scheduler": training.scheduler is not None, "scaler": training.scaler is not None}
+    theirs = {part: progress.get(part) is not None for part in ours}
+    return differences(ours, theirs, file=file, prefix="progress.")
+
+
+# ---- counters and random state ----
+
+
+def _progress_of(training: Training) -> dict[str, Any]:
+    return {
+        "step": training.step,
+        "losses": training.losses,
+        "scheduler": training.scheduler and training.scheduler.state_dict(),
+        "scaler": training.scaler and training.scaler.state_dict(),
+        "random": from_all_ranks(_random_state()),
+    }
+
+
+def _take_up(training: Training, progress: Mapping[str, Any]) -> None:
+    training.step, training.losses[:] = progress["step"], progress["losses"]
+    if training.scheduler is not None:
+        training.scheduler.load_state_dict(progress["scheduler"])
+    if training.scaler is not None:
+        training.scaler.load_state_dict(progress["scaler"])
+    if dist.get_rank() < len(progress["random"]):
+        _set_random_state(progress["random"][dist.get_rank()])
+
+
+def _random_state() -> dict[str, Any]:
+    """Of this rank, as numbers and tensors only, so that it can be read without running anybody's code."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        state["numpy"] = [name, keys.tolist(), *rest]
+    return state
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state and numpy is not None:
+        numpy.random.set_state(tuple(state["numpy"]))
