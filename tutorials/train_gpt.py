@@ -22,8 +22,9 @@ Look at the loss: it starts near 5.5, which is the surprise of a blind guess amo
 ends below 2. Look at the table at the end: each rank stored one half of everything. Then turn some knobs::
 
     --strategy SHARD_GRAD_OP      keep parameters between forward and backward: fewer gathers, more memory
+    --api fully_shard             the second generation: one DTensor for each parameter, no wrapper
     --library torch               the same script on torch's own FSDP; the losses are the same
-    --compare                     one process, DDP, torch's FSDP and minifsdp on the same windows, in one table
+    --compare                     one process, DDP, both FSDPs of torch and of minifsdp, same windows, in one table
     --timeline step.svg           a picture of the last step: what each rank gathered, computed, freed and reduced
     --trace steps.json            the last steps for https://ui.perfetto.dev or chrome://tracing
     --save runs --resume runs     write checkpoints; if there are any, go on from the newest instead of starting anew
@@ -48,7 +49,7 @@ import torch.nn.functional as F
 from gpt.checkpoint import Shelf, choose
 from gpt.compare import compare
 from gpt.data import Corpus, batch_of, read_standard_library
-from gpt.doors import WrapperDoor
+from gpt.doors import FunctionDoor, WrapperDoor
 from gpt.model import GPT, Block, generate
 from gpt.options import parse
 from gpt.ranks import Place, joined_ranks, mesh_of, require_equal, start_ranks, started_by_torchrun
@@ -67,7 +68,11 @@ def build(options: argparse.Namespace, place: Place) -> GPT:
     return model.to(place.device)
 
 
-def shard(model: nn.Module, library: str, options: argparse.Namespace, place: Place) -> nn.Module:
+def shard(model: nn.Module, library: str, api: str, options: argparse.Namespace, place: Place) -> nn.Module:
+    return (wrapped if api == "wrapper" else sharded_in_place)(model, library, options, place)
+
+
+def wrapped(model: nn.Module, library: str, options: argparse.Namespace, place: Place) -> nn.Module:
     # The two libraries differ in the lines that import them.
     if library == "torch":
         from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
@@ -88,6 +93,20 @@ def shard(model: nn.Module, library: str, options: argparse.Namespace, place: Pl
         # As a mesh and not as a group: then checkpoints get DTensors, which any number of ranks can read.
         device_mesh=mesh_of(place, hybrid=options.strategy == "HYBRID_SHARD"),
     )
+
+
+def sharded_in_place(model: GPT, library: str, options: argparse.Namespace, place: Place) -> nn.Module:
+    if library == "torch":
+        from torch.distributed.fsdp import fully_shard
+    else:
+        from minifsdp import fully_shard
+    mesh = mesh_of(place, hybrid=options.strategy == "HYBRID_SHARD")
+    # `None` frees after forward everywhere but in the root, whose backward comes at once.
+    frees = False if options.strategy == "SHARD_GRAD_OP" else None
+    # 2. The same cut, from the inside out; here it is a loop.
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=frees)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=frees)
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -121,11 +140,12 @@ def evaluate(model: nn.Module, text: Tensor, options: argparse.Namespace, place:
 
 
 def start(model: nn.Module, options: argparse.Namespace, place: Place) -> Training:
-    model = shard(model, options.library, options, place)
+    model = shard(model, options.library, options.api, options, place)
     # 3. After the sharding, for now there are slices to own. One decay for all: a slice mixes matrices with norms.
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, options))
-    return Training(model, optimizer, WrapperDoor(options.library), scheduler)
+    door = WrapperDoor(options.library) if options.api == "wrapper" else FunctionDoor()
+    return Training(model, optimizer, door, scheduler)
 
 
 def notes(options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class FlatOwnership(Ownership):
         self.home, self.keep_reduce_dtype = home, keep_reduce_dtype
         self.shard: nn.Parameter = nn.Parameter(shard, requires_grad=next(iter(parameters)).requires_grad)
         self.shard._is_flat_param = True  # type: ignore[attr-defined]  # what torch's FlatParameter is known by
-        self._is_unreduced = False
+        self._is_unreduced, self._version = False, 0
         self._reduced_before: torch.Tensor | None = None
         stand_ins: list[torch.Tensor] = []
         for original, owned in parameters.items():
@@ -152,7 +152,7 @@ class FlatOwnership(Ownership):
             gradient = before.add_(gradient)
         self._reduced_before = self.shard.grad
         assign_gradient(self.shard, gradient)
-        self._is_unreduced = True
+        self._is_unreduced, self._version = True, gradient._version
         misuse.note_unreduced(self)
 
     def take_unreduced(self) -> torch.Tensor | None:
@@ -166,5 +166,8 @@ class FlatOwnership(Ownership):
         if unreduced is not None:
             self.shard.grad = None
             if reduced is not None:
+                if unreduced._version != self._version and not unreduced.any():
+                    # zero_grad(set_to_none=False): it found only what was in sight.
+                    reduced.zero_()
                 assign_gradient(self.shard, reduced)
         return unreduced

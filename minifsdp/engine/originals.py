@@ -67,6 +67,7 @@ class OriginalOwnership(Ownership):
         # Where each slice lies in this rank's piece.
         self._slices = partition.slices_of_piece(index)
         self._unreduced: torch.Tensor | None = None
+        self._version = 0
         self._reduced_before: list[torch.Tensor | None] = []
         self._gradients_aside: list[torch.Tensor | None] = []
         self.stand_ins = self.originals
@@ -206,7 +207,7 @@ class OriginalOwnership(Ownership):
         if before is not None:
             gradient = before.add_(gradient)
         self._reduced_before = [original.grad for original in self.originals]
-        self._unreduced = gradient
+        self._unreduced, self._version = gradient, gradient._version
         for original, part in zip(self.originals, self.partition.views(gradient, self.shapes), strict=True):
             original.grad = None
             if original.requires_grad:
@@ -218,7 +219,7 @@ class OriginalOwnership(Ownership):
         unreduced, self._unreduced = self._unreduced, None
         if unreduced is None:
             return None
-        any_left = False
+        any_left, is_edited = False, unreduced._version != self._version
         for original, before, part in zip(
             self.originals, self._reduced_before, self.partition.views(unreduced, self.shapes), strict=True
         ):
@@ -229,6 +230,9 @@ class OriginalOwnership(Ownership):
             any_left = True
             original.grad = None
             if before is not None:
+                if is_edited and not part.any():
+                    # zero_grad(set_to_none=False): it found only what was in sight.
+                    before.zero_()
                 assign_gradient(original, before)
         self._reduced_before = []
         return unreduced if any_left else None

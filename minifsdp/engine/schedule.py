@@ -14,7 +14,7 @@ Worked example, a root R around 0 and 1::
     entered   R 0 1          next for forward:   R -> 0 -> 1 -> nobody
     left      0 1 R          next for backward:  R -> 1 -> 0 -> nobody
 
-A unit whose module is called twice is recorded once, at the first time.
+A unit whose module is called twice enters once, at the first time, and leaves twice: backward meets both uses.
 
 A schedule answers questions and never calls a unit: what follows from the answer is decided elsewhere, and whatever a
 wrong guess costs, it does not cost correctness.
@@ -44,7 +44,7 @@ class Schedule:
         self._entered: dict[Unit, int] = {}
         self._is_first_iteration = True
         self._left: list[Unit] = []
-        self._left_at: dict[Unit, int] = {}
+        self._left_at: dict[Unit, list[int]] = {}
         self._position = 0
         self._warned = False
 
@@ -56,9 +56,8 @@ class Schedule:
 
     def leave(self, unit: Unit) -> None:
         """A unit has finished a forward that autograd recorded."""
-        if unit not in self._left_at:
-            self._left_at[unit] = len(self._left)
-            self._left.append(unit)
+        self._left_at.setdefault(unit, []).append(len(self._left))
+        self._left.append(unit)
 
     def next_forward(self, unit: Unit) -> Unit | None:
         """Who entered after ``unit`` in the first iteration; ``None`` during that iteration, and after the last."""
@@ -86,8 +85,17 @@ class Schedule:
             self._position = max(self._position, position + 1)
 
     def next_backward(self, unit: Unit) -> Unit | None:
-        """Who left forward just before ``unit`` in this iteration; ``None`` before the first."""
-        position = self._left_at.get(unit)
+        """Who left forward just before ``unit`` in this iteration; ``None`` before the first.
+
+        To be asked when the backward of ``unit`` begins, once for each of its uses: backward meets the last one first.
+        """
+        positions = self._left_at.get(unit)
+        if not positions:
+            return None
+        position = positions.pop()
+        while position and self._left[position - 1] is unit:
+            # Called twice in a row: by then it is there.
+            position -= 1
         return self._left[position - 1] if position else None
 
     def abandon_iteration(self) -> None:

@@ -73,14 +73,26 @@ def test_a_model_that_takes_another_branch_today_is_followed_today() -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("PREF-08")
-def test_a_unit_that_ran_twice_is_recorded_at_its_first_time() -> None:
+def test_a_unit_that_ran_twice_is_met_twice_its_last_use_first() -> None:
     a, b = units(2)
     schedule = Schedule()
     for unit in (a, b, a):
         schedule.enter(unit)
         schedule.leave(unit)
+    assert schedule.next_backward(a) is b
     assert schedule.next_backward(b) is a
     assert schedule.next_backward(a) is None
+
+
+@pytest.mark.pure
+@pytest.mark.spec("PREF-08")
+def test_a_unit_that_ran_twice_in_a_row_does_not_ask_for_itself() -> None:
+    a, b = units(2)
+    schedule = Schedule()
+    for unit in (a, a, b, b):
+        schedule.enter(unit)
+        schedule.leave(unit)
+    assert [schedule.next_backward(unit) for unit in (b, b, a, a)] == [a, a, None, None]
 
 
 @pytest.mark.pure

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from minifsdp import trace
 from spec_tests.fsdp1.four_blocks import (
@@ -124,7 +124,3 @@ def full_values(model: nn.Module) -> dict[str, Tensor]:
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     """The whole gradients by name, of the parameters that have one."""
     return {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-PLACED_ON_A_LINE = (Shard(0),)
-PLACED_ON_A_GRID = (Replicate(), Shard(0))

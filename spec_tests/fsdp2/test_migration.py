@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -69,7 +70,10 @@ def test_the_page_names_what_takes_the_place_of_no_shard() -> None:
 
 @pytest.mark.pure
 def test_the_program_runs_as_a_reader_starts_it() -> None:
-    ended = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=120, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    ended = subprocess.run(
+        [sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=300, check=False, env=environment
+    )
     assert ended.returncode == 0, ended.stderr
     for row in ROWS.values():
         assert f"{row.old} -> {row.new}" in ended.stdout

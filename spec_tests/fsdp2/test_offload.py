@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minifsdp import trace
-from spec_tests.fsdp2.four_blocks import iterate, sharded
+from spec_tests.fsdp2.four_blocks import grid_mesh, iterate, sharded
 from spec_tests.fsdp2.subject import CPUOffloadPolicy, OffloadPolicy
 from spec_tests.harness import device, ranks
 
@@ -97,3 +97,21 @@ def test_pinned_memory_is_the_default_and_can_be_left_out() -> None:
         assert {p.to_local().is_pinned() for p in model.parameters()} == {pinned}
         iterate(model)
         assert {p.grad.device.type for p in model.parameters()} == {"cpu"}
+
+
+@pytest.mark.spec("FS2-OFF-01", "FS2-SYNC-01", "FS2-OPT-03", "FS2-18")
+@ranks(4)
+def test_it_goes_together_with_replicas_accumulation_and_clipping() -> None:
+    mesh = grid_mesh()
+    model, usual = sharded(offload_policy=OFFLOADED, mesh=mesh), sharded(mesh=mesh)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, usual)]
+    for step in range(4):
+        for each in (model, usual):
+            each.set_requires_gradient_sync(step % 2 == 1)
+        assert iterate(model, step) == iterate(usual, step)
+        if step % 2 == 1:
+            norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (model, usual)]
+            assert norms[0].full_tensor().item() == norms[1].full_tensor().item()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()

@@ -8,22 +8,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from spec_tests.fsdp2.four_blocks import (
     assert_same,
+    batch,
     full,
     full_gradients,
     full_values,
     grid_mesh,
     iterate,
+    loss_of,
     mean_gradients,
     named,
     seeded,
     sharded,
 )
-from spec_tests.harness import ranks
+from spec_tests.harness import device, ranks
 from spec_tests.oracles import count_collectives
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -178,3 +181,25 @@ def test_clipping_by_value_works_as_well() -> None:
     nn.utils.clip_grad_value_(model.parameters(), 0.001)
     expected = {name: gradient.clamp(-0.001, 0.001) for name, gradient in mean_gradients(seeded()).items()}
     assert_same(full_gradients(model), expected)
+
+
+@pytest.mark.spec("FS2-OPT-03", "FS2-OPT-04")
+@ranks(2)
+def test_the_stock_gradient_scaler_skips_a_step_on_all_ranks_if_one_of_them_overflows() -> None:
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(device().type, init_scale=8.0, growth_interval=100)
+    before = full_values(model)
+    for overflows in (True, False):
+        scaler.scale(loss_of(model(batch()))).backward()
+        if overflows and dist.get_rank() == 1:
+            model.enter.bias.grad.to_local()[0] = float("inf")
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 4.0
+        if overflows:
+            assert_same(full_values(model), before)
+            optimizer.zero_grad()
+    assert_same(full_gradients(model), mean_gradients(seeded()))
+    assert not torch.equal(full_values(model)["enter.weight"], before["enter.weight"])

@@ -40,7 +40,6 @@ from spec_tests.oracles import (
 # Ranks that take different branches need a switch of their own, see ``test_new.py``. A unit that overwrites what enters
 # it is refused, see the end of this file.
 every_animal = pytest.mark.parametrize("name", [name for name in ANIMALS if name not in ("one_sided", "writes_input")])
-RESHARDING = (None, False)
 # Their uses are added up one by one, in an order that autograd chooses; unlike torch's and ours, the single process
 # adds up a micro-batch first.
 USED_OFTEN = ("called_twice", "shared_module", "several_forwards")
@@ -51,14 +50,21 @@ def train(name: str, recipe: Recipe, **options: Any) -> Any:
 
 
 @pytest.mark.spec("PAR-03", "PAR-06", "FS2-13")
-@pytest.mark.parametrize("reshard_after_forward", RESHARDING)
 @every_animal
 @ranks(2)
-def test_two_ranks_are_bit_equal_to_torch_fully_shard(name: str, reshard_after_forward: bool | None) -> None:
+def test_two_ranks_are_bit_equal_to_torch_fully_shard(name: str) -> None:
     recipe = Recipe(steps=2, optimizer=adamw)
+    assert_same_training(train(name, recipe), train_torch_fsdp2(ANIMALS[name], recipe), tolerance_for(2))
+
+
+@pytest.mark.spec("PAR-03", "FS2-13", "FS2-17")
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("name", ["mlp", "nested", "tied", "called_twice", "several_forwards", "frozen", "sometimes"])
+@ranks(2)
+def test_what_is_freed_after_forward_changes_no_bit(name: str, reshard_after_forward: bool) -> None:
+    recipe = Recipe(steps=2)
     ours = train(name, recipe, reshard_after_forward=reshard_after_forward)
-    theirs = train_torch_fsdp2(ANIMALS[name], recipe, reshard_after_forward=reshard_after_forward)
-    assert_same_training(ours, theirs, tolerance_for(2))
+    assert_same_training(ours, train(name, recipe), tolerance_for(2))
 
 
 @pytest.mark.spec("PAR-03", "FS2-04", "FS2-05", "FS2-06", "FS2-13")
@@ -81,31 +87,16 @@ def test_each_rank_holds_the_shards_and_the_sharded_gradients_that_torch_gives_i
             assert torch.equal(mine.grad.to_local(), his.grad.to_local()), f"gradient of {our_name}"
 
 
-@pytest.mark.spec("PAR-01", "PAR-06", "FS2-13", "FS2-OPT-04")
-@pytest.mark.parametrize("optimizer", [sgd, adamw])
+@pytest.mark.spec("PAR-01", "PAR-02", "PAR-05", "PAR-06", "FS2-13", "FS2-OPT-04", "MIG-01")
 @every_animal
 @ranks(2)
-def test_two_ranks_are_equal_to_one_process_on_both_batches(name: str, optimizer: Any) -> None:
-    recipe = Recipe(steps=2, optimizer=optimizer)
-    assert_same_training(train(name, recipe), train_single(ANIMALS[name], 2, recipe), tolerance_for(2))
-
-
-@pytest.mark.spec("PAR-02", "PAR-06")
-@every_animal
-@ranks(2)
-def test_two_ranks_are_equal_to_ddp(name: str) -> None:
-    recipe = Recipe(steps=2, optimizer=sgd)
+def test_one_process_ddp_and_the_other_front_door_train_to_the_same_bits(name: str) -> None:
+    animal, recipe = ANIMALS[name], Recipe(steps=2, optimizer=sgd)
     ours = train(name, recipe)
-    assert_same_training(ours, train_ddp(ANIMALS[name], recipe), tolerance_for(2), buffers=True)
-
-
-@pytest.mark.spec("PAR-05", "MIG-01")
-@every_animal
-@ranks(2)
-def test_both_front_doors_lead_to_the_same_numbers(name: str) -> None:
-    recipe = Recipe(steps=2, optimizer=sgd)
-    other_door = train_fsdp1(minifsdp.FullyShardedDataParallel, ANIMALS[name], recipe)
-    assert_same_training(train(name, recipe), other_door, tolerance_for(2), buffers=True)
+    assert_same_training(ours, train_single(animal, 2, recipe), tolerance_for(2))
+    assert_same_training(ours, train_ddp(animal, recipe), tolerance_for(2), buffers=True)
+    other_door = train_fsdp1(minifsdp.FullyShardedDataParallel, animal, recipe)
+    assert_same_training(ours, other_door, tolerance_for(2), buffers=True)
 
 
 @pytest.mark.spec("PAR-01", "FS2-SYNC-01", "FS2-13")
@@ -166,6 +157,17 @@ def test_bfloat16_is_bit_equal_to_torch_fully_shard(name: str, reduce_dtype: tor
     ours = train(name, recipe, mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype))
     policy = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
     assert_same_training(ours, train_torch_fsdp2(ANIMALS[name], recipe, mp_policy=policy), tolerance_for(2))
+
+
+@pytest.mark.spec("PAR-03", "FS2-18", "FS2-MP-02", "FS2-MP-03")
+@pytest.mark.parametrize("no_sync", [False, True])
+@pytest.mark.parametrize("name", ["mlp", "uneven"])
+@ranks(4)
+def test_bfloat16_on_two_by_two_is_that_of_torch(name: str, no_sync: bool) -> None:
+    recipe, mesh = Recipe(steps=2, accumulate=2, no_sync=no_sync), grid_mesh()
+    ours = train(name, recipe, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    policy = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    assert_same_training(ours, train_torch_fsdp2(ANIMALS[name], recipe, mesh=mesh, mp_policy=policy), FLOAT)
 
 
 @pytest.mark.spec("PAR-01", "FS2-MP-03")

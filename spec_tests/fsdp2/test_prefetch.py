@@ -91,6 +91,19 @@ def test_backward_follows_the_order_in_which_this_iterations_forwards_ended() ->
         assert gathered == [str(index) for index in reversed(order)]
 
 
+@pytest.mark.spec("FS2-PREF-02")
+@ranks(2)
+def test_a_unit_that_is_used_twice_has_two_places_in_that_order() -> None:
+    model = sharded()
+    for _ in range(2):
+        loss = loss_of(model(batch(), order=(0, 1, 2, 0)))
+        with trace.record() as recorder:
+            loss.backward()
+        words = [event.kind + (event.unit.removeprefix("blocks.") or "R") for event in recorder.events]
+        assert [word for word in words if word[:2] == "AG"] == ["AG0", "AG2", "AG1", "AG0"]
+        assert words.index("AG0") < words.index("B0") < words.index("AG2") < words.index("FREE0")
+
+
 # --- by list ---
 
 
@@ -156,6 +169,28 @@ def test_asking_for_k_ahead_has_k_more_in_memory() -> None:
     assert most_gathered(ahead(sharded(), 1)) == (2, 2)
     assert most_gathered(ahead(sharded(), 2)) == (3, 3)
     assert most_gathered(ahead(sharded(), 3)) == (4, 4)
+
+
+@pytest.mark.spec("FS2-17", "FS2-PREF-02", "FS2-PREF-05")
+@pytest.mark.parametrize("num_ahead", [None, 1, 2])
+@ranks(2)
+def test_the_memory_of_so_many_blocks_is_there_while_one_computes(num_ahead: int | None) -> None:
+    plain = seeded()
+    watch = Watch(plain)
+    alive: dict[str, list[str]] = {}
+    watch.in_forward = lambda unit: alive.update({f"F {unit}": watch.alive_blocks()})
+    watch.in_backward = lambda unit: alive.update({f"B {unit}": watch.alive_blocks()})
+    model = sharded(plain)
+    if num_ahead is not None:
+        ahead(model, num_ahead)
+    iterate(model)
+    iterate(model, 1)
+    for index in range(4):
+        assert alive[f"F blocks.{index}"][:1] == [f"blocks.{index}"]
+        assert len(alive[f"F blocks.{index}"]) <= 1 + (num_ahead or 0)
+        assert len(alive[f"B blocks.{index}"]) <= 1 + (1 if num_ahead is None else num_ahead)
+        assert f"blocks.{index}" in alive[f"B blocks.{index}"]
+    assert watch.alive() == []
 
 
 @pytest.mark.spec("FS2-PREF-06", "MIG-13")

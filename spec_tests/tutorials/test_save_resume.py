@@ -126,6 +126,26 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one_to_the_last_bit(
         assert not [line for line in said if "other than then" in line]
 
 
+WRAPPER, FUNCTION = "--api=wrapper", "--api=fully_shard"
+
+
+@pytest.mark.spec("FS2-SD-11", "MIG-20")
+@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+@pytest.mark.parametrize(("first", "second"), [(FUNCTION, FUNCTION), (WRAPPER, FUNCTION), (FUNCTION, WRAPPER)])
+@ranks(2)
+def test_either_door_resumes_what_either_has_saved_with_the_losses_of_an_uninterrupted_run(
+    tmp_path: Path, first: str, second: str, full: bool
+) -> None:
+    uninterrupted = losses_of("--steps=6", second)
+    saving = ["--steps=6", f"--save={tmp_path}", f"--resume={tmp_path}", "--save-every=3"]
+    saving += ["--full"] if full else []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt, "save", save_and_stop)
+        with pytest.raises(InterruptedError):
+            losses_of(*saving, first)
+    assert losses_of(*saving, second) == uninterrupted
+
+
 def save_and_stop(*args: Any, **kwargs: Any) -> None:
     save(*args, **kwargs)
     raise InterruptedError

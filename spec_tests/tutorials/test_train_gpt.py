@@ -310,6 +310,8 @@ def test_the_counter_adds_up_what_is_gathered_at_the_same_time() -> None:
         (["--compare", "--timeline=out.svg"], "leave out --library and --compare"),
         (["--width=100"], "--width 100 is not a multiple of twice --heads 4"),
         (["--strategy=hybrid_shard", "--world-size=3"], "3 ranks are not pairs"),
+        (["--api=fully_shard", "--strategy=NO_SHARD"], "DistributedDataParallel"),
+        (["--api=fully_shard", "--prefetch=NONE"], "prefetches in backward by itself"),
     ],
 )
 def test_a_wrong_option_is_explained_before_anything_starts(
@@ -401,16 +403,16 @@ def test_the_comparison_finds_equal_losses_half_the_memory_and_the_same_traffic_
     rows = table(output_of(sys.executable, str(SCRIPT), "--compare", *TINY))
     whole, half, most = f"{WHOLE:,}", f"{WHOLE // 2:,}", f"{4 * (2 * BLOCK + ROOT):,}"
 
-    assert rows["on each rank"] == ["single", "DDP", "torch FSDP", "minifsdp"]
+    assert rows["on each rank"] == ["single", "DDP", "torch FSDP", "minifsdp", "torch f_s", "mini f_s"]
     final = [float(cell) for cell in rows["final loss"]]
     assert max(final) - min(final) < 1e-5
-    assert rows["parameters"] == rows["gradients"] == [whole, whole, half, half]
+    assert rows["parameters"] == rows["gradients"] == [whole, whole, half, half, half, half]
     # With two blocks, backward has the root, a block and the prefetched block whole at once, which is everything.
-    assert rows["whole at once, bytes"] == [whole, whole, most, most]
-    assert rows["all-gathers"] == ["0", "0", "5", "5"]
-    assert rows["reduce-scatters"] == ["0", "0", "3", "3"]
-    assert rows["all-reduces"] == ["0", "1", "0", "0"]
+    assert rows["whole at once, bytes"] == [whole, whole, most, most, "-", "-"]
+    assert rows["all-gathers"] == ["0", "0", "5", "5", "5", "5"]
+    assert rows["reduce-scatters"] == ["0", "0", "3", "3", "3", "3"]
+    assert rows["all-reduces"] == ["0", "1", "0", "0", "0", "0"]
     # An all-reduce sends twice one half. FSDP sends one half of everything, and of each block one half more in backward
     # for the gather that the root is spared, and one half for the reduction.
     sharded = f"{WHOLE // 2 + 4 * BLOCK + WHOLE // 2:,}"
-    assert rows["bytes sent"] == ["0", whole, sharded, sharded]
+    assert rows["bytes sent"] == ["0", whole, sharded, sharded, sharded, sharded]

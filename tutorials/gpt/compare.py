@@ -1,4 +1,4 @@
-"""The same training four times: one process, DDP, torch's FSDP, minifsdp. One table.
+"""The same training six times: one process, DDP, and both generations of FSDP, torch's and minifsdp's. One table.
 
 What must be equal is equal: the initial weights (same seed), the windows (a batch is a function of seed, rank and
 step), the optimizer, the steps. The single process sees in each step what all ranks of the others see together. What
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .counting import CollectiveCounter
@@ -37,14 +38,15 @@ class Outcome:
     Attributes:
         losses: of each step, the mean over all windows of all ranks.
         stored: bytes on this rank between two steps.
-        peak_whole: the largest number of bytes of full parameters that lay on this rank together.
+        peak_whole: the largest number of bytes of full parameters that lay on this rank together; ``None`` for
+            ``fully_shard``, which copies what was gathered to where it is computed on, out of the counter's sight.
         milliseconds: of a step, the median.
         counter: what one step sent.
     """
 
     losses: list[float]
     stored: Stored
-    peak_whole: int
+    peak_whole: int | None
     milliseconds: float
     counter: CollectiveCounter
 
@@ -54,7 +56,7 @@ def compare(
     corpus: Corpus,
     place: Place,
     build: Callable[[Namespace, Place], nn.Module],
-    shard: Callable[[nn.Module, str, Namespace, Place], nn.Module],
+    shard: Callable[[nn.Module, str, str, Namespace, Place], nn.Module],
     train_step: Callable[[nn.Module, torch.optim.Optimizer, Tensor, Tensor], Tensor],
 ) -> None:
     """Trains all contenders, one after the other, and prints the table. Every rank must call it; one prints.
@@ -64,16 +66,20 @@ def compare(
         corpus: what to train on.
         place: of this rank.
         build: makes the plain model, always with the same weights.
-        shard: wraps a model with the library of the given name.
+        shard: shards a model with the library and the API of the given names.
         train_step: one step; returns the loss of this rank.
     """
     ids = [place.device] if place.device.type == "cuda" else None
     contenders: dict[str, Callable[[nn.Module], nn.Module]] = {
         "single": lambda model: model,
         "DDP": lambda model: DistributedDataParallel(model, device_ids=ids),
-        "torch FSDP": lambda model: shard(model, "torch", options, place),
-        "minifsdp": lambda model: shard(model, "minifsdp", options, place),
+        "torch FSDP": lambda model: shard(model, "torch", "wrapper", options, place),
+        "minifsdp": lambda model: shard(model, "minifsdp", "wrapper", options, place),
     }
+    if options.strategy != "NO_SHARD":
+        # In the second generation that is DDP's business.
+        contenders["torch f_s"] = lambda model: shard(model, "torch", "fully_shard", options, place)
+        contenders["mini f_s"] = lambda model: shard(model, "minifsdp", "fully_shard", options, place)
     outcomes = {}
     for name, wrap in contenders.items():
         begin = time.perf_counter()
@@ -118,7 +124,9 @@ def _train(
         durations.append(1000 * (time.perf_counter() - begin))
     milliseconds = statistics.median(durations[:-1] or durations)
     # Where nothing is gathered, every rank holds the whole model at all times.
-    peak = counter.peak_gathered or whole
+    peak: int | None = counter.peak_gathered or whole
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        peak = None
     return Outcome(losses, measure(model, optimizer), peak, milliseconds, counter)
 
 
@@ -136,7 +144,10 @@ def _print_table(outcomes: dict[str, Outcome]) -> None:
         ("  gradients", [f"{outcome.stored.gradients:,}" for outcome in column]),
         ("  optimizer", [f"{outcome.stored.optimizer:,}" for outcome in column]),
         ("  together", [f"{outcome.stored.together:,}" for outcome in column]),
-        ("whole at once, bytes", [f"{outcome.peak_whole:,}" for outcome in column]),
+        (
+            "whole at once, bytes",
+            ["-" if outcome.peak_whole is None else f"{outcome.peak_whole:,}" for outcome in column],
+        ),
         ("in each step", []),
         *((f"  {kind}s", [f"{outcome.counter.num_calls[kind]}" for outcome in column]) for kind in kinds),
         ("  bytes sent", [f"{outcome.counter.bytes_sent:,}" for outcome in column]),

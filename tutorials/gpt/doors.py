@@ -22,8 +22,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-__all__ = ["Door", "WrapperDoor"]
+__all__ = ["Door", "FunctionDoor", "WrapperDoor"]
 
 State = dict[str, Any]
 
@@ -82,3 +83,27 @@ class WrapperDoor:
             return self.wrapper.state_dict_type(model, of.StateDictType.FULL_STATE_DICT, model_form, optim_form)
         model_form, optim_form = of.ShardedStateDictConfig(), of.ShardedOptimStateDictConfig(offload_to_cpu=offload)
         return self.wrapper.state_dict_type(model, of.StateDictType.SHARDED_STATE_DICT, model_form, optim_form)
+
+
+class FunctionDoor:
+    """For a model after ``fully_shard``, whoever's: its parameters are DTensors, so torch's own functions know the way.
+
+    They give and take the same names and the same structure as `WrapperDoor`, so that either can read what the other
+    has written.
+    """
+
+    def state_of(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, full: bool) -> State:
+        """See `Door.state_of`."""
+        of_model, of_optimizer = get_state_dict(model, optimizer, options=_options(full))
+        return {"model": of_model, "optim": of_optimizer}
+
+    def give_back(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: State, *, full: bool) -> None:
+        """See `Door.give_back`."""
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], options=_options(full)
+        )
+
+
+def _options(full: bool) -> StateDictOptions:
+    # Full and offloaded means: whole, in CPU memory, on rank 0 alone.
+    return StateDictOptions(full_state_dict=full, cpu_offload=full)

@@ -31,6 +31,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     records = options.trace or options.timeline
     if records and (options.library != "minifsdp" or options.compare):
         parser.error("--trace and --timeline record a training by minifsdp; leave out --library and --compare")
+    if options.api == "fully_shard":
+        _check_function(parser, options)
     _check_saving(parser, options)
     if options.library == "minifsdp" and importlib.util.find_spec("minifsdp") is None:
         parser.error("minifsdp is not installed in this Python; run first: python -m pip install -e .")
@@ -43,6 +45,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             f"--strategy HYBRID_SHARD shards over pairs of ranks, and {options.world_size} ranks are not pairs"
         )
     return options
+
+
+def _check_function(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if options.strategy == "NO_SHARD":
+        parser.error("--api fully_shard always shards; for copies alone there is DistributedDataParallel")
+    if options.prefetch != "BACKWARD_PRE" or options.forward_prefetch:
+        parser.error("--api fully_shard prefetches in backward by itself, and further ahead only where a model says so")
 
 
 def _check_saving(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -73,6 +82,12 @@ def _parser() -> argparse.ArgumentParser:
     choice("--strategy", choices=STRATEGIES, default="FULL_SHARD")
     choice("--prefetch", choices=PREFETCHES, default="BACKWARD_PRE")
     sharding.add_argument("--forward-prefetch", action="store_true", help="gather early in forward, too")
+    sharding.add_argument(
+        "--api",
+        choices=["wrapper", "fully_shard"],
+        default="wrapper",
+        help="FullyShardedDataParallel around the model, or fully_shard in place; default: %(default)s",
+    )
     sharding.add_argument("--library", choices=["minifsdp", "torch"], default="minifsdp", help="default: %(default)s")
     saving = parser.add_argument_group("saving it")
     saving.add_argument("--save", type=_folder, metavar="DIR", help="put checkpoints into this folder")
@@ -85,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         "--resume", type=_folder, metavar="DIR", help="go on from the newest checkpoint in it, or from this one"
     )
     watching = parser.add_argument_group("watching it")
-    watching.add_argument("--compare", action="store_true", help="one process, DDP and both FSDPs, in one table")
+    watching.add_argument("--compare", action="store_true", help="one process, DDP and all four FSDPs, in one table")
     watching.add_argument("--trace", type=_file, metavar="FILE.json", help="write a Chrome trace of the last two steps")
     watching.add_argument("--timeline", type=_file, metavar="FILE.svg", help="draw the last step")
     model = parser.add_argument_group("the model and its diet")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from .data import Corpus
@@ -53,7 +54,8 @@ def introduce(options: Namespace, corpus: Corpus, place: Place, model: GPT) -> N
         f"{in_all:,} parameters: {in_blocks // options.blocks:,} in each of {options.blocks} blocks, "
         f"{in_all - in_blocks:,} in the root",
     )
-    fact("sharding", f"{'torch and minifsdp' if options.compare else options.library}, {options.strategy}, {ahead}")
+    who = "torch and minifsdp" if options.compare else f"{options.library}, {options.api}"
+    fact("sharding", f"{who}, {options.strategy}, {ahead}")
     fact("steps", f"{options.steps}, of {ranks} x {options.batch} windows x {options.context} bytes\n")
 
 
@@ -128,7 +130,9 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer) -> Stored:
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    # A DTensor has the number of elements of the whole; stored is its local part.
+    mine = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in mine)
 
 
 def print_stored(mine: Stored, num_parameters: int, *, speaks: bool) -> None:

@@ -1,0 +1,390 @@
+"""What people do besides: odd inputs and outputs, several backwards, hooks, frozen towers, a second parallelism.
+
+None of it has a row of its own in the spec; it is what training loops that already exist rely on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from minifsdp import trace
+from spec_tests.fsdp2.four_blocks import (
+    WIDTH,
+    Block,
+    all_connected,
+    assert_same,
+    batch,
+    full_gradients,
+    full_values,
+    iterate,
+    loss_of,
+    mean_gradients,
+    named,
+    recorded_iteration,
+    seeded,
+    sharded,
+)
+from spec_tests.fsdp2.subject import fully_shard
+from spec_tests.fsdp2.test_counts import WHOLE
+from spec_tests.harness import device, ranks
+
+# --- inputs and outputs ---
+
+
+@dataclasses.dataclass
+class Parcel:
+    """Tensors in a class of the user's own."""
+
+    x: Tensor
+    count: int = 1
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+PACKED: dict[str, Any] = {
+    "dataclass": (lambda x: Parcel(x), lambda packed: packed.x),
+    "named tuple": (lambda x: Pair(None, x), lambda packed: packed.second),
+    "ordered dictionary": (lambda x: OrderedDict(x=[x]), lambda packed: packed["x"][0]),
+    "set in a list": (lambda x: [{"deep": (x, {"nothing"})}], lambda packed: packed[0]["deep"][0]),
+}
+
+
+class Packs(nn.Module):
+    """Takes a packed tensor and returns one."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.block = Block()
+        self.pack, self.unpack = PACKED[kind]
+
+    def forward(self, packed: Any) -> Any:
+        return self.pack(self.block(self.unpack(packed)))
+
+
+class Chain(nn.Module):
+    """Units that talk in packed tensors."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.last = Packs(kind), Packs(kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last.unpack(self.last(self.first(self.first.pack(x))))
+
+
+def mean_over_ranks(plain: nn.Module, steps: Any = (0,)) -> dict[str, Tensor]:
+    total: dict[str, Tensor] = {}
+    for rank in range(dist.get_world_size()):
+        plain.zero_grad()
+        for step in steps:
+            loss_of(plain(batch(step, rank))).backward()
+        for name, parameter in plain.named_parameters():
+            total[name] = total.get(name, 0) + parameter.grad / dist.get_world_size()
+    plain.zero_grad()
+    return total
+
+
+@pytest.mark.spec("FS2-13")
+@pytest.mark.parametrize("kind", PACKED)
+@ranks(2)
+def test_tensors_are_found_wherever_they_are_packed(kind: str) -> None:
+    model, plain = seeded(lambda: Chain(kind)), seeded(lambda: Chain(kind))
+    for part in (model.first, model.last, model):
+        fully_shard(part)
+    for step in range(2):
+        with trace.record() as recorder:
+            iterate(model, step)
+        assert sorted(recorder.order("RS")) == ["RS first", "RS last"]
+        assert_same(full_gradients(model), mean_over_ranks(plain, (step,)))
+        model.zero_grad()
+
+
+# --- backward ---
+
+
+@pytest.mark.spec("FS2-13", "NEW-07")
+@ranks(2)
+def test_a_graph_that_is_kept_can_be_run_backward_twice() -> None:
+    model = sharded()
+    loss = loss_of(model(batch()))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    once = mean_gradients(seeded())
+    assert_same(full_gradients(model), {name: 2 * gradient for name, gradient in once.items()})
+    model.zero_grad()
+    assert recorded_iteration(model) == WHOLE[None]
+
+
+@pytest.mark.spec("FS2-13")
+@ranks(2)
+def test_the_gradient_of_the_input_is_right_and_alone_it_reduces_nothing() -> None:
+    model, plain = sharded(), seeded()
+    for only_input in (True, False):
+        inputs = [batch().requires_grad_() for _ in range(2)]
+        losses = [loss_of(each(x)) for each, x in zip((model, plain), inputs, strict=True)]
+        if only_input:
+            gradients = [torch.autograd.grad(loss, x)[0] for loss, x in zip(losses, inputs, strict=True)]
+        else:
+            for loss in losses:
+                loss.backward()
+            gradients = [x.grad for x in inputs]
+        torch.testing.assert_close(*gradients)
+        if only_input:
+            assert full_gradients(model) == {}
+    assert_same(full_gradients(model), mean_gradients(seeded()))
+
+
+@pytest.mark.spec("FS2-13", "FS2-21")
+@ranks(2)
+def test_a_tower_without_grad_inside_of_a_recorded_forward() -> None:
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen, self.trained = Block(), Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = self.frozen(x)
+            return self.trained(x)
+
+    model, plain = seeded(Towers), seeded(Towers)
+    for part in (model.frozen, model.trained, model):
+        fully_shard(part)
+    for step in range(2):
+        with trace.record() as recorder:
+            iterate(model, step)
+        assert recorder.order("AG") == ["AG frozen", "AG trained", "AG trained"]
+        plain.zero_grad()
+        expected: dict[str, Tensor] = {}
+        for rank in range(2):
+            plain.zero_grad()
+            loss_of(plain(batch(step, rank))).backward()
+            for name, parameter in plain.trained.named_parameters():
+                expected[f"trained.{name}"] = expected.get(f"trained.{name}", 0) + parameter.grad / 2
+        assert_same(full_gradients(model), expected)
+        model.zero_grad()
+
+
+@pytest.mark.spec("FS2-17", "FS2-21")
+@ranks(2)
+def test_inference_mode_and_training_can_take_turns() -> None:
+    model, plain = sharded(), seeded()
+    for step in range(2):
+        with torch.inference_mode():
+            assert torch.equal(model(batch(step)), plain(batch(step)))
+        iterate(model, step)
+        assert_same(full_gradients(model), mean_gradients(plain, (step,)))
+        model.zero_grad()
+
+
+@pytest.mark.spec("FS2-13", "FS2-PREF-08")
+@ranks(2)
+def test_losses_on_inner_outputs_reach_the_units_that_made_them() -> None:
+    model, plain = sharded(), seeded()
+
+    def loss(each: nn.Module, x: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        lain = [each.blocks[i].register_forward_hook(lambda _, __, out: kept.append(out)) for i in (0, 2)]
+        total = loss_of(each(x))
+        for hook in lain:
+            hook.remove()
+        return total + sum(loss_of(output) for output in kept)
+
+    loss(model, batch()).backward()
+    expected: dict[str, Tensor] = {}
+    for rank in range(2):
+        plain.zero_grad()
+        loss(plain, batch(0, rank)).backward()
+        for name, parameter in plain.named_parameters():
+            expected[name] = expected.get(name, 0) + parameter.grad / 2
+    # Autograd adds up the paths that end in one tensor in the order in which they arrive.
+    assert_same(full_gradients(model), expected, bitwise=False)
+
+
+# --- who is called ---
+
+
+@pytest.mark.spec("FS2-09", "FS2-13")
+@ranks(2)
+def test_units_whose_root_is_never_called_work_on_their_own() -> None:
+    model, plain = sharded(), seeded()
+    for step in range(2):
+        for each in (model.blocks, plain.blocks):
+            loss_of(each[1](torch.tanh(each[0](batch(step))))).backward()
+        assert {type(p.data) for p in model.parameters()} == {DTensor}
+        for mine, other in ((model.blocks[i].linear, plain.blocks[i].linear) for i in (0, 1)):
+            gradient = other.weight.grad.clone()
+            dist.all_reduce(gradient)
+            assert torch.equal(mine.weight.grad.full_tensor(), gradient / 2)
+        model.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.spec("FS2-09", "FS2-21")
+@ranks(2)
+def test_a_unit_may_run_alone_between_iterations_of_the_whole() -> None:
+    model, plain = sharded(), seeded()
+    for step in range(3):
+        with torch.no_grad():
+            assert torch.equal(model.blocks[2](batch(step)), plain.blocks[2](batch(step)))
+        iterate(model, step)
+        assert_same(full_gradients(model), mean_gradients(plain, (step,)))
+        model.zero_grad()
+
+
+# --- hooks and values of parameters ---
+
+
+@pytest.mark.spec("FS2-13", "FS2-OPT-04")
+@ranks(2)
+def test_an_optimizer_may_step_inside_of_backward() -> None:
+    """The recipe of torch's tutorials that frees each gradient at once."""
+    model, plain = sharded(), seeded()
+    optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
+
+    def step_at_once(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step_at_once)
+    oracle = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        for name, gradient in mean_gradients(plain, (step,)).items():
+            plain.get_parameter(name).grad = gradient
+        iterate(model, step)
+        assert all(p.grad is None for p in model.parameters())
+        oracle.step()
+        oracle.zero_grad()
+    assert_same(full_values(model), named(plain))
+
+
+@pytest.mark.spec("FS2-04", "FS2-SD-01")
+@ranks(2)
+def test_a_model_that_was_loaded_while_gathered_computes_with_what_was_loaded() -> None:
+    for reshard_after_forward in (None, False):
+        model, plain = sharded(reshard_after_forward=reshard_after_forward), seeded()
+        with torch.no_grad():
+            model(batch())
+        state = {name: value * 2 for name, value in model.state_dict().items()}
+        model.load_state_dict(state)
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.mul_(2)
+            assert torch.equal(model(batch()), plain(batch()))
+
+
+@pytest.mark.spec("FS2-04")
+@ranks(2)
+def test_a_new_dtype_between_iterations_is_followed() -> None:
+    model = sharded()
+    iterate(model)
+    model.zero_grad()
+    model.to(torch.float64)
+    loss_of(model(batch().double())).backward()
+    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float64}
+    expected = mean_over_double(seeded().double())
+    for name, gradient in full_gradients(model).items():
+        torch.testing.assert_close(gradient, expected[name])
+
+
+def mean_over_double(plain: nn.Module) -> dict[str, Tensor]:
+    total: dict[str, Tensor] = {}
+    for rank in range(dist.get_world_size()):
+        plain.zero_grad()
+        loss_of(plain(batch(0, rank).double())).backward()
+        for name, parameter in plain.named_parameters():
+            total[name] = total.get(name, 0) + parameter.grad / dist.get_world_size()
+    return total
+
+
+@pytest.mark.spec("FS2-09")
+@ranks(2)
+def test_parameters_in_lists_and_marks_on_parameters_survive() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = nn.ParameterList([torch.ones(WIDTH), torch.full((WIDTH,), 2.0)])
+            self.named = nn.ParameterDict({"shift": torch.zeros(WIDTH)})
+            self.scales[0].is_special = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scales[0] * self.scales[1] + self.named["shift"]
+
+    model, plain = fully_shard(seeded(Listed)), seeded(Listed)
+    assert model.scales[0].is_special
+    assert {type(p.data) for p in model.parameters()} == {DTensor}
+    for step in range(2):
+        iterate(model, step)
+        assert_same(full_gradients(model), mean_over_ranks(plain, (step,)))
+        model.zero_grad()
+
+
+@pytest.mark.spec("FS2-01")
+@ranks(2)
+def test_a_model_that_nobody_holds_any_more_is_gone() -> None:
+    model = sharded()
+    iterate(model)
+    gone = [weakref.ref(model), *(weakref.ref(block.linear.weight.to_local()) for block in model.blocks)]
+    del model
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * 5
+
+
+# --- together with tensor parallelism ---
+
+
+class TwoLayers(nn.Module):
+    """The usual pair: one matrix cut by rows, the next by columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+@pytest.mark.spec("FS2-04", "FS2-16")
+@ranks(4)
+def test_data_parallel_over_one_axis_and_tensor_parallel_over_the_other() -> None:
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("data", "tensor"))
+    all_connected()
+    model = seeded(lambda: nn.Sequential(TwoLayers(), TwoLayers()))
+    plain = seeded(lambda: nn.Sequential(TwoLayers(), TwoLayers()))
+    for layers in model:
+        parallelize_module(layers, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(layers, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for step in range(3):
+        # Ranks of one tensor-parallel group see the same batch.
+        loss = loss_of(model(batch(step, mesh["data"].get_local_rank())))
+        loss.backward()
+        expected: dict[str, Tensor] = {}
+        for rank in range(2):
+            plain.zero_grad()
+            loss_of(plain(batch(step, rank))).backward()
+            for name, parameter in plain.named_parameters():
+                expected[name] = expected.get(name, 0) + parameter.grad / 2
+        for name, gradient in full_gradients(model).items():
+            torch.testing.assert_close(gradient, expected[name])
+        for name, parameter in plain.named_parameters():
+            parameter.grad = expected[name]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in full_values(model).items():
+        torch.testing.assert_close(value, plain.get_parameter(name).detach())

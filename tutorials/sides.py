@@ -1,0 +1,203 @@
+"""What the two sides of the migration table have in common: the model, the loop, and the scales to weigh them on.
+
+``migrate.py`` is the table. Each row of it trains one model twice, once behind each of the two front doors, and each
+time a `Run` comes out: the losses, and what the last step gathered, computed, freed and reduced, in order::
+
+    AG  F  AG blocks.0  F blocks.0  FREE blocks.0  ...  RS blocks.0  FREE  RS
+
+Two migrations are equal if both are. On two ranks the losses are equal to the last bit, for the only sum over ranks is
+``a + b``; with more ranks a sum has an order, and the two doors cut their gradients in different places.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from common import Block, Place
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from minifsdp import trace
+
+__all__ = [
+    "KINDS",
+    "NUM_STEPS",
+    "ROWS",
+    "WIDTH",
+    "Model",
+    "Run",
+    "batch",
+    "check",
+    "compare",
+    "grid",
+    "line",
+    "momentum",
+    "plain",
+    "row",
+    "train",
+]
+
+WIDTH, NUM_BLOCKS, NUM_STEPS = 8, 3, 3
+KINDS = ("AG", "F", "FREE", "RS", "AR")
+
+
+class Model(nn.Module):
+    """Blocks, the units, between two layers that stay with the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(NUM_BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From rows of ``WIDTH`` numbers to one number each. The root may compute in another dtype than its blocks."""
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x.to(self.enter.weight.dtype))
+
+    def reset_parameters(self) -> None:
+        """Values for a model that was built on the meta device. Alike on every rank, however a parameter is cut."""
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(0.5 / WIDTH)
+
+
+@dataclass
+class Run:
+    """What came out of one side.
+
+    Attributes:
+        losses: this rank's, of each step.
+        events: what the last step did, in order.
+        held_back: how often the rate limiter held back the CPU in that step.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+    held_back: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        ids: numbers in the spec.
+        old: in the words of the wrapper.
+        new: in the words of the function.
+        both: runs both sides.
+        num_ranks: how many ranks it needs at least.
+        differs: what the order of events is meant to differ in; ``""`` if in nothing.
+        exact: whether on two ranks the losses are equal to the last bit.
+        rounding: how far apart they may be otherwise, relative.
+    """
+
+    ids: tuple[str, ...]
+    old: str
+    new: str
+    both: Callable[[Place], tuple[Run, Run]]
+    num_ranks: int = 2
+    differs: str = ""
+    exact: bool = True
+    rounding: float = 1e-5
+
+
+ROWS: dict[str, Row] = {}
+
+
+def row(*ids: str, old: str, new: str, **more: Any) -> Callable[..., Any]:
+    """Enters a function into the table under its own name; see `Row` for the arguments."""
+
+    def enter(both: Callable[[Place], tuple[Run, Run]]) -> Callable[[Place], tuple[Run, Run]]:
+        ROWS[both.__name__] = Row(ids, old, new, both, **more)
+        return both
+
+    return enter
+
+
+# --- what both sides have in common ---
+
+
+def plain(place: Place, seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model().to(place.device)
+
+
+def line(place: Place) -> DeviceMesh:
+    return init_device_mesh(place.device.type, (place.num_ranks,))
+
+
+def grid(place: Place) -> DeviceMesh:
+    return init_device_mesh(place.device.type, (place.num_ranks // 2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def batch(step: int, place: Place) -> tuple[Tensor, Tensor]:
+    dice = torch.Generator().manual_seed(step * place.num_ranks + place.rank)
+    x = torch.randn(4, WIDTH, generator=dice)
+    return x.to(place.device), x.sum(1, keepdim=True).sin().to(place.device)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def train(
+    model: Any,
+    place: Place,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    clip: Callable[[], Any] = lambda: None,
+    steps: Iterable[int] = range(NUM_STEPS),
+) -> Run:
+    """The loop that no migration changes."""
+    optimizer, run = optimizer or momentum(model), Run()
+    for step in steps:
+        x, target = batch(step, place)
+        with trace.record() as recorder:
+            loss = nn.functional.mse_loss(model(x).float(), target)
+            loss.backward()
+        clip()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.losses.append(loss.item())
+        run.events, run.held_back = recorder.order(*KINDS), recorder.count("WAIT")
+    return run
+
+
+# --- the comparison ---
+
+
+def compare(old: Run, new: Run, *, exact: bool, rounding: float = 1e-5) -> None:
+    """Two ranks add two numbers, which has no order: there the losses are equal to the last bit.
+
+    Raises:
+        AssertionError: they are not.
+    """
+    tolerance = 0.0 if exact else rounding
+    for step, (mine, other) in enumerate(zip(old.losses, new.losses, strict=True)):
+        assert math.isclose(mine, other, rel_tol=tolerance), f"loss {step}: {mine} in FSDP1, {other} in FSDP2"
+
+
+def check(name: str, place: Place) -> str:
+    """Runs one row on both sides and compares. Every rank must call it.
+
+    Returns:
+        What there is to say of it.
+
+    Raises:
+        AssertionError: the two sides differ in what they must not differ in.
+    """
+    entry = ROWS[name]
+    old, new = entry.both(place)
+    compare(old, new, exact=entry.exact and place.num_ranks == 2, rounding=entry.rounding)
+    if entry.differs:
+        assert old.events != new.events, f"the order no longer differs: {entry.differs}"
+    else:
+        assert old.events == new.events, f"FSDP1: {' '.join(old.events)}; FSDP2: {' '.join(new.events)}"
+    same = "equal losses, " + (entry.differs or f"the same {len(new.events)} events in the same order")
+    return f"{', '.join(entry.ids):<15} {entry.old} -> {entry.new}\n{'':<15} {same}"
