@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 # Before torch is imported anywhere: one thread for each rank, or two ranks fight over two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     device = config.getoption("--device")
     pool.use_device(device)
+    config.addinivalue_line("markers", "needs(package): imports a package that is not installed with the test extra")
     config.stash[ACCOUNTING] = Accounting(device, config.rootpath)
 
 
@@ -42,12 +44,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("pure")
     yield
     if config.getoption("--device") == "cpu":
-        on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-        accounting.not_run([item.nodeid for item in on_gpu])
-        config.hook.pytest_deselected(items=on_gpu)
+        leave_out(config, items, "gpu tests not run (no --device cuda)", lambda item: item.get_closest_marker("gpu"))
+    for package in sorted({marker.args[0] for item in items for marker in item.iter_markers("needs")}):
+        if importlib.util.find_spec(package) is None:
+            why = f"tests not run ({package} is not installed)"
+            leave_out(config, items, why, lambda item: (package,) in [m.args for m in item.iter_markers("needs")])
     if not config.option.collectonly and any(item.get_closest_marker("ranks") for item in items):
         pool.start_early()
+
+
+def leave_out(
+    config: pytest.Config, items: list[pytest.Item], why: str, concerned: Callable[[pytest.Item], object]
+) -> None:
+    """Takes tests out of the session, and says so at its end: what cannot run here must not look like passed."""
+    left_out = [item for item in items if concerned(item)]
+    items[:] = [item for item in items if item not in left_out]
+    config.stash[ACCOUNTING].not_run([item.nodeid for item in left_out], why)
+    config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,7 +17,7 @@ Worked example, four ranks as two rows (0 1) and (2 3), a fact known on rank 3 o
 That is why a model with a hybrid strategy needs no group of all its ranks: two rounds in small groups do.
 
 The store is the one through which the ranks found each other. It works for every backend, also where the ranks could
-not send each other anything any more. Cost of a roll call: three messages from each rank to the store, 0.2 ms on one
+not send each other anything any more. Cost of a roll call: four messages from each rank to the store, 0.2 ms on one
 machine.
 
 *In torch:* nothing of the kind; a lone ``state_dict()`` ends in the backend's own time-out, which names neither the
@@ -118,11 +118,11 @@ def roll_call(groups: Sequence[Group], call: str) -> None:
 
 def _wait_for_all(group: Group, call: str) -> None:
     store = group.process_group.get_group_store()
-    counts = _roll_calls.setdefault(group.process_group, Counter())
-    counts[call] += 1
-    key = f"minifsdp/{call}/{counts[call]}"
+    complete_before = _roll_calls.setdefault(group.process_group, Counter())
+    number = complete_before[call]
+    key = f"minifsdp/{call}/{number}"
     store.set(f"{key}/{group.rank}", "")
-    # Counting here, instead of waiting for each name there, keeps it at three messages however many ranks there are.
+    # Counting here, instead of waiting for each name there, keeps it at a few messages however many ranks there are.
     if store.add(f"{key}/present", 1) == group.size:
         store.set(f"{key}/complete", "")
     limit = _time_limit(group)
@@ -131,11 +131,20 @@ def _wait_for_all(group: Group, call: str) -> None:
     except RuntimeError as error:
         present = [store.check([f"{key}/{index}"]) for index in range(group.size)]
         missing = [rank for rank, is_here in zip(group.ranks, present, strict=True) if not is_here]
+        # Leaves no trace, so that the next call of everybody is a new one.
+        store.add(f"{key}/present", -1)
+        store.delete_key(f"{key}/{group.rank}")
         raise RuntimeError(
             f"rank {rank_of_this_process()}: {call} must be called by all of the ranks {list(group.ranks)}, because "
-            f"values are gathered; rank(s) {missing} did not call it within {limit.total_seconds():g} seconds. Call it "
-            "on every rank, and choose with rank0_only=True who is given the result"
+            f"they send each other values; rank(s) {missing} did not call it within {limit.total_seconds():g} seconds. "
+            "Call it on every rank; rank0_only=True says who is given the result, not who calls"
         ) from error
+    complete_before[call] += 1
+    store.delete_key(f"{key}/{group.rank}")
+    if group.rank == 0 and number:
+        # Nobody waits for the call before this one any more.
+        for mark in ("present", "complete"):
+            store.delete_key(f"minifsdp/{call}/{number - 1}/{mark}")
 
 
 def _time_limit(group: Group) -> timedelta:

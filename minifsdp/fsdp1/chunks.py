@@ -18,7 +18,8 @@ Spec: SD-SHARD-01, SD-SHARD-02, SD-CFG-18.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ __all__ = [
     "misplaced_rows",
     "rows_of",
     "rows_per_rank",
+    "unadvised",
 ]
 
 
@@ -89,10 +91,19 @@ def from_local_slice(piece: torch.Tensor, group: Group) -> ShardedTensor:
     return _assembled([LocalShard(piece, table[group.rank])], metadata, group)
 
 
-def _assembled(mine: list[LocalShard], metadata: ShardedTensorMetadata, group: Group) -> ShardedTensor:
+@contextmanager
+def unadvised() -> Generator[None]:
+    """Without torch's advice not to use ``ShardedTensor``; it is given whenever one is asked for as much as its dtype.
+
+    That the class is on its way out is for the user to decide, by ``use_dtensor=True``.
+    """
     with warnings.catch_warnings():
-        # That the class is on its way out is for the user to decide, by use_dtensor=True.
         warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
+        yield
+
+
+def _assembled(mine: list[LocalShard], metadata: ShardedTensorMetadata, group: Group) -> ShardedTensor:
+    with unadvised():
         sharded: ShardedTensor = ShardedTensor._init_from_local_shards_and_global_metadata(
             mine, sharded_tensor_metadata=metadata, process_group=group.process_group
         )

@@ -68,6 +68,7 @@ class Remote:
 
 
 @torch.no_grad()
+@chunks.unadvised()
 def read(
     model: nn.Module,
     groups_of_optimizer: Sequence[Mapping[str, Any]],

@@ -65,6 +65,7 @@ class Expected:
     elsewhere: list[str] = field(default_factory=list)
 
 
+@chunks.unadvised()
 def refuse_misfit(wrapper: WrapperBase, state: Mapping[str, Any], prefix: str, strict: bool) -> None:
     """Raises on all ranks if the dict of any does not fit. All ranks of the units' groups must call it.
 
@@ -249,6 +250,7 @@ class Reading:
         self._missing: list[str] = []
         self._own_names: set[str] = set()
 
+    @chunks.unadvised()
     def before_walk(self, state: MutableMapping[str, Any], prefix: str) -> None:
         """Takes the unit's values out of ``state`` and copies this rank's part of them.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,17 +14,23 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from minifsdp import (
+    FullOptimStateDictConfig,
     FullStateDictConfig,
+    LocalOptimStateDictConfig,
     LocalStateDictConfig,
     MixedPrecision,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
     StateDictType,
     trace,
 )
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.harness import ranks
+from spec_tests.harness import device, ranks
 from spec_tests.oracles import world_groups_2x2
 
 FULL, SHARDED, LOCAL = (
@@ -98,7 +105,7 @@ def test_what_was_returned_does_not_change_when_training_goes_on(keep: bool) -> 
 @pytest.mark.spec("SD-FULL-08", "SD-FULL-09", "LEGACY-11")
 @flat_or_original
 @ranks(2)
-def test_a_full_dict_is_loaded_without_a_collective_and_each_rank_keeps_its_part(keep: bool) -> None:
+def test_a_full_dict_is_loaded_without_a_gather_and_each_rank_keeps_its_part(keep: bool) -> None:
     model = sharded(plain_model(), use_orig_params=keep)
     wanted = plain_model(7).state_dict()
     with trace.record() as r:
@@ -140,7 +147,8 @@ def test_a_sharded_dict_holds_rows_and_loads_again(keep: bool, use_dtensor: bool
             assert isinstance(value, DTensor if use_dtensor else ShardedTensor)
             local = value.to_local() if isinstance(value, DTensor) else value.local_shards()[0].tensor
             assert torch.equal(local, expected[key][rows])
-        model.load_state_dict(plain_model(7).state_dict())
+        with FSDP.state_dict_type(model, FULL):
+            model.load_state_dict(plain_model(7).state_dict())
         model.load_state_dict(state)
     again = model.state_dict()
     assert all(torch.equal(again[key], expected[key]) for key in expected if "running" not in key)
@@ -157,7 +165,7 @@ def test_units_that_are_not_sharded_give_plain_tensors() -> None:
 @pytest.mark.spec("SD-LOCAL-01", "SD-LOCAL-02", "SD-LOCAL-03", "SD-LOCAL-04")
 @flat_or_original
 @ranks(2)
-def test_a_local_dict_is_one_slice_for_each_unit_and_needs_no_collective(keep: bool) -> None:
+def test_a_local_dict_is_one_slice_for_each_unit_and_needs_no_gather(keep: bool) -> None:
     model = sharded(plain_model(), use_orig_params=keep)
     before = model.state_dict()
     with FSDP.state_dict_type(model, LOCAL, LocalStateDictConfig()), trace.record() as r:
@@ -246,3 +254,137 @@ def test_under_hybrid_the_dicts_are_the_same_and_rows_are_spread_over_the_shardi
     with FSDP.state_dict_type(model, SHARDED):
         rows = model.state_dict()["0.weight"].local_shards()[0].tensor
     assert torch.equal(rows, expected["0.weight"][slice(0, 3) if dist.get_rank() % 2 == 0 else slice(3, 5)])
+
+
+# --- the configurations ---
+
+
+@pytest.mark.spec("SD-CFG-04")
+@pytest.mark.parametrize("form", [FULL, SHARDED, LOCAL])
+@ranks(1)
+def test_a_configuration_that_is_not_given_is_the_default_of_the_type(form: StateDictType) -> None:
+    model = sharded(plain_model())
+    FSDP.set_state_dict_type(model, form)
+    settings = FSDP.get_state_dict_type(model)
+    of_model, of_optimizer = CONFIGS[form]
+    assert settings == StateDictSettings(form, of_model(), of_optimizer())
+    FSDP.set_state_dict_type(model, form, of_model(offload_to_cpu=True))
+    assert FSDP.get_state_dict_type(model) == StateDictSettings(form, of_model(offload_to_cpu=True), of_optimizer())
+
+
+CONFIGS: dict[StateDictType, tuple[Any, Any]] = {
+    FULL: (FullStateDictConfig, FullOptimStateDictConfig),
+    SHARDED: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    LOCAL: (LocalStateDictConfig, LocalOptimStateDictConfig),
+}
+USUAL = {"offload_to_cpu": False, "use_dtensor": False}
+
+
+@pytest.mark.spec("SD-CFG-12", "SD-CFG-13", "SD-CFG-14", "SD-CFG-15")
+def test_the_configurations_have_these_fields_and_defaults() -> None:
+    assert fields_of(StateDictConfig) == USUAL
+    assert fields_of(FullStateDictConfig) == {**USUAL, "rank0_only": False}
+    assert fields_of(ShardedStateDictConfig) == fields_of(LocalStateDictConfig) == USUAL
+    offloads = {**USUAL, "offload_to_cpu": True}
+    assert fields_of(OptimStateDictConfig) == fields_of(ShardedOptimStateDictConfig) == offloads
+    assert fields_of(FullOptimStateDictConfig) == {**offloads, "rank0_only": False}
+    assert fields_of(LocalOptimStateDictConfig) == USUAL
+    for of_model, of_optimizer in CONFIGS.values():
+        assert issubclass(of_model, StateDictConfig)
+        assert issubclass(of_optimizer, OptimStateDictConfig)
+    for config in (ShardedStateDictConfig, LocalStateDictConfig, ShardedOptimStateDictConfig, StateDictConfig):
+        with pytest.raises(TypeError, match="rank0_only"):
+            config(rank0_only=True)
+
+
+def fields_of(config: Any) -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(config)}
+
+
+@pytest.mark.spec("SD-CFG-12")
+@ranks(1)
+def test_a_base_class_is_no_configuration_of_any_type() -> None:
+    model = sharded(plain_model())
+    for form in (FULL, SHARDED, LOCAL):
+        with pytest.raises(RuntimeError, match=r"rank 0: Expected state_dict_config of type \w+Config"):
+            FSDP.set_state_dict_type(model, form, StateDictConfig())
+        with pytest.raises(RuntimeError, match=r"rank 0: Expected optim_state_dict_config of type \w+Config"):
+            FSDP.set_state_dict_type(model, form, None, OptimStateDictConfig())
+
+
+@pytest.mark.spec("SD-CFG-16")
+def test_settings_are_a_plain_record() -> None:
+    names = ["state_dict_type", "state_dict_config", "optim_state_dict_config"]
+    assert [field.name for field in dataclasses.fields(StateDictSettings)] == names
+    settings = StateDictSettings(SHARDED, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
+    assert (settings.state_dict_type, settings.state_dict_config) == (SHARDED, ShardedStateDictConfig())
+
+
+@pytest.mark.spec("SD-CFG-17", "SD-SHARD-08")
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("form", [FULL, SHARDED, LOCAL])
+@flat_or_original
+@ranks(2)
+def test_values_are_on_the_cpu_if_wished_and_else_where_they_were_and_the_same(
+    keep: bool, form: StateDictType, offload: bool
+) -> None:
+    model = sharded(plain_model().to(device()), use_orig_params=keep)
+    of_model, of_optimizer = CONFIGS[form]
+    expected = {name: local_part(value).cpu() for name, value in written(model, form).items()}
+    FSDP.set_state_dict_type(model, form, of_model(offload_to_cpu=offload), of_optimizer(offload_to_cpu=offload))
+    where = torch.device("cpu") if offload else device()
+    found = model.state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert local_part(value).device == where, name
+        assert torch.equal(local_part(value).cpu(), expected[name])
+    if form is not LOCAL:
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(4, 3, device=device())).sum().backward()
+        optimizer.step()
+        for entries in FSDP.optim_state_dict(model, optimizer)["state"].values():
+            assert local_part(entries["exp_avg"]).device == where
+
+
+def written(model: FSDP, form: StateDictType) -> dict[str, Any]:
+    with FSDP.state_dict_type(model, form):
+        return model.state_dict()
+
+
+def local_part(value: Any) -> torch.Tensor:
+    if isinstance(value, DTensor):
+        return value.to_local()
+    return value.local_shards()[0].tensor if isinstance(value, ShardedTensor) else value
+
+
+@pytest.mark.spec("SD-LOCAL-05", "MP-10")
+@ranks(2)
+def test_a_local_dict_has_buffers_as_they_are_computed_with() -> None:
+    precision = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16, _module_classes_to_ignore=())
+    model = FSDP(plain_model().to(device()), mixed_precision=precision)
+    model(torch.ones(4, 3, device=device()))
+    state = written(model, LOCAL)
+    assert state["1.running_mean"].dtype is torch.bfloat16
+    assert state["1.num_batches_tracked"].dtype is torch.int64
+    FSDP.set_state_dict_type(model, LOCAL)
+    expected = state["1.running_mean"].clone()
+    model.module[1].running_mean.zero_()
+    model.load_state_dict({**state, "1.running_mean": expected})
+    assert torch.equal(model.module[1].running_mean, expected)
+
+
+@pytest.mark.spec("IGN-08")
+@pytest.mark.parametrize("form", [FULL, SHARDED, LOCAL])
+@flat_or_original
+@ranks(2)
+def test_ignored_parameters_are_plain_in_every_form_and_are_read_again(keep: bool, form: StateDictType) -> None:
+    plain = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5)).to(device())
+    expected = plain[1].weight.detach().clone()
+    model = FSDP(plain, ignored_states=[plain[1].weight, plain[1].bias], use_orig_params=keep)
+    FSDP.set_state_dict_type(model, form)
+    state = model.state_dict()
+    assert type(state["1.weight"]) is torch.Tensor
+    assert torch.equal(state["1.weight"], expected)
+    state["1.weight"] = expected + 1
+    model.load_state_dict(state)
+    assert torch.equal(model.module[1].weight, expected + 1)

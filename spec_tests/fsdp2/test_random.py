@@ -5,7 +5,8 @@ frozen, what is freed, checkpointed, prefetched and put off, and trains it for a
 and sharded gradients must be the same, and the gradients must go over the wire in the same pieces.
 
 How often is gathered is not compared. Where several units are inside of one checkpointed region, torch keeps all of
-them from their recomputation until their backward; here one is freed when the next one's turn comes, and gathered again.
+them from their recomputation until their backward; here one is freed when the next one's turn comes, and gathered
+again.
 """
 
 from __future__ import annotations

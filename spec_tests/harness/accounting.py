@@ -15,7 +15,8 @@ backend, and what follows from that::
       ...
     }
 
-* A test ``passed``, ``failed``, was ``skipped``, or was ``not run``: a test marked ``gpu`` without ``--device cuda``.
+* A test ``passed``, ``failed``, was ``skipped``, or was ``not run``: one marked ``gpu`` without ``--device cuda``, or
+  one that ``needs`` a package that is not installed.
 * A row is ``proven`` on a backend if a test that carries it passed there and none failed; ``failed`` if one failed;
   else ``unproven``.
 
@@ -82,7 +83,7 @@ class Accounting:
         self.carried: dict[str, list[str]] = {}
         self.complete_files: set[str] = set()
         self.outcomes: dict[str, str] = {}
-        self.num_gpu_not_run = 0
+        self.num_not_run: dict[str, int] = {}
 
     def collect(self, items: list[pytest.Item], whole_files: bool) -> None:
         """Reads the markers; ``whole_files`` says that no file was collected in part.
@@ -99,9 +100,9 @@ class Accounting:
         if whole_files:
             self.complete_files = {_file_of(item.nodeid) for item in items}
 
-    def not_run(self, tests: list[str]) -> None:
-        """Takes the tests that this machine cannot run."""
-        self.num_gpu_not_run = len(tests)
+    def not_run(self, tests: list[str], what: str) -> None:
+        """Takes tests that this machine cannot run; ``what`` says which they are, and why, for the end of the table."""
+        self.num_not_run[what] = self.num_not_run.get(what, 0) + len(tests)
         self.outcomes |= dict.fromkeys((test for test in tests if test in self.carried), "not run")
 
     def note(self, report: pytest.TestReport) -> None:
@@ -152,8 +153,7 @@ class Accounting:
         failed = [row for row in self.rows if verdicts.get(row) == "failed"]
         if failed:
             lines.append(f"not proven, because a test failed: {', '.join(failed)}")
-        if self.num_gpu_not_run:
-            lines.append(f"{self.num_gpu_not_run} gpu tests not run (no --device cuda)")
+        lines += [f"{number} {what}" for what, number in self.num_not_run.items() if number]
         return lines
 
 
