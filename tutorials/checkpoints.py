@@ -1,0 +1,362 @@
+"""Checkpoints: save, resume, with other ranks, in another library.
+
+    torchrun --standalone --nproc-per-node 2 tutorials/checkpoints.py
+
+It takes about a quarter of a minute on two CPU cores. A training is interrupted and goes on, in ever other ways; the
+measure is always the training that was never interrupted.
+
+1. **Resume from a full checkpoint.** One file, with the names and shapes of the plain model, written by rank 0. But
+   *all* ranks ask for the state dicts: each has a part of them, and a rank that does not ask leaves the others waiting.
+   A training is more than its weights: the optimizer's averages, the place in the schedule, the scale of float16 and
+   the number of the step belong to it, or the losses will not be those of the training that went on.
+   To read it, rank 0 puts the weights into the plain model *before* it is wrapped, and ``sync_module_states`` sends
+   them around unit by unit. What is small and no tensor goes by ``broadcast_object_list(list, src=0)``, which *fills*
+   the list, of equal length on all ranks, and returns nothing.
+2. **The optimizer speaks of slices.** ``optimizer.state_dict()`` has flat pieces under numbers, other pieces on each
+   rank. ``FSDP.optim_state_dict`` makes of it what it would be on the plain model, by name, and
+   ``FSDP.optim_state_dict_to_load`` the reverse. Who loads rank 0's dict as it is on all ranks gets no error, and on
+   all other ranks the averages of other weights.
+3. **Resume on fewer ranks from a sharded checkpoint.** For a large model one file is too slow and one host too small.
+   With ``torch.distributed.checkpoint`` each rank writes its rows and on reading takes the rows that it needs, whoever
+   wrote them. It reads *into* tensors that are there; the averages of an optimizer that never stepped are not, so a
+   step with a learning rate of 0 makes them first.
+4. **A relay race.** DDP, FullyShardedDataParallel and fully_shard train one after the other. The baton is the full
+   state by name, on rank 0, the one form that all three can give and take.
+
+To be safe against being killed in the midst of writing takes more; `gpt/checkpoint.py` shows what.
+
+Spec: TRAIN-09 to TRAIN-13, TRAIN-27, MIG-20, MYTH-24, OSD-01, OSD-LOAD-01.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from common import Block, Place, from_all_ranks, on_ranks, say, shared_folder
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.lr_scheduler import StepLR
+
+from minifsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    OptimStateKeyType,
+    ShardedGradScaler,
+    StateDictType,
+    fully_shard,
+)
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.wrap import ModuleWrapPolicy
+
+WIDTH, NUM_BLOCKS, BATCH, STEPS_PER_EPOCH = 12, 3, 24, 2
+State = dict[str, Any]
+
+
+class Net(nn.Module):
+    """A few blocks, and a last layer that stays with the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[Block(WIDTH) for _ in range(NUM_BLOCKS)])
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From rows of numbers to rows of the same length."""
+        return self.last(self.blocks(x))
+
+
+def plain(seed: int, place: Place) -> Net:
+    torch.manual_seed(seed)
+    return Net().to(place.device)
+
+
+@dataclass
+class Run:
+    """A training: what it consists of, and where it stands.
+
+    Args:
+        group: the ranks that train together; ``None`` for all.
+        alone: it is the training of a single process, on whole batches; every rank does the same.
+    """
+
+    model: nn.Module
+    place: Place
+    group: dist.ProcessGroup | None = None
+    step: int = 0
+    alone: bool = False
+    losses: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = StepLR(self.optimizer, step_size=STEPS_PER_EPOCH, gamma=0.5)
+        # In float32 a scale changes nothing, as long as it is a power of two; but it is a state to be saved.
+        self.scaler = ShardedGradScaler(
+            self.place.device.type, init_scale=4.0, growth_interval=3, process_group=self.group
+        )
+
+    @property
+    def epoch(self) -> int:
+        """Counted from 0."""
+        return self.step // STEPS_PER_EPOCH
+
+    def train(self, until: int) -> list[float]:
+        """Goes on until step ``until``; returns the losses of these steps, each the mean over the group."""
+        rank, size = (0, 1) if self.alone else (dist.get_rank(self.group), dist.get_world_size(self.group))
+        begun = len(self.losses)
+        for step in range(self.step, until):
+            # All ranks together see the same batch, however many they are.
+            x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step)).to(self.place.device)
+            mine = x.chunk(size)[rank]
+            loss = nn.functional.mse_loss(self.model(mine), mine.roll(1, dims=1))
+            self.optimizer.zero_grad()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scheduler.step()
+            self.step = step + 1
+            total = loss.detach().clone()
+            if not self.alone:
+                dist.all_reduce(total, group=self.group)
+            self.losses.append(total.item() / size)
+        return self.losses[begun:]
+
+
+def sharded(model: nn.Module, place: Place, **options: Any) -> FSDP:
+    return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=place.device, **options)
+
+
+# ---- 1. a full checkpoint ----
+
+FULL = (
+    StateDictType.FULL_STATE_DICT,
+    FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
+    FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True),
+)
+
+
+def full_state(run: Run) -> State:
+    """Everything, on rank 0; on the others without the tensors. Every rank must call it."""
+    with FSDP.state_dict_type(run.model, *FULL):
+        return {
+            "model": run.model.state_dict(),
+            "optimizer": FSDP.optim_state_dict(run.model, run.optimizer),
+            "scheduler": run.scheduler.state_dict(),
+            "scaler": run.scaler.state_dict(),
+            "step": run.step,
+            "epoch": run.epoch,
+        }
+
+
+def resumed(file: Path, place: Place) -> Run:
+    """A training that goes on from a file that only rank 0 reads. Every rank must call it."""
+    # Another seed on each rank: what comes out is from the file, or it is wrong.
+    model = plain(100 + place.rank, place)
+    state: State = torch.load(file, map_location="cpu") if place.rank == 0 else {}
+    if place.rank == 0:
+        model.load_state_dict(state["model"])
+    run = Run(sharded(model, place, sync_module_states=True), place)
+    with FSDP.state_dict_type(run.model, *FULL):
+        optimizer = FSDP.optim_state_dict_to_load(run.model, run.optimizer, state.get("optimizer", {}))
+    run.optimizer.load_state_dict(optimizer)
+    small = [state.get(name) for name in ("scheduler", "scaler", "step", "epoch")]
+    returned = dist.broadcast_object_list(small, src=0)
+    assert returned is None, "it fills the list"
+    scheduler, scaler, run.step, epoch = small
+    run.scheduler.load_state_dict(scheduler)
+    run.scaler.load_state_dict(scaler)
+    assert epoch == run.epoch
+    return run
+
+
+def lesson_full(place: Place, folder: Path, expected: list[float]) -> None:
+    run = Run(sharded(plain(0, place), place), place)
+    run.train(3)
+    state = full_state(run)
+    if place.rank == 0:
+        torch.save(state, folder / "full.pt")
+    dist.barrier()  # Nobody goes on to read what is not yet written.
+    again = resumed(folder / "full.pt", place)
+    went_on, resumed_losses = run.train(6), again.train(6)
+    say(place, f"1. went on  {' '.join(f'{loss:.6f}' for loss in went_on)}")
+    say(
+        place,
+        f"   resumed  {' '.join(f'{loss:.6f}' for loss in resumed_losses)}, epoch {again.epoch}, step {again.step}",
+    )
+    names = from_all_ranks((len(state["model"]), len(state["optimizer"].get("state", {}))))
+    say(place, f"   weights and averages in hand: {', '.join(f'rank {r} {n}' for r, n in enumerate(names))}")
+    assert resumed_losses == went_on, "not a bit is lost"
+    assert all(abs(one - other) < 1e-5 * other for one, other in zip(run.losses, expected, strict=False))
+    assert names == [(14, 14)] + [(0, 0)] * (place.num_ranks - 1)
+    assert again.scaler.get_scale() == run.scaler.get_scale() == 16.0
+    assert again.scheduler.get_last_lr() == run.scheduler.get_last_lr() == [1e-2 * 0.5**3]
+
+
+# ---- 2. what the optimizer itself would give ----
+
+
+def lesson_untranslated(place: Place) -> None:
+    run = Run(sharded(plain(0, place), place), place)
+    run.train(2)
+    before = from_all_ranks([state["exp_avg"].cpu() for state in run.optimizer.state.values()])
+    box = [run.optimizer.state_dict()]
+    dist.broadcast_object_list(box, src=0)
+    run.optimizer.load_state_dict(box[0])
+    after = from_all_ranks([state["exp_avg"].cpu() for state in run.optimizer.state.values()])
+    shapes = [tuple(value.shape) for value in before[0]]
+    say(place, f"2. optimizer.state_dict() has pieces of shapes {', '.join(map(str, shapes))}, without a name")
+    say(place, "   rank 0's dict loaded on all ranks: no error, and rank 1 has the averages of rank 0's weights")
+    assert all(map(torch.equal, after[1], before[0]))
+    assert not any(map(torch.equal, after[1], before[1]))
+
+
+# ---- 3. a sharded checkpoint, on fewer ranks ----
+
+
+def sharded_state(run: Run) -> State:
+    """Every rank of the run's group must call it; each has its own rows in hand."""
+    with FSDP.state_dict_type(run.model, StateDictType.SHARDED_STATE_DICT):
+        return {"model": run.model.state_dict(), "optimizer": FSDP.optim_state_dict(run.model, run.optimizer)}
+
+
+def read_sharded(run: Run, folder: Path) -> None:
+    """Every rank of the run's group must call it."""
+    for parameter in run.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    rates = [group["lr"] for group in run.optimizer.param_groups]
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.0
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    for group, rate in zip(run.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    state = sharded_state(run)
+    dcp.load(state, checkpoint_id=folder, process_group=run.group)
+    with FSDP.state_dict_type(run.model, StateDictType.SHARDED_STATE_DICT):
+        run.model.load_state_dict(state["model"])
+        loadable = FSDP.optim_state_dict_to_load(run.model, run.optimizer, state["optimizer"])
+    run.optimizer.load_state_dict(loadable)
+
+
+def lesson_sharded(place: Place, folder: Path, expected: list[float]) -> None:
+    run = Run(sharded(plain(0, place), place), place)
+    run.train(3)
+    dcp.save(sharded_state(run), checkpoint_id=folder / "sharded")
+    files = sorted(path.name for path in (folder / "sharded").iterdir())
+    num_fewer = max(1, place.num_ranks // 2)
+    fewer = dist.new_group(list(range(num_fewer)))
+    losses: list[float] = []
+    if place.rank < num_fewer:
+        again = Run(sharded(plain(100, place), place, process_group=fewer), place, group=fewer)
+        read_sharded(again, folder / "sharded")
+        again.step = 3
+        again.scheduler.load_state_dict(run.scheduler.state_dict())
+        losses = again.train(6)
+    losses = from_all_ranks(losses)[0]
+    say(place, f"3. {', '.join(files)}")
+    say(
+        place,
+        f"   written by {place.num_ranks} ranks, read by {num_fewer}: {' '.join(f'{loss:.6f}' for loss in losses)}",
+    )
+    assert all(abs(one - other) < 1e-5 * other for one, other in zip(losses, expected[3:6], strict=True))
+
+
+# ---- 4. the relay race ----
+
+
+@dataclass
+class Baton:
+    """The full state by name, on rank 0; on the others only the number of the step."""
+
+    step: int
+    weights: State = field(default_factory=dict)
+    optimizer: State = field(default_factory=dict)
+
+
+OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def leg_of_ddp(baton: Baton, until: int, place: Place) -> tuple[Baton, list[float]]:
+    model = plain(100, place)
+    by_number = [None]
+    if place.rank == 0:
+        model.load_state_dict(baton.weights)
+        by_number = [FSDP.rekey_optim_state_dict(baton.optimizer, OptimStateKeyType.PARAM_ID, model)]
+    # DDP sends the weights around by itself. The optimizer's state is nobody's but ours.
+    run = Run(DDP(model), place, step=baton.step)
+    dist.broadcast_object_list(by_number, src=0)
+    if by_number[0]["state"]:
+        run.optimizer.load_state_dict(by_number[0])
+    losses = run.train(until)
+    by_name = FSDP.rekey_optim_state_dict(run.optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, model)
+    return Baton(until, model.state_dict(), by_name), losses
+
+
+def leg_of_fsdp(baton: Baton, until: int, place: Place) -> tuple[Baton, list[float]]:
+    model = plain(100 + place.rank, place)
+    if place.rank == 0:
+        model.load_state_dict(baton.weights)
+    run = Run(sharded(model, place, sync_module_states=True), place, step=baton.step)
+    with FSDP.state_dict_type(run.model, *FULL):
+        run.optimizer.load_state_dict(FSDP.optim_state_dict_to_load(run.model, run.optimizer, baton.optimizer))
+    losses = run.train(until)
+    state = full_state(run)
+    return Baton(until, state["model"], state["optimizer"]), losses
+
+
+def leg_of_fully_shard(baton: Baton, until: int, place: Place) -> tuple[Baton, list[float]]:
+    model = plain(100, place)
+    for block in model.blocks:
+        fully_shard(block)
+    run = Run(fully_shard(model), place, step=baton.step)
+    set_model_state_dict(run.model, baton.weights, options=FROM_RANK_0)
+    set_optimizer_state_dict(run.model, run.optimizer, baton.optimizer, options=FROM_RANK_0)
+    losses = run.train(until)
+    weights = get_model_state_dict(run.model, options=OPTIONS)
+    optimizer = get_optimizer_state_dict(run.model, run.optimizer, options=OPTIONS)
+    return Baton(until, weights, optimizer), losses
+
+
+def lesson_relay(place: Place) -> None:
+    legs = (leg_of_ddp, leg_of_fsdp, leg_of_fully_shard, leg_of_fsdp, leg_of_ddp)
+    first = Run(plain(0, place), place)
+    baton = Baton(0, first.model.state_dict(), first.optimizer.state_dict())
+    losses: list[float] = []
+    for number, leg in enumerate(legs, start=1):
+        baton, of_leg = leg(baton, 2 * number, place)
+        losses += of_leg
+    names = " ".join(leg.__name__.removeprefix("leg_of_") for leg in legs)
+    say(place, f"4. {names}: {' '.join(f'{loss:.4f}' for loss in losses)}")
+    # The schedule began anew with every runner; a single process that does the same is the measure.
+    single: list[float] = []
+    run = Run(plain(0, place), place, alone=True)
+    for number in range(1, len(legs) + 1):
+        run.scheduler = StepLR(run.optimizer, step_size=STEPS_PER_EPOCH, gamma=0.5)
+        single += run.train(2 * number)
+    say(place, f"   one who runs alone: {' '.join(f'{loss:.4f}' for loss in single)}")
+    assert all(abs(one - other) < 1e-4 * other for one, other in zip(losses, single, strict=True))
+
+
+def lesson(place: Place) -> None:
+    expected = Run(plain(0, place), place, alone=True).train(6)
+    with shared_folder() as folder:
+        lesson_full(place, folder, expected)
+        lesson_untranslated(place)
+        lesson_sharded(place, folder, expected)
+    lesson_relay(place)
+
+
+if __name__ == "__main__":
+    on_ranks(lesson)

@@ -1,0 +1,72 @@
+"""Texts to learn from that every Python has installed: the docstrings of its own standard library.
+
+Some 10,000 of them, each with the package it comes from. Two lessons ask different things of them: which package is a
+docstring from, and what is its first line if only the rest is shown? The library differs a little from one release of
+Python to the next, and with it the texts and all losses; a seed does not make two releases agree.
+"""
+
+from __future__ import annotations
+
+import ast
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Docstring", "read_docstrings"]
+
+SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Docstring:
+    """A docstring, without indentation.
+
+    Attributes:
+        package: the package or module at the top of the library that it is from, such as ``"email"``.
+        text: the whole of it.
+    """
+
+    package: str
+    text: str
+
+    @property
+    def summary(self) -> str:
+        """Its first paragraph, on one line."""
+        return " ".join(self.text.split("\n\n")[0].split())
+
+    @property
+    def body(self) -> str:
+        """What follows its first paragraph; ``""`` for nothing."""
+        return " ".join(self.text.partition("\n\n")[2].split())
+
+
+def read_docstrings(packages: tuple[str, ...] | None = None, root: Path | None = None) -> list[Docstring]:
+    """The docstrings of all functions, classes and modules, in the order of their files; each text once.
+
+    Args:
+        packages: packages and modules at the top of the library; ``None`` for all of them.
+        root: where the library is; by default that of the Python that runs this.
+    """
+    root = root or Path(sysconfig.get_paths()["stdlib"])
+    found: dict[str, Docstring] = {}
+    for path in sorted(root.rglob("*.py")):
+        inside = path.relative_to(root)
+        package = inside.parts[0].removesuffix(".py")
+        if SKIPPED.isdisjoint(inside.parts) and (packages is None or package in packages):
+            for text in _docstrings_in(path):
+                found.setdefault(text, Docstring(package, text))
+    return list(found.values())
+
+
+def _docstrings_in(path: Path) -> Iterator[str]:
+    source = path.read_text(encoding="utf-8", errors="replace")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node)
+            if text and text.isascii():
+                yield text

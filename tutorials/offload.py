@@ -1,0 +1,134 @@
+"""CPU offload: the shards live in the memory of the host, and visit the GPU only to be computed with.
+
+    torchrun --standalone --nproc-per-node 2 tutorials/offload.py
+
+It takes a few seconds on two CPU cores.
+
+Sharding divides what is stored by the number of ranks. If that is still too much, ``CPUOffload(offload_params=True)``
+puts the rest of it, a rank's slices with their gradients and the optimizer's averages, on the host::
+
+    host      slice                                          gradient of the slice, optimizer, step
+                |  H2D                                            ^  D2H
+    GPU         +-> slice -> all-gather -> compute -> reduce-scatter
+
+What is learned:
+
+1. **What travels.** Each gather is preceded by a copy of the slice to the GPU (``H2D``), each reduction is followed by
+   a copy of the gradient to the host (``D2H``). In units of the slice: two up, in forward and in backward, and one
+   down. The root is not gathered again, and so copied once. A bus to the host has some tens of gigabytes per second: it
+   pays only if there is much computation for each parameter, that is, with large batches.
+2. **The optimizer runs on the CPU.** It owns tensors of the host, so its step runs there, on 1/N of the parameters.
+   That is slow enough to be seen.
+3. **Nothing else changes.** The same losses, the same checkpoints, the same clipping.
+4. **Accumulation.** The gradient of the second of two batches must be *added* to that of the first, which is on the
+   host by now. torch's FullyShardedDataParallel replaces it instead, says its documentation, so there ``no_sync`` is a
+   must with offload. Here both ways are right. Inside ``no_sync`` whole gradients stay on the GPU, and only their
+   reduced sum goes down, once.
+
+Where there is no GPU, host and device are the same memory and nothing moves; the events say where copies would be.
+
+Spec: OFF-01 to OFF-07.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from common import Block, Place, from_all_ranks, mean_over_ranks, on_ranks, say
+from torch import Tensor, nn
+
+from minifsdp import CPUOffload, trace
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.trace import Recorder
+from minifsdp.wrap import ModuleWrapPolicy
+
+NUM_BLOCKS, WIDTH, NUM_STEPS = 3, 64, 5
+CPU = torch.device("cpu")
+
+
+def build(place: Place, *, offload: bool) -> FSDP:
+    torch.manual_seed(0)
+    # Still on the CPU: each unit goes to the device, is cut, and its slice comes back, one after the other.
+    model = nn.Sequential(*[Block(WIDTH) for _ in range(NUM_BLOCKS)], nn.Linear(WIDTH, WIDTH))
+    return FSDP(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        cpu_offload=CPUOffload(offload_params=offload),
+        device_id=place.device,
+    )
+
+
+def loss_of(model: FSDP, step: int, place: Place) -> Tensor:
+    generator = torch.Generator().manual_seed(step * place.num_ranks + place.rank)
+    x = torch.randn(16, WIDTH, generator=generator).to(place.device)
+    return nn.functional.mse_loss(model(x), x + x.roll(1, dims=1))
+
+
+def train(model: FSDP, place: Place) -> tuple[list[float], Recorder, torch.optim.Optimizer]:
+    """The losses, the events of the last step, and the optimizer with its state."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        with trace.record() as recorder:
+            loss = loss_of(model, step, place)
+            loss.backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        losses.append(mean_over_ranks(loss))
+    return losses, recorder, optimizer
+
+
+def accumulated(model: FSDP, place: Place, *, without_sync: bool) -> tuple[list[Tensor], int]:
+    """The gradients of two batches together, and how often one went to the host."""
+    model.zero_grad()
+    with trace.record() as recorder:
+        with model.no_sync() if without_sync else nullcontext():
+            loss_of(model, 0, place).backward()
+        loss_of(model, 1, place).backward()
+    return [p.grad.cpu() for p in model.parameters()], recorder.count("D2H")
+
+
+def bytes_of(recorder: Recorder, kind: str) -> int:
+    return sum(event.num_bytes for event in recorder.events if event.kind == kind)
+
+
+def lesson(place: Place) -> None:
+    plain, offloaded = build(place, offload=False), build(place, offload=True)
+    losses, recorder, _ = train(plain, place)
+    theirs, events, optimizer = train(offloaded, place)
+    slices = sum(p.numel() * p.element_size() for p in offloaded.parameters())
+    root = slices - sum(p.numel() * p.element_size() for b in offloaded.module[:NUM_BLOCKS] for p in b.parameters())
+    up, down = bytes_of(events, "H2D"), events.count("D2H")
+    order = [word for word in events.order("H2D", "AG", "RS", "D2H") if word.split(" ")[1:] == ["1"]]
+
+    say(place, f"losses {' '.join(f'{loss:.5f}' for loss in theirs)}; without offload the last is {losses[-1]:.5f}")
+    say(place, f"each rank stores slices of {slices:,} bytes on {next(offloaded.parameters()).device}")
+    say(place, f"in a step it copies {up:,} bytes to the device, and {down} gradients back; without offload none")
+    say(place, f"block 1 in one step: {' '.join(order)}")
+    assert all(abs(one - other) <= 1e-6 * other for one, other in zip(theirs, losses, strict=True))
+    assert losses[-1] < losses[0]
+    assert all(p.device == CPU and p.grad.device == CPU for p in offloaded.parameters())
+    assert all(value.device == CPU for state in optimizer.state.values() for value in state.values())
+    assert order == ["H2D 1", "AG 1", "H2D 1", "AG 1", "RS 1", "D2H 1"]
+    assert up == 2 * (slices - root) + root
+    assert down == NUM_BLOCKS + 1
+    assert recorder.count("H2D") == recorder.count("D2H") == 0
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(offloaded.state_dict()[name].cpu(), value.cpu())
+
+    added, copies = accumulated(offloaded, place, without_sync=False)
+    once, copies_once = accumulated(offloaded, place, without_sync=True)
+    expected, _ = accumulated(plain, place, without_sync=False)
+    say(place, f"two batches: {copies} gradients to the host, {copies_once} with no_sync, and the same sum")
+    assert (copies, copies_once) == (2 * (NUM_BLOCKS + 1), NUM_BLOCKS + 1)
+    for one, other, plainly in zip(added, once, expected, strict=True):
+        torch.testing.assert_close(one, plainly)
+        torch.testing.assert_close(other, plainly)
+    norms = from_all_ranks(offloaded.clip_grad_norm_(1.0).item())
+    assert len(set(norms)) == 1
+
+
+if __name__ == "__main__":
+    on_ranks(lesson)

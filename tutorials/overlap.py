@@ -1,0 +1,220 @@
+"""When is a unit gathered? Prefetch, overlap and the rate limiter, seen on a timeline.
+
+    torchrun --standalone --nproc-per-node 2 tutorials/overlap.py --folder /tmp
+
+It takes a few seconds on two CPU cores, and draws each variant as an SVG picture into the folder.
+
+All variants compute the same numbers. They differ in *when they ask*. A gather that is asked for at the moment when it
+is needed cannot overlap with anything: everybody stands and waits. Asked for earlier, it travels while another unit
+computes, and lies in memory meanwhile. That is the whole trade, and the letters below are all there is to it. ``B`` is
+the arrival of a unit's turn in backward, ``AG`` the issue of a gather, ``FREE`` the release of its memory, ``RS`` the
+issue of the reduction of its gradient; the four blocks are 0 to 3, and backward goes from 3 to 0.
+
+1. **No backward prefetch**: ``B3 AG3 FREE3 RS3 B2 AG2``. One unit is whole at a time, and each gather is waited for.
+2. **BACKWARD_POST**: ``B3 AG3 FREE3 AG2 RS3 B2``. Still one unit at a time; the next gather is on its way while the
+   reduction is.
+3. **BACKWARD_PRE**, the default: ``B3 AG3 AG2 FREE3 RS3 B2 AG1``. The next gather travels while gradients are computed,
+   which is the longest computation there is to hide it behind. Two units are whole at once.
+4. **Forward prefetch** does the same in forward: ``AG0 AG1 F0 FREE0 AG2 F1``, from the second iteration on, for in the
+   first one nobody knows the order yet. It pays where the CPU is late with issuing; a GPU with a queue of work gathers
+   the next unit early by itself.
+5. **The rate limiter** is needed for the opposite reason. A CPU runs far ahead of its GPU, and could have issued the
+   gathers of ten units before the first has been computed with: ten units of memory. So before a third gather in
+   flight it waits for the oldest unit to be freed. Here, without a GPU, that is simulated with a clock.
+
+How much is *hidden* is measured here as the time between issue and wait of each gather during which another unit
+computed. On two CPU cores that shares the cores with computation and saves nothing. On GPUs the network and the cores
+are different machines, and hidden time is saved time.
+
+Spec: PREF-02, PREF-04, PREF-06, PREF-07, PREF-12, PREF-16, LIM-02, LIM-03, LIM-07.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from common import Block, Place, from_all_ranks, on_first_rank, on_ranks, say
+from torch import Tensor, nn
+
+from minifsdp import BackwardPrefetch, timeline, trace
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.engine.lifetime import RateLimiter
+from minifsdp.trace import Event, Recorder
+from minifsdp.wrap import ModuleWrapPolicy
+
+NUM_BLOCKS, WIDTH = 4, 256
+
+
+def step(model: nn.Module, place: Place) -> float:
+    generator = torch.Generator().manual_seed(place.rank)
+    x = torch.randn(128, WIDTH, generator=generator).to(place.device)
+    model.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss.item()
+
+
+@dataclass
+class Seen:
+    """One variant: the loss of its second step, what happened in it on each rank, and the gradient it ended with."""
+
+    loss: float
+    recorder: Recorder
+    everybody: list[tuple[float, list[Event]]]
+    gradient: Tensor
+
+
+def watch(place: Place, **options: object) -> Seen:
+    """Records the second of two steps; every rank must call it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block(WIDTH) for _ in range(NUM_BLOCKS)]).to(place.device)
+    model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=place.device, **options)
+    step(model, place)
+    # After a barrier all ranks stand at nearly the same moment, so that their clocks can be set equal there.
+    dist.barrier()
+    origin = time.perf_counter()
+    with trace.record() as recorder:
+        loss = step(model, place)
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    return Seen(loss, recorder, from_all_ranks((origin, recorder.events)), gradient)
+
+
+def order_of(recorder: Recorder, *kinds: str) -> list[str]:
+    """Words such as ``AG3``, in order of issue."""
+    return [word.replace(" ", "") for word in recorder.order(*kinds)]
+
+
+def backward_of(recorder: Recorder) -> list[str]:
+    words = order_of(recorder, "AG", "B", "FREE", "RS")
+    return words[words.index(f"B{NUM_BLOCKS - 1}") :]
+
+
+def hidden_seconds(events: list[Event]) -> float:
+    """How long gathers were on their way while another unit computed."""
+    computing = [event for event in events if event.kind in "FB"]
+    return sum(
+        max(0.0, min(gather.end, compute.end) - max(gather.start, compute.start))
+        for gather in events
+        if gather.kind == "AG"
+        for compute in computing
+        if compute.unit != gather.unit
+    )
+
+
+def draw(name: str, seen: Seen, folder: Path) -> None:
+    picture = timeline.svg(
+        [events for _, events in seen.everybody], origins=[origin for origin, _ in seen.everybody], title=name
+    )
+    (folder / f"{name}.svg").write_text(picture, encoding="utf-8")
+
+
+def lesson_backward(place: Place, folder: Path) -> None:
+    variants = {"none": None, "post": BackwardPrefetch.BACKWARD_POST, "pre": BackwardPrefetch.BACKWARD_PRE}
+    seen = {name: watch(place, backward_prefetch=choice) for name, choice in variants.items()}
+    block = next(event.num_bytes for event in seen["pre"].recorder.events if event.kind == "AG")
+    for name, one in seen.items():
+        events = one.recorder.events
+        say(place, f"backward prefetch {name:<5} {' '.join(backward_of(one.recorder)[:9])} ...")
+        say(place, f"    whole at once {timeline.peak_gathered_bytes(events):,} bytes")
+        say(place, f"    gathers hidden behind computation {1000 * hidden_seconds(events):.2f} ms")
+        if place.speaks:
+            draw(f"backward-prefetch-{name}", one, folder)
+
+    orders = {name: backward_of(one.recorder)[:6] for name, one in seen.items()}
+    assert orders["none"] == ["B3", "AG3", "FREE3", "RS3", "B2", "AG2"]
+    assert orders["post"] == ["B3", "AG3", "FREE3", "AG2", "RS3", "B2"]
+    assert orders["pre"] == ["B3", "AG3", "AG2", "FREE3", "RS3", "B2"]
+    peaks = {name: timeline.peak_gathered_bytes(one.recorder.events) for name, one in seen.items()}
+    assert peaks == {"none": block, "post": block, "pre": 2 * block}
+    assert hidden_seconds(seen["none"].recorder.events) == 0.0 < hidden_seconds(seen["pre"].recorder.events)
+    assert len({one.loss for one in seen.values()}) == 1
+    assert all(torch.equal(one.gradient, seen["none"].gradient) for one in seen.values())
+
+
+def lesson_forward(place: Place, folder: Path) -> None:
+    seen = watch(place, forward_prefetch=True)
+    forward = order_of(seen.recorder, "AG", "F", "FREE")[:6]
+    say(place, f"forward prefetch        {' '.join(forward)} ...")
+    if place.speaks:
+        draw("forward-prefetch", seen, folder)
+    assert forward == ["AG0", "AG1", "F0", "FREE0", "AG2", "F1"]
+
+
+class Clock:
+    """The time of a simulated machine, in steps of the CPU."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+
+@dataclass
+class Release:
+    """A simulated GPU will be done with a unit at a certain time."""
+
+    clock: Clock
+    time: int
+
+    def query(self) -> bool:
+        """Whether it is done."""
+        return self.clock.now >= self.time
+
+    def synchronize(self) -> None:
+        """Stops the CPU until it is."""
+        self.clock.now = max(self.clock.now, self.time)
+
+
+def simulate(*, limited: bool, num_units: int = 10, seconds_of_gpu: int = 20) -> tuple[int, int]:
+    """A forward on a GPU that needs 20 times as long for a unit as the CPU needs to issue it.
+
+    Returns:
+        The largest number of units in memory at once, and how long the CPU was busy or waiting.
+    """
+    clock, limiter, releases, most = Clock(), RateLimiter(limited), [], 0
+    for number in range(num_units):
+        limiter.admit(str(number))
+        clock.now += 1
+        releases.append(Release(clock, seconds_of_gpu * (number + 1)))
+        most = max(most, sum(not release.query() for release in releases))
+        limiter.released(releases[-1])
+    return most, clock.now
+
+
+def lesson_limiter(place: Place) -> None:
+    (most, busy), (most_without, busy_without) = simulate(limited=True), simulate(limited=False)
+    say(
+        place,
+        f"a fast CPU and a slow GPU, 10 units: at most {most_without} in memory, issued after {busy_without} ticks",
+    )
+    say(place, f"with the rate limiter:               at most {most} in memory, issued after {busy}; the GPU takes 200")
+    assert (most_without, busy_without) == (10, 10)
+    assert most == 2
+    assert busy < 200, "the GPU is never idle for it"
+    # On this machine frees are complete at once on the CPU, and nobody has to wait; both ways give the same numbers.
+    limited, free = (watch(place, limit_all_gathers=choice) for choice in (True, False))
+    assert limited.loss == free.loss
+    assert free.recorder.count("WAIT") == 0
+
+
+def lesson(options: argparse.Namespace, place: Place) -> None:
+    folder = options.folder or Path(on_first_rank(tempfile.mkdtemp))
+    lesson_backward(place, folder)
+    lesson_forward(place, folder)
+    lesson_limiter(place)
+    say(place, f"pictures: {', '.join(sorted(path.name for path in folder.glob('*-prefetch*.svg')))} in {folder}")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Prefetch, overlap and the rate limiter, seen on a timeline.")
+    parser.add_argument("--folder", type=Path, help="where to draw the pictures, default: a temporary folder")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    on_ranks(functools.partial(lesson, parse()))
