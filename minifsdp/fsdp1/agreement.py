@@ -43,7 +43,7 @@ from minifsdp.engine.mesh import Group, Mesh
 __all__ = ["StateDictMismatchError", "groups_of", "refuse_together", "roll_call", "tell"]
 
 T = TypeVar("T")
-# A dict of another model can be wrong in every key.
+# A dict of another model can be wrong in every key, and on a thousand ranks.
 MOST_LINES = 10
 
 
@@ -52,10 +52,21 @@ class StateDictMismatchError(RuntimeError, ValueError):
 
 
 def groups_of(meshes: Iterable[Mesh]) -> list[Group]:
-    """The groups of all meshes, each once: rows first, then columns. Equal on all ranks that build equal trees."""
+    """The groups of all meshes, each once: rows first, then columns. Equal on all ranks that build equal trees.
+
+    Groups of a simulation are left out.
+    """
     chosen = list(meshes)
     groups = [mesh.shard for mesh in chosen] + [mesh.replicate for mesh in chosen]
-    return list(dict.fromkeys(group for group in groups if group is not None))
+    return list(dict.fromkeys(group for group in groups if group is not None and _can_talk(group)))
+
+
+def _can_talk(group: Group) -> bool:
+    # Not in a simulation, where one process plays all ranks and nothing is sent.
+    try:
+        return bool(dist.get_backend(group.process_group) != "fake")
+    except (KeyError, RuntimeError, TypeError, ValueError):
+        return False
 
 
 def tell(groups: Sequence[Group], mine: T) -> dict[int, T]:
@@ -82,10 +93,15 @@ def refuse_together(groups: Sequence[Group], problems: Sequence[str]) -> None:
     Raises:
         StateDictMismatchError: somebody has a problem. The message says which rank has which.
     """
-    by_rank = {rank: found for rank, found in tell(groups, list(problems)).items() if found}
-    if not by_rank:
+    who: dict[str, list[int]] = {}
+    for rank, found in tell(groups, list(problems)).items():
+        for problem in found:
+            who.setdefault(problem, []).append(rank)
+    if not who:
         return
-    lines = [f"rank {rank}: {problem}" for rank, found in by_rank.items() for problem in _not_too_many(found)]
+    lines = [f"{_ranks(ranks)}: {problem}" for problem, ranks in who.items()]
+    if len(lines) > MOST_LINES:
+        lines[MOST_LINES:] = [f"and {len(lines) - MOST_LINES} more"]
     where = " on every rank" if groups else ""
     raise StateDictMismatchError(
         f"rank {rank_of_this_process()}: the state dict is refused{where}, and nothing was changed:\n"
@@ -93,9 +109,9 @@ def refuse_together(groups: Sequence[Group], problems: Sequence[str]) -> None:
     )
 
 
-def _not_too_many(problems: list[str]) -> list[str]:
-    more = len(problems) - MOST_LINES
-    return problems if more <= 0 else [*problems[:MOST_LINES], f"and {more} more"]
+def _ranks(ranks: Sequence[int]) -> str:
+    named = ", ".join(f"rank {rank}" for rank in ranks[:MOST_LINES])
+    return named + (f" and {len(ranks) - MOST_LINES} more" if len(ranks) > MOST_LINES else "")
 
 
 _roll_calls: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
@@ -112,8 +128,7 @@ def roll_call(groups: Sequence[Group], call: str) -> None:
         RuntimeError: somebody did not come within the group's time limit. The message names the call and the ranks.
     """
     for group in groups:
-        if hasattr(group.process_group, "get_group_store"):
-            _wait_for_all(group, call)
+        _wait_for_all(group, call)
 
 
 def _wait_for_all(group: Group, call: str) -> None:

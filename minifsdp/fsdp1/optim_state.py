@@ -16,7 +16,7 @@ Worked example, Adam after one step, one unit with ``weight`` (2 x 3) and ``bias
    Anything else, Adam's ``step`` or a number or ``None``, is meant for the parameter *as a whole* and is copied.
 2. Who has what? Ranks tell each other the names and dtypes of the states they have, in one message. An empty slice has
    no state at all, a unit that never saw a gradient has none anywhere. A rank that lacks what it should have, or has
-   another ``step``, makes all ranks refuse.
+   another ``step``, makes all ranks refuse (see ``optim_state_facts.py``).
 3. Unit by unit, one state at a time: the piece is gathered into a row, the row is taken apart into parameters, each is
    copied to where it shall go, in full or this rank's rows of it, and the row is dropped. So beside the result there
    is never more than one row. A rank that is not to be given anything takes part and keeps nothing.
@@ -43,10 +43,11 @@ from torch import nn
 
 from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.fsdp1 import agreement, chunks
+from minifsdp.fsdp1.optim_state_facts import Facts, Number, PerElement, facts_of_all_ranks
 from minifsdp.fsdp1.optim_state_names import ParameterNames, UnitNames
 from minifsdp.fsdp1.state_dict_options import StateDictSettings, StateDictType
 
-__all__ = ["OptimForm", "copied", "same", "write"]
+__all__ = ["OptimForm", "copied", "write"]
 
 Named = dict[str, dict[str, Any]]
 
@@ -109,15 +110,15 @@ def write(
         ``"state"`` by name and ``"param_groups"`` with names; empty on a rank that is not to be given anything.
 
     Raises:
-        StateDictMismatchError: ranks have states that do not fit together; on all ranks.
-        ValueError: the optimizer has parameters that the model has not.
+        StateDictMismatchError: ranks have states that do not fit together, or an optimizer has parameters that the
+            model has not; on all ranks.
     """
     names = ParameterNames(model)
     groups = agreement.groups_of(unit.mesh for unit in names.units)
     agreement.roll_call(groups, "optim_state_dict()")
-    keys = names.keys(optimizer, given)
+    keys, problems = names.keys(optimizer, given)
     states = {keys[key]: entries for key, entries in given["state"].items() if key in keys}
-    by_unit = _facts_of_all_ranks(names, states, groups)
+    by_unit = facts_of_all_ranks(names, states, groups, problems)
     is_wanted = not form.first_only or _is_first(names, group)
     found: Named = {}
     for unit, facts in zip(names.units, by_unit, strict=True):
@@ -139,143 +140,6 @@ def _is_first(names: ParameterNames, group: dist.ProcessGroup | None) -> bool:
     if group is not None:
         return group.rank() == 0
     return names.units[0].mesh.is_first if names.units else rank_of_this_process() == 0
-
-
-# ---- 1. what is what ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PerElement:
-    """A state with one value for each element of the parameter; all that other ranks need to know of it."""
-
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, repr=False)
-class Number:
-    """A state that is a tensor without dimensions: one value for the whole parameter."""
-
-    dtype: torch.dtype
-    value: Any
-
-    def __repr__(self) -> str:
-        return f"{self.value} ({self.dtype})"
-
-
-@dataclass(frozen=True)
-class Unfit:
-    """A tensor that is neither per element nor without dimensions, so that nobody knows how it is cut."""
-
-    shape: tuple[int, ...]
-
-
-def _facts_of_owner(unit: UnitNames, owner: nn.Parameter, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """A state is told by its dtype if it has a value for each element, and by its value if it has one."""
-    facts: dict[str, Any] = {}
-    for key, value in entries.items():
-        if not isinstance(value, torch.Tensor):
-            facts[key] = value
-        elif value.shape == owner.shape and (value.ndim > 0 or unit.keeps_shapes):
-            facts[key] = PerElement(value.dtype)
-        elif value.ndim == 0:
-            facts[key] = Number(value.dtype, value.item())
-        else:
-            facts[key] = PerElement(value.dtype) if unit.keeps_shapes else Unfit(tuple(value.shape))
-    return facts
-
-
-# ---- 2. who has what ------------------------------------------------------------------------------------------------
-
-Facts = dict[int, dict[str, Any]]
-
-
-def _facts_of_all_ranks(
-    names: ParameterNames, states: Mapping[nn.Parameter, Mapping[str, Any]], groups: Sequence[Any]
-) -> list[Facts]:
-    """For each unit what is known of the states of its parameters, by number; the same on all ranks of its shard group.
-
-    Raises:
-        StateDictMismatchError: on all ranks.
-    """
-    mine: list[Facts] = []
-    known: dict[Any, Any] = {}
-    for unit in names.units:
-        described = [
-            (numbers, _facts_of_owner(unit, owner, states[owner])) for owner, numbers in unit.owners if owner in states
-        ]
-        mine.append({number: _once(facts, known) for numbers, facts in described for number in numbers})
-    # Columns hold the same pieces: what the own row says is enough.
-    rows = agreement.groups_of(type(unit.mesh)(unit.mesh.shard, None) for unit in names.units)
-    by_rank = agreement.tell(rows, mine)
-    problems: list[str] = []
-    merged = [
-        _merged(unit, {rank: told[index] for rank, told in by_rank.items()}, problems)
-        for index, unit in enumerate(names.units)
-    ]
-    # Equal problems on all ranks of a row: one of them is enough to say it.
-    speaks = all(unit.mesh.shard_index == 0 for unit in names.units)
-    agreement.refuse_together(groups, problems if speaks else [])
-    return merged
-
-
-def _once(facts: dict[str, Any], known: dict[Any, Any]) -> dict[str, Any]:
-    """The very same object for equal facts: a thousand parameters have the same states, and that is sent only once."""
-    try:
-        return known.setdefault(tuple(facts.items()), facts)  # type: ignore[no-any-return]
-    except TypeError:
-        # Some state of the user's own that has no hash.
-        return facts
-
-
-def _merged(unit: UnitNames, by_rank: Mapping[int, Facts], problems: list[str]) -> Facts:
-    ranks = [rank_of_this_process()] if unit.group is None else list(unit.group.ranks)
-    merged: Facts = {}
-    for number, name in enumerate(unit.names):
-        # A rank without an element of the parameter may have a state, of nothing, or none: it is not asked.
-        holders = [rank for index, rank in enumerate(ranks) if unit.has_part(index, number)]
-        told = {rank: by_rank[rank].get(number) for rank in holders or ranks}
-        facts = next((facts for facts in told.values() if facts is not None), None)
-        if facts is None:
-            continue
-        merged[number] = facts
-        if holders:
-            problems.extend(_differences(name, told))
-        for key, fact in facts.items():
-            if isinstance(fact, Unfit):
-                problems.append(
-                    f"optimizer state {key!r} of {name!r}: expected a value for each element of this rank's slice, or "
-                    f"one for all of it; found a tensor of shape {fact.shape}, which cannot be cut. Choose NO_SHARD, "
-                    "or an optimizer that works on elements"
-                )
-    return merged
-
-
-def _differences(name: str, told: Mapping[int, dict[str, Any] | None]) -> list[str]:
-    """What the ranks say differently about one parameter."""
-    lacking = [rank for rank, facts in told.items() if facts is None]
-    if lacking:
-        having = [rank for rank in told if rank not in lacking]
-        return [
-            f"optimizer state of {name!r}: expected on every rank that has a part of it, found on rank(s) {having} and "
-            f"not on rank(s) {lacking}; give the optimizer the same parameters, and step it, on all ranks"
-        ]
-    (first, expected), *others = [(rank, facts) for rank, facts in told.items() if facts is not None]
-    return [
-        f"optimizer state {key!r} of {name!r}: expected {expected.get(key)!r} as on rank {first}, found "
-        f"{facts.get(key)!r} on rank {rank}"
-        for rank, facts in others
-        for key in sorted({*expected, *facts})
-        if key not in expected or key not in facts or not same(expected[key], facts[key])
-    ]
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two values that are meant for a whole parameter are equal."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype is other.dtype and torch.equal(one, other)
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return False
-    return bool(one == other)
 
 
 # ---- 3. unit by unit, one state at a time ---------------------------------------------------------------------------

@@ -27,7 +27,7 @@ import torch
 
 from minifsdp.engine.mesh import Group
 from minifsdp.fsdp1 import chunks
-from minifsdp.fsdp1.optim_state import same
+from minifsdp.fsdp1.optim_state_facts import same
 from minifsdp.fsdp1.optim_state_names import ParameterNames, UnitNames
 
 __all__ = ["Expected", "check", "elementwise_keys"]

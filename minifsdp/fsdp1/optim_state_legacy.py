@@ -197,7 +197,9 @@ def _rekeyed(
         return given
     names = ParameterNames(model)
     parameters = [parameter for group in groups for parameter in group["params"]]
-    names.check_known(parameters)
+    problems = names.unknown(parameters)
+    if problems:
+        raise ValueError(f"rank {rank_of_this_process()}: {problems[0]}")
     numbered = [(number, name) for number, parameter in enumerate(parameters) for name in names.of[parameter]]
     table: dict[Any, Any] = dict(numbered) if to_names else {name: number for number, name in numbered}
     unknown = [key for key in keys if key not in table]

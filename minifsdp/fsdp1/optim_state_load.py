@@ -93,8 +93,9 @@ def read(
         talks: whether ranks agree on a refusal; if not, nothing is sent at all, and each refuses on its own.
 
     Raises:
-        StateDictMismatchError: the dict does not fit the model or the optimizer; if ranks talk, on all of them.
-        ValueError: there is no unit in the model, or the optimizer has parameters that the model has not.
+        StateDictMismatchError: the dict does not fit the model or the optimizer, or the optimizer not the model; if
+            ranks talk, on all of them.
+        ValueError: there is no unit in the model.
     """
     names = ParameterNames(model)
     if not names.units:
@@ -102,14 +103,15 @@ def read(
             f"rank {rank_of_this_process()}: {type(model).__name__} has no FullyShardedDataParallel in it; there is "
             "nothing to cut, so load the dict with rekey_optim_state_dict() and optim.load_state_dict()"
         )
-    names.check_known([parameter for group in groups_of_optimizer for parameter in group["params"]])
     groups = agreement.groups_of(unit.mesh for unit in names.units)
     first_only = form.first_only
     is_source = not first_only or names.units[0].mesh.is_first
     if talks:
         agreement.roll_call(groups, "optim_state_dict_to_load()")
     expected = Expected(names, groups_of_optimizer, form.is_sharded, own_keys, is_lenient)
-    problems = check(given, expected) if is_source else []
+    problems = names.unknown(_parameters(groups_of_optimizer))
+    if is_source and not problems:
+        problems = check(given, expected)
     if talks:
         agreement.refuse_together(groups, problems)
         if form.is_sharded:

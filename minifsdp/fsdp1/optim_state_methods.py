@@ -9,6 +9,9 @@ state dict: one choice, ``state_dict_type``, for both. Worked example::
         model.load_state_dict(checkpoint["model"])
         optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, checkpoint["optim"]))
 
+Not through here goes ``get_optimizer_state_dict`` of ``torch.distributed.checkpoint``: it knows torch's own wrapper
+only, takes this one for a plain module, and returns what is on this rank. Its counterparts for the model's state work.
+
 *In torch:* the same two, and six older ones for which there is ``optim_state_legacy.py`` here.
 
 Spec: OSD-01, OSD-02, OSD-10, OSD-LOAD-01, OSD-LOAD-02, OSD-LOAD-04.
@@ -53,8 +56,8 @@ class OptimStateMethods(OldOptimStateMethods):
 
         Raises:
             NotImplementedError: the local form is chosen.
-            RuntimeError: the ranks' states do not fit together, on all ranks; or some rank did not call.
-            ValueError: the optimizer has parameters that the model has not.
+            RuntimeError: the ranks' states do not fit together, or the optimizer has parameters that the model has not,
+                on all ranks; or some rank did not call.
         """
         form = OptimForm.of(StateDictMethods.get_state_dict_type(model))
         given = optim.state_dict() if optim_state_dict is None else optim_state_dict

@@ -34,7 +34,6 @@ import torch
 from torch import nn
 
 from minifsdp.engine import collectives
-from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.fsdp1.base import WrapperBase
 from minifsdp.fsdp1.full_params import check_idle
@@ -167,33 +166,40 @@ class ParameterNames:
         owned = {owner for unit in self.units for owner, _ in unit.owners}
         return {parameter: names[0] for parameter, names in self.of.items() if parameter not in owned}
 
-    def keys(self, optimizer: Any, optim_state_dict: Mapping[str, Any]) -> dict[Any, nn.Parameter]:
-        """From the keys of the optimizer's own state dict, numbers or names, to parameters.
+    def keys(self, optimizer: Any, optim_state_dict: Mapping[str, Any]) -> tuple[dict[Any, nn.Parameter], list[str]]:
+        """From the keys of the optimizer's own state dict, numbers or names, to parameters; and what is wrong there.
 
-        Raises:
-            ValueError: the optimizer has a parameter that the model has not.
+        Where something is wrong the keys are left out.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.check_known(parameters)
+        problems = self.unknown(parameters)
+        if problems:
+            return {}, problems
         groups = optim_state_dict.get("param_groups")
-        keys = list(range(len(parameters))) if groups is None else [key for g in groups for key in g["params"]]
         if groups is None and any(isinstance(key, str) for key in optim_state_dict["state"]):
             keys = [key for key in optim_state_dict["state"] if key in self._by_current_name]
+        else:
+            keys = list(range(len(parameters))) if groups is None else [key for g in groups for key in g["params"]]
+            if len(keys) != len(parameters):
+                return {}, [
+                    f"the optimizer's own state dict: expected {len(parameters)} parameters in its groups, as the "
+                    f"optimizer has, found {len(keys)}"
+                ]
+        strangers = [key for key in keys if isinstance(key, str) and key not in self._by_current_name]
+        if strangers:
+            return {}, [f"the optimizer's own state dict: expected names of parameters, found {strangers[:5]}"]
         return {
             key: self._by_current_name[key] if isinstance(key, str) else parameters[position]
             for position, key in enumerate(keys)
-        }
+        }, []
 
-    def check_known(self, parameters: list[nn.Parameter]) -> None:
-        """Whether all parameters are the model's own.
-
-        Raises:
-            ValueError: one is not.
-        """
-        unknown = [tuple(parameter.shape) for parameter in parameters if parameter not in self.of]
-        if unknown:
-            raise ValueError(
-                f"rank {rank_of_this_process()}: the optimizer has {len(unknown)} parameter(s), of shapes {unknown}, "
-                "that are not parameters of the model; build the optimizer from model.parameters() after wrapping, and "
-                "pass the model that it was built from"
-            )
+    def unknown(self, parameters: list[nn.Parameter]) -> list[str]:
+        """What is wrong with an optimizer that has parameters which the model has not, in words."""
+        shapes = [tuple(parameter.shape) for parameter in parameters if parameter not in self.of]
+        if not shapes:
+            return []
+        return [
+            f"the optimizer: expected parameters of the model, found {len(shapes)}, of shapes {shapes[:5]}, that are "
+            "not parameters of the model; build it from model.parameters() after wrapping, and pass the model that it "
+            "was built from"
+        ]

@@ -1,0 +1,133 @@
+"""A model to be saved and loaded, batches for it, and comparisons of what came out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from minifsdp import FullyShardedDataParallel, StateDictType
+from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests.harness import device
+
+__all__ = [
+    "FULL",
+    "LOCAL",
+    "SHARDED",
+    "Net",
+    "assert_same_state",
+    "flat_or_original",
+    "gathered",
+    "make",
+    "quiet",
+    "step",
+    "wrapped",
+]
+
+FULL, SHARDED, LOCAL = (
+    StateDictType.FULL_STATE_DICT,
+    StateDictType.SHARDED_STATE_DICT,
+    StateDictType.LOCAL_STATE_DICT,
+)
+flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+
+
+class Net(nn.Module):
+    """Two units inside the root. Five rows do not divide by two, and ``scale`` has one element and no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(3, 5), nn.Tanh())
+        self.second = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
+        self.head = nn.Linear(5, 2)
+        self.scale = nn.Parameter(torch.tensor([0.5]))
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        x = self.first(x)
+        return self.head(x if skip else self.second(x)) * self.scale
+
+
+def make(seed: int = 0) -> Net:
+    """The same values on every rank and in every call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Net().to(device())
+
+
+def wrapped(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
+    """``first``, ``second`` and the rest: three units."""
+    options.setdefault("auto_wrap_policy", ModuleWrapPolicy({nn.Sequential}))
+    return FullyShardedDataParallel(model, **options)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """torch warns about its own older calls; the oracle may use them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def batch(number: int, rank: int) -> Tensor:
+    dice = torch.Generator().manual_seed(1000 * number + rank)
+    return torch.randn(4, 3, generator=dice).to(device())
+
+
+def step(
+    model: Callable[..., Tensor], optimizer: torch.optim.Optimizer, number: int, *, everybody: bool = False
+) -> float:
+    """One training step; the loss.
+
+    Args:
+        model: called with this rank's batch.
+        optimizer: steps once.
+        number: which batch.
+        everybody: this process takes the mean over the batches of all ranks, as if it were alone.
+    """
+    optimizer.zero_grad()
+    who: Iterable[int] = range(dist.get_world_size()) if everybody else [dist.get_rank()]
+    losses = [model(batch(number, rank)).square().mean() for rank in who]
+    loss = sum(losses[1:], losses[0]) / len(losses)
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def gathered(value: Any) -> Tensor:
+    """The full tensor behind a value, whatever it is wrapped in. Every rank must call it."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if not isinstance(value, ShardedTensor):
+        return value
+    pieces: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pieces, [(s.metadata.shard_offsets, s.tensor.cpu()) for s in value.local_shards()])
+    rows = sorted((offsets, tensor) for of_rank in pieces for offsets, tensor in of_rank)
+    return torch.cat([tensor for _, tensor in rows])
+
+
+def assert_same_state(
+    found: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Mapping[str, Any]], *, bitwise: bool = True
+) -> None:
+    """Equal keys, shapes, dtypes and values, of optimizer states by name."""
+    assert sorted(found) == sorted(expected)
+    tolerance = {"rtol": 0.0, "atol": 0.0} if bitwise else {"rtol": 1e-4, "atol": 1e-6}
+    for name, entries in expected.items():
+        assert sorted(found[name]) == sorted(entries), name
+        for key, value in entries.items():
+            if not isinstance(value, torch.Tensor):
+                assert found[name][key] == value, (name, key)
+                continue
+            torch.testing.assert_close(
+                found[name][key].cpu(),
+                value.cpu(),
+                msg=lambda text, where=(name, key): f"{where}: {text}",
+                **tolerance,
+            )

@@ -1,0 +1,100 @@
+"""Conversations before a state dict is written or read: through rows and columns everybody hears of everything."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import ShardingStrategy
+from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.fsdp1 import agreement
+from spec_tests.fsdp1.checkpoints import flat_or_original, make, step, wrapped
+from spec_tests.harness import ranks
+from spec_tests.oracles import world_groups_2x2
+
+
+def grid() -> Mesh:
+    rows, columns = world_groups_2x2()
+    dist.barrier()
+    return Mesh.hybrid(Group.of(rows), Group.of(columns))
+
+
+@pytest.mark.spec("SD-FULL-03", "HYB-10")
+@ranks(4)
+def test_what_one_rank_says_goes_through_its_row_and_then_through_the_columns() -> None:
+    mesh = grid()
+    groups = agreement.groups_of([mesh, mesh])
+    assert groups == [mesh.shard, mesh.replicate], "each once, rows first"
+    assert agreement.tell(groups, dist.get_rank() * 10) == {0: 0, 1: 10, 2: 20, 3: 30}
+    assert agreement.tell([], "alone") == {dist.get_rank(): "alone"}
+
+
+@pytest.mark.spec("SD-FULL-09", "HYB-10")
+@ranks(4)
+def test_one_ranks_refusal_is_everybodys_and_equal_complaints_are_listed_once() -> None:
+    groups = agreement.groups_of([grid()])
+    agreement.refuse_together(groups, [])
+    rank = dist.get_rank()
+    with pytest.raises(agreement.StateDictMismatchError) as caught:
+        agreement.refuse_together(groups, ["a key", *(["my own"] if rank == 3 else [])])
+    assert str(caught.value).splitlines() == [
+        f"rank {rank}: the state dict is refused on every rank, and nothing was changed:",
+        "rank 0, rank 1, rank 2, rank 3: a key",
+        "rank 3: my own",
+    ]
+    with pytest.raises(RuntimeError) as caught:
+        agreement.refuse_together(groups, [f"key {number}" for number in range(25)] if rank == 2 else [])
+    assert len(str(caught.value).splitlines()) == 12
+    assert str(caught.value).endswith("and 15 more")
+    with pytest.raises(ValueError, match=rf"rank {rank}: the state dict is refused, and nothing"):
+        agreement.refuse_together([], ["nobody was asked"])
+
+
+@pytest.mark.spec("SD-FULL-09", "OSD-LOAD-01", "HYB-10")
+@flat_or_original
+@ranks(4)
+def test_under_hybrid_the_other_copy_refuses_too(keep: bool) -> None:
+    groups = world_groups_2x2()
+    dist.barrier()
+    model = wrapped(make(), use_orig_params=keep, sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=groups)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    step(model, optimizer, 0)
+    weights, states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+    if dist.get_rank() == 3:
+        del weights["scale"], states["state"]["head.weight"]
+    with pytest.raises(RuntimeError, match=r'rank 3: Missing key\(s\) in state_dict: "scale"'):
+        model.load_state_dict(weights)
+    with pytest.raises(RuntimeError, match=r"rank 3: key 'head\.weight': expected states"):
+        FSDP.optim_state_dict_to_load(model, optimizer, states)
+    given = optimizer.state_dict()
+    if dist.get_rank() == 3:
+        given["state"][min(given["state"])]["step"] += 1
+    with pytest.raises(RuntimeError, match=r"optimizer state 'step' of .*: expected 1\.0 .*found 2\.0 .* on rank 3"):
+        FSDP.optim_state_dict(model, optimizer, given)
+    dist.barrier()
+
+
+@pytest.mark.spec("SD-FULL-08")
+def test_in_a_simulation_nobody_is_asked() -> None:
+    """One process that plays rank 0 of four can still write and read; nothing of what it gathers means anything."""
+    subprocess.run([sys.executable, "-c", SIMULATION], check=True, timeout=60)
+
+
+SIMULATION = """
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+from minifsdp import FullyShardedDataParallel
+
+model = FullyShardedDataParallel(torch.nn.Linear(4, 4))
+assert list(model.state_dict()) == ["weight", "bias"]
+model.load_state_dict({"weight": torch.ones(4, 4), "bias": torch.ones(4)})
+assert torch.equal(next(model.parameters()).detach(), torch.ones(5))
+"""

@@ -1,0 +1,170 @@
+"""Checkpoints go from torch's ways of training to this one and back, and training goes on as if nothing had happened.
+
+In each test one library trains for two steps, the other reads what it wrote into a model of other values, and both
+train on. With two ranks the losses are equal to the last bit: a mean of two numbers has no order of summation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
+from spec_tests.fsdp1.checkpoints import FULL, SHARDED, flat_or_original, make, quiet, step, wrapped
+from spec_tests.harness import device, ranks
+
+Weights = dict[str, Any]
+States = dict[str, Any]
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+@dataclass(frozen=True)
+class Library:
+    """One way of training, with its own ways of writing and reading.
+
+    Attributes:
+        build: wraps a model.
+        write: weights and states of the optimizer by original names, in a form.
+        read: the reverse.
+        everybody: whether a single process takes the batches of all ranks.
+    """
+
+    build: Callable[[nn.Module], nn.Module]
+    write: Callable[[Any, Any, StateDictType], tuple[Weights, States]]
+    read: Callable[[Any, Any, Weights, States, StateDictType], None]
+    everybody: bool = False
+
+
+def torch_wrapper(use_orig_params: bool) -> Library:
+    wrapper = torch_fsdp.FullyShardedDataParallel
+
+    def build(model: nn.Module) -> nn.Module:
+        policy = torch_fsdp.wrap.ModuleWrapPolicy({nn.Sequential})
+        return wrapper(model, auto_wrap_policy=policy, device_id=device(), use_orig_params=use_orig_params)
+
+    def chosen(model: Any, form: StateDictType) -> Any:
+        return wrapper.state_dict_type(model, torch_fsdp.StateDictType[form.name])
+
+    def write(model: Any, optimizer: Any, form: StateDictType) -> tuple[Weights, States]:
+        with chosen(model, form):
+            return model.state_dict(), wrapper.optim_state_dict(model, optimizer)
+
+    def read(model: Any, optimizer: Any, weights: Weights, states: States, form: StateDictType) -> None:
+        with chosen(model, form):
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(wrapper.optim_state_dict_to_load(model, optimizer, states))
+
+    return Library(build, write, read)
+
+
+def build_in_place(model: nn.Module) -> nn.Module:
+    for part in (model.first, model.second, model):
+        torch_fsdp.fully_shard(part)
+    return model
+
+
+def build_ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def write_by_helpers(model: Any, optimizer: Any, form: StateDictType) -> tuple[Weights, States]:
+    options = StateDictOptions(full_state_dict=form is FULL)
+    return get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizer, options=options)
+
+
+def read_by_helpers(model: Any, optimizer: Any, weights: Weights, states: States, form: StateDictType) -> None:
+    options = StateDictOptions(full_state_dict=form is FULL)
+    set_model_state_dict(model, weights, options=options)
+    set_optimizer_state_dict(model, optimizer, states, options=options)
+
+
+LIBRARIES = {
+    "fsdp1-flat": torch_wrapper(use_orig_params=False),
+    "fsdp1-original": torch_wrapper(use_orig_params=True),
+    "fully_shard": Library(build_in_place, write_by_helpers, read_by_helpers),
+    "ddp": Library(build_ddp, write_by_helpers, read_by_helpers),
+    "plain": Library(lambda model: model, write_by_helpers, read_by_helpers, everybody=True),
+}
+# Full dicts of torch's wrapper with original parameters are left out: on the CPU all states of a parameter share one
+# buffer there and show the values of the last (seen with torch 2.13).
+WRITERS = [
+    *((name, FULL) for name in ("fsdp1-flat", "fully_shard", "ddp", "plain")),
+    *((name, SHARDED) for name in ("fsdp1-flat", "fsdp1-original", "fully_shard")),
+]
+READERS = [*((name, FULL) for name in LIBRARIES), *WRITERS[4:]]
+
+
+def mine(keep: bool, seed: int) -> tuple[FSDP, torch.optim.Optimizer]:
+    model = wrapped(make(seed), use_orig_params=keep)
+    return model, adam(model.parameters())
+
+
+def go_on(ours: Any, theirs: Any, library: Library) -> None:
+    for number in (2, 3, 4):
+        # A single process knows the loss of all ranks together only.
+        loss = step(*ours, number, everybody=False)
+        expected = step(*theirs, number, everybody=library.everybody)
+        if not library.everybody:
+            assert loss == expected, f"step {number}"
+    with FSDP.state_dict_type(ours[0], FULL), quiet():
+        weights = ours[0].state_dict()
+        expected_weights = library.write(*theirs, FULL)[0]
+    assert weights.keys() == expected_weights.keys()
+    assert all(torch.equal(weights[name], expected_weights[name]) for name in weights)
+
+
+@pytest.mark.spec("SD-FULL-08", "SD-SHARD-03", "OSD-LOAD-01", "OSD-LOAD-03")
+@pytest.mark.parametrize(("name", "form"), WRITERS, ids=lambda part: getattr(part, "name", part))
+@flat_or_original
+@ranks(2)
+def test_what_torch_has_written_is_read_here(keep: bool, name: str, form: StateDictType) -> None:
+    library = LIBRARIES[name]
+    with quiet():
+        model = library.build(make())
+        optimizer = adam(model.parameters())
+        for number in (0, 1):
+            step(model, optimizer, number, everybody=library.everybody)
+        weights, states = library.write(model, optimizer, form)
+    ours, restored = mine(keep, seed=7)
+    with FSDP.state_dict_type(ours, form):
+        ours.load_state_dict(weights)
+        FSDP.optim_state_dict_to_load(ours, restored, states, load_directly=True)
+    go_on((ours, restored), (model, optimizer), library)
+
+
+@pytest.mark.spec("SD-FULL-02", "SD-SHARD-01", "OSD-03", "OSD-04", "OSD-06")
+@pytest.mark.parametrize(("name", "form"), READERS, ids=lambda part: getattr(part, "name", part))
+@flat_or_original
+@ranks(2)
+def test_what_is_written_here_torch_reads(keep: bool, name: str, form: StateDictType) -> None:
+    library = LIBRARIES[name]
+    ours, optimizer = mine(keep, seed=0)
+    for number in (0, 1):
+        step(ours, optimizer, number)
+    use_dtensor = name == "fully_shard"
+    sharded = ShardedStateDictConfig(use_dtensor=use_dtensor), ShardedOptimStateDictConfig(use_dtensor=use_dtensor)
+    with FSDP.state_dict_type(ours, form, *(sharded if form is SHARDED else ())):
+        weights, states = ours.state_dict(), FSDP.optim_state_dict(ours, optimizer)
+    with quiet():
+        model = library.build(make(7))
+        restored = adam(model.parameters())
+        library.read(model, restored, weights, states, form)
+    go_on((ours, optimizer), (model, restored), library)

@@ -1,0 +1,210 @@
+"""``torch.distributed.checkpoint``: sharded dicts are saved and read without a gather, by any number of ranks."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, ShardingStrategy
+from spec_tests.fsdp1.checkpoints import (
+    FULL,
+    SHARDED,
+    assert_same_state,
+    batch,
+    flat_or_original,
+    gathered,
+    make,
+    quiet,
+    step,
+    wrapped,
+)
+from spec_tests.fsdp1.four_blocks import Wire
+from spec_tests.harness import device, ranks
+from spec_tests.oracles import world_groups_2x2
+
+kinds = pytest.mark.parametrize("use_dtensor", [False, True], ids=["sharded-tensor", "dtensor"])
+
+
+def groups_of(size: int) -> dist.ProcessGroup:
+    """This rank's group among those of ``size`` neighbours each. Every rank must call it."""
+    groups = [dist.new_group(list(range(start, start + size))) for start in range(0, dist.get_world_size(), size)]
+    dist.barrier()
+    return groups[dist.get_rank() // size]
+
+
+def trained(group: dist.ProcessGroup | None, use_dtensor: bool = False, seed: int = 0, **options: Any) -> Any:
+    """A model on a group and its optimizer after two steps on one batch that all ranks have."""
+    model = wrapped(make(seed), process_group=group, **options)
+    configs = ShardedStateDictConfig(use_dtensor=use_dtensor), ShardedOptimStateDictConfig(use_dtensor=use_dtensor)
+    FSDP.set_state_dict_type(model, SHARDED, *configs)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for number in range(2):
+        optimizer.zero_grad()
+        model(batch(number + 10 * seed, 0)).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def full_of(model: FSDP, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    with FSDP.state_dict_type(model, FULL):
+        return model.state_dict(), FSDP.optim_state_dict(model, optimizer)["state"]
+
+
+def save(model: FSDP, optimizer: torch.optim.Optimizer, where: Path, group: dist.ProcessGroup | None) -> None:
+    checkpoint = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
+    with quiet(), Wire() as wire:
+        dcp.save(checkpoint, checkpoint_id=where, process_group=group)
+    assert wire.values == [], "no parameter and no moment went from rank to rank"
+
+
+def load(model: FSDP, optimizer: torch.optim.Optimizer, where: Path, group: dist.ProcessGroup | None) -> None:
+    """Into dicts of the model's own, which say what each rank wants to have."""
+    weights = model.state_dict()
+    states = FSDP.optim_state_dict(model, optimizer)
+    checkpoint = {"model": weights, "optim": states}
+    with quiet(), Wire() as wire:
+        dcp.load(checkpoint, checkpoint_id=where, process_group=group)
+    assert wire.values == []
+    model.load_state_dict(checkpoint["model"])
+    FSDP.optim_state_dict_to_load(model, optimizer, checkpoint["optim"], load_directly=True)
+
+
+@pytest.mark.spec("SD-SHARD-04", "OSD-LOAD-08", "OSD-06", "OSD-10")
+@pytest.mark.parametrize(
+    ("written", "read", "keep"), [(4, 2, False), (4, 1, True), (2, 4, True), (1, 4, False), (4, 4, True)]
+)
+@kinds
+@ranks(4)
+def test_what_some_ranks_write_others_read(
+    keep: bool, use_dtensor: bool, written: int, read: int, tmp_path: Path
+) -> None:
+    writers, readers = groups_of(written), groups_of(read)
+    model, optimizer = trained(writers, use_dtensor, use_orig_params=keep)
+    # Each group of writers writes its own; all are equal, and the first group's is read by everybody.
+    save(model, optimizer, tmp_path / str(dist.get_rank() // written), writers)
+    weights, states = full_of(model, optimizer)
+    dist.barrier()
+    again, restored = trained(readers, use_dtensor, seed=1, use_orig_params=keep)
+    load(again, restored, tmp_path / "0", readers)
+    found_weights, found_states = full_of(again, restored)
+    assert found_weights.keys() == weights.keys()
+    assert all(torch.equal(found_weights[name], weights[name]) for name in weights)
+    assert_same_state(found_states, states)
+    dist.barrier()
+
+
+@pytest.mark.spec("SD-SHARD-04", "OSD-LOAD-03")
+@flat_or_original
+@ranks(2)
+def test_a_fresh_optimizer_is_restored_and_training_goes_on_bit_by_bit(keep: bool, tmp_path: Path) -> None:
+    model, optimizer = trained(None, use_orig_params=keep)
+    save(model, optimizer, tmp_path, None)
+    again = wrapped(make(7), use_orig_params=keep)
+    restored = torch.optim.Adam(again.parameters(), lr=0.01)
+    FSDP.set_state_dict_type(again, SHARDED)
+    weights = again.state_dict()
+    with quiet():
+        dcp.load({"model": weights}, checkpoint_id=tmp_path)
+        again.load_state_dict(weights)
+        reader = dcp.FileSystemReader(tmp_path)
+        states = load_sharded_optimizer_state_dict(weights, "optim", reader)["optim"]
+    FSDP.optim_state_dict_to_load(again, restored, states, load_directly=True)
+    for number in (5, 6):
+        assert step(again, restored, number) == step(model, optimizer, number)
+
+
+@pytest.mark.spec("SD-SHARD-04", "HYB-10")
+@kinds
+@ranks(4)
+def test_a_hybrid_model_is_written_and_read(use_dtensor: bool, tmp_path: Path) -> None:
+    groups = world_groups_2x2()
+    dist.barrier()
+    hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    model, optimizer = trained(groups, use_dtensor, **hybrid)  # type: ignore[arg-type]
+    save(model, optimizer, tmp_path, None)
+    weights, states = full_of(model, optimizer)
+    again, restored = trained(groups, use_dtensor, seed=1, **hybrid)  # type: ignore[arg-type]
+    load(again, restored, tmp_path, None)
+    found_weights, found_states = full_of(again, restored)
+    assert all(torch.equal(found_weights[name], weights[name]) for name in weights)
+    assert_same_state(found_states, states)
+    dist.barrier()
+
+
+@pytest.mark.spec("SD-SHARD-05")
+@ranks(2)
+def test_one_ranks_part_saved_with_torch_save_is_one_ranks_part() -> None:
+    model, _ = trained(None, use_dtensor=True)
+    state = model.state_dict()
+    stored = io.BytesIO()
+    torch.save({name: value.to_local() for name, value in state.items()}, stored)
+    stored.seek(0)
+    mine = sum(value.numel() for value in torch.load(stored).values())
+    whole = sum(parameter.numel() for parameter in make().parameters())
+    counts = [None, None]
+    dist.all_gather_object(counts, mine)
+    assert sum(counts) == whole
+    assert mine < whole
+    assert all(torch.equal(gathered(value), gathered(value)) for value in state.values())
+
+
+@pytest.mark.spec("SD-FULL-08", "SD-SHARD-03")
+@pytest.mark.parametrize("form", [FULL, SHARDED], ids=["full", "sharded"])
+@flat_or_original
+@ranks(2)
+def test_torchs_helpers_read_and_write_the_models_state_in_the_chosen_form(keep: bool, form: Any) -> None:
+    model = wrapped(make(), use_orig_params=keep)
+    again = wrapped(make(1), use_orig_params=keep)
+    expected = model.state_dict()
+    with FSDP.state_dict_type(model, form), FSDP.state_dict_type(again, form), quiet():
+        state = get_model_state_dict(model)
+        assert list(state) == list(model.state_dict())
+        set_model_state_dict(again, state)
+    found = again.state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.spec("SD-FULL-08")
+@flat_or_original
+@ranks(2)
+def test_torchs_helpers_read_a_full_dict_to_which_they_add_slices(keep: bool) -> None:
+    again = wrapped(make(1), use_orig_params=keep)
+    expected = make().state_dict()
+    with quiet():
+        set_model_state_dict(again, make().state_dict(), options=StateDictOptions(full_state_dict=True))
+    found = again.state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert next(again.parameters()).device == device()
+
+
+@pytest.mark.spec("SD-SHARD-04", "OSD-LOAD-03")
+@flat_or_original
+@ranks(2)
+def test_what_torchs_in_place_sharding_has_written_to_disk_is_read_here(keep: bool, tmp_path: Path) -> None:
+    theirs = make()
+    for part in (theirs.first, theirs.second, theirs):
+        fully_shard(part)
+    optimizer = torch.optim.Adam(theirs.parameters(), lr=0.01)
+    step(theirs, optimizer, 0)
+    with quiet():
+        checkpoint = {"model": get_model_state_dict(theirs), "optim": get_optimizer_state_dict(theirs, optimizer)}
+        dcp.save(checkpoint, checkpoint_id=tmp_path)
+    ours, restored = trained(None, use_dtensor=keep, seed=1, use_orig_params=keep)
+    load(ours, restored, tmp_path, None)
+    for number in (5, 6):
+        assert step(ours, restored, number) == step(theirs, optimizer, number)
