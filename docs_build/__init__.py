@@ -1,0 +1,34 @@
+"""Builds what the documentation shows but nobody wrote by hand.
+
+The pages in ``docs/`` are prose. Whatever in them could go stale is asked for by a line in double braces and put in
+here, while the site is built::
+
+    {{ code engine/unit.py Unit.wait }}        the function as it is now, with a link to its page
+    {{ timeline fsdp1-pre-4 | A caption. }}    a picture of a recorded run
+    {{ proof SHARD-04 PREF-02 }}               rows of the spec, their tests, and how these went last
+    {{ exercise zero_stage_3 }}                a question, and an answer that a function has computed
+
+The rooms, from the bottom up:
+
+``order``        the reading order of the package's modules
+``source``       a module's text, cut into rows of prose and code
+``markup``       the light markup of docstrings, as Markdown and as HTML
+``pages``        a module as a page, prose left and code right
+``fragments``    one function, found by its name
+``models``       the small models of the recorded runs
+``record``       runs them on two and on four ranks, and writes what happened
+``recordings``   reads what was recorded
+``pictures``     timelines
+``results``      the rows of the spec and the last results of their tests
+``exercises``    questions whose answers are computed
+``values``       numbers and tables of the prose
+``shardmaps``    who holds which elements
+``messages``     every message of the package; ``troubles`` makes entries of them
+``myths``        wrong claims, what is true, and the tests that show it
+``player``       recorded runs as scripts for the step player
+``specpage``     the page of the spec
+``verbs``        the table of verbs and layouts; the way of one parameter through a training step
+``directives``   the lines in double braces
+``links``        follows every link of the built site
+``hook``         what mkdocs calls
+"""

@@ -1,0 +1,137 @@
+"""The lines in double braces: what each of them puts into a page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from html import escape
+
+from mkdocs.utils import get_relative_url
+
+from docs_build import exercises, fragments, pictures, results, values
+from docs_build.markup import to_html
+
+__all__ = ["badges", "expand", "put_back"]
+
+LINE = re.compile(r"^(?P<indent> *)\{\{ (?P<verb>\w+) ?(?P<rest>.*?) \}\}$", re.MULTILINE)
+INLINE = re.compile(r"\{\{ value ([\w-]+) \}\}")
+
+
+def expand(markdown: str, start: str) -> str:
+    """Replaces every line in double braces of a page.
+
+    Args:
+        markdown: the page.
+        start: its address, for links.
+
+    Raises:
+        KeyError: a line asks for what does not exist (any more).
+    """
+    markdown = INLINE.sub(lambda found: values.value(found[1]), markdown)
+    return LINE.sub(lambda found: _one(found["verb"], found["rest"], start), markdown)
+
+
+def _one(verb: str, rest: str, start: str) -> str:
+    if verb not in VERBS:
+        raise KeyError(f"{start}: there is no {{{{ {verb} }}}}; there are {', '.join(VERBS)}")
+    return "\n" + VERBS[verb](rest, start) + "\n"
+
+
+def _code(rest: str, start: str) -> str:
+    name, qualified = rest.split()
+    return _raw(fragments.fragment(name, qualified, start))
+
+
+def _timeline(rest: str, _: str) -> str:
+    key, _, caption = rest.partition(" | ")
+    key, _, num = key.strip().partition(" ")
+    return _raw(pictures.timeline_figure(key, caption.strip(), int(num or 1)))
+
+
+def _proof(rest: str, start: str) -> str:
+    """Rows of the spec as a folded table."""
+    rows = [results.all_rows()[name] for name in rest.split()]
+    num_tests = len({test for row in rows for test in row.tests})
+    proven = sum(not row.is_unproven for row in rows)
+    body = "".join(_proof_row(row, start) for row in rows)
+    head = f"What must hold: {proven} of {len(rows)} rows proven, by {num_tests} tests"
+    return _raw(
+        f'<details class="proof"><summary>{head}</summary><table class="proof-rows"><thead><tr><th>row</th>'
+        f"<th>statement</th><th>last result</th></tr></thead><tbody>{body}</tbody></table></details>"
+    )
+
+
+def _proof_row(row: results.SpecRow, start: str) -> str:
+    where = get_relative_url("spec.html", start) + f"#{row.id}"
+    statement = to_html(row.statement, is_markdown=True).removeprefix("<p>").removesuffix("</p>")
+    tests = f"<small>{len(row.tests)} tests</small>" if row.tests else ""
+    return f'<tr><td><a href="{where}">{row.id}</a></td><td>{statement}</td><td>{badges(row)} {tests}</td></tr>'
+
+
+def badges(row: results.SpecRow) -> str:
+    """The verdict on each backend that has one, as small labels."""
+    shown = [b for b in results.BACKENDS if row.results.get(b, "unproven") != "unproven"] or ["no backend"]
+    return " ".join(
+        f'<span class="badge badge-{row.results.get(b, "unproven")}">{row.results.get(b, "unproven")}'
+        f"<i>{escape(b)}</i></span>"
+        for b in shown
+    )
+
+
+def _exercise(rest: str, start: str) -> str:
+    question, answer = exercises.exercise(rest.strip())
+    return _raw(
+        f'<div class="exercise"><p class="exercise-head">Exercise</p>{to_html(question, is_markdown=True)}'
+        f"<details><summary>Answer</summary>{to_html(answer, is_markdown=True)}"
+        f"<p class='exercise-source'>Computed while this page was built, by <code>{rest.strip()}</code> in "
+        "<code>docs_build/exercises.py</code>.</p></details></div>"
+    )
+
+
+def _picture(rest: str, _: str) -> str:
+    from docs_build import shardmaps
+
+    name, _, caption = rest.partition(" | ")
+    return _raw(pictures.figure(shardmaps.draw(name.strip()), caption.strip(), "Drawn from the package's own layouts."))
+
+
+def _table(rest: str, start: str) -> str:
+    return values.table(rest.strip())
+
+
+def _html(name: str) -> Callable[[str, str], str]:
+    def make(rest: str, start: str) -> str:
+        from docs_build import myths, troubles, verbs
+
+        makers = {"verbs": verbs.verb_table, "path": verbs.call_path, "myths": myths.page, "troubles": troubles.page}
+        return makers[name](start)
+
+    return make
+
+
+# HTML that Markdown must not touch waits here while a page is converted.
+_aside: list[str] = []
+
+
+def _raw(html: str) -> str:
+    _aside.append(html)
+    return f'<div data-aside="{len(_aside) - 1}"></div>'
+
+
+def put_back(html: str) -> str:
+    """A converted page with everything that was put aside."""
+    return re.sub(r'<div data-aside="(\d+)"></div>', lambda found: _aside[int(found[1])], html)
+
+
+VERBS: dict[str, Callable[[str, str], str]] = {
+    "code": _code,
+    "timeline": _timeline,
+    "proof": _proof,
+    "exercise": _exercise,
+    "picture": _picture,
+    "table": _table,
+    "verbs": _html("verbs"),
+    "path": _html("path"),
+    "myths": _html("myths"),
+    "troubles": _html("troubles"),
+}

@@ -1,0 +1,340 @@
+"""The exercises of the learning pages. A question is a docstring; the function below it computes the answer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import torch
+
+from docs_build.pictures import events_of
+from docs_build.recordings import find
+from docs_build.values import zero_gigabytes
+from minifsdp.engine.collectives import Scaling
+from minifsdp.engine.cut import Cut
+from minifsdp.engine.partition import Partition
+from minifsdp.formulas import hybrid_cross_host, hybrid_cross_host_as_printed
+from minifsdp.timeline import peak_gathered_bytes
+
+__all__ = ["exercise"]
+
+
+def exercise(name: str) -> tuple[str, str]:
+    """Question and answer, both Markdown.
+
+    Raises:
+        KeyError: there is no exercise of that name.
+    """
+    function = EXERCISES[name]
+    return inspect.getdoc(function) or "", function()
+
+
+def zero_stage_3() -> str:
+    """A model has 7.5 billion parameters. It is trained by Adam in mixed precision: 2 bytes for a parameter, 2 for its
+    gradient, 12 for the optimizer (a float32 copy and two averages). How many GB does each of 64 ranks store if the
+    optimizer state is sharded? If the gradients are sharded too? If the parameters are?
+    """
+    first, second, third = zero_gigabytes(7.5, 64)
+    return (
+        f"Without sharding {16 * 7.5:g} GB. Optimizer state sharded: (2 + 2 + 12/64) x 7.5 = **{first:.1f} GB**. "
+        "Gradients "
+        f"too: (2 + 14/64) x 7.5 = **{second:.1f} GB**. All of it: 16/64 x 7.5 = **{third:.2f} GB**. "
+        "These are the numbers of Figure 1 of the ZeRO paper."
+    )
+
+
+def sum_of_two() -> str:
+    """Two ranks have the gradients `[1 2 3 4]` and `[5 6 7 8]`. What does each get from a reduce-scatter, and what
+    from an all-gather of that? Which single collective would have done the same?
+    """
+    first, second = torch.tensor([1, 2, 3, 4]), torch.tensor([5, 6, 7, 8])
+    pieces = (first + second).chunk(2)
+    whole = torch.cat(pieces)
+    return (
+        f"The reduce-scatter gives `{pieces[0].tolist()}` to rank 0 and `{pieces[1].tolist()}` to rank 1. The "
+        "all-gather "
+        f"gives `{whole.tolist()}` to both, which is what an **all-reduce** of the gradients gives. The two halves "
+        "cost "
+        "together what the whole costs, so whoever needs only a slice in between saves for nothing."
+    )
+
+
+def one_unit() -> str:
+    """The recorded model has four equal blocks and a small root. What is the peak of gathered parameters if each block
+    is a unit? And if the whole model is one unit?
+    """
+    blocks = peak_gathered_bytes(events_of("fsdp1-full-pre-block-2-wide")[0])
+    whole = peak_gathered_bytes(events_of("fsdp1-full-pre-whole-2-wide")[0])
+    units = find("fsdp1-full-pre-block-2-wide")["units"]
+    block = max(unit["bytes"] for unit in units)
+    root = min(unit["bytes"] for unit in units)
+    return (
+        f"One unit: **{whole:,} bytes**, the whole model; sharding has saved nothing during compute. A unit for each "
+        "block: "
+        f"**{blocks:,} bytes**, that is two blocks of {block:,} (the one that computes and the one that backward "
+        "asked for "
+        f"ahead of time) and the root's {root:,}."
+    )
+
+
+def five_rows() -> str:
+    """`fully_shard` cuts a weight of shape (5, 8) over four ranks. How many rows has each rank? How many elements does
+    each rank send?
+    """
+    cut = Cut(torch.Size((5, 8)), 0, 4)
+    rows = [cut.local_shape(rank)[0] for rank in range(4)]
+    return (
+        f"Rows: **{', '.join(map(str, rows))}**. Every rank gets {cut.rows} rows until there are none left. Each sends "
+        f"**{cut.chunk_numel}** elements, {cut.padded_numel} together for a weight of {5 * 8}; the rest is padding."
+    )
+
+
+def padding() -> str:
+    """A unit has parameters of 3, 4 and 6 elements; four ranks share its flat parameter. Which elements of the last
+    parameter does rank 2 store?
+    """
+    partition = Partition((3, 4, 6), 4)
+    part = partition.part_in_parameter(2, 2)
+    return (
+        f"The row has {partition.numel} elements and is padded to {partition.padded_numel}, so each rank stores "
+        f"{partition.shard_numel}. Rank 2 has the elements {partition.piece(2).start} to "
+        f"{partition.piece(2).stop - 1} of the "
+        f"row, and of the last parameter those from **{part.start} up to {part.stop - 1}**."
+    )
+
+
+def root_padding() -> str:
+    """In the recorded model the root owns a layer of 16 to 64 and one of 64 to 1, biases included: 1153 numbers. How
+    many bytes does its unit have when gathered by two ranks, for each layout?
+    """
+    flat = find("fsdp1-full-pre-block-2")["units"]
+    per_parameter = find("fsdp2-full-pre-block-2")["units"]
+    sizes = [next(u["bytes"] for u in units if u["name"] == "") for units in (flat, per_parameter)]
+    return (
+        f"4 x 1153 = {4 * 1153:,} bytes without padding. Flat: one number of padding, **{sizes[0]:,} bytes**. Per "
+        "parameter: "
+        "the last layer has one row, a weight of 64 and a bias of 1, and both are padded to two rows: "
+        f"**{sizes[1]:,} bytes**."
+    )
+
+
+def who_is_whole() -> str:
+    """Look at the state machine: which arrow does a prefetch take that turns out to be wrong? And why must it be
+    waited for although nobody wants its result?
+    """
+    return (
+        "`SHARDED -> GATHERING -> SHARDED`: `reshard` waits and drops. The other ranks take part in the same "
+        "collective; a "
+        "rank that walked away would leave them waiting, and the memory that is still being written would be given to "
+        "somebody else."
+    )
+
+
+def first_gather_of_backward() -> str:
+    """In the timeline above, how many gathers does the root have in one step, and how many has each block? Why the
+    difference?
+    """
+    events = events_of("fsdp1-full-pre-block-2-wide")[0]
+    gathers = [event.unit for event in events if event.kind == "AG"]
+    counts = {unit: gathers.count(unit) for unit in dict.fromkeys(gathers)}
+    listed = ", ".join(f"{unit or 'root'}: {number}" for unit, number in counts.items())
+    return (
+        f"Counted: {listed}. The root's backward follows its forward at once, so it is not freed in between. A block "
+        "is "
+        "freed after its forward and gathered again when the gradient of its output arrives."
+    )
+
+
+def two_by_two() -> str:
+    """A mesh of 2 x 2: ranks 0 and 1 shard, 2 and 3 are their replicas. The gradients of one unit are all 1 on rank 0,
+    all 2 on rank 1, and so on. What stands on each rank after the reduce-scatter, after the all-reduce, after the
+    division?
+    """
+    whole = [torch.full((4,), float(rank + 1)) for rank in range(4)]
+    rows = [whole[0] + whole[1], whole[0] + whole[1], whole[2] + whole[3], whole[2] + whole[3]]
+    scattered = [rows[rank].chunk(2)[rank % 2] for rank in range(4)]
+    reduced = [scattered[rank % 2] + scattered[rank % 2 + 2] for rank in range(4)]
+    scaling = Scaling.mean(4, torch.float32)
+    for piece in reduced:
+        scaling.complete(piece)
+    return (
+        f"Scattered: {', '.join(str(p.tolist()) for p in scattered)}. Summed over the replicas: 10 everywhere. "
+        "Divided by "
+        f"{scaling.after:g}: **{reduced[0].tolist()}** on each rank, the mean of 1, 2, 3 and 4."
+    )
+
+
+def overflow() -> str:
+    """Eight ranks each have a gradient of 16 000 in float16, whose largest number is 65 504. What is the mean if one
+    divides after the sum? What does the engine do instead?
+    """
+    numbers = torch.full((8,), 16000.0, dtype=torch.float16)
+    late = torch.zeros((), dtype=torch.float16)
+    for number in numbers:
+        late = late + number
+    scaling = Scaling.mean(8, torch.float16)
+    early = torch.zeros((), dtype=torch.float16)
+    for number in numbers / scaling.before:
+        early = early + number
+    return (
+        f"After the sum: {late.item() / 8}. The engine divides by {scaling.before:g} before and by {scaling.after:g} "
+        "after "
+        f"the sum: **{early.item() / scaling.after:g}**. In bfloat16 and float32 there is room, and it divides once, "
+        "at the end."
+    )
+
+
+def post_order() -> str:
+    """With `BACKWARD_POST`, in which order come `AG2`, `FREE3` and `RS3` once the gradients of block 3 are complete?"""
+    events = events_of("fsdp1-full-post-block-2-wide")[0]
+    wanted = [("AG", "block2"), ("FREE", "block3"), ("RS", "block3")]
+    start = max(n for n, e in enumerate(events) if e.kind == "B" and e.unit.endswith("block3"))
+    found = [
+        f"{e.kind}{e.unit[-1]}" for e in events[start:] if any(e.kind == k and e.unit.endswith(u) for k, u in wanted)
+    ]
+    return (
+        f"As recorded: **{' '.join(found[:3])}**. Free first, so that the next gather finds room; reduce last, because "
+        "nobody waits for it."
+    )
+
+
+def alive() -> str:
+    """How many units are gathered at the same time, at most, in a step with `BACKWARD_PRE`? With no prefetch? Count
+    the root.
+    """
+    counts = []
+    for key in ("fsdp1-full-pre-block-2-wide", "fsdp1-full-off-block-2-wide"):
+        held: set[str] = set()
+        most = 0
+        for event in events_of(key)[0]:
+            if event.kind == "AG":
+                held.add(event.unit)
+            elif event.kind == "FREE":
+                held.discard(event.unit)
+            most = max(most, len(held))
+        counts.append(most)
+    return (
+        f"**{counts[0]}** with `BACKWARD_PRE`: the root, the block that computes and the one that comes next. "
+        f"**{counts[1]}** without."
+    )
+
+
+def hybrid_slip() -> str:
+    """The FSDP paper gives the bytes that leave a host, for each GPU: full replication 2M(W-1)/W, full sharding
+    3M(W-1)/W, hybrid 2M(W-1)/(GW), with W GPUs, G of them on a host, and a model of M bytes. It also says to shard
+    over F = W/G ranks to keep all-gathers inside one host. Compute all three for W=16, G=8, M=1. Then count the
+    hybrid's bytes yourself. Where are the two slips?
+    """
+    world, per_host = 16, 8
+    replicated, sharded = 2 * (world - 1) / world, 3 * (world - 1) / world
+    hosts = world // per_host
+    paper, exact = hybrid_cross_host_as_printed(1, world, per_host), hybrid_cross_host(1, world, per_host)
+    return (
+        f"By the formulas: **{replicated:.4g}**, **{sharded:.4g}** and **{paper:.4g}**. Now count. A host has G "
+        "GPUs, so for "
+        "all-gathers to stay inside it the shard group must be F = **G**, not W/G. Then each rank owns M/G, and "
+        "only that "
+        f"slice is all-reduced, over the W/G = {hosts} hosts: 2 (M/G) (W/G - 1)/(W/G) = **{exact:.4g}**. The paper's "
+        "factor "
+        f"(W-1)/W belongs to a ring of all W ranks; the ring between hosts has only {hosts}."
+    )
+
+
+def strategy_bytes() -> str:
+    """Count the bytes that one rank sends in a recorded step, in units of the model times (N-1)/N: for `FULL_SHARD`,
+    `SHARD_GRAD_OP` and `NO_SHARD`.
+    """
+    lines = []
+    for title, key in [("FULL_SHARD", "full"), ("SHARD_GRAD_OP", "zero2"), ("NO_SHARD", "none")]:
+        run = f"fsdp1-{key}-pre-block-2-wide"
+        model = sum(unit["bytes"] for unit in find(run)["units"])
+        weight = {"AG": 1, "RS": 1, "AR": 2}
+        sent = sum(weight.get(event.kind, 0) * event.num_bytes for event in events_of(run)[0]) / model
+        lines.append(f"`{title}` **{sent:.2f}**")
+    return (
+        f"{', '.join(lines)}. An all-reduce counts twice, since it is a reduce-scatter and an all-gather. "
+        "`FULL_SHARD` is a "
+        "little below 3 because the root is gathered only once."
+    )
+
+
+def small_updates() -> str:
+    """A weight of 1.0 gets 100 updates of 0.001. Where does it end if it is stored in bfloat16, where if stored in
+    float32?
+    """
+    narrow, wide = torch.tensor(1.0, dtype=torch.bfloat16), torch.tensor(1.0)
+    for _ in range(100):
+        narrow += 0.001
+        wide += 0.001
+    return (
+        f"bfloat16: **{narrow.item():g}**. float32: **{wide.item():.4f}**. Next to 1.0 bfloat16 has steps of "
+        f"{torch.finfo(torch.bfloat16).eps:g}, and every single update rounds to nothing. That is why shards stay in "
+        "float32 and only what is gathered is narrow."
+    )
+
+
+def ragged() -> str:
+    """Rank 0 has one sample with loss 4, rank 1 has three with loss 0. Each rank calls `loss.mean().backward()`. Which
+    mean does FSDP's averaging make of it, and which would one process have computed?
+    """
+    first, second = torch.tensor([4.0]), torch.tensor([0.0, 0.0, 0.0])
+    ranks = (first.mean() + second.mean()) / 2
+    single = torch.cat([first, second]).mean()
+    return (
+        f"The mean of the means: **{ranks:g}**. One process: **{single:g}**. Averaging over ranks gives rank 0's one "
+        "sample "
+        "the weight of rank 1's three. Cure: sum the losses, and multiply by (number of ranks) / (number of samples "
+        "on all ranks)."
+    )
+
+
+def two_types() -> str:
+    """For the recorded model on two ranks: what does the optimizer own of block 0, seen through each door? How many
+    bytes of it does a rank store?
+    """
+    flat = next(u for u in find("fsdp1-full-pre-block-2")["units"] if u["name"].endswith("block0"))
+    each = next(u for u in find("fsdp2-full-pre-block-2")["units"] if u["name"].endswith("block0"))
+    return (
+        f"`FullyShardedDataParallel`: one flat parameter, **{flat['shard']:,} bytes** a rank. `fully_shard`: four "
+        "DTensors, "
+        f"two weights and two biases, **{each['shard']:,} bytes** together. All dims here are even, so neither needs "
+        "padding."
+    )
+
+
+def rank_0_saves() -> str:
+    """Rank 0 of four saves the sharded state dict of a weight of shape (10, 4) with `torch.save`. Which part of the
+    weight is in the file?
+    """
+    cut = Cut(torch.Size((10, 4)), 0, 4)
+    shape = tuple(cut.local_shape(0))
+    return (
+        f"Rows of shape **{shape}**, {shape[0]} of 10. The file looks complete, since every name is in it. Let every "
+        "rank write "
+        "its part (`torch.distributed.checkpoint`), or ask for the full state dict on all ranks and write it on one."
+    )
+
+
+EXERCISES: dict[str, Callable[[], str]] = {
+    function.__name__: function
+    for function in (
+        zero_stage_3,
+        sum_of_two,
+        one_unit,
+        five_rows,
+        padding,
+        root_padding,
+        who_is_whole,
+        first_gather_of_backward,
+        two_by_two,
+        overflow,
+        post_order,
+        alive,
+        hybrid_slip,
+        strategy_bytes,
+        small_updates,
+        ragged,
+        two_types,
+        rank_0_saves,
+    )
+}

@@ -1,0 +1,120 @@
+"""What mkdocs calls while it builds the site; the work is done in the other rooms.
+
+1. on_config: the navigation gets a page for each module of the package.
+2. on_files: pages and scripts that nobody wrote by hand are added.
+3. on_page_markdown: lines in double braces are replaced.
+4. on_page_content: pages of modules and of the spec get their HTML; rows of the spec and names of modules become links.
+5. on_post_build: the index of the search is written as a script, too. Then every link and anchor of the finished site
+   is followed; one that leads nowhere is a warning, and a warning ends a strict build.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+# mkdocs loads this file by its path, so its folder's parent is not where Python looks.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.toc import get_toc
+from mkdocs.utils import get_relative_url
+
+from docs_build import directives, links, markup, pages, recordings, results, specpage
+from docs_build.order import all_modules, reading_order
+from docs_build.source import read_module
+
+log = logging.getLogger("mkdocs.hooks.minifsdp")
+
+
+def on_config(config: Any) -> Any:
+    """1."""
+    for entry in config.nav:
+        if "Read the code" in entry:
+            index, *more = entry["Read the code"]
+            groups = [{_plain(title): [_entry(name) for name in names]} for title, _, names in reading_order()]
+            entry["Read the code"] = [index, *more, *groups]
+    return config
+
+
+def _plain(title: str) -> str:
+    return title.replace("`", "")
+
+
+def _entry(name: str) -> dict[str, str]:
+    return {name: _source_uri(name)}
+
+
+def _source_uri(name: str) -> str:
+    return pages.page_of(name).removesuffix(".html") + ".md"
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """2."""
+    for name in all_modules():
+        head = f"---\ntitle: {name}\nhide: [navigation, toc]\nminifsdp_module: {name}\n---\n# {name}\n"
+        files.append(File.generated(config, _source_uri(name), content=head))
+    files.append(File.generated(config, "read/index.md", content=pages.index_page()))
+    for name, text in recordings.player_scripts().items():
+        files.append(File.generated(config, f"assets/runs/{name}", content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """3."""
+    if page.file.src_uri == "spec.md":
+        return specpage.expand(markdown)
+    if page.file.src_uri.startswith("learn/"):
+        # No headlines inside of a page, hence no contents; the pictures can have the room.
+        page.meta["hide"] = ["toc"]
+    if "{{ " not in markdown:
+        return markdown
+    return directives.expand(markdown, page.file.url)
+
+
+_MODULE_PATH = re.compile(r"\b(?:engine/|fsdp1/|fsdp2/)?[a-z0-9_]+\.py\b")
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """4."""
+    start = page.file.url
+    name = page.meta.get("minifsdp_module")
+    if name:
+        html = pages.module_page(name)
+        page.toc = get_toc(pages.toc_of(read_module(name)))
+    html = directives.put_back(html)
+    if page.file.src_uri != "spec.md":
+        html = markup.link_words(html, results.ROW_ID, lambda word: _spec_address(word, start))
+    return markup.link_words(html, _MODULE_PATH, lambda word: _module_address(word, start))
+
+
+def _spec_address(word: str, start: str) -> str | None:
+    return get_relative_url("spec.html", start) + f"#{word}" if word in results.all_rows() else None
+
+
+def _module_address(word: str, start: str) -> str | None:
+    known = all_modules()
+    fits = [name for name in known if name == word] or [name for name in known if name.rpartition("/")[2] == word]
+    # `wrap.py` alone could be two modules; a guess would be worse than no link.
+    if len(fits) != 1 or pages.page_of(fits[0]) == start or word == "__init__.py":
+        return None
+    return pages.address(start, fits[0])
+
+
+def on_post_build(config: Any) -> None:
+    """5."""
+    site = Path(config.site_dir)
+    _index_as_script(site / "search")
+    for problem in links.problems(site):
+        log.warning(problem)
+
+
+def _index_as_script(folder: Path) -> None:
+    """A page from a disk may not fetch the index of the search, but may load a script; the theme looks for this one."""
+    index = folder / "search_index.json"
+    if index.exists():
+        text = index.read_text(encoding="utf-8")
+        (folder / "search_index.js").write_text(f"var __index = {text}", encoding="utf-8")

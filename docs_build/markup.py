@@ -1,0 +1,204 @@
+"""The light markup of docstrings, turned into Markdown and then into HTML.
+
+Docstrings here use a little of what both reStructuredText and Markdown know: double backticks for code, single ones for
+names, literal blocks after ``::``, tables between lines of ``=``, and sections such as ``Args:`` and ``Raises:``.
+Rows of the spec that are named anywhere become links.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from html import escape
+
+import markdown
+from pygments.lexers import PythonLexer
+from pygments.token import STANDARD_TYPES, Token
+
+__all__ = ["highlight_lines", "link_words", "to_html", "to_markdown"]
+
+SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields|Worked example):$")
+EXTENSIONS = ["tables", "fenced_code", "sane_lists", "attr_list"]
+
+
+def to_markdown(text: str) -> str:
+    """A docstring's body as Markdown."""
+    return "\n".join(_blocks(text.splitlines()))
+
+
+def _blocks(lines: list[str]) -> Iterator[str]:
+    i = 0
+    while i < len(lines):
+        line = lines[i]
+        if re.match(r"^={3,}( +={3,})+$", line.strip()):
+            end = max(n for n in range(i, len(lines)) if re.match(r"^={3,}", lines[n].strip()))
+            yield from _table(lines[i : end + 1])
+            i = end + 1
+        elif line.rstrip().endswith("::"):
+            yield from _literal_head(line)
+            i = i + 1
+            block, i = _indented(lines, i)
+            yield from ["", "```text", *block, "```", ""]
+        elif SECTION.match(line.strip()):
+            block, i = _indented(lines, i + 1)
+            yield from _section(line.strip()[:-1], block)
+        else:
+            if re.match(r"^(\d+\.|[*-]) ", line) and i and lines[i - 1].strip() and not lines[i - 1].startswith(" "):
+                previous = lines[i - 1]
+                if not re.match(r"^(\d+\.|[*-]) ", previous):
+                    yield ""
+            yield _inline(_deepen(line))
+            i += 1
+
+
+def _deepen(line: str) -> str:
+    """Continuation lines of a list item need four spaces in Markdown; docstrings have two or three."""
+    found = re.match(r"^( {1,3})(\S.*)$", line)
+    return f"    {found[2]}" if found else line
+
+
+def _literal_head(line: str) -> Iterator[str]:
+    head = line.rstrip()[:-2].rstrip()
+    if head:
+        yield _inline(_deepen(head + ":"))
+
+
+def _indented(lines: list[str], i: int) -> tuple[list[str], int]:
+    """The indented block that begins at ``i``, without its indentation, and where it ends."""
+    block = []
+    while i < len(lines) and (not lines[i].strip() or lines[i].startswith(" ")):
+        block.append(lines[i])
+        i += 1
+    while block and not block[-1].strip():
+        block.pop()
+    while block and not block[0].strip():
+        block.pop(0)
+    depth = min((len(line) - len(line.lstrip()) for line in block if line.strip()), default=0)
+    return [line[depth:] for line in block], i
+
+
+def _section(title: str, block: list[str]) -> Iterator[str]:
+    """``Args:`` and its like as a list, one entry a line."""
+    if title == "Returns" or title == "Yields":
+        yield from ["", f"**{title}** " + _inline(" ".join(line.strip() for line in block)), ""]
+        return
+    yield from ["", f"**{title}**", ""]
+    entries: list[str] = []
+    for line in block:
+        if line.startswith(" ") and entries:
+            entries[-1] += " " + line.strip()
+        elif line.strip():
+            entries.append(line.strip())
+    for entry in entries:
+        name, colon, rest = entry.partition(": ")
+        yield f"- `{name}`: {_inline(rest)}" if colon else f"- {_inline(entry)}"
+    yield ""
+
+
+def _table(lines: list[str]) -> Iterator[str]:
+    columns = [match.span() for match in re.finditer(r"=+", lines[0])]
+    body = lines[1:-1]
+    rule = next((n for n, line in enumerate(body) if line.startswith("===")), 0)
+    header, rows = body[:rule], body[rule + 1 :]
+
+    def cells(line: str) -> list[str]:
+        ends = [start for start, _ in columns[1:]] + [len(line)]
+        return [line[start:end].strip() for (start, _), end in zip(columns, ends, strict=True)]
+
+    merged: list[list[str]] = []
+    for line in rows:
+        row = cells(line)
+        if merged and not row[0]:
+            merged[-1] = [f"{a} {b}".strip() for a, b in zip(merged[-1], row, strict=True)]
+        else:
+            merged.append(row)
+    yield ""
+    yield "| " + " | ".join(cells(header[0]) if header else [""] * len(columns)) + " |"
+    yield "|" + "---|" * len(columns)
+    for row in merged:
+        yield "| " + " | ".join(_inline(cell) for cell in row) + " |"
+    yield ""
+
+
+def _inline(text: str) -> str:
+    return re.sub(r"``(.+?)``", r"`\1`", text)
+
+
+def to_html(text: str, *, is_markdown: bool = False) -> str:
+    """A docstring, or Markdown, as HTML."""
+    return markdown.markdown(text if is_markdown else to_markdown(text), extensions=EXTENSIONS)
+
+
+# --- links ---
+
+_PIECE = re.compile(r"(<[^>]*>)")
+
+
+def link_words(html: str, pattern: re.Pattern[str], link: Callable[[str], str | None]) -> str:
+    """Makes links of what ``pattern`` finds in the text of ``html``, outside of links, headings, code blocks and SVG.
+
+    Args:
+        html: a page or a part of one.
+        pattern: what to look for.
+        link: the address for what was found, or ``None`` to leave it alone.
+    """
+    closed = ("a", "h1", "h2", "h3", "h4", "svg", "script", "style", "summary", "button", "label")
+    out, depth = [], 0
+    for piece in _PIECE.split(html):
+        if piece.startswith("<"):
+            tag = re.match(r"</?([a-zA-Z0-9]+)", piece)
+            if tag and tag[1].lower() in closed and not piece.endswith("/>"):
+                depth += -1 if piece.startswith("</") else 1
+            out.append(piece)
+        elif depth or not piece.strip():
+            out.append(piece)
+        else:
+            out.append(pattern.sub(lambda m: _anchor(m[0], link(m[0])), piece))
+    return "".join(out)
+
+
+def _anchor(text: str, address: str | None) -> str:
+    return text if address is None else f'<a href="{escape(address)}">{text}</a>'
+
+
+# --- code ---
+
+
+def highlight_lines(text: str, link: Callable[[str, str], str | None] = lambda owner, name: None) -> list[str]:
+    """Python source as HTML, line by line, in the classes of Pygments.
+
+    Args:
+        text: the source.
+        link: the address of a name, given what stood before its dot (or ``""``); ``None`` for no link.
+    """
+    lines, current = [], ""
+    last = ["", "", ""]
+    for kind, value in PythonLexer(stripnl=False, ensurenl=True).get_tokens(text):
+        style = _style(kind)
+        for n, part in enumerate(value.split("\n")):
+            if n:
+                lines.append(current)
+                current = ""
+            if not part:
+                continue
+            shown = escape(part, quote=False)
+            address = _address(link, last, part) if kind in Token.Name else None
+            if address:
+                shown = f'<a href="{escape(address)}">{shown}</a>'
+            current += f'<span class="{style}">{shown}</span>' if style else shown
+        if value.strip():
+            last = [*last[1:], value]
+    return [*lines, current] if current else lines
+
+
+def _address(link: Callable[[str, str], str | None], last: list[str], name: str) -> str | None:
+    """Only a name alone, or one behind ``owner.`` where the owner itself stands alone, can be looked up."""
+    if last[2] != ".":
+        return link("", name)
+    return link(last[1], name) if last[1].isidentifier() and last[0] != "." else None
+
+
+def _style(kind: object) -> str:
+    while kind not in STANDARD_TYPES:
+        kind = kind.parent  # type: ignore[attr-defined]
+    return STANDARD_TYPES[kind]  # type: ignore[index]

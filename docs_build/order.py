@@ -1,0 +1,133 @@
+"""The reading order: the two doors first, then every other module, each once.
+
+A module is named by its path inside the package: ``engine/unit.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["PACKAGE", "ROOT", "SECTIONS", "all_modules", "reading_order"]
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "minifsdp"
+
+# Each section has a headline, a sentence, and modules in order. What is not named here follows in the last section of
+# its folder.
+SECTIONS: list[tuple[str, str, list[str]]] = [
+    (
+        "The second door: `fully_shard`",
+        "Eight modules, a complete FSDP2. Start here.",
+        [
+            "engine/layout.py",
+            "engine/per_param.py",
+            "engine/unit.py",
+            "engine/hooks.py",
+            "engine/reduce.py",
+            "engine/schedule.py",
+            "engine/lifetime.py",
+            "fsdp2/fully_shard.py",
+        ],
+    ),
+    (
+        "The first door: `FullyShardedDataParallel`",
+        "The same engine with another layout, and the wrapper in front.",
+        ["engine/flat.py", "fsdp1/wrapper.py", "fsdp1/state_dict.py", "fsdp1/optim_state.py"],
+    ),
+    (
+        "The engine's ground floor",
+        "Read these when one of the pages above names them.",
+        [
+            "engine/mesh.py",
+            "engine/lanes.py",
+            "engine/collectives.py",
+            "engine/precision.py",
+            "engine/cut.py",
+            "engine/row.py",
+            "engine/dtensors.py",
+            "engine/partition.py",
+            "engine/unsharded.py",
+            "engine/ownership.py",
+            "engine/flat_parameter.py",
+            "engine/originals.py",
+            "engine/loan.py",
+            "engine/extension.py",
+            "engine/absent.py",
+            "engine/misuse.py",
+            "engine/order_check.py",
+            "engine/triggers.py",
+            "engine/root.py",
+        ],
+    ),
+    (
+        "Behind the second door",
+        "What is around `fully_shard`.",
+        [
+            "fsdp2/member.py",
+            "fsdp2/module.py",
+            "fsdp2/options.py",
+            "fsdp2/initial.py",
+            "fsdp2/loading.py",
+            "fsdp2/subgroups.py",
+        ],
+    ),
+    (
+        "Behind the first door",
+        "What is around the wrapper.",
+        [
+            "fsdp1/options.py",
+            "fsdp1/policies.py",
+            "fsdp1/wrap.py",
+            "fsdp1/build.py",
+            "fsdp1/ignored.py",
+            "fsdp1/initial.py",
+            "fsdp1/base.py",
+            "fsdp1/names.py",
+            "fsdp1/training_methods.py",
+            "fsdp1/training_aids.py",
+            "fsdp1/grad_scaler.py",
+            "fsdp1/full_params.py",
+            "fsdp1/state_dict_options.py",
+            "fsdp1/state_dict_methods.py",
+            "fsdp1/state_dict_load.py",
+            "fsdp1/chunks.py",
+            "fsdp1/agreement.py",
+            "fsdp1/optim_state_methods.py",
+            "fsdp1/optim_state_names.py",
+            "fsdp1/optim_state_facts.py",
+            "fsdp1/optim_state_check.py",
+            "fsdp1/optim_state_load.py",
+            "fsdp1/optim_state_legacy.py",
+            "fsdp1/compiling.py",
+            "fsdp1/legacy.py",
+            "fsdp1/flat_param.py",
+            "fsdp1/bfloat16.py",
+        ],
+    ),
+    (
+        "Around the engine",
+        "Recording, drawing, and the names under which torch has these things.",
+        ["trace.py", "timeline.py", "formulas.py", "cost.py"],
+    ),
+]
+
+
+def all_modules() -> list[str]:
+    """Every module of the package, sorted by path."""
+    return sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+
+
+def reading_order() -> list[tuple[str, str, list[str]]]:
+    """`SECTIONS` with the modules that exist, and whatever else exists added to the last section of its folder."""
+    existing = all_modules()
+    sections = [(title, line, [name for name in names if name in existing]) for title, line, names in SECTIONS]
+    named = {name for _, _, names in sections for name in names}
+    # What only hands names on comes last of all, and so does what belongs to no folder.
+    last = {
+        folder: n for n, (_, _, names) in enumerate(SECTIONS) for folder in {name.rpartition("/")[0] for name in names}
+    }
+    for name in existing:
+        if name not in named:
+            folder = "" if name.endswith("__init__.py") else name.rpartition("/")[0]
+            sections[last[folder]][2].append(name)
+    return sections

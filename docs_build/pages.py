@@ -1,0 +1,178 @@
+"""A module as a page: prose left, code right, an anchor at each row, and the way to the next page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from html import escape
+
+from mkdocs.utils import get_relative_url
+
+from docs_build.markup import highlight_lines, to_html
+from docs_build.order import PACKAGE, reading_order
+from docs_build.source import Module, Row, read_module
+
+__all__ = ["address", "index_page", "linker", "module_page", "page_of", "toc_of"]
+
+
+def page_of(name: str) -> str:
+    """Where the page of a module is written: ``engine/unit.py`` to ``read/engine/unit.html``."""
+    return f"read/{name.removesuffix('.py')}.html"
+
+
+def address(start: str, name: str, anchor: str = "") -> str:
+    """The way from the page ``start`` to a module's page."""
+    return get_relative_url(page_of(name), start) + (f"#{anchor}" if anchor else "")
+
+
+def linker(module: Module, start: str) -> Callable[[str, str], str | None]:
+    """Looks names up that the module's code mentions: what it defines, and what it imports from the package."""
+
+    def link(owner: str, name: str) -> str | None:
+        if owner:
+            target = module.imported.get(owner)
+            return address(start, *_anchored(target[0], name)) if target and not target[1] else None
+        if name in module.imported:
+            where, attribute = module.imported[name]
+            return address(start, *_anchored(where, attribute))
+        return address(start, module.name, name) if name in module.defined else None
+
+    return link
+
+
+def _anchored(name: str, attribute: str) -> tuple[str, str]:
+    """The place of a definition; a package that only hands it on is looked through."""
+    if not attribute:
+        return name, ""
+    module = read_module(name)
+    if attribute in module.defined:
+        return name, attribute
+    if attribute in module.imported:
+        return _anchored(*module.imported[attribute])
+    return name, ""
+
+
+def toc_of(module: Module) -> list[dict[str, object]]:
+    """The headings of a module's page, in the form in which mkdocs keeps a table of contents."""
+    children: list[dict[str, object]] = []
+    for row in module.rows:
+        if row.kind in ("class", "function"):
+            children.append({"level": 2, "id": row.anchor, "name": row.name, "children": []})
+        elif row.kind == "method" and children:
+            children[-1]["children"].append({"level": 3, "id": row.anchor, "name": row.name, "children": []})  # type: ignore[attr-defined]
+    return [{"level": 1, "id": "top", "name": module.name, "children": children}]
+
+
+@cache
+def _steps() -> tuple[list[str], dict[str, tuple[int, str]]]:
+    """All modules in reading order, and for each its number and its section."""
+    order: list[str] = []
+    place = {}
+    for title, _, names in reading_order():
+        for name in names:
+            order.append(name)
+            place[name] = (len(order), title)
+    return order, place
+
+
+def module_page(name: str) -> str:
+    """The page's HTML."""
+    module = read_module(name)
+    start = page_of(name)
+    code = highlight_lines(module.text, linker(module, start))
+    paragraphs = module.essay.split("\n\n", 1)
+    essay = to_html(paragraphs[1]) if len(paragraphs) > 1 else ""
+    title = to_html(" ".join(paragraphs[0].split())).removeprefix("<p>").removesuffix("</p>")
+    parts = [
+        '<div class="sbs-page">',
+        _way(name, start),
+        f'<header class="sbs-head"><h1 id="top"><code>{name}</code></h1>',
+        f'<p class="sbs-title">{title}</p></header>',
+        f'<div class="sbs-essay">{essay}</div>',
+        _contents(module),
+        '<div class="sbs">',
+        *[_row(module, row, code) for row in module.rows],
+        "</div>",
+        _way(name, start),
+        "</div>",
+    ]
+    return "\n".join(parts)
+
+
+def _way(name: str, start: str) -> str:
+    order, place = _steps()
+    number, section = place[name]
+    before = order[number - 2] if number > 1 else None
+    after = order[number] if number < len(order) else None
+    index = get_relative_url("read/index.html", start)
+    left = f'<a rel="prev" href="{address(start, before)}">&larr; {before}</a>' if before else "<span></span>"
+    right = f'<a rel="next" href="{address(start, after)}">{after} &rarr;</a>' if after else "<span></span>"
+    middle = f'<a href="{index}">{number} of {len(order)} in reading order</a>'
+    plain = section.replace("`", "")
+    middle += f"<br><small>{plain}</small>"
+    return f'<nav class="sbs-way" aria-label="Reading order">{left}<span>{middle}</span>{right}</nav>'
+
+
+def _contents(module: Module) -> str:
+    names = [row for row in module.rows if row.kind in ("class", "function")]
+    if len(names) < 2:
+        return ""
+    links = " ".join(f'<a href="#{row.anchor}"><code>{row.name}</code></a>' for row in names)
+    return f'<p class="sbs-contents">On this page: {links}</p>'
+
+
+def _row(module: Module, row: Row, code: list[str]) -> str:
+    if row.kind == "banner":
+        return f'<div class="sbs-banner" id="{row.anchor}"><span>{escape(row.name)}</span></div>'
+    shown = "\n".join(code[n - 1] for n in row.lines)
+    lines = f"{row.lines[0]}" if row.lines else ""
+    block = f'<div class="highlight"><pre><code>{shown}\n</code></pre></div>' if shown else ""
+    if row.kind == "imports":
+        block = f"<details><summary>imports</summary>{block}</details>"
+    prose = _prose(row)
+    mark = f'<a class="sbs-mark" href="#{row.anchor}" title="Link to this row, line {lines}">#</a>'
+    return (
+        f'<section class="sbs-row sbs-{row.kind}" id="{row.anchor}"><div class="sbs-prose">{mark}{prose}</div>'
+        f'<div class="sbs-code">{block}</div></section>'
+    )
+
+
+def _prose(row: Row) -> str:
+    parts = []
+    if row.kind in ("class", "function"):
+        parts.append(f"<h2><code>{row.name}</code></h2>")
+    elif row.kind == "method":
+        parts.append(f"<h3><code>{row.name}</code></h3>")
+    if row.docstring:
+        parts.append(to_html(row.docstring))
+    if row.comment:
+        parts.append(f'<div class="sbs-why">{to_html(row.comment)}</div>')
+    return "".join(parts)
+
+
+def index_page() -> str:
+    """The map: every module in reading order with its first sentence."""
+    start = "read/index.html"
+    parts = [
+        "# Read the code",
+        "",
+        "The package is written to be read. Each page below shows one module: docstrings and comments on the left, the",
+        "code they speak about on the right. Names in the code lead to where they are defined.",
+        "",
+        f"There are {len(_steps()[0])} modules with {_num_lines():,} lines, prose included. The first eight are a "
+        "complete FSDP2; with four more you",
+        "have read both doors.",
+        "",
+    ]
+    for title, line, names in reading_order():
+        number = _steps()[1][names[0]][0]
+        parts += [f"## {title}", "", line, "", f'<ol class="read-list" start="{number}">']
+        for name in names:
+            sentence = to_html(read_module(name).title).removeprefix("<p>").removesuffix("</p>")
+            parts.append(f'<li><a href="{address(start, name)}"><code>{name}</code></a> <span>{sentence}.</span></li>')
+        parts += ["</ol>", ""]
+    return "\n".join(parts)
+
+
+def _num_lines() -> int:
+    return sum(len((PACKAGE / name).read_text().splitlines()) for name in _steps()[0])

@@ -1,0 +1,52 @@
+"""Pictures: the timeline of a recorded run, and who holds which elements."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+
+import torch
+
+from docs_build import recordings
+from minifsdp import timeline
+from minifsdp.trace import Event
+
+__all__ = ["events_of", "figure", "timeline_figure"]
+
+
+def events_of(key: str) -> list[list[Event]]:
+    """The events of each rank of a recorded run."""
+    return [[_event(*fields) for fields in rank["events"]] for rank in recordings.find(key)["ranks"]]
+
+
+def _event(
+    kind: str, unit: str, start: float, end: float, num_bytes: int, ranks: list[int], dtype: str, lane: str
+) -> Event:
+    known = None if dtype == "None" else getattr(torch, dtype.removeprefix("torch."))
+    return Event(kind, unit, start, end, num_bytes, tuple(ranks), known, lane)
+
+
+def timeline_figure(key: str, caption: str, num_ranks: int = 1) -> str:
+    """The timeline of a run, of its first ranks, with a caption that says where it was recorded."""
+    run = recordings.find(key)
+    events = events_of(key)[:num_ranks]
+    picture = timeline.svg(events, origins=[0.0] * len(events), title=re.split(r"[:.,]( |$)", caption)[0], width=840)
+    return figure(picture, caption, _source_of(run, num_ranks))
+
+
+def _source_of(run: dict[str, object], num_ranks: int) -> str:
+    facts = run["run"]
+    assert isinstance(facts, dict)
+    shown = "rank 0 is shown" if num_ranks == 1 else f"{num_ranks} are shown"
+    data = recordings.load()
+    return f"Recorded on {data['date']} with {facts['ranks']} gloo ranks, {shown}; {data['machine']}."
+
+
+def figure(svg: str, caption: str, source: str) -> str:
+    """An SVG with its caption, as wide as the page; on a phone it scrolls."""
+    # Without these the picture follows the column; the viewBox keeps its shape.
+    svg = re.sub(r'(<svg[^>]*?) width="\d+" height="\d+"', r"\1", svg, count=1)
+    return (
+        f'<figure class="recorded"><div class="recorded-scroll" tabindex="0">{svg}</div>'
+        f"<figcaption>{escape(caption)} <small>{escape(source)}</small></figcaption></figure>"
+    ).replace("\n", " ")

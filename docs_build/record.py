@@ -1,0 +1,339 @@
+"""Runs small trainings on two and on four ranks and writes what happened.
+
+    python -m docs_build.record build/docs/recordings.json
+
+Each run trains a few steps and records the last ones; the quickest of them is kept, because other programs on the
+machine can only make a step slower. Beside the package's own events every *moment* is noted, the begin or end of an
+event, together with what the rank held right then and which functions of the package were running.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from docs_build.models import Block, Net, Stage, batch
+from docs_build.order import PACKAGE
+from docs_build.results import machine
+from minifsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard, trace
+from minifsdp.fsdp2.member import members_in
+from minifsdp.wrap import ModuleWrapPolicy
+
+__all__ = ["Run", "runs_of"]
+
+STRATEGIES = {
+    "full": ShardingStrategy.FULL_SHARD,
+    "zero2": ShardingStrategy.SHARD_GRAD_OP,
+    "none": ShardingStrategy.NO_SHARD,
+    "hybrid": ShardingStrategy.HYBRID_SHARD,
+    "hybrid2": ShardingStrategy._HYBRID_SHARD_ZERO2,
+}
+PREFETCH = {
+    "pre": BackwardPrefetch.BACKWARD_PRE,
+    "post": BackwardPrefetch.BACKWARD_POST,
+    "off": None,
+    "forward": BackwardPrefetch.BACKWARD_PRE,
+}
+HOME = PACKAGE.as_posix() + "/"
+WRAPS: dict[str, type[nn.Module] | None] = {"block": Block, "stage": Stage, "whole": None}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training to record.
+
+    Attributes:
+        door: ``"fsdp1"`` or ``"fsdp2"``.
+        strategy: a key of `STRATEGIES`; ``"keep2"`` is ``reshard_after_forward=2`` of ``fully_shard``.
+        prefetch: a key of `PREFETCH`; ``"ahead"`` is an explicit list of two units of ``fully_shard``.
+        wrap: a key of `WRAPS`, what becomes a unit.
+        ranks: how many.
+        width: of the model.
+        rows: in the batch of one rank.
+        extra: ``"nosync"`` accumulates over three batches, ``"bf16"`` computes and sends in bfloat16.
+    """
+
+    door: str
+    strategy: str
+    prefetch: str
+    wrap: str
+    ranks: int
+    width: int = 64
+    rows: int = 32
+    extra: str = ""
+
+    @property
+    def key(self) -> str:
+        """The name under which the run is found."""
+        parts = [self.door, self.strategy, self.prefetch, self.wrap, str(self.ranks)]
+        return "-".join([*parts, self.extra] if self.extra else parts) + ("-wide" if self.width > 64 else "")
+
+
+def runs_of(ranks: int) -> list[Run]:
+    """All runs with this many ranks: those of the step player, and wider ones for pictures."""
+    return [*_player_runs(ranks), *_picture_runs(ranks)]
+
+
+def _player_runs(ranks: int) -> Iterator[Run]:
+    hybrids = ["hybrid", "hybrid2"] if ranks == 4 else []
+    for strategy, prefetch, wrap in itertools.product(["full", "zero2", "none", *hybrids], PREFETCH, WRAPS):
+        # Without gathers, or with a single unit, there is nothing to prefetch.
+        if (strategy == "none" or wrap == "whole") and prefetch != "pre":
+            continue
+        # Four ranks show what two cannot, hybrids; for prefetching two are enough.
+        if ranks == 4 and prefetch != "pre" and (wrap == "stage" or strategy not in ("full", "hybrid")):
+            continue
+        yield Run("fsdp1", strategy, prefetch, wrap, ranks)
+    fewer = [*hybrids, "keep2"] if ranks == 4 else []
+    for strategy, prefetch, wrap in itertools.product(["full", "zero2", *fewer], ["pre", "ahead"], WRAPS):
+        if prefetch == "pre" or wrap == "block":
+            yield Run("fsdp2", strategy, prefetch, wrap, ranks)
+
+
+def _picture_runs(ranks: int) -> Iterator[Run]:
+    wide = {"width": 320, "rows": 320}
+    if ranks == 2:
+        for strategy, prefetch in [("full", p) for p in PREFETCH] + [("zero2", "pre"), ("none", "pre")]:
+            yield Run("fsdp1", strategy, prefetch, "block", 2, **wide)
+        yield Run("fsdp1", "full", "pre", "whole", 2, **wide)
+        yield Run("fsdp1", "full", "pre", "block", 2, **wide, extra="nosync")
+        yield Run("fsdp1", "full", "pre", "block", 2, **wide, extra="bf16")
+        yield Run("fsdp2", "full", "pre", "block", 2, **wide)
+        yield Run("fsdp2", "full", "ahead", "block", 2, **wide)
+    else:
+        yield Run("fsdp1", "hybrid", "pre", "block", 4, **wide)
+
+
+# --- building ---
+
+
+def build(run: Run) -> nn.Module:
+    """The sharded model of a run."""
+    torch.manual_seed(0)
+    model = Net(run.width)
+    return _first_door(run, model) if run.door == "fsdp1" else _second_door(run, model)
+
+
+@cache
+def _mesh(ranks: int, *, hybrid: bool) -> Any:
+    """Made once: connecting ranks takes longer than training them."""
+    if hybrid:
+        return init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (ranks,))
+
+
+def _hybrid_mesh(run: Run) -> Any:
+    return _mesh(run.ranks, hybrid=True) if run.strategy.startswith("hybrid") else None
+
+
+def _first_door(run: Run, model: Net) -> nn.Module:
+    wrapped = WRAPS[run.wrap]
+    narrow = torch.bfloat16
+    return FullyShardedDataParallel(
+        model,
+        device_mesh=_hybrid_mesh(run),
+        sharding_strategy=STRATEGIES[run.strategy],
+        auto_wrap_policy=ModuleWrapPolicy({wrapped}) if wrapped else None,
+        backward_prefetch=PREFETCH[run.prefetch],
+        forward_prefetch=run.prefetch == "forward",
+        mixed_precision=MixedPrecision(param_dtype=narrow, reduce_dtype=narrow) if run.extra == "bf16" else None,
+        device_id=torch.device("cpu"),
+    )
+
+
+def _second_door(run: Run, model: Net) -> nn.Module:
+    mesh = _hybrid_mesh(run) or _mesh(run.ranks, hybrid=False)
+    reshard: bool | int | None = None
+    if run.strategy in ("zero2", "hybrid2"):
+        reshard = False
+    elif run.strategy == "keep2":
+        reshard = 2
+    wrapped = WRAPS[run.wrap]
+    inner: list[Any] = [m for m in model.modules() if wrapped and isinstance(m, wrapped)]
+    for module in inner:
+        fully_shard(module, mesh=mesh, reshard_after_forward=True if reshard is None else reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    if run.prefetch == "ahead":
+        for place, module in enumerate(inner):
+            module.set_modules_to_forward_prefetch(inner[place + 1 : place + 3])
+            module.set_modules_to_backward_prefetch(inner[max(place - 2, 0) : place][::-1])
+    return model
+
+
+def units_of(model: nn.Module) -> list[Any]:
+    """The units of a sharded model, the root's first."""
+    if isinstance(model, FullyShardedDataParallel):
+        wrappers = FullyShardedDataParallel.fsdp_modules(model)
+        return [wrapper._unit for wrapper in wrappers if wrapper._unit is not None]
+    return [member.unit for _, member in members_in(model) if member.unit is not None]
+
+
+# --- recording ---
+
+
+class Watcher(trace.Recorder):
+    """A recorder that also notes every moment: what the rank holds, and which functions run."""
+
+    def __init__(self, units: list[Any], optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self.units, self.optimizer = units, optimizer
+        self.moments: list[tuple[Any, ...]] = []
+        self.number: dict[int, int] = {}
+
+    def begin(self, kind: str, unit: str, **facts: Any) -> trace.Event:
+        event = super().begin(kind, unit, **facts)
+        self.number[id(event)] = len(self.events) - 1
+        self.note(kind, unit, True, event.num_bytes, event.ranks)
+        return event
+
+    def finish(self, event: trace.Event | None) -> None:
+        super().finish(event)
+        if event is not None:
+            self.note(event.kind, event.unit, False, event.num_bytes, event.ranks)
+
+    def note(self, kind: str, unit: str, begins: bool, num_bytes: int = 0, ranks: tuple[int, ...] = ()) -> None:
+        """One moment."""
+        held = [_held(one) for one in self.units]
+        moments = sum(_size(v) for s in self.optimizer.state.values() for v in s.values() if _size(v) > 8)
+        self.moments.append((kind, unit, begins, time.perf_counter(), num_bytes, ranks, _stack(), held, moments))
+
+
+def _held(unit: Any) -> tuple[str, str, int]:
+    gradients = sum(_size(p.grad) for p in unit.layout.local_parameters() if p.grad is not None)
+    return unit.state.name[0], unit.phase.name, gradients
+
+
+def _size(value: Any) -> int:
+    if not isinstance(value, torch.Tensor):
+        return 0
+    local = getattr(value, "_local_tensor", value)
+    return int(local.numel() * local.element_size())
+
+
+def _stack() -> list[tuple[str, str, int]]:
+    """The functions of the package that are running, the innermost first."""
+    found: list[tuple[str, str, int]] = []
+    frame = sys._getframe(2)
+    while frame is not None and len(found) < 5:
+        path = frame.f_code.co_filename
+        if path.startswith(HOME) and not path.endswith("/trace.py"):
+            found.append((path[len(HOME) :], frame.f_code.co_qualname, frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def _step(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, watcher: Watcher | None) -> None:
+    num = 3 if run.extra == "nosync" else 1
+    optimizer.zero_grad()
+    for micro in range(num):
+        x = batch(run.rows, dist.get_rank(), 10 * step + micro)
+        quiet: Callable[[], Any] = getattr(model, "no_sync", nullcontext) if micro < num - 1 else nullcontext
+        with quiet():
+            (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+    if watcher is not None:
+        watcher.note("STEP", "", True)
+    optimizer.step()
+    if watcher is not None:
+        watcher.note("STEP", "", False)
+
+
+def perform(run: Run) -> dict[str, Any] | None:
+    """Trains, records, and brings all ranks' recordings to rank 0; the others get ``None``."""
+    model = build(run)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    tries = 6 if run.width > 64 else 1
+    best: tuple[float, trace.Recorder, float] | None = None
+    for step in range(2):
+        _step(run, model, optimizer, step, None)
+    for step in range(2, 2 + tries):
+        # Looking at everything takes time, so for pictures, which are about time, only the package's own recorder runs.
+        watcher = Watcher(units_of(model), optimizer) if run.width <= 64 else trace.Recorder()
+        dist.barrier()
+        origin = time.perf_counter()
+        trace.recorder = watcher
+        try:
+            _step(run, model, optimizer, step, watcher if isinstance(watcher, Watcher) else None)
+        finally:
+            trace.recorder = None
+        # All ranks must keep the same step.
+        took = torch.tensor(time.perf_counter() - origin)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        if best is None or took.item() < best[0]:
+            best = (took.item(), watcher, origin)
+    assert best is not None
+    everybody: list[Any] = [None] * run.ranks
+    dist.all_gather_object(everybody, _as_data(best[1], best[2]))
+    if dist.get_rank() != 0:
+        return None
+    layouts = [
+        {"name": unit.name, "bytes": unit.layout.num_bytes, "shard": sum(map(_size, unit.layout.local_parameters()))}
+        for unit in units_of(model)
+    ]
+    return {"run": asdict(run), "key": run.key, "units": layouts, "ranks": everybody}
+
+
+def _as_data(watcher: trace.Recorder, origin: float) -> dict[str, Any]:
+    events = [
+        [
+            e.kind,
+            e.unit,
+            round(e.start - origin, 7),
+            round(e.end - origin, 7),
+            e.num_bytes,
+            e.ranks,
+            str(e.dtype),
+            e.lane,
+        ]
+        for e in watcher.events
+    ]
+    noted = watcher.moments if isinstance(watcher, Watcher) else []
+    moments = [[*m[:3], round(1e3 * (m[3] - origin), 4), *m[4:]] for m in noted]
+    return {"events": events, "moments": moments}
+
+
+def work(rank: int, ranks: int, store: str, out: str) -> None:
+    """What one process does: all runs with this many ranks."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    try:
+        found = [perform(run) for run in runs_of(ranks)]
+        if rank == 0:
+            Path(out).write_text(json.dumps(found))
+    finally:
+        dist.destroy_process_group()
+
+
+def main(out: Path) -> None:
+    """Records everything into one file."""
+    # Loopback is enough, and the only thing there is where the network is cut.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    found: list[Any] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in (2, 4):
+            part = f"{folder}/{ranks}.json"
+            mp.spawn(work, (ranks, f"{folder}/store{ranks}", part), nprocs=ranks)
+            found += json.loads(Path(part).read_text())
+    when = datetime.now(UTC).strftime("%Y-%m-%d")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"date": when, "machine": machine(), "runs": found}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,143 @@
+"""The rows of the spec, and how their tests went last.
+
+``build/spec-results.json`` is what a test run leaves behind. ``python -m docs_build.results`` makes a record of it in
+``docs/data/``, with the date, the machine and the versions, so that a site can be built where no test has run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from docs_build.order import ROOT
+
+__all__ = ["BACKENDS", "ROW_ID", "SpecRow", "all_rows", "machine", "recorded", "sections"]
+
+SPEC = ROOT / "docs" / "spec.md"
+FRESH = ROOT / "build" / "spec-results.json"
+RECORD = ROOT / "docs" / "data" / "spec-results.json"
+BACKENDS = ("cpu-gloo", "cuda-nccl")
+ROW_ID = re.compile(r"\b(?:[A-Z][A-Z0-9]*-)+\d{2}\b")
+WORSE = ("passed", "skipped", "not run", "failed")
+LINE = re.compile(r"^\| ((?:[A-Z0-9]+-)+\d+) \| (.*) \|$")
+
+
+@dataclass
+class SpecRow:
+    """One row.
+
+    Attributes:
+        id: for instance ``SHARD-04``.
+        section: the headline above it.
+        cells: the other cells of its line, the statement first.
+        results: verdict on each backend: ``"proven"``, ``"failed"`` or ``"unproven"``.
+        tests: outcome on each backend, for each test that carries the row.
+    """
+
+    id: str
+    section: str
+    cells: list[str]
+    results: dict[str, str] = field(default_factory=dict)
+    tests: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    @property
+    def statement(self) -> str:
+        """What must hold."""
+        return self.cells[0]
+
+    @property
+    def is_unproven(self) -> bool:
+        """Whether no backend has proven it."""
+        return "proven" not in self.results.values()
+
+
+def machine() -> str:
+    """The hardware and the versions of this process, in a line."""
+    versions = f"Python {platform.python_version()}, torch {metadata.version('torch')}"
+    return f"{_processor()}, {os.cpu_count()} cores, {platform.system()}, {versions}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+@cache
+def recorded() -> dict[str, Any]:
+    """The record, or what the last test run left if there is no record; empty if there is neither."""
+    if RECORD.exists():
+        return dict(json.loads(RECORD.read_text()))
+    if FRESH.exists():
+        return _as_record(FRESH)
+    return {"runs": {}, "rows": {}}
+
+
+@cache
+def all_rows() -> dict[str, SpecRow]:
+    """Every row of ``docs/spec.md`` by ID, in order."""
+    rows: dict[str, SpecRow] = {}
+    section = ""
+    of_record = recorded()["rows"]
+    for line in SPEC.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            section = line[3:].strip()
+        found = LINE.match(line)
+        if found:
+            known = of_record.get(found[1], {})
+            results = {backend: known.get("results", {}).get(backend, "unproven") for backend in BACKENDS}
+            rows[found[1]] = SpecRow(found[1], section, found[2].split(" | "), results, known.get("tests", {}))
+    return rows
+
+
+def sections() -> dict[str, list[SpecRow]]:
+    """The rows by headline."""
+    found: dict[str, list[SpecRow]] = {}
+    for row in all_rows().values():
+        found.setdefault(row.section, []).append(row)
+    return found
+
+
+def _as_record(path: Path) -> dict[str, Any]:
+    results = json.loads(path.read_text())
+    when = datetime.fromtimestamp(path.stat().st_mtime, UTC).strftime("%Y-%m-%d")
+    run = {"date": when, "machine": machine()}
+    backends = {b for row in results.values() for outcomes in row["tests"].values() for b in outcomes}
+    rows = {name: {"results": row["results"], "tests": _joined(row["tests"])} for name, row in results.items()}
+    return {"runs": dict.fromkeys(sorted(backends), run), "rows": rows}
+
+
+def _joined(tests: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """The variants of one test as one; the worst of their outcomes counts."""
+    joined: dict[str, dict[str, str]] = {}
+    for name, outcomes in tests.items():
+        one = joined.setdefault(name.partition("[")[0], {})
+        for backend, outcome in outcomes.items():
+            one[backend] = max(one.get(backend, outcome), outcome, key=WORSE.index)
+    return joined
+
+
+def write_record() -> None:
+    """Writes the record from what the last test run on this machine left; backends that it did not run stay."""
+    new = _as_record(FRESH)
+    if RECORD.exists():
+        new["runs"] = json.loads(RECORD.read_text())["runs"] | new["runs"]
+    RECORD.parent.mkdir(parents=True, exist_ok=True)
+    # A row in a line, so that a difference between two records can be read.
+    rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in new["rows"].items())
+    RECORD.write_text(f'{{"runs": {json.dumps(new["runs"])},\n"rows": {{\n{rows}\n}}}}\n')
+
+
+if __name__ == "__main__":
+    write_record()

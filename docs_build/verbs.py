@@ -1,0 +1,172 @@
+"""The table of verbs and layouts, and the way of one parameter through one training step."""
+
+from __future__ import annotations
+
+from docs_build import directives, fragments
+from docs_build.order import PACKAGE
+from docs_build.pages import address
+from docs_build.recordings import find
+from docs_build.source import find_function, read_module
+
+__all__ = ["call_path", "verb_table"]
+
+# The verbs of `Layout` in groups, and what each layout answers in a few words.
+VERBS: list[tuple[str, list[str], str, str]] = [
+    (
+        "what the optimizer owns",
+        ["local_parameters"],
+        "one flat parameter; or, with `use_orig_params`, the originals as 1-D slices",
+        "one DTensor for each parameter, its rows of `Shard(0)`",
+    ),
+    (
+        "gather",
+        ["gather"],
+        "one collective from the slice into the very memory that is computed on; a cast lands in the slice's own place",
+        "one collective from the row of all pieces, then one operator sorts what arrived by parameter",
+    ),
+    (
+        "show the full parameters",
+        ["show_unsharded", "show_again"],
+        "views of one split, made at use; for backward the recorded ones again",
+        "the leaves, the same ones every time",
+    ),
+    ("show what rests", ["show_sharded", "show_resting"], "stand-ins without values, or the slices", "the DTensors"),
+    (
+        "free",
+        ["free", "is_stale"],
+        "the storage of the unsharded row goes to 0 bytes",
+        "one storage under all leaves of a row goes to 0 bytes",
+    ),
+    (
+        "is the gradient complete?",
+        ["on_gradient", "is_trained"],
+        "a hook on the one leaf knows",
+        "nobody knows; the unit's inputs tell, or the end of backward",
+    ),
+    (
+        "take and pack gradients",
+        ["take_gradient", "pack"],
+        "the whole row; parameters without a gradient are zeros in it",
+        "only parameters that have a gradient, cut by rows and sorted by rank",
+    ),
+    ("accept the reduced piece", ["accept_gradient"], "added to the slice's gradient", "a DTensor gradient for each"),
+    (
+        "gradients that wait for a reduction",
+        ["keep_unreduced", "has_unreduced"],
+        "visible as `.grad` of the flat parameter",
+        "kept out of sight, in the dtype in which they will travel",
+    ),
+    (
+        "notice the user's edits",
+        ["notice_edits", "settle"],
+        "refuses what cannot stand there",
+        "takes the new tensors over",
+    ),
+    (
+        "a smaller group for backward",
+        ["rest", "wake"],
+        "not possible: a slice may begin anywhere",
+        "rests on a larger piece that a few ranks put together",
+    ),
+]
+FLAT, EACH = ("engine/flat.py", "FlatLayout"), ("engine/per_param.py", "PerParameterLayout")
+
+
+def verb_table(start: str) -> str:
+    """Every verb of the contract in a row, with links into both layouts and their code below.
+
+    Raises:
+        KeyError: a verb is not in a layout, so this table is out of date.
+    """
+    rows = []
+    for title, verbs, flat, each in VERBS:
+        contract = _links("engine/layout.py", "Layout", verbs, start)
+        rows.append(
+            f"<tr><th>{title}<br>{contract}</th><td>{_text(flat)}<br>{_links(*FLAT, verbs, start)}</td>"
+            f"<td>{_text(each)}<br>{_links(*EACH, verbs, start)}</td></tr>"
+        )
+        rows.append(f'<tr class="verb-code"><td colspan="3">{_both(title, verbs, start)}</td></tr>')
+    head = "<tr><th>verb</th><th>flat (FSDP1)</th><th>per parameter (FSDP2)</th></tr>"
+    return directives._raw(f'<table class="verbs"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table>')
+
+
+def _text(text: str) -> str:
+    from docs_build.markup import to_html
+
+    return to_html(text, is_markdown=True).removeprefix("<p>").removesuffix("</p>")
+
+
+def _links(name: str, owner: str, verbs: list[str], start: str) -> str:
+    for verb in verbs:
+        find_function(name, f"{owner}.{verb}")
+    return " ".join(f'<a href="{address(start, name, f"{owner}.{v}")}"><code>{v}</code></a>' for v in verbs)
+
+
+def _both(title: str, verbs: list[str], start: str) -> str:
+    cells = []
+    for name, owner in (FLAT, EACH):
+        cells.append("".join(fragments.fragment(name, f"{owner}.{verb}", start) for verb in verbs))
+    both = "".join(f"<div>{cell}</div>" for cell in cells)
+    head = f"<summary>The code for &ldquo;{title}&rdquo;</summary>"
+    return f'<details>{head}<div class="verb-both">{both}</div></details>'
+
+
+# --- the way of one parameter ---
+
+UNIT = "stage0.block1"
+PARAMETER = f"{UNIT}.widen.weight"
+WORDS = {
+    ("AG", True): "its gather is issued",
+    ("AG", False): "somebody needs it: the gather is waited for",
+    ("F", True): "it is shown to its module, and forward runs",
+    ("F", False): "forward of its unit is over",
+    ("FREE", True): "its memory is given back",
+    ("B", True): "the gradient of its unit's output has arrived",
+    ("B", False): "the gradient of the unit is complete",
+    ("RS", True): "its gradient is packed and sent",
+    ("RS", False): "this rank's piece of the mean is accepted",
+    ("STEP", True): "the optimizer steps on the piece that this rank owns",
+}
+
+
+def call_path(start: str) -> str:
+    """One parameter through one recorded step: each moment with the functions that ran, the innermost first."""
+    run = find("fsdp2-full-pre-block-2")
+    parts = []
+    for kind, unit, begins, milliseconds, num_bytes, _, stack, held, _ in run["ranks"][0]["moments"]:
+        if (unit != UNIT and kind != "STEP") or (kind, begins) not in WORDS:
+            continue
+        names = [one["name"] for one in run["units"]]
+        state, phase, gradient = held[names.index(UNIT)]
+        frames = " &larr; ".join(_frame(frame, start) for frame in stack) or "<em>outside of the package</em>"
+        size = f", {num_bytes:,} bytes" if num_bytes else ""
+        facts = f"{_state(state)}, phase {phase}, gradient {gradient:,} bytes"
+        parts.append(
+            f'<li><span class="path-when">{milliseconds:.2f} ms</span>'
+            f"<div><strong>{kind}</strong> {WORDS[kind, begins]}{size}"
+            f'<p class="path-frames">{frames}</p><p class="path-facts">before: {facts}</p></div></li>'
+        )
+    return directives._raw(f'<ol class="path">{"".join(parts)}</ol>')
+
+
+def _state(letter: str) -> str:
+    return {"S": "SHARDED", "G": "GATHERING", "U": "UNSHARDED"}[letter]
+
+
+def _frame(frame: list[object], start: str) -> str:
+    name, qualified, _ = frame
+    plain = str(qualified).split(".<locals>")[0]
+    # An earlier recording may name what has another name by now.
+    known = plain in {row.anchor for row in read_module(str(name)).rows}
+    return f'<a href="{address(start, str(name), plain if known else "")}"><code>{plain}</code></a>'
+
+
+def frame_address(frame: list[object], start: str) -> str:
+    """The address of the row of code in which a recorded function was running."""
+    name, _, line = frame
+    assert isinstance(name, str)
+    assert isinstance(line, int)
+    for row in reversed(read_module(name).rows):
+        if row.lines and row.lines[0] <= line:
+            return address(start, name, row.anchor)
+    return address(start, name) if (PACKAGE / name).exists() else ""

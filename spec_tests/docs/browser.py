@@ -1,0 +1,208 @@
+"""A headless Chromium, spoken to through a pipe: no driver, no package, no port.
+
+Chromium reads commands of its own protocol from file descriptor 3 and answers on 4, JSON with a zero byte behind each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["Browser", "Tab", "chromium", "find_chromium"]
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+KEYS = {" ": "Space", "ArrowLeft": "ArrowLeft", "ArrowRight": "ArrowRight", "Home": "Home", "End": "End", "Tab": "Tab"}
+CODES = {" ": 32, "ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35, "Tab": 9}
+
+
+def find_chromium() -> str | None:
+    """The browser's command, or ``None`` if there is none."""
+    return next((found for name in NAMES if (found := shutil.which(name))), None)
+
+
+class Browser:
+    """The running program."""
+
+    def __init__(self, command: str, profile: str) -> None:
+        to_child, own_write = os.pipe()
+        own_read, from_child = os.pipe()
+
+        def place_pipes() -> None:
+            # First out of the way: either end could be 3 or 4 itself.
+            high_in, high_out = os.dup(to_child), os.dup(from_child)
+            os.dup2(high_in, 3)
+            os.dup2(high_out, 4)
+
+        flags = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--remote-debugging-pipe",
+            f"--user-data-dir={profile}",
+        ]
+        quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+        self.process = subprocess.Popen(
+            [command, *flags, *quiet, "about:blank"],
+            preexec_fn=place_pipes,
+            close_fds=False,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(to_child)
+        os.close(from_child)
+        self._write, self._read, self._number = own_write, own_read, 0
+        self._buffer = b""
+        self.events: list[dict[str, Any]] = []
+
+    def send(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
+        """A command, and its result; events that arrive meanwhile are kept."""
+        self._number += 1
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
+        if session:
+            message["sessionId"] = session
+        os.write(self._write, json.dumps(message).encode() + b"\0")
+        end = time.monotonic() + 60
+        mine: dict[str, Any] | None = None
+        while mine is None and time.monotonic() < end:
+            # All of what arrived together, for an event may stand behind the answer.
+            for answer in self._messages(1.0):
+                if answer.get("id") == self._number:
+                    mine = answer
+                else:
+                    self.events.append(answer)
+        if mine is not None and "error" in mine:
+            raise RuntimeError(f"{method}: {mine['error']}")
+        if mine is not None:
+            return dict(mine["result"])
+        raise TimeoutError(f"the browser did not answer {method}")
+
+    def wait(self, seconds: float) -> None:
+        """Collects events for a while."""
+        self.events += self._messages(seconds)
+
+    def _messages(self, seconds: float) -> list[dict[str, Any]]:
+        ready, _, _ = select.select([self._read], [], [], seconds)
+        if not ready:
+            return []
+        self._buffer += os.read(self._read, 1 << 20)
+        *whole, self._buffer = self._buffer.split(b"\0")
+        return [json.loads(one) for one in whole]
+
+    def close(self) -> None:
+        """Ends the program."""
+        os.close(self._write)
+        os.close(self._read)
+        self.process.terminate()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Tab:
+    """One page of the browser, and all that it complained about or asked for."""
+
+    def __init__(self, browser: Browser) -> None:
+        self.browser = browser
+        target = browser.send("Target.createTarget", url="about:blank")["targetId"]
+        self.session = browser.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.send(f"{domain}.enable")
+        self.resize(1280, 900)
+
+    def send(self, method: str, **params: Any) -> dict[str, Any]:
+        return self.browser.send(method, self.session, **params)
+
+    def resize(self, width: int, height: int) -> None:
+        """The size of the window, in pixels."""
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
+    def open(self, address: str) -> None:
+        """Opens a page and waits until it is loaded."""
+        self.browser.events.clear()
+        self.send("Page.navigate", url=address)
+        end = time.monotonic() + 60
+        while not any(e.get("method") == "Page.loadEventFired" for e in self.browser.events):
+            assert time.monotonic() < end, f"{address} was not loaded"
+            self.browser.wait(0.2)
+
+    def look(self, expression: str) -> Any:
+        """The value of a JavaScript expression on the page."""
+        result = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in result, result["exceptionDetails"]
+        return result["result"].get("value")
+
+    def wait_for(self, expression: str, seconds: float = 20) -> Any:
+        """Until an expression is true."""
+        end = time.monotonic() + seconds
+        while not (value := self.look(expression)):
+            assert time.monotonic() < end, f"never true: {expression}"
+            self.browser.wait(0.05)
+        return value
+
+    def press(self, key: str) -> None:
+        """A key, down and up."""
+        facts = {"key": key, "code": KEYS.get(key, key), "windowsVirtualKeyCode": CODES.get(key, 0)}
+        text = {"text": " "} if key == " " else {}
+        self.send("Input.dispatchKeyEvent", type="keyDown", **facts, **text)
+        self.send("Input.dispatchKeyEvent", type="keyUp", **facts)
+
+    def type(self, text: str) -> None:
+        """Text into what has the focus."""
+        self.send("Input.insertText", text=text)
+
+    def click(self, selector: str) -> None:
+        """The left button of the mouse, in the middle of an element."""
+        box = self.look(
+            f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
+            " e.scrollIntoView({block: 'center'});"
+            " const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+        )
+        for kind in ("mousePressed", "mouseReleased"):
+            self.send("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
+
+    def choose(self, selector: str, value: str) -> None:
+        """An option of a list, as a user's choice."""
+        self.look(
+            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.value = {json.dumps(value)};"
+            " e.dispatchEvent(new Event('input', {bubbles: true}));"
+            " e.dispatchEvent(new Event('change', {bubbles: true}));"
+            " return true; })()"
+        )
+
+    def complaints(self) -> list[str]:
+        """Errors on the console and exceptions, since the page was opened."""
+        found = []
+        for event in self.browser.events:
+            params = event.get("params", {})
+            if event.get("method") == "Runtime.exceptionThrown":
+                found.append(str(params["exceptionDetails"].get("exception", params["exceptionDetails"])))
+            elif event.get("method") == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning"):
+                found.append(str([argument.get("value") for argument in params["args"]]))
+            elif event.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
+                found.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
+        return found
+
+    def requests(self) -> list[str]:
+        """Addresses that were asked for since the page was opened."""
+        return [
+            e["params"]["request"]["url"] for e in self.browser.events if e.get("method") == "Network.requestWillBeSent"
+        ]
+
+
+@contextmanager
+def chromium(command: str, profile: str) -> Iterator[Tab]:
+    """A browser with one page, for a while."""
+    browser = Browser(command, profile)
+    try:
+        yield Tab(browser)
+    finally:
+        browser.close()

@@ -1,0 +1,45 @@
+"""The record of the last results that the pages show."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from docs_build import results
+
+
+def test_every_row_of_the_spec_is_read_with_its_section() -> None:
+    rows = results.all_rows()
+    assert next(iter(rows)) == "CTOR-01"
+    assert rows["SHARD-04"].section == "SHARD: sharding strategies"
+    assert "all-gather before forward" in rows["SHARD-04"].statement
+    assert set(rows["OSD-LOAD-01"].results) == set(results.BACKENDS)
+
+
+def test_variants_of_a_test_are_joined_and_the_worst_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = {
+        "a.py::t[1]": {"cpu-gloo": "passed"},
+        "a.py::t[2]": {"cpu-gloo": "failed"},
+        "a.py::u": {"cpu-gloo": "passed"},
+    }
+    fresh, record = tmp_path / "fresh.json", tmp_path / "record.json"
+    fresh.write_text(json.dumps({"CTOR-01": {"statement": "s", "results": {"cpu-gloo": "failed"}, "tests": tests}}))
+    monkeypatch.setattr(results, "FRESH", fresh)
+    monkeypatch.setattr(results, "RECORD", record)
+    results.write_record()
+    written = json.loads(record.read_text())
+    assert written["rows"]["CTOR-01"]["tests"] == {"a.py::t": {"cpu-gloo": "failed"}, "a.py::u": {"cpu-gloo": "passed"}}
+    assert set(written["runs"]) == {"cpu-gloo"}
+    assert written["runs"]["cpu-gloo"]["machine"]
+
+
+def test_what_another_backend_did_earlier_stays_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh, record = tmp_path / "fresh.json", tmp_path / "record.json"
+    record.write_text(json.dumps({"runs": {"cuda-nccl": {"date": "2026-01-01", "machine": "m"}}, "rows": {}}))
+    fresh.write_text(json.dumps({"CTOR-01": {"results": {}, "tests": {"a.py::t": {"cpu-gloo": "passed"}}}}))
+    monkeypatch.setattr(results, "FRESH", fresh)
+    monkeypatch.setattr(results, "RECORD", record)
+    results.write_record()
+    assert set(json.loads(record.read_text())["runs"]) == {"cpu-gloo", "cuda-nccl"}

@@ -1,0 +1,234 @@
+"""The documentation as a reader meets it: built without a network, opened page by page in a browser."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from docs_build import links
+from spec_tests.docs import offline
+from spec_tests.docs.browser import Tab, chromium, find_chromium
+
+pytestmark = [pytest.mark.docs, pytest.mark.needs("mkdocs")]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; a build with a warning fails here."""
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
+    done = offline.run(command, ROOT, environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        return None
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(site)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    command = find_chromium()
+    if command is None:
+        pytest.skip("no chromium is installed (Debian: apt-get install chromium)")
+    with chromium(command, str(tmp_path_factory.mktemp("profile"))) as tab:
+        yield tab
+
+
+def pages_of(site: Path) -> list[str]:
+    return sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html") if path.name != "404.html")
+
+
+def test_the_site_is_built_without_a_network_and_without_a_warning(site: Path) -> None:
+    assert len(pages_of(site)) > 90
+
+
+def test_every_link_and_anchor_leads_somewhere(site: Path) -> None:
+    assert list(links.problems(site)) == []
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    assert list(links.external(site)) == []
+
+
+PHONE, DESK = (390, 800), (1280, 900)
+
+
+@pytest.fixture(scope="module")
+def survey(site: Path, address: str, tab: Tab) -> dict[str, tuple[list[str], list[str], int]]:
+    """Each page opened once: what it complained about, what it asked for, and how wide it is on a phone."""
+    found = {}
+    for page in pages_of(site):
+        tab.resize(*DESK)
+        tab.open(address + page)
+        tab.resize(*PHONE)
+        width = tab.look("document.documentElement.scrollWidth")
+        found[page] = (tab.complaints(), tab.requests(), width)
+    tab.resize(*DESK)
+    return found
+
+
+def test_every_page_opens_without_complaint(survey: dict[str, tuple[list[str], list[str], int]]) -> None:
+    assert {page: complaints for page, (complaints, _, _) in survey.items() if complaints} == {}
+
+
+def test_no_page_asks_anybody_else(survey: dict[str, tuple[list[str], list[str], int]], address: str) -> None:
+    own = (address, "data:", "blob:")
+    asked = {page: [url for url in urls if not url.startswith(own)] for page, (_, urls, _) in survey.items()}
+    assert all(urls for _, urls, _ in survey.values())
+    assert {page: urls for page, urls in asked.items() if urls} == {}
+
+
+def test_no_page_is_wider_than_a_phone(survey: dict[str, tuple[list[str], list[str], int]]) -> None:
+    assert {page: width for page, (_, _, width) in survey.items() if width > PHONE[0]} == {}
+
+
+CLOCK = "document.querySelector('.player-clock').textContent"
+
+
+def test_the_player_moves_by_keys(address: str, tab: Tab) -> None:
+    tab.open(address + "tools/player.html")
+    tab.wait_for(f"{CLOCK}.startsWith('1 /')")
+    tab.look("document.getElementById('player').focus()")
+    tab.press("ArrowRight")
+    tab.press("ArrowRight")
+    assert tab.look(CLOCK).startswith("3 /")
+    tab.press("ArrowLeft")
+    assert tab.look(CLOCK).startswith("2 /")
+    tab.press("End")
+    last = tab.look(CLOCK).split()
+    assert last[0] == last[2]
+    tab.press("Home")
+    tab.press(" ")
+    tab.wait_for(f"{CLOCK}.startsWith('3 /')")
+    tab.press(" ")
+    assert tab.look("document.querySelector('.player-button[title=Space]').textContent") == "Play"
+    assert tab.complaints() == []
+
+
+def test_the_player_moves_by_mouse_and_shows_what_a_rank_holds(address: str, tab: Tab) -> None:
+    tab.open(address + "tools/player.html")
+    tab.wait_for(f"{CLOCK}.startsWith('1 /')")
+    tab.click(".player-button[title='One moment on']")
+    assert tab.look(CLOCK).startswith("2 /")
+    lines = "[...document.querySelectorAll('.card-bytes span')].map(e => e.textContent)"
+    gathered = f"{lines}.filter(text => text.startsWith('gathered'))"
+    seen = set()
+    last = int(tab.look("document.querySelector('.player-slider').max"))
+    for number in range(0, last, 5):
+        tab.choose(".player-slider", str(number))
+        seen.add(tab.look(gathered)[0])
+    # The saw teeth: more than two amounts of gathered bytes in a step.
+    assert len(seen) > 2
+    # A click into the overview goes to that time.
+    tab.choose(".player-slider", "0")
+    tab.click(".player-lanes svg")
+    assert 1 < int(tab.look(CLOCK).split()[0]) < last
+    link = tab.look("document.querySelector('.player-running a').getAttribute('href')")
+    assert "read/" in link
+    assert "#" in link
+
+
+def test_every_choice_of_the_player_has_a_recording(address: str, tab: Tab) -> None:
+    tab.open(address + "tools/player.html")
+    tab.wait_for(f"{CLOCK}.startsWith('1 /')")
+    for selector, value in [
+        ("#player-door", "fsdp1"),
+        ("#player-strategy", "zero2"),
+        ("#player-strategy", "none"),
+        ("#player-ranks", "4"),
+        ("#player-strategy", "hybrid"),
+        ("#player-prefetch", "post"),
+        ("#player-wrap", "whole"),
+        ("#player-door", "fsdp2"),
+    ]:
+        tab.choose(selector, value)
+        tab.wait_for("document.querySelector('.player-status').textContent.includes('moments')")
+        assert tab.look(f"document.querySelector('{selector}').value") == value
+    assert tab.complaints() == []
+
+
+def test_the_player_works_from_a_disk(site: Path, tab: Tab) -> None:
+    tab.open((site / "tools" / "player.html").as_uri())
+    tab.wait_for(f"{CLOCK}.startsWith('1 /')")
+
+
+def test_the_search_works_from_a_disk(site: Path, tab: Tab) -> None:
+    tab.open((site / "index.html").as_uri())
+    tab.click(".md-search__input")
+    tab.type("mixed torch.Tensor and DTensor")
+    tab.wait_for("!!document.querySelector('.md-search-result__link[href*=troubleshoot]')", 30)
+    assert tab.complaints() == []
+
+
+def test_the_calculator_answers_mouse_and_keys(address: str, tab: Tab) -> None:
+    tab.open(address + "tools/calculator.html")
+    stored = "document.querySelector('.calc-bar b').textContent"
+    before = tab.look(stored)
+    tab.look("document.getElementById('calc-ranks').select()")
+    tab.click("#calc-ranks")
+    tab.look("document.getElementById('calc-ranks').select()")
+    tab.type("16")
+    half = tab.look(stored)
+    assert float(half.split()[0]) == pytest.approx(float(before.split()[0]) / 2, rel=1e-2)
+    tab.click("#calc-offload")
+    assert tab.look(stored) == "0 B"
+    tab.choose("#calc-preset", "four equal units")
+    assert "4,000 parameters in 4 units" in tab.look("document.querySelector('.calc-facts').textContent")
+    tab.look("document.getElementById('calc-model').select()")
+    tab.look("document.getElementById('calc-model').focus()")
+    tab.type("nonsense")
+    assert "line 1" in tab.look("document.querySelector('.calc-trouble').textContent")
+    assert tab.complaints() == []
+
+
+def test_the_spec_can_be_filtered(address: str, tab: Tab) -> None:
+    tab.open(address + "spec.html")
+    shown = "[...document.querySelectorAll('.spec-row')].filter(e => !e.hidden).length"
+    everything = tab.look(shown)
+    tab.choose("#spec-section", "PREF")
+    assert 10 < tab.look(shown) < 30
+    tab.choose("#spec-section", "")
+    tab.choose("#spec-verdict", "unproven")
+    assert 0 <= tab.look(shown) < everything
+
+
+def test_the_search_finds_an_error_by_its_text(address: str, tab: Tab) -> None:
+    tab.open(address + "index.html")
+    tab.click(".md-search__input")
+    tab.type("mixed torch.Tensor and DTensor")
+    tab.wait_for("!!document.querySelector('.md-search-result__link[href*=troubleshoot]')", 30)
+    assert tab.complaints() == []
+
+
+def test_dark_and_light_both_have_a_readable_ground(address: str, tab: Tab) -> None:
+    tab.open(address + "read/engine/unit.html")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    grounds = set()
+    for scheme in ("default", "slate"):
+        tab.look(f"document.body.setAttribute('data-md-color-scheme', '{scheme}')")
+        grounds.add(tab.look(ground))
+        ink = tab.look("getComputedStyle(document.querySelector('.sbs-prose')).color")
+        assert ink != tab.look(ground)
+    assert len(grounds) == 2

@@ -1,0 +1,92 @@
+"""The pages that show the code: nothing of it may be lost, and nothing may have two addresses or none."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from docs_build import source
+from docs_build.order import PACKAGE, all_modules, reading_order
+from docs_build.source import find_function, read_module
+
+
+def test_the_reading_order_has_every_module_once() -> None:
+    named = [name for _, _, names in reading_order() for name in names]
+    assert sorted(named) == all_modules()
+
+
+def test_the_two_doors_come_first_and_in_this_order() -> None:
+    first = [name for _, _, names in reading_order()[:2] for name in names]
+    assert first[:3] == ["engine/layout.py", "engine/per_param.py", "engine/unit.py"]
+    assert first[-4:] == ["engine/flat.py", "fsdp1/wrapper.py", "fsdp1/state_dict.py", "fsdp1/optim_state.py"]
+
+
+@pytest.mark.parametrize("name", all_modules())
+def test_every_line_of_code_is_in_exactly_one_row(name: str) -> None:
+    text = (PACKAGE / name).read_text(encoding="utf-8")
+    shown = [line for row in read_module(name).rows for line in row.lines]
+    assert len(shown) == len(set(shown))
+    strings = _docstring_lines(ast.parse(text))
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() and not line.lstrip().startswith("#") and number not in strings:
+            assert number in shown, f"{name}:{number} {line}"
+
+
+@pytest.mark.parametrize("name", all_modules())
+def test_every_comment_is_on_one_side_or_the_other(name: str) -> None:
+    module = read_module(name)
+    lines = module.text.splitlines()
+    shown = {line for row in module.rows for line in row.lines}
+    left = "\n".join(row.comment for row in module.rows)
+    banners = {row.name for row in module.rows if row.kind == "banner"}
+    for number, line in enumerate(lines, 1):
+        words = line.strip().removeprefix("#").strip()
+        if line.lstrip().startswith("#") and number not in shown:
+            assert words in left or any(name in words for name in banners), f"{number} {line}"
+
+
+@pytest.mark.parametrize("name", all_modules())
+def test_addresses_are_unique_on_a_page(name: str) -> None:
+    anchors = [row.anchor for row in read_module(name).rows]
+    assert len(anchors) == len(set(anchors))
+
+
+def _docstring_lines(tree: ast.AST) -> set[int]:
+    found: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+            found.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    return found
+
+
+def test_comments_above_statements_go_left_and_begin_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = '''
+    """An essay."""
+
+    def f(x):
+        """Doubles."""
+        # Why one.
+        y = x
+        return [
+            # inside of an expression
+            y,
+        ]  # behind code
+    '''
+    (tmp_path / "m.py").write_text(textwrap.dedent(text).lstrip())
+    monkeypatch.setattr(source, "PACKAGE", tmp_path)
+    rows = source.read_module.__wrapped__("m.py").rows
+    assert [(row.anchor, row.docstring, row.comment, row.lines) for row in rows] == [
+        ("f", "Doubles.", "", [3]),
+        ("f-1", "", "Why one.", [6, 7, 8, 9, 10]),
+    ]
+
+
+def test_a_function_that_is_gone_is_an_error_and_not_an_empty_page() -> None:
+    first, last, docstring = find_function("engine/unit.py", "Unit.wait")
+    assert docstring is not None
+    assert first < docstring[0] <= docstring[1] < last
+    with pytest.raises(KeyError, match=r"engine/unit\.py has no Unit\.hurry"):
+        find_function("engine/unit.py", "Unit.hurry")

@@ -1,0 +1,87 @@
+"""Rows of the spec that are promises about what the documentation says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def says(page: str, *patterns: str) -> bool:
+    text = " ".join((DOCS / page).read_text(encoding="utf-8").split())
+    return all(re.search(pattern, text) for pattern in patterns)
+
+
+@pytest.mark.spec("MIG-06")
+def test_the_way_to_fsdp2_names_ddp_for_what_has_no_counterpart() -> None:
+    assert says("moving/from-fsdp1.md", r"`NO_SHARD` \| DDP")
+
+
+@pytest.mark.spec("IGN-11")
+def test_it_calls_ignored_states_the_preferred_spelling() -> None:
+    assert says("moving/from-fsdp1.md", r"`ignored_modules` is still accepted; `ignored_states`.*preferred spelling")
+
+
+@pytest.mark.spec("SHARD-18")
+def test_the_strategies_say_that_torch_calls_no_shard_deprecated() -> None:
+    assert says("learn/strategies.md", r"torch calls `NO_SHARD` deprecated in favour of DDP")
+
+
+@pytest.mark.spec("MP-30", "MP-23", "FS2-MP-06")
+def test_the_page_on_precision_gives_its_advice() -> None:
+    assert says(
+        "learn/precision.md", r"\*experimental\*, `_module_classes_to_ignore`", r"layer norm that is rarely worth it"
+    )
+    assert says("learn/precision.md", r"`output_dtype`.*on the root only")
+
+
+@pytest.mark.spec("SD-FULL-12", "SD-SHARD-05", "OSD-FULL-04", "SUMMON-13")
+def test_the_page_on_checkpoints_says_what_fits_and_what_is_incomplete() -> None:
+    page = "learn/checkpoints.md"
+    assert says(
+        page,
+        r"a large model does not fit",
+        r"rank 0 and the CPU, unit by unit",
+        r"Beyond that: sharded",
+        r"very same ranks: local",
+    )
+    assert says(page, r"the optimizer's own, not copies", r"Ask for `rank0_only=True`")
+    assert "exercise rank_0_saves" in (DOCS / page).read_text()
+
+
+@pytest.mark.spec("CLIP-04", "FWD-03", "FS2-META-04", "NEW-20")
+def test_troubleshoot_warns_of_hangs_and_lost_gradients() -> None:
+    page = "troubleshoot.md"
+    assert says(
+        page, r"All ranks must call it.*others hang", r"reference to the parameter that was taken before sharding"
+    )
+    assert says(
+        page, r"def reset_parameters\(self\)", r"does not broadcast initial values.*TORCH_DISTRIBUTED_DEBUG=DETAIL"
+    )
+
+
+@pytest.mark.spec("TRAIN-26")
+def test_the_way_from_ddp_leaves_the_learning_rate_alone() -> None:
+    assert says("moving/from-ddp.md", r"learning rate stays.*is an option when large batches.*nothing to do with FSDP")
+
+
+@pytest.mark.spec("COST-09", "COST-11")
+def test_the_calculator_gives_the_example_and_promises_no_gain() -> None:
+    page = "tools/calculator.md"
+    assert says(page, r"7 billion parameters in float32 with Adam.*\*\*112 GB\*\*.*\*\*14 GB\*\*", r"not promised")
+    assert says(page, r"up to 4 times, about 30 %, 2 to 10 %, are its authors' observations")
+
+
+@pytest.mark.spec("NEW-18")
+def test_what_is_not_offered_is_listed() -> None:
+    names = ["set_custom_all_gather", "set_custom_reduce_scatter", "set_allocate_memory_from_process_group_for_comm"]
+    names += [
+        "set_symm_mem_for_comm",
+        "set_separate_reduce_scatter_group",
+        "set_reduce_scatter_max_input_buffers",
+        "dp_mesh_dims",
+    ]
+    assert says("moving/since-2.13.md", *[f"`{name}`" for name in names])

@@ -1,0 +1,187 @@
+"""Claims about names and arguments, and about saving and loading."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minifsdp import (
+    CPUOffload,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+    trace,
+)
+from minifsdp.engine import collectives
+from spec_tests.harness import device, ranks
+from spec_tests.myths.models import batch, net, sharded, step, wrapped
+
+FULL = StateDictType.FULL_STATE_DICT
+FSDP: Any = FullyShardedDataParallel
+
+
+@pytest.mark.spec("MYTH-02")
+@ranks(2)
+def test_a_strategy_is_a_member_of_the_enum_and_not_a_string() -> None:
+    with pytest.raises(TypeError, match="sharding_strategy must be one of"):
+        wrapped(sharding_strategy="FULL_SHARD")
+    assert wrapped(sharding_strategy=ShardingStrategy.FULL_SHARD) is not None
+
+
+@pytest.mark.spec("MYTH-04")
+def test_the_types_of_state_dicts_are_not_attributes_of_the_class() -> None:
+    assert not hasattr(FullyShardedDataParallel, "StateDictType")
+    assert not hasattr(FullyShardedDataParallel, "FULL_STATE_DICT")
+
+
+@pytest.mark.spec("MYTH-30")
+def test_the_keyword_of_the_scaler_is_device() -> None:
+    with pytest.raises(TypeError, match="device_type"):
+        torch.amp.GradScaler(device_type="cuda")  # type: ignore[call-arg]
+
+
+@pytest.mark.spec("MYTH-34", "MYTH-46", "MYTH-50")
+def test_these_arguments_do_not_exist() -> None:
+    with pytest.raises(TypeError, match="rank0_only"):
+        ShardedStateDictConfig(rank0_only=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="offload_gradients"):
+        CPUOffload(offload_gradients=True)  # type: ignore[call-arg]
+    assert "flatten_parameters" not in inspect.signature(FullyShardedDataParallel).parameters
+
+
+@pytest.mark.spec("MYTH-65")
+def test_the_dim_and_checkpointing_are_not_arguments_of_the_wrapper() -> None:
+    names = " ".join(inspect.signature(FullyShardedDataParallel).parameters)
+    assert "dim" not in names
+    assert "checkpoint" not in names
+    assert "shard_placement_fn" in inspect.signature(fully_shard).parameters
+
+
+@pytest.mark.spec("MYTH-36")
+@ranks(2)
+def test_broadcasting_objects_returns_nothing_and_fills_the_list() -> None:
+    box = [{"epoch": 3} if dist.get_rank() == 0 else None]
+    assert dist.broadcast_object_list(box, src=0) is None
+    assert box == [{"epoch": 3}]
+
+
+@pytest.mark.spec("MYTH-39")
+@ranks(2)
+def test_state_dict_takes_no_type_as_an_argument() -> None:
+    with pytest.raises(TypeError):
+        wrapped().state_dict(state_dict_type=FULL)
+
+
+@pytest.mark.spec("MYTH-35")
+@ranks(2)
+def test_the_sharded_dict_of_one_rank_has_that_ranks_rows_only() -> None:
+    weight = sharded().state_dict()["blocks.0.linear.weight"]
+    assert tuple(weight.shape) == (8, 8)
+    assert weight.to_local().numel() == 32
+
+
+@pytest.mark.spec("MYTH-38")
+@ranks(2)
+def test_a_full_dict_is_built_unit_by_unit() -> None:
+    model = wrapped()
+    sizes = []
+    gather = collectives.gather
+
+    def note(group: Any, output: torch.Tensor, piece: torch.Tensor) -> Any:
+        sizes.append(output.numel())
+        return gather(group, output, piece)
+
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FSDP.state_dict_type(model, FULL, config), mock.patch.object(collectives, "gather", note):
+        state = model.state_dict()
+    # Three gathers, one for each unit, and none of the whole model.
+    assert sorted(sizes) == [18, 72, 72]
+    assert len(state) == (6 if dist.get_rank() == 0 else 0)
+
+
+@pytest.mark.spec("MYTH-41", "MYTH-47")
+@ranks(2)
+def test_a_bare_state_dict_is_full_on_all_ranks() -> None:
+    state = wrapped().state_dict()
+    assert {name: tuple(value.shape) for name, value in state.items()} == {
+        name: tuple(value.shape) for name, value in net().state_dict().items()
+    }
+
+
+@pytest.mark.spec("MYTH-43")
+@ranks(2)
+def test_loading_ones_own_state_dict_loads_what_is_already_there() -> None:
+    model = wrapped()
+    saved = {name: torch.full_like(value, 7) for name, value in model.state_dict().items()}
+    model.load_state_dict(model.state_dict())
+    assert not any(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+    model.load_state_dict(saved)
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.spec("MYTH-48")
+@ranks(2)
+def test_all_ranks_need_the_dict_to_load_it() -> None:
+    model = wrapped()
+    with FSDP.state_dict_type(model, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
+        state = model.state_dict()
+        if dist.get_rank() == 1:
+            assert state == {}
+        with pytest.raises(RuntimeError):
+            # Each rank is told, also the one whose own dict is complete.
+            model.load_state_dict(state)
+
+
+@pytest.mark.spec("MYTH-68")
+@ranks(2)
+def test_unit_by_unit_gives_one_full_dict() -> None:
+    model = wrapped()
+    with FSDP.state_dict_type(model, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
+        state = model.state_dict()
+    if dist.get_rank() == 0:
+        assert tuple(state["blocks.0.linear.weight"].shape) == (8, 8)
+        assert all(value.device.type == "cpu" for value in state.values())
+
+
+@pytest.mark.spec("MYTH-60")
+@ranks(2)
+def test_clipping_sends_norms_and_no_gradients() -> None:
+    model = sharded()
+    step(model)
+    with trace.record() as recorder:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert recorder.count("AG") == recorder.count("RS") == 0
+
+
+@pytest.mark.spec("MYTH-75")
+def test_bfloat16_computes_on_this_machine_without_an_ampere_gpu() -> None:
+    x = torch.randn(4, 4).to(device()).bfloat16()
+    assert (x @ x).dtype is torch.bfloat16
+
+
+@pytest.mark.spec("MYTH-69")
+def test_clipping_before_unscaling_clips_the_wrong_number() -> None:
+    scale, limit = 1024.0, 1.0
+    true = torch.tensor([0.3, 0.4])
+    unscaled_first = torch.tensor([0.3, 0.4])
+    scaled = true * scale
+    clipped_first = scaled * min(1.0, limit / scaled.norm().item()) / scale
+    assert unscaled_first.norm().item() == pytest.approx(0.5)
+    assert clipped_first.norm().item() == pytest.approx(limit / scale)
+
+
+@pytest.mark.spec("MYTH-78")
+@ranks(2)
+def test_an_evaluation_gathers_so_all_ranks_must_run_it() -> None:
+    model = wrapped().eval()
+    with trace.record() as recorder, torch.no_grad():
+        model(batch())
+    assert {event.ranks for event in recorder.events if event.kind == "AG"} == {(0, 1)}

@@ -1,0 +1,172 @@
+"""Claims about how much is stored and how much is sent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minifsdp import MixedPrecision, ShardingStrategy, timeline, trace
+from minifsdp.cost import Job, cost_of
+from spec_tests.harness import device, ranks
+from spec_tests.myths.models import batch, net, step, wrapped
+
+GB = 1e9
+
+
+def stored_bytes(parameters: list[torch.nn.Parameter]) -> int:
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
+def one_unit(numel: float, **choices: object) -> Job:
+    return Job(units=[[(int(numel),)]], **choices)  # type: ignore[arg-type]
+
+
+@pytest.mark.spec("MYTH-09")
+def test_per_rank_it_is_all_of_the_model_against_a_share_of_it() -> None:
+    model = one_unit(1000, optimizer=0)
+    replicated = cost_of(Job(**{**vars(model), "strategy": "NO_SHARD", "num_replicas": 8})).stored
+    shared = cost_of(Job(**{**vars(model), "num_shards": 8})).stored
+    assert (replicated, shared) == (4000, 500)
+    # In total, over the eight ranks: eight models against one.
+    assert (8 * replicated, 8 * shared) == (32000, 4000)
+
+
+@pytest.mark.spec("MYTH-10")
+def test_weights_alone_are_a_quarter_of_what_training_keeps() -> None:
+    bert = 110e6
+    replicated = cost_of(one_unit(bert, strategy="NO_SHARD", num_replicas=2))
+    shared = cost_of(one_unit(bert, num_shards=2))
+    assert replicated.after_backward == pytest.approx(1.76 * GB)
+    assert shared.after_backward == pytest.approx(0.88 * GB)
+
+
+@pytest.mark.spec("MYTH-10")
+@ranks(2)
+def test_mixed_precision_does_not_shrink_stored_shards() -> None:
+    narrow = MixedPrecision(param_dtype=torch.bfloat16)
+    sizes = [stored_bytes(list(wrapped(mixed_precision=mp).parameters())) for mp in (None, narrow)]
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.spec("MYTH-11")
+def test_moments_are_twice_the_weights_only_in_the_dtype_of_the_weights() -> None:
+    both_wide = cost_of(one_unit(7e9)).stored
+    narrow_weights = cost_of(one_unit(7e9, stored=torch.bfloat16)).stored
+    # 28 + 56 GB, and 14 + 56 GB: float32 moments are four times 2-byte weights.
+    assert both_wide == pytest.approx((28 + 56) * GB)
+    assert narrow_weights == pytest.approx((14 + 56) * GB)
+
+
+@pytest.mark.spec("MYTH-12")
+def test_the_peak_is_larger_than_what_is_stored() -> None:
+    layer = [(202_000_000,)]
+    cost = cost_of(Job(units=[layer] * 34, num_shards=8))
+    assert cost.after_backward == pytest.approx(14 * GB, rel=0.02)
+    assert cost.peak > 1.1 * cost.after_backward
+
+
+@pytest.mark.spec("MYTH-13")
+def test_13_billion_parameters_do_not_fit_a_consumer_card_on_eight_ranks() -> None:
+    shared, replicated = (
+        cost_of(one_unit(13e9, num_shards=8)),
+        cost_of(one_unit(13e9, strategy="NO_SHARD", num_replicas=8)),
+    )
+    assert shared.after_backward == pytest.approx(26 * GB)
+    assert shared.after_backward > 24 * GB
+    moments = replicated.stored - 13e9 * 4
+    assert moments == pytest.approx(104 * GB)
+    assert moments > 80 * GB
+
+
+@pytest.mark.spec("MYTH-14")
+@ranks(2)
+def test_adam_keeps_a_step_and_two_averages_and_no_parameter() -> None:
+    model = wrapped()
+    optimizer = torch.optim.Adam(model.parameters())
+    step(model, optimizer)
+    kept = {key for state in optimizer.state.values() for key in state}
+    assert kept == {"step", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.spec("MYTH-15")
+def test_the_share_of_the_peak_depends_on_ranks_and_on_units() -> None:
+    def share(num_units: int, num_shards: int) -> float:
+        job = Job(units=[[(1024,)]] * num_units, num_shards=num_shards, optimizer=0)
+        return cost_of(job).peak_forward / (4 * 1024 * num_units)
+
+    assert share(32, 2) == pytest.approx(0.53, abs=0.01)
+    assert share(32, 8) < 0.2
+    assert share(2, 2) == 1.0
+
+
+@pytest.mark.spec("MYTH-16")
+@ranks(2)
+def test_full_shard_sends_one_and_a_half_times_what_ddp_sends() -> None:
+    sent = {}
+    for strategy in (ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD):
+        model = wrapped(sharding_strategy=strategy)
+        step(model)
+        with trace.record() as recorder:
+            step(model)
+        times = {"AG": 1, "RS": 1, "AR": 2}
+        sent[strategy.name] = sum(times.get(event.kind, 0) * event.num_bytes for event in recorder.events)
+    assert sent["SHARD_GRAD_OP"] == pytest.approx(sent["NO_SHARD"], rel=0.05)
+    # A little below 1.5, because the root is gathered once.
+    assert 1.4 < sent["FULL_SHARD"] / sent["NO_SHARD"] <= 1.5
+
+
+@pytest.mark.spec("MYTH-17")
+@ranks(2)
+def test_with_one_unit_the_whole_model_is_on_each_rank_during_compute() -> None:
+    model = wrapped(auto_wrap_policy=None)
+    with trace.record() as recorder:
+        step(model)
+    whole = stored_bytes(list(net().parameters()))
+    assert timeline.peak_gathered_bytes(recorder.events) >= whole
+
+
+@pytest.mark.spec("MYTH-21")
+def test_a_unit_is_gathered_whole_on_however_many_ranks() -> None:
+    layer = 2e9
+    for num_shards in (2, 64, 4096):
+        assert cost_of(one_unit(layer, num_shards=num_shards)).peak > 8 * GB
+    halves = Job(units=[[(int(layer / 2),)]] * 2, num_shards=4096, backward_prefetch=False)
+    assert cost_of(halves).peak_forward < 6 * GB
+
+
+@pytest.mark.spec("MYTH-22")
+@ranks(2)
+def test_the_root_and_a_prefetched_unit_are_gathered_beside_the_one_that_computes() -> None:
+    model = wrapped()
+    with trace.record() as recorder:
+        step(model)
+    held: set[str] = set()
+    most = 0
+    for event in recorder.events:
+        if event.kind == "AG":
+            held.add(event.unit)
+        elif event.kind == "FREE":
+            held.discard(event.unit)
+        most = max(most, len(held))
+    assert most == 3
+
+
+@pytest.mark.spec("MYTH-79")
+@ranks(2)
+def test_three_rows_on_two_ranks_are_two_and_one() -> None:
+    from minifsdp import fully_shard
+
+    model = fully_shard(torch.nn.Linear(4, 3, device=device()))
+    assert model.weight.to_local().shape[0] == (2 if dist.get_rank() == 0 else 1)
+
+
+@pytest.mark.spec("MYTH-67")
+@ranks(2)
+def test_zero2_shards_parameters_too_between_steps() -> None:
+    model = wrapped(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    half = stored_bytes(list(net().parameters())) / 2
+    assert stored_bytes(list(model.parameters())) == half
+    step(model)
+    assert stored_bytes(list(model.parameters())) == half
+    assert model(batch()).shape == (4, 2)

@@ -1,0 +1,314 @@
+"""Claims about what happens in a step, and in which order."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minifsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard, trace
+from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests.harness import device, ranks
+from spec_tests.myths.models import Block, Net, batch, net, sharded, step, wrapped
+
+FULL_SHARD, SHARD_GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
+
+
+def everybody(value: Any) -> list[Any]:
+    """What all ranks have here."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@pytest.mark.spec("MYTH-06")
+@ranks(2)
+def test_every_rank_stores_a_chunk_of_every_unit() -> None:
+    sizes = everybody([p.numel() for p in wrapped().parameters()])
+    assert sizes[0] == sizes[1] == [9, 36, 36]
+
+
+@pytest.mark.spec("MYTH-07")
+@ranks(2)
+def test_each_rank_computes_whole_layers_on_its_own_batch() -> None:
+    model = wrapped()
+    seen: list[torch.Tensor] = []
+    model.module.blocks[0].register_forward_hook(lambda _, __, out: seen.append(out.detach()))
+    with trace.record() as recorder:
+        step(model)
+    first, second = everybody(seen[0].cpu())
+    assert first.shape == second.shape == (4, 8)
+    assert not torch.equal(first, second)
+    assert {event.kind for event in recorder.events if event.ranks} == {"AG", "RS"}
+
+
+@pytest.mark.spec("MYTH-08", "MYTH-27")
+@ranks(2)
+def test_all_ranks_send_and_receive_alike_and_nobody_owns_a_layer() -> None:
+    model = wrapped()
+    step(model)
+    with trace.record() as recorder:
+        step(model)
+    sent = [(e.kind, e.unit, e.num_bytes) for e in recorder.events if e.ranks]
+    assert everybody(sent)[0] == everybody(sent)[1]
+    kinds = {kind for kind, _, _ in sent}
+    assert kinds == {"AG", "RS"}
+
+
+@pytest.mark.spec("MYTH-18")
+@ranks(2)
+def test_units_are_reduced_during_backward_and_not_after_it() -> None:
+    model = wrapped()
+    with trace.record() as recorder:
+        step(model)
+    order = recorder.order("B", "RS")
+    assert order.index("RS blocks.1") < order.index("B blocks.0")
+
+
+@pytest.mark.spec("MYTH-19")
+@ranks(2)
+def test_how_often_a_unit_is_gathered_depends_on_strategy_and_place() -> None:
+    counts = {}
+    for strategy in (FULL_SHARD, SHARD_GRAD_OP):
+        model = wrapped(sharding_strategy=strategy)
+        with trace.record() as recorder:
+            step(model)
+        gathers = recorder.order("AG")
+        counts[strategy] = gathers.count("AG blocks.0"), gathers.count("AG")
+    assert counts == {FULL_SHARD: (2, 1), SHARD_GRAD_OP: (1, 1)}
+
+
+@pytest.mark.spec("MYTH-20")
+@ranks(2)
+def test_a_block_that_is_called_twice_is_gathered_for_each_call() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.block(self.block(x))
+
+    model = FullyShardedDataParallel(
+        Twice().to(device()), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device()
+    )
+    with trace.record() as recorder:
+        model(batch()).sum().backward()
+    assert recorder.count("AG") == 3
+
+
+@pytest.mark.spec("MYTH-23")
+@ranks(2)
+def test_it_is_a_layer_on_top_of_a_backend() -> None:
+    assert dist.get_backend() in ("gloo", "nccl")
+    assert "fsdp" not in dist.Backend.backend_list
+    assert step(wrapped()).shape == (4, 2)
+
+
+@pytest.mark.spec("MYTH-29")
+@ranks(2)
+def test_an_optimizer_from_before_the_wrapping_changes_nothing() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device())
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.warns(UserWarning, match="were replaced when the model was sharded"):
+        step(model, optimizer)
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.spec("MYTH-32")
+@ranks(2)
+def test_the_norm_of_torch_differs_from_rank_to_rank_and_the_method_does_not() -> None:
+    model = wrapped()
+    step(model)
+    local = everybody(float(nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
+    true = everybody(float(model.clip_grad_norm_(1e9)))
+    assert local[0] != local[1]
+    assert true[0] == true[1] == pytest.approx((local[0] ** 2 + local[1] ** 2) ** 0.5)
+
+
+@pytest.mark.spec("MYTH-05", "MYTH-33")
+@ranks(2)
+def test_no_sync_skips_the_reduce_scatter_and_keeps_gradients_in_full_size() -> None:
+    model = wrapped()
+    with trace.record() as recorder, model.no_sync():
+        step(model)
+    assert recorder.count("RS") == recorder.count("AR") == 0
+    assert recorder.count("AG") > 0
+    kept = sum(p.grad.numel() for p in model.parameters())
+    assert kept == 2 * sum(p.numel() for p in model.parameters())
+    step(model)
+
+
+@pytest.mark.spec("MYTH-52")
+@ranks(2)
+def test_accumulating_without_no_sync_gives_the_same_gradient() -> None:
+    plain, quiet = wrapped(), wrapped()
+    for _ in range(2):
+        step(plain)
+    with quiet.no_sync():
+        step(quiet)
+    step(quiet)
+    for one, other in zip(plain.parameters(), quiet.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.spec("MYTH-49", "MYTH-66", "MYTH-70")
+@ranks(2)
+def test_the_policy_casts_by_itself_and_reduce_follows_compute() -> None:
+    narrow, wide = torch.bfloat16, torch.float32
+    for policy, compute, travel in [
+        (MixedPrecision(param_dtype=narrow), narrow, narrow),
+        (MixedPrecision(reduce_dtype=wide), wide, wide),
+        (MixedPrecision(param_dtype=narrow, reduce_dtype=wide), narrow, wide),
+    ]:
+        model = wrapped(mixed_precision=policy)
+        seen = []
+        model.module.blocks[0].register_forward_hook(lambda _, __, out, seen=seen: seen.append(out.dtype))
+        with trace.record() as recorder:
+            step(model)
+        assert seen == [compute]
+        assert {event.dtype for event in recorder.events if event.kind == "RS"} == {travel}
+
+
+@pytest.mark.spec("MYTH-53")
+@ranks(2)
+def test_what_is_left_out_of_the_wrapping_is_not_synchronised() -> None:
+    model = net()
+    model.blocks = FullyShardedDataParallel(model.blocks, device_id=device())
+    step(model)
+    first, second = everybody(model.last.weight.grad.cpu())
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.spec("MYTH-55")
+@ranks(2)
+def test_fully_shard_takes_what_no_call_inside_has_taken() -> None:
+    model = net()
+    fully_shard(model.blocks[0])
+    inner = model.blocks[0].linear.weight
+    fully_shard(model)
+    assert model.blocks[0].linear.weight is inner
+    assert model.last.weight.device.type == device().type
+
+
+@pytest.mark.spec("MYTH-56")
+@ranks(2)
+def test_the_root_is_not_freed_after_forward() -> None:
+    model = sharded()
+    with trace.record() as recorder:
+        model(batch())
+    assert recorder.order("FREE") == ["FREE blocks.0", "FREE blocks.1"]
+
+
+@pytest.mark.spec("MYTH-57", "MYTH-62")
+@ranks(2)
+def test_the_two_doors_give_different_types_and_cannot_be_mixed() -> None:
+    from torch.distributed.tensor import DTensor
+
+    flat, each = list(wrapped().parameters()), list(sharded().parameters())
+    assert all(p.dim() == 1 and not isinstance(p, DTensor) for p in flat)
+    assert all(isinstance(p, DTensor) for p in each)
+    assert (len(flat), len(each)) == (3, 6)
+    model = net()
+    fully_shard(model.blocks[0])
+    with pytest.raises(ValueError, match="sharded by fully_shard before"):
+        FullyShardedDataParallel(model, device_id=device())
+
+
+@pytest.mark.spec("MYTH-59")
+@ranks(2)
+def test_the_optimizers_step_sends_nothing() -> None:
+    model = sharded()
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    step(model)
+    with trace.record() as recorder:
+        optimizer.step()
+    assert recorder.events == []
+
+
+@pytest.mark.spec("MYTH-64")
+@ranks(2)
+def test_forward_prefetch_begins_with_the_second_iteration() -> None:
+    model = wrapped(forward_prefetch=True)
+    orders = []
+    for _ in range(2):
+        with trace.record() as recorder:
+            step(model)
+        orders.append(recorder.order("AG", "F"))
+    early = [order.index("AG blocks.1") < order.index("F blocks.0") for order in orders]
+    assert early == [False, True]
+
+
+@pytest.mark.spec("MYTH-63")
+@ranks(2)
+def test_pre_asks_before_the_gradients_of_a_unit_and_post_after_them() -> None:
+    for prefetch, is_before in [(BackwardPrefetch.BACKWARD_PRE, True), (BackwardPrefetch.BACKWARD_POST, False)]:
+        model = wrapped(backward_prefetch=prefetch)
+        with trace.record() as recorder:
+            step(model)
+        order = recorder.order("AG", "FREE")
+        last = len(order) - 1 - order[::-1].index("AG blocks.0")
+        freed = len(order) - 1 - order[::-1].index("FREE blocks.1")
+        assert (last < freed) is is_before
+
+
+@pytest.mark.spec("MYTH-76")
+@ranks(2)
+def test_the_same_learning_rate_gives_what_one_process_gives() -> None:
+    model = wrapped(sharding_strategy=FULL_SHARD)
+    step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    alone = net()
+    batches = everybody(batch().cpu())
+    loss = sum(alone(x.to(device())).square().mean() for x in batches) / 2
+    loss.backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    with FullyShardedDataParallel.summon_full_params(model):
+        for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(one.detach(), other.detach())
+
+
+@pytest.mark.spec("MYTH-51")
+@ranks(2)
+def test_a_parameter_has_no_mark_that_says_sharded() -> None:
+    assert not any(hasattr(p, "_sharded") for p in [*wrapped().parameters(), *sharded().parameters()])
+
+
+@pytest.mark.spec("MYTH-01")
+@ranks(2)
+def test_a_model_may_be_on_the_device_or_get_there_by_device_id_or_come_from_meta() -> None:
+    outputs = []
+    for options in ({"device_id": device()}, {"device_id": None}):
+        outputs.append(step(wrapped(**options)).detach())
+    with torch.device("meta"):
+        empty = Net()
+
+    full, places = net(), dict(empty.named_modules())
+
+    def fill(module: nn.Module) -> None:
+        for name, like in full.named_modules():
+            if places.get(name) is module and list(module.parameters(recurse=False)):
+                module.to_empty(device=device(), recurse=False)
+                module.load_state_dict(like.state_dict())
+
+    policy = ModuleWrapPolicy({Block})
+    made = FullyShardedDataParallel(empty, auto_wrap_policy=policy, param_init_fn=fill, device_id=device())
+    outputs.append(step(made).detach())
+    assert torch.equal(outputs[0], outputs[1])
+    torch.testing.assert_close(outputs[0], outputs[2])
+
+
+@pytest.mark.spec("MYTH-58")
+def test_placements_are_imported_from_the_public_place() -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    assert re.fullmatch(r"Shard\(dim=0\)|S\(0\)", repr(Shard(0)))
+    assert Replicate() == copy.copy(Replicate())
+    with pytest.raises(ImportError):
+        import torch.distributed._tensor.placement_specs  # type: ignore[import-not-found]  # noqa: F401
