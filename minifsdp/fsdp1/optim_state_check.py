@@ -64,6 +64,10 @@ def check(given: Any, expected: Expected) -> list[str]:
             "the dict of a plain optimizer, or of one rank. Make one with optim_state_dict(), or give a plain one "
             "names with rekey_optim_state_dict()"
         ]
+    shapeless = [name for name in expected.names.every_name if not isinstance(given["state"].get(name, {}), Mapping)]
+    if shapeless:
+        found = type(given["state"][shapeless[0]]).__name__
+        return [f"key {shapeless[0]!r}: expected a dict of states, found a {found}"]
     problems = [*_missing(given, expected), *_superfluous(given, expected), *_full_instead_of_sharded(given, expected)]
     elementwise = elementwise_keys(given["state"], expected.names.every_name)
     for unit in expected.names.units:

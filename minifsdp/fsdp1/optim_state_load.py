@@ -45,7 +45,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minifsdp.engine.collectives import rank_of_this_process
-from minifsdp.engine.mesh import Mesh
+from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.fsdp1 import agreement, chunks
 from minifsdp.fsdp1.optim_state import OptimForm, copied
 from minifsdp.fsdp1.optim_state_check import Expected, check, elementwise_keys
@@ -103,26 +103,16 @@ def read(
             f"rank {rank_of_this_process()}: {type(model).__name__} has no FullyShardedDataParallel in it; there is "
             "nothing to cut, so load the dict with rekey_optim_state_dict() and optim.load_state_dict()"
         )
-    groups = agreement.groups_of(unit.mesh for unit in names.units)
-    first_only = form.first_only
-    is_source = not first_only or names.units[0].mesh.is_first
-    if talks:
-        agreement.roll_call(groups, "optim_state_dict_to_load()")
+    is_source = not form.first_only or names.units[0].mesh.is_first
     expected = Expected(names, groups_of_optimizer, form.is_sharded, own_keys, is_lenient)
-    problems = names.unknown(_parameters(groups_of_optimizer))
-    if is_source and not problems:
-        problems = check(given, expected)
-    if talks:
-        agreement.refuse_together(groups, problems)
-        if form.is_sharded:
-            _check_equal_rows(given, groups)
-    elif problems:
-        agreement.refuse_together([], problems)
+    groups = agreement.groups_of(unit.mesh for unit in names.units) if talks else []
+    agreement.roll_call(groups, "optim_state_dict_to_load()")
+    _refuse_misfit(given if is_source else None, expected, groups)
     values: Mapping[str, Any] = given["state"] if is_source else {}
-    outline = _outline(given if is_source else {}, names, first_only)
-    if first_only:
+    outline = _outline(given if is_source else {}, names, form.first_only)
+    if form.first_only:
         outline = _broadcast(outline, names.units[0].mesh)
-    reading = _Reading(names, outline["state"], values, first_only, by_name)
+    reading = _Reading(names, outline["state"], values, form.first_only, by_name)
     state: dict[Any, Any] = {}
     for unit in names.units:
         state.update(reading.unit_states(unit, groups_of_optimizer))
@@ -130,6 +120,31 @@ def read(
     if "param_groups" not in outline:
         return {"state": state}
     return {"state": state, "param_groups": _numbered_groups(outline["param_groups"], groups_of_optimizer, reading)}
+
+
+# ---- 1. check -------------------------------------------------------------------------------------------------------
+
+
+def _refuse_misfit(given: Mapping[str, Any] | None, expected: Expected, groups: Sequence[Group]) -> None:
+    """Refuses together with everybody in ``groups``; a rank that is not asked for a dict has ``None``."""
+    problems = expected.names.unknown(_parameters(expected.groups))
+    if given is not None and not problems:
+        problems = check(given, expected)
+    agreement.refuse_together(groups, problems)
+    if given is not None and expected.is_sharded:
+        _check_equal_rows(given, groups)
+
+
+def _check_equal_rows(given: Mapping[str, Any], groups: Sequence[Group]) -> None:
+    """Rows are gathered key by key, so all ranks must have some of the same ones."""
+    entries = ((name, of) for name, of in given["state"].items() if isinstance(of, Mapping))
+    mine = {(name, key) for name, of in entries for key, value in of.items() if chunks.local_rows(value) is not None}
+    everywhere = set.union(*agreement.tell(groups, mine).values())
+    problems = [
+        f"optimizer state {key!r} of {name!r}: expected rows, as other ranks have them, found none"
+        for name, key in sorted(everywhere - mine)
+    ]
+    agreement.refuse_together(groups, problems)
 
 
 # ---- 2. pieces ------------------------------------------------------------------------------------------------------
@@ -159,18 +174,6 @@ def _broadcast(value: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         if group is not None:
             dist.broadcast_object_list(box, src=group.ranks[0], group=group.process_group)
     return box[0]
-
-
-def _check_equal_rows(given: Mapping[str, Any], groups: Sequence[Any]) -> None:
-    """Rows are gathered key by key, so all ranks must have some of the same ones."""
-    entries = ((name, of) for name, of in given["state"].items() if isinstance(of, Mapping))
-    mine = {(name, key) for name, of in entries for key, value in of.items() if chunks.local_rows(value) is not None}
-    everywhere = set.union(*agreement.tell(groups, mine).values())
-    problems = [
-        f"optimizer state {key!r} of {name!r}: expected rows, as other ranks have them, found none"
-        for name, key in sorted(everywhere - mine)
-    ]
-    agreement.refuse_together(groups, problems)
 
 
 class _Reading:

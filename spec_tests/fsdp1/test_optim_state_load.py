@@ -423,6 +423,7 @@ def test_what_does_not_fit_on_one_rank_is_refused_on_all(keep: bool) -> None:
         lambda s: s["state"]["head.weight"].update(exp_avg=torch.ones(5, 2)),
         "'exp_avg' of 'head.weight': expected shape (2, 5), found (5, 2)",
     )
+    check(lambda s: s["state"].update(scale=torch.ones(1)), "key 'scale': expected a dict of states, found a Tensor")
     check(lambda s: s.clear(), "expected the key 'state', found []")
     if not keep:
         check(lambda s: s["state"]["head.bias"]["step"].add_(1), "'step'", "expected tensor(2.)", "found tensor(3.)")

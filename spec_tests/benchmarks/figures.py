@@ -1,0 +1,123 @@
+"""What else is measured: calls, bytes, memory. How busy the machine is changes them little or not at all.
+
+**Python calls** are counted by the interpreter itself. What they cost differs from machine to machine, but nothing
+else of what a library adds to a tiny unit grows so steadily with its time.
+
+**Bytes** are counted twice. *Asked* is what textbook algorithms send for the collectives that a library calls: an
+all-gather or a reduce-scatter of M bytes on N ranks ``(N - 1) / N * M``, an all-reduce twice that. *Wired* is what the
+kernel says that the sockets of this process have sent (Linux only, 0 elsewhere). The two differ: gloo carries out a
+reduce-scatter as an all-reduce.
+
+**Memory** is every tensor's, also of those that C++ allocates and that no Python code ever sees: torch's CPU allocator
+tells a profiler of each allocation and each release. Worked example, sizes in MiB; the mark is where the step begins::
+
+    +64 (model)  +32 (shards)  -64   mark   +16  +16  -16   +8  -24
+     64           96            32           48   64   48   56   32      resting 32, peak 64 (and not 96)
+
+What a backend takes by other ways, as gloo does for some of its buffers, is not in it. And which of gloo's
+temporaries are alive together depends on when its threads let go of them: by one or two of these, the peak differs from
+run to run, for every contender that sends while it computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from spec_tests.engine.count_calls import calls_by_file
+from tutorials.gpt.counting import CollectiveCounter
+
+__all__ = ["collectives", "live_bytes", "python_calls"]
+
+Action = Callable[[], Any]
+TCP_INFO = 11
+# Where `tcpi_bytes_sent` lies in the kernel's `struct tcp_info`, since Linux 4.19.
+BYTES_SENT = 200
+MARK = "spec_tests: the measured step"
+
+
+def python_calls(action: Action) -> int:
+    """How many Python functions are entered."""
+    return calls_by_file(action).total()
+
+
+def collectives(action: Action) -> tuple[dict[str, int], int, int]:
+    """What is sent. Every rank must call it.
+
+    Returns:
+        The collectives that are called, by kind; the bytes asked, and the bytes wired.
+    """
+    # After a barrier nobody is still sending what belongs to before.
+    dist.barrier()
+    before = _sent()
+    with CollectiveCounter() as counter:
+        action()
+    dist.barrier()
+    return dict(counter.num_calls), counter.bytes_sent, _sent() - before
+
+
+def _sent() -> int:
+    total = 0
+    for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
+        with contextlib.suppress(OSError):  # closed by now, or no TCP
+            if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(number))) as end:
+                    told = end.getsockopt(socket.IPPROTO_TCP, TCP_INFO, BYTES_SENT + 8)
+                    total += struct.unpack_from("Q", told, BYTES_SENT)[0]
+    return total
+
+
+def live_bytes(prepare: Action, measured: Action) -> tuple[int, int]:
+    """Bytes in live tensors after ``prepare``, and the most while ``measured`` runs; 0 is what was there before both.
+
+    Every rank must call it. ``prepare`` must make all the tensors that ``measured`` may free: the allocator does not
+    know others.
+    """
+    _count_in_all_threads()
+    _settle()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        prepare()
+        _settle()
+        with record_function(MARK):
+            measured()
+    events = sorted(_all(profiler.profiler.kineto_results.experimental_event_tree()), key=lambda e: e.start_time_ns)
+    marked = next(number for number, event in enumerate(events) if event.name == MARK)
+    # Each event tells how much was live in all threads together. A sum of the events would not do: what a thread
+    # without profiler has freed is no event.
+    before, after = _allocations(events[:marked]), _allocations(events[marked:])
+    zero = before[0].total_allocated - before[0].alloc_size
+    resting = after[0].total_allocated - after[0].alloc_size
+    return resting - zero, max(event.total_allocated for event in after) - zero
+
+
+def _count_in_all_threads() -> None:
+    """Otherwise the allocator counts in profiled threads only, and what a thread of gloo frees would live for ever."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
+
+
+def _settle() -> None:
+    """Until gloo's threads have let go of the temporaries of what is over."""
+    dist.barrier()
+    time.sleep(0.1)
+
+
+def _all(events: Iterable[Any]) -> Iterator[Any]:
+    for event in events:
+        yield event
+        yield from _all(event.children)
+
+
+def _allocations(events: Iterable[Any]) -> list[Any]:
+    return [fields for event in events if hasattr(fields := event.typed[1], "total_allocated")]

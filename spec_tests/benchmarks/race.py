@@ -1,0 +1,232 @@
+"""The race: what each of the two processes does.
+
+1. every contender takes the model and trains three steps; the losses must be those of one process on all batches;
+2. rounds: one step of each contender, in an order that all ranks draw from the number of the round. A barrier before
+   each step, or it would be charged with what the step before it did on another rank;
+3. two more steps of each, watched (see ``figures.py``) and for that reason not timed;
+4. memory, one contender after the other: a second model beside the first would be counted with it.
+
+Garbage is collected between the rounds and never in a step. A collection takes milliseconds, is set off by whoever
+happens to allocate the seven-hundredth object, and walks through the modules of all contenders.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spec_tests.benchmarks import figures
+from spec_tests.benchmarks.contenders import CONTENDERS, Contender, Trained
+from spec_tests.benchmarks.workloads import Batch, Workload
+
+__all__ = ["Entrant", "Lap", "Outcome", "race", "reference_losses"]
+
+NUM_CHECKED = 3
+
+
+@dataclass(frozen=True)
+class Lap:
+    """One timed step; all in seconds.
+
+    Attributes:
+        wall: from the end of the barrier until the optimizer is done.
+        thread: CPU time of the thread that runs Python; a busy machine hardly changes it.
+        process: CPU time of all threads of this rank, those that send included.
+        forward, backward, optimizer: parts of ``wall``.
+    """
+
+    wall: float
+    thread: float
+    process: float
+    forward: float
+    backward: float
+    optimizer: float
+
+
+@dataclass
+class Outcome:
+    """What one rank has measured of one contender.
+
+    Attributes:
+        contender: its name.
+        difference: largest relative distance of a loss from the reference.
+        laps: one for each round.
+        calls: of Python functions in a step.
+        collectives: of a step, by kind.
+        asked: bytes that textbook algorithms send for these collectives, from this rank.
+        wired: bytes that this rank's sockets have sent in a step.
+        resting: bytes in live tensors between two steps, above what was there before the model.
+        peak: the most during a step.
+    """
+
+    contender: str
+    difference: float
+    laps: list[Lap] = field(default_factory=list)
+    calls: int = 0
+    collectives: dict[str, int] = field(default_factory=dict)
+    asked: int = 0
+    wired: int = 0
+    resting: int = 0
+    peak: int = 0
+
+
+class Entrant:
+    """A contender with a model of its own."""
+
+    def __init__(self, contender: Contender, workload: Workload) -> None:
+        self.contender, self.workload = contender, workload
+        self.trained: Trained = contender.take(workload.model(), workload)
+        self.optimizer = _adamw(self.trained.model)
+
+    def step(self, batches: list[Batch]) -> tuple[list[Tensor], Lap]:
+        """One step; the loss of each micro-batch, and the times."""
+        losses = []
+        forward = 0.0
+        begin, thread, process = time.perf_counter(), time.thread_time(), time.process_time()
+        self.optimizer.zero_grad()
+        for number, batch in enumerate(batches):
+            if number < len(batches) - 1:
+                with self.trained.no_sync():
+                    loss, seconds = self._forward_backward(batch)
+            else:
+                loss, seconds = self._forward_backward(batch)
+            losses.append(loss)
+            forward += seconds
+        computed = time.perf_counter()
+        self.optimizer.step()
+        end = time.perf_counter()
+        lap = Lap(
+            wall=end - begin,
+            thread=time.thread_time() - thread,
+            process=time.process_time() - process,
+            forward=forward,
+            backward=computed - begin - forward,
+            optimizer=end - computed,
+        )
+        return losses, lap
+
+    def _forward_backward(self, batch: Batch) -> tuple[Tensor, float]:
+        inputs, targets = batch
+        begin = time.perf_counter()
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.trained.autocasts):
+            output = self.trained.model(inputs)
+        loss = self.workload.loss(output.float(), targets)
+        forward = time.perf_counter() - begin
+        (loss / self.workload.accumulate).backward()
+        return loss.detach(), forward
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+
+
+def reference_losses(workload: Workload, num_ranks: int, num_steps: int) -> Tensor:
+    """The losses of one process that plays all ranks: (steps, ranks, micro-batches)."""
+    model = workload.model()
+    optimizer = _adamw(model)
+    losses = torch.empty(num_steps, num_ranks, workload.accumulate)
+    for step in range(num_steps):
+        total: list[Tensor] = []
+        for rank in range(num_ranks):
+            optimizer.zero_grad()
+            for number, (inputs, targets) in enumerate(workload.batches(step, rank)):
+                with torch.autocast("cpu", torch.bfloat16, enabled=workload.bf16):
+                    output = model(inputs)
+                loss = workload.loss(output.float(), targets)
+                (loss / workload.accumulate).backward()
+                losses[step, rank, number] = loss.detach()
+            mine = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            total = [a + b for a, b in zip(total, mine, strict=True)] if total else [grad.clone() for grad in mine]
+        for parameter, gradient in zip(model.parameters(), total, strict=True):
+            parameter.grad = gradient / num_ranks
+        optimizer.step()
+    return losses
+
+
+def check_losses(entrant: Entrant, expected: Tensor) -> float:
+    """1. Trains a few steps.
+
+    Returns:
+        The largest relative distance from ``expected``, (steps, micro-batches), of the losses of this rank.
+
+    Raises:
+        AssertionError: it is larger than the workload allows.
+    """
+    # Of `single` only the first step is anything to be compared: it has seen nothing of the other ranks' batches since.
+    num_equal = NUM_CHECKED if entrant.contender.name != "single" else 1
+    found = torch.stack(
+        [torch.stack(entrant.step(entrant.workload.batches(s, dist.get_rank()))[0]) for s in range(NUM_CHECKED)]
+    )
+    distance = float(((found - expected).abs() / expected.abs())[:num_equal].max())
+    if not distance <= entrant.workload.tolerance:
+        raise AssertionError(
+            f"rank {dist.get_rank()}: {entrant.contender.name} trains {entrant.workload.name} to other losses than one "
+            f"process does: {found[:num_equal].tolist()} and not {expected[:num_equal].tolist()}; a relative distance "
+            f"of {distance:.1e}, where {entrant.workload.tolerance:.0e} is allowed. Its times mean nothing"
+        )
+    return distance
+
+
+def race(workload: Workload, rounds: int, seed: int = 0) -> list[Outcome]:
+    """All contenders that can train the workload, in their order. Every rank must call it.
+
+    Raises:
+        AssertionError: the losses of a contender are wrong.
+    """
+    rank = dist.get_rank()
+    expected = reference_losses(workload, dist.get_world_size(), NUM_CHECKED)[:, rank]
+    entrants = [Entrant(contender, workload) for contender in CONTENDERS if contender.runs(workload)]
+    outcomes = [Outcome(entrant.contender.name, check_losses(entrant, expected)) for entrant in entrants]
+    _run_rounds(entrants, outcomes, rounds, seed)
+    batches = workload.batches(NUM_CHECKED + rounds, rank)
+    for entrant, outcome in zip(entrants, outcomes, strict=True):
+        outcome.calls = figures.python_calls(lambda entrant=entrant: entrant.step(batches))
+        sent = figures.collectives(lambda entrant=entrant: entrant.step(batches))
+        outcome.collectives, outcome.asked, outcome.wired = sent
+    contenders = [entrant.contender for entrant in entrants]
+    entrants.clear()
+    gc.unfreeze()
+    gc.collect()
+    for contender, outcome in zip(contenders, outcomes, strict=True):
+        outcome.resting, outcome.peak = _memory(contender, workload, batches)
+    return outcomes
+
+
+def _run_rounds(entrants: list[Entrant], outcomes: list[Outcome], rounds: int, seed: int) -> None:
+    gc.collect()
+    gc.freeze()
+    for number in range(rounds):
+        batches = entrants[0].workload.batches(NUM_CHECKED + number, dist.get_rank())
+        order = list(zip(entrants, outcomes, strict=True))
+        random.Random(seed * 10_007 + number).shuffle(order)
+        for entrant, outcome in order:
+            gc.disable()
+            dist.barrier()
+            _, lap = entrant.step(batches)
+            outcome.laps.append(lap)
+            gc.enable()
+        gc.collect()
+
+
+def _memory(contender: Contender, workload: Workload, batches: list[Batch]) -> tuple[int, int]:
+    entrants: list[Entrant] = []
+
+    def prepare() -> None:
+        entrants.append(Entrant(contender, workload))
+        # The optimizer's state comes with the first step, and what a library keeps from one step to the next by then.
+        entrants[0].step(batches)
+        entrants[0].optimizer.zero_grad()
+
+    def measured() -> None:
+        entrants[0].step(batches)
+
+    found = figures.live_bytes(prepare, measured)
+    entrants.clear()
+    gc.collect()
+    return found

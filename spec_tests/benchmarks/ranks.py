@@ -1,0 +1,93 @@
+"""Two processes for one race, and what they have measured.
+
+The processes are new ones for each workload, so no workload inherits memory, threads or a process group from another.
+This file is both ends: `run_race` starts ``python -m spec_tests.benchmarks.ranks``, which is a rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from spec_tests.benchmarks.race import Lap, Outcome, race
+from spec_tests.benchmarks.workloads import WORKLOADS
+
+__all__ = ["NUM_RANKS", "run_race"]
+
+NUM_RANKS = 2
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 900.0  # seconds for one race
+
+
+def run_race(workload: str, rounds: int) -> list[list[Outcome]]:
+    """Runs a race on two ranks.
+
+    Returns:
+        By rank: the outcome of each contender.
+
+    Raises:
+        AssertionError: a rank failed; with what it has written.
+    """
+    with tempfile.TemporaryDirectory(prefix="race-") as folder:
+        outputs = [Path(folder, f"output-{rank}") for rank in range(NUM_RANKS)]
+        processes = [_start(workload, rounds, rank, folder, outputs[rank]) for rank in range(NUM_RANKS)]
+        try:
+            _wait(processes)
+            failed = [rank for rank, process in enumerate(processes) if process.returncode]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        if failed:
+            raise AssertionError("\n".join(f"--- rank {rank} ---\n{outputs[rank].read_text()}" for rank in failed))
+        return [_read(Path(folder, f"outcome-{rank}.json")) for rank in range(NUM_RANKS)]
+
+
+def _start(workload: str, rounds: int, rank: int, folder: str, output: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "spec_tests.benchmarks.ranks", workload, str(rounds), str(rank), folder]
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    with output.open("wb") as file:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+
+
+def _wait(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Until all are done, or one has failed and the others have had a moment to say so, too."""
+    deadline = time.monotonic() + LIMIT
+    while any(process.poll() is None for process in processes):
+        if any(process.returncode for process in processes):
+            deadline = min(deadline, time.monotonic() + 3.0)
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.1)
+
+
+def _read(path: Path) -> list[Outcome]:
+    outcomes = json.loads(path.read_text())
+    return [Outcome(**{**outcome, "laps": [Lap(**lap) for lap in outcome["laps"]]}) for outcome in outcomes]
+
+
+def main() -> None:
+    """A rank."""
+    workload, rounds, rank, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    # New names for torch's own collectives, and other advice that is not for this program.
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), NUM_RANKS), rank=rank, world_size=2)
+    outcomes = race(WORKLOADS[workload], rounds)
+    (folder / f"outcome-{rank}.json").write_text(json.dumps([asdict(outcome) for outcome in outcomes]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""From laps to a table.
+
+For each workload one table, a line for each contender. What a column says:
+
+=================  =======================================================================================
+``ms``             median time of a step on rank 0
+``/ best torch``   median of the paired ratios to the fastest FSDP of torch in this workload, and quartiles
+``/ peer``         the same, to the FSDP of torch that makes the same promises
+``CPU ms``         median CPU time of a step, all threads of rank 0
+``calls/unit``     Python functions entered in a step, above ``single``, divided by the number of units
+``MiB asked``      what rank 0 would send with textbook algorithms
+``MiB wired``      what its sockets have sent
+``rest MiB``       live tensors between two steps
+``peak MiB``       the most during a step
+=================  =======================================================================================
+
+The fastest is the one with the lowest median. Of several equally fast ones that is the luckiest, so the column
+flatters torch a little; the other way round would flatter us.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from spec_tests.benchmarks.contenders import CONTENDERS
+from spec_tests.benchmarks.race import Outcome
+from spec_tests.benchmarks.workloads import WORKLOADS
+
+__all__ = ["Quartiles", "best_torch", "calls_per_unit", "paired", "table"]
+
+BY_NAME = {contender.name: contender for contender in CONTENDERS}
+HEAD = ("", "ms", "/ best torch", "/ peer", "CPU ms", "calls/unit", "MiB asked", "MiB wired", "rest MiB", "peak MiB")
+
+
+@dataclass(frozen=True)
+class Quartiles:
+    """Median and quartiles of some numbers."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, numbers: Iterable[float]) -> Quartiles:
+        """At least one number."""
+        values = list(numbers)
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        return cls(*statistics.quantiles(values, n=4, method="inclusive"))
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} [{self.low:.2f}-{self.high:.2f}]"
+
+
+def paired(mine: Outcome, other: Outcome) -> Quartiles:
+    """The ratios of steps of the same rounds."""
+    return Quartiles.of(a.wall / b.wall for a, b in zip(mine.laps, other.laps, strict=True))
+
+
+def best_torch(outcomes: Sequence[Outcome]) -> Outcome:
+    """The FSDP of torch with the lowest median."""
+    theirs = [outcome for outcome in outcomes if outcome.contender.startswith("torch ")]
+    return min(theirs, key=lambda outcome: statistics.median(lap.wall for lap in outcome.laps))
+
+
+def calls_per_unit(workload: str, outcomes: Sequence[Outcome], mine: Outcome) -> float:
+    """Python calls that a unit adds to a step."""
+    plain = next(outcome for outcome in outcomes if outcome.contender == "single")
+    return (mine.calls - plain.calls) / WORKLOADS[workload].num_units
+
+
+def table(workload: str, outcomes: Sequence[Outcome]) -> list[str]:
+    """Markdown, which can be read as it is; of rank 0's outcomes."""
+    rows = [HEAD, *(_row(workload, outcomes, outcome) for outcome in outcomes)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+    rule = ("-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:]))
+    return [_line(row, widths) for row in (HEAD, rule, *rows[1:])]
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = zip(row, widths, strict=True)
+    return " | ".join(["| " + first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]) + " |"
+
+
+def _row(workload: str, outcomes: Sequence[Outcome], mine: Outcome) -> tuple[str, ...]:
+    contender = BY_NAME[mine.contender]
+    peer = next((outcome for outcome in outcomes if outcome.contender == contender.peer), None)
+    return (
+        mine.contender,
+        f"{1000 * statistics.median(lap.wall for lap in mine.laps):.1f}",
+        str(paired(mine, best_torch(outcomes))),
+        "" if peer is None else str(paired(mine, peer)),
+        f"{1000 * statistics.median(lap.process for lap in mine.laps):.1f}",
+        f"{calls_per_unit(workload, outcomes, mine):.0f}",
+        f"{mine.asked / 2**20:.2f}",
+        f"{mine.wired / 2**20:.2f}",
+        f"{mine.resting / 2**20:.2f}",
+        f"{mine.peak / 2**20:.2f}",
+    )
