@@ -101,13 +101,12 @@ def peak_of_forward(sizes: Sequence[float], root: float, *, keeps: bool, ahead: 
         ahead: units that are gathered before their turn.
         sorts: what is gathered is copied once more, because it arrives sorted by rank.
     """
-    if not sizes:
-        return (2 if sorts else 1) * root
-    moments = [(2 if sorts else 1) * root]
+    copies = 2 if sorts else 1
+    moments = [copies * root]
     for i, size in enumerate(sizes):
         there = sum(sizes[: i + 1]) if keeps else size
         coming = sum(sizes[i + 1 : i + 1 + ahead])
-        moments.append(root + there + coming + (size if sorts else 0))
+        moments.append(root + there + coming + (copies - 1) * size)
     return max(moments)
 
 
@@ -163,9 +162,8 @@ def peak_of_backward(
         if reduces:
             under_way = reduction * after * (1 + share)
             if sorts or reduction != gradient:
-                # Sorted by rank after they were cast, each in memory of its own.
-                casts = reduction if sorts and reduction != gradient else 0.0
-                stages.append((gradient + casts + reduction) * here)
+                # Sorted by rank, or cast, into a row of its own.
+                stages.append((gradient + reduction) * here)
             stages.append(
                 reduction * here * (1 + share) + (stored * after / num_shards if stored != reduction else 0.0)
             )

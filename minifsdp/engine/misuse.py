@@ -41,6 +41,7 @@ __all__ = [
     "check_reduced",
     "note_taken",
     "note_unreduced",
+    "num_steps",
 ]
 
 
@@ -66,6 +67,7 @@ _places: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyD
 _unreduced: weakref.WeakSet[Any] = weakref.WeakSet()
 _checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _is_watching = False
+_num_steps = 0
 
 
 def note_taken(parameter: nn.Parameter, path: str, *, is_replaced: bool) -> None:
@@ -161,7 +163,14 @@ def check_reduced(what: str, owners: Iterable[HoldsGradient]) -> None:
         )
 
 
+def num_steps() -> int:
+    """Optimizer steps so far, of any optimizer: a reason to gather again that is there on all ranks, or on none."""
+    return _num_steps
+
+
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    global _num_steps
+    _num_steps += 1
     if _unreduced:
         held = {id(p) for p in _parameters_of(optimizer)}
         mine = [owner for owner in _unreduced if any(id(p) in held for p in owner.local_parameters())]

@@ -126,8 +126,11 @@ class OriginalOwnership(Ownership):
         return any(original.requires_grad for original in self.originals)
 
     def stamp(self) -> object:
-        """Changes whenever the values of a slice are changed in place or its memory is replaced."""
-        return [(original._version, original.data_ptr()) for original in self.originals]
+        """Changes whenever the values of a slice are changed in place, or its memory is replaced, on any rank.
+
+        A rank on which nothing lies of what is trained sees no version change in a step, and must gather all the same.
+        """
+        return misuse.num_steps(), [(original._version, original.data_ptr()) for original in self.originals]
 
     def collect(self) -> None:
         """Copies into the shard what the user has given other memory, and makes it a slice again.

@@ -245,7 +245,8 @@ class PerParameterLayout(Layout):
             row.wake()
 
     def _stamp(self) -> object:
-        return [row.stamp() for row in self._rows]
+        # What is done to a DTensor is counted at the DTensor; what is done to its local tensor, at the row.
+        return [row.stamp() for row in self._rows], [entry.parameter._version for entry in self._entries]
 
     def is_stale(self) -> bool:
         """Whether a shard has been changed since the last gather began."""
@@ -341,7 +342,8 @@ class PerParameterLayout(Layout):
                 entry.unreduced = None
             if part is None and self.reduces_unused and with_unreduced and entry.parameter.requires_grad:
                 part = torch.zeros(entry.sharding.cut.shape, dtype=entry.leaf.dtype, device=self.device)
-            if part is not None:
+            if part is not None and part.numel():
+                # A parameter without elements has nothing to reduce.
                 taken.numbers.append(number)
                 taken.parts.append(part)
         return taken if taken.parts else None
@@ -364,13 +366,18 @@ class PerParameterLayout(Layout):
         """2. Cut and sorted by rank; where rows are missing, zeros."""
         parts = []
         num = self.mesh.num_shards
+        row = torch.empty(self._numel_of(gradient), dtype=dtype, device=self.device)
         for number, part in zip(gradient.numbers, gradient.parts, strict=True):
             dim = self._entries[number].sharding.cut.dim
-            part = part.to(dtype)
             parts.append(part if dim == 0 else torch.cat(part.chunk(num, dim)))
-        if num == 1:
-            return torch.cat([part.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0].reshape(-1)
-        return torch._chunk_cat(parts, dim=0, num_chunks=num).view(-1)
+        if len({part.dtype for part in parts}) > 1:
+            parts = [part.to(dtype) for part in parts]
+        # Casts on the way, so that there is no second copy of everything.
+        torch._chunk_cat(parts, dim=0, num_chunks=num, out=row.view(num, -1))
+        return row
+
+    def _numel_of(self, gradient: Gradient) -> int:
+        return sum(self._entries[number].sharding.cut.padded_numel for number in gradient.numbers)
 
     def accept_gradient(self, gradient: Gradient, piece: torch.Tensor) -> None:
         """3. DTensors around the parts of ``piece``."""

@@ -99,8 +99,8 @@ def test_a_recurrent_unit_computes_with_the_gathered_weights_and_trains_them() -
 @pytest.mark.pure
 @pytest.mark.spec("CTOR-12")
 def test_the_message_about_a_replaced_parameter_names_it_and_the_remedy() -> None:
-    message = str(rebound(Slot.of(nn.Linear(2, 2), "weight", "head.weight")))
-    assert "'head.weight' of Linear was removed or replaced" in message
+    message = str(rebound(Slot.of(nn.Linear(2, 2), "weight", "head.weight"), "blocks.3"))
+    assert "'blocks.3.head.weight' of Linear was removed or replaced" in message
     assert "summon_full_params()" in message
     assert "rank 0" in message
 
@@ -116,7 +116,7 @@ def test_a_parameter_that_was_removed_or_replaced_is_noticed_at_the_next_forward
     del layer.weight
     if how == "replaced":
         layer.weight = nn.Parameter(torch.zeros(3, 4))
-    with pytest.raises(RuntimeError, match=r"'down\.weight' of Linear was removed or replaced"):
+    with pytest.raises(RuntimeError, match=r"'1\.down\.weight' of Linear was removed or replaced"):
         model(draw(0))
 
 

@@ -55,8 +55,7 @@
       if (o.reduces) {
         underWay = o.reduction * after * (1 + share);
         if (o.sorts || o.reduction !== o.gradient) {
-          const casts = o.sorts && o.reduction !== o.gradient ? o.reduction : 0;
-          stages.push((o.gradient + casts + o.reduction) * here);
+          stages.push((o.gradient + o.reduction) * here);
         }
         stages.push(o.reduction * here * (1 + share) + (o.stored !== o.reduction ? (o.stored * after) / o.numShards : 0));
       }

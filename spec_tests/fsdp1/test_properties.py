@@ -1,0 +1,61 @@
+"""Some hundreds of training runs that nobody has thought of; see ``spec_tests/properties``.
+
+More of them, or others::
+
+    MINIFSDP_PROPERTY_EXAMPLES=3000 MINIFSDP_PROPERTY_SEED=17 python -m pytest -s spec_tests/fsdp1/test_properties.py
+
+Each world size gets its part of so many examples.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from spec_tests.properties.description import from_json
+from spec_tests.properties.draw import drawn
+from spec_tests.properties.hunt import failure_of, hunt
+
+EXAMPLES = int(os.environ.get("MINIFSDP_PROPERTY_EXAMPLES", "300"))
+SEED = int(os.environ.get("MINIFSDP_PROPERTY_SEED", "0"))
+# Most of them on two ranks: there the comparison is bit by bit, and they are quick.
+PARTS = {1: 0.15, 2: 0.55, 3: 0.1, 4: 0.2}
+
+
+@pytest.mark.ranks
+@pytest.mark.spec("SHARD-03", "SHARD-15", "NOSYNC-02", "NOSYNC-03", "OFF-04", "PAR-01", "PAR-06", "PAR-07")
+@pytest.mark.parametrize("num_ranks", PARTS)
+def test_any_training_run_equals_one_process(num_ranks: int) -> None:
+    num = max(1, round(EXAMPLES * PARTS[num_ranks]))
+    failure = hunt(drawn(num, SEED, num_ranks, "fsdp1"))
+    if failure is not None:
+        pytest.fail(failure, pytrace=False)
+
+
+# What hunts have found, made small; by what was wrong.
+FOUND = {
+    "a frozen unit that another tree takes over": (
+        '{"model":{"kind":"chain","children":[{"kind":"one_sided","unit":true,"frozen":true}]},"apart":0}'
+    ),
+    "zero_grad(set_to_none=False) on an unreduced gradient, with a reduced one put aside": (
+        '{"model":{"kind":"chain","children":[{"kind":"norm"}]},"micro_batches":[false,true],"clears":false,'
+        '"bomb":"forward","bomb_at":1}'
+    ),
+    "the same with original parameters": (
+        '{"model":{"kind":"chain","children":[{"kind":"norm"}]},"micro_batches":[false,true],"clears":false,'
+        '"bomb":"forward","bomb_at":1,"originals":true}'
+    ),
+    "a kept unit of which one rank stores nothing: only the others saw the step, and gathered": (
+        '{"model":{"kind":"chain","children":[{"kind":"linear","unit":true},{"kind":"own","size":1,"unit":true}]},'
+        '"strategy":"SHARD_GRAD_OP","originals":true,"evaluates":"forgotten"}'
+    ),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("story", FOUND)
+def test_what_was_found_once_is_right_now(story: str) -> None:
+    failure = failure_of(from_json(FOUND[story]))
+    if failure is not None:
+        pytest.fail(failure, pytrace=False)

@@ -1,0 +1,24 @@
+"""The same training runs through the second door; see ``spec_tests/fsdp1/test_properties.py``.
+
+More of them, or others::
+
+    MINIFSDP_PROPERTY_EXAMPLES=3000 MINIFSDP_PROPERTY_SEED=17 python -m pytest -s spec_tests/fsdp2/test_properties.py
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from spec_tests.fsdp1.test_properties import EXAMPLES, PARTS, SEED
+from spec_tests.properties.draw import drawn
+from spec_tests.properties.hunt import hunt
+
+
+@pytest.mark.ranks
+@pytest.mark.spec("PAR-05", "PAR-06", "FS2-06", "FS2-13", "FS2-22", "FS2-PREF-08", "FS2-SYNC-01")
+@pytest.mark.parametrize("num_ranks", PARTS)
+def test_any_training_run_equals_one_process(num_ranks: int) -> None:
+    num = max(1, round(EXAMPLES / 2 * PARTS[num_ranks]))
+    failure = hunt(drawn(num, SEED, num_ranks, "fully_shard"))
+    if failure is not None:
+        pytest.fail(failure, pytrace=False)

@@ -1,0 +1,366 @@
+"""From a description to a model, and from a plain model to a sharded one.
+
+Modules here are `Piece`s. Each maps a row of features and a row of token numbers to features of the same width, so any
+of them can stand anywhere. What is difficult about each kind:
+
+=============  =================================================  ======================================================
+kind           computes                                           difficult because
+=============  =================================================  ======================================================
+``linear``     ``x + tanh(linear(x))``                            with a bias or without: odd numbers of elements
+``mlp``        ``x + down(tanh(up(x)))``                          two parameters of unequal size
+``embedding``  ``x + rows[tokens]``                               its gradient needs no input gradient
+``norm``       a layer norm                                       small, and different under low precision
+``own``        ``x * (1 + sum(p) / 8)``                           a parameter of any shape, also of none or no elements
+``idle``       ``tanh(x)``                                        has no parameters: a unit without anything
+``unused``     ``x``                                              its parameter gets no gradient; it returns its input
+``one_sided``  ``x + a``, and ``+ b`` if the tokens say so        ``b`` has a gradient on some ranks only
+``chain``      its parts one after the other
+``sum``        a half of ``x`` and of all its parts of ``x``      several branches end in one node of autograd
+``detach``     ``x`` and its parts, from which no gradient comes  a recorded forward that no backward follows
+``blind``      the same, its parts run without grad               a forward that is not recorded inside one that is
+=============  =================================================  ======================================================
+
+A *door* is who shards: ``fsdp1`` and ``fully_shard`` are ours, ``torch_fsdp1`` and ``torch_fully_shard`` torch's, for
+asking whether a finding is ours alone. ``careless`` is ours with a mistake put in; the hunt must find it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from spec_tests.harness import device
+from spec_tests.oracles.gathering import clean_name
+from spec_tests.properties.description import LEAVES, OWN_SHAPES, Description, Node
+
+__all__ = ["DOORS", "PRECISIONS", "Bang", "Clock", "Groups", "Piece", "batch", "plain_model", "units_of"]
+
+LOW = torch.bfloat16
+# By name: what is given to MixedPrecision.
+PRECISIONS: dict[str, dict[str, torch.dtype]] = {
+    "full": {},
+    "low": {"param_dtype": LOW},
+    "low_summed_full": {"param_dtype": LOW, "reduce_dtype": torch.float32},
+    "full_summed_low": {"reduce_dtype": LOW},
+}
+
+Groups = dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]]
+
+
+class Bang(Exception):
+    """The error that a piece raises on purpose."""
+
+
+class Clock:
+    """What pieces look at.
+
+    Attributes:
+        step: the number of the step.
+        bomb: where to break off: ``("forward", 3)`` is the forward of the third leaf.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.bomb: tuple[str, int] | None = None
+
+    def tick(self, number: int, y: Tensor) -> None:
+        """Called by a leaf with its number and its result.
+
+        Raises:
+            Bang: now, or from a hook in backward, if the bomb is here.
+        """
+        if self.bomb == ("forward", number):
+            raise Bang
+        if self.bomb == ("backward", number) and y.requires_grad:
+            y.register_hook(_bang)
+
+
+def _bang(_: Tensor) -> None:
+    raise Bang
+
+
+class Piece(nn.Module):
+    """A node come to life; see the table above."""
+
+    def __init__(self, node: Node, width: int, clock: Clock, leaves: list[Piece]) -> None:
+        super().__init__()
+        self.node, self.clock, self.number = node, clock, len(leaves)
+        if node.kind in LEAVES:
+            self._make_parameters(node, width)
+            leaves.append(self)
+        self.parts = nn.ModuleList()
+        for child in node.children:
+            if child.same_as >= 0:
+                leaves.append(leaves[child.same_as])
+                self.parts.append(leaves[-1])
+            else:
+                self.parts.append(Piece(child, width, clock, leaves))
+
+    def _make_parameters(self, node: Node, width: int) -> None:
+        size = node.size
+        if node.kind == "linear":
+            self.linear = nn.Linear(width, width, bias=size % 2 == 1)
+        elif node.kind == "mlp":
+            self.up, self.down = nn.Linear(width, max(size, 1)), nn.Linear(max(size, 1), width, bias=False)
+        elif node.kind == "embedding":
+            self.rows = nn.Embedding(max(size, 1), width)
+        elif node.kind == "norm":
+            self.norm = nn.LayerNorm(width)
+        elif node.kind in ("own", "unused"):
+            self.p = nn.Parameter(torch.randn(OWN_SHAPES[size % len(OWN_SHAPES)]) / 4)
+        elif node.kind == "one_sided":
+            self.a, self.b = nn.Parameter(torch.randn(width) / 4), nn.Parameter(torch.randn(width) / 4)
+        for parameter in self.parameters():
+            parameter.requires_grad_(not node.frozen)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Any:
+        y = self._compute(x, tokens)
+        if self.node.kind in LEAVES:
+            self.clock.tick(self.number, y)
+        return _PACKED[self.node.returns](y)
+
+    def _compute(self, x: Tensor, tokens: Tensor) -> Tensor:
+        kind = self.node.kind
+        if kind == "linear":
+            return x + torch.tanh(self.linear(x))
+        if kind == "mlp":
+            return x + self.down(torch.tanh(self.up(x)))
+        if kind == "embedding":
+            return x + self.rows(tokens % self.rows.num_embeddings)
+        if kind == "norm":
+            return self.norm(x)
+        if kind == "own":
+            return x * (1 + self.p.sum() / 8)
+        if kind == "idle":
+            return torch.tanh(x)
+        if kind == "one_sided":
+            return x + self.a + self.b if int(tokens.sum()) % 2 else x + self.a
+        return self._compute_parts(x, tokens)
+
+    def _compute_parts(self, x: Tensor, tokens: Tensor) -> Tensor:
+        kind = self.node.kind
+        with torch.set_grad_enabled(torch.is_grad_enabled() and kind != "blind"):
+            entered, added = x, x
+            for part, child in zip(self.parts, self.node.children, strict=True):
+                if self.clock.step % child.every:
+                    continue
+                for _ in range(child.times):
+                    y = _call(part, child, x if kind == "chain" else entered, tokens)
+                    x, added = y, added + (y.detach() if kind == "detach" else y)
+        return x if kind in ("chain", *LEAVES) else added / 2
+
+
+_PACKED: dict[str, Callable[[Tensor], Any]] = {
+    "tensor": lambda y: y,
+    "tuple": lambda y: (y, 1),
+    "dict": lambda y: {"y": y},
+    "nested": lambda y: [{"y": (None, y)}],
+}
+_UNPACKED: dict[str, Callable[[Any], Tensor]] = {
+    "tensor": lambda y: y,
+    "tuple": lambda y: y[0],
+    "dict": lambda y: y["y"],
+    "nested": lambda y: y[0]["y"][1],
+}
+
+
+def _call(part: nn.Module, node: Node, x: Tensor, tokens: Tensor) -> Tensor:
+    def run(x: Tensor, tokens: Tensor) -> Tensor:
+        return unpacked(part(x=x, tokens=tokens) if node.keywords else part(x, tokens))
+
+    unpacked = _UNPACKED[node.returns]
+    if not node.checkpoint:
+        return run(x, tokens)
+    return checkpoint(run, x, tokens, use_reentrant=node.checkpoint == "reentrant", preserve_rng_state=False)
+
+
+def plain_model(description: Description) -> Piece:
+    """The model on this rank's device, unsharded; equal descriptions give equal values."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(description.seed)
+        leaves: list[Piece] = []
+        model = Piece(description.model, description.width, Clock(), leaves)
+    for first, second in description.ties:
+        (module, name), (other, other_name) = (_first_slot(leaves[number]) for number in (first, second))
+        setattr(other, other_name, getattr(module, name))
+    return model.to(device())
+
+
+def _first_slot(leaf: Piece) -> tuple[nn.Module, str]:
+    name = next(iter(dict(leaf.named_parameters())))
+    owner, _, last = name.rpartition(".")
+    return leaf.get_submodule(owner), last
+
+
+def output_of(node: Node, model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor:
+    """What the model, sharded or not, makes of a batch; float32 for the loss."""
+    return _UNPACKED[node.returns](model(*inputs)).float()
+
+
+def batch(description: Description, step: int, index: int, rank: int) -> tuple[Tensor, Tensor]:
+    """What a rank sees in a step's forward number ``index``."""
+    dice = torch.Generator().manual_seed(description.seed + 1000 * step + 100 * index + rank + 1)
+    x = torch.randn(description.samples, description.width, generator=dice)
+    return x.to(device()), torch.randint(0, 9, (description.samples,), generator=dice).to(device())
+
+
+def units_of(model: Piece) -> dict[str, tuple[Node, list[str]]]:
+    """Of a plain model: each unit's path, its node, and its parameters' names in the order in which they are laid out.
+
+    A unit without parameters is there, too, with none.
+    """
+    paths = {path: m.node for path, m in model.named_modules() if isinstance(m, Piece) and (m.node.unit or not path)}
+    units: dict[str, tuple[Node, list[str]]] = {path: (node, []) for path, node in paths.items()}
+    for name, _ in model.named_parameters():
+        around = (path for path in paths if not path or name.startswith(path + "."))
+        units[max(around, key=len)][1].append(name)
+    return units
+
+
+# --- doors ---
+
+
+def _wrap_all(model: Piece, wrap: Callable[[Piece], Any]) -> Any:
+    """``wrap(unit)`` for each unit, inner ones first, each once; its result takes the unit's place."""
+    done: dict[nn.Module, nn.Module] = {}
+
+    def visit(module: nn.Module) -> None:
+        for name, child in list(module._modules.items()):
+            assert child is not None
+            if child not in done:
+                visit(child)
+                done[child] = wrap(child) if isinstance(child, Piece) and child.node.unit else child
+            module._modules[name] = done[child]
+
+    visit(model)
+    return wrap(model)
+
+
+def _fsdp1(library: Any, policies: Any, d: Description, model: Piece, groups: Groups) -> nn.Module:
+    def strategy(name: str) -> Any:
+        return library.ShardingStrategy[name or d.strategy]
+
+    options: dict[str, Any] = {
+        "process_group": pair_of_groups(d, groups) if d.is_hybrid else None,
+        "sharding_strategy": strategy(""),
+        "cpu_offload": library.CPUOffload(offload_params=True) if d.offload else None,
+        "backward_prefetch": library.BackwardPrefetch[d.backward_prefetch] if d.backward_prefetch else None,
+        "mixed_precision": library.MixedPrecision(**PRECISIONS[d.precision]) if PRECISIONS[d.precision] else None,
+        "device_id": device(),
+        "forward_prefetch": d.forward_prefetch,
+        "limit_all_gathers": d.limits,
+        "use_orig_params": d.originals,
+    }
+    fsdp = library.FullyShardedDataParallel
+
+    def choose(module: nn.Module) -> bool | dict[str, Any]:
+        is_unit = isinstance(module, Piece) and module.node.unit
+        return {"sharding_strategy": strategy(module.node.strategy)} if is_unit else False
+
+    if d.by_policy:
+        return fsdp(model, auto_wrap_policy=policies.CustomPolicy(choose), **options)
+    return _wrap_all(model, lambda m: fsdp(m, **{**options, "sharding_strategy": strategy(m.node.strategy)}))
+
+
+def pair_of_groups(d: Description, groups: Groups) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's (sharding group, replication group). All ranks must ask, in the same order."""
+    if d.num_replicas not in groups:
+        size = d.num_ranks // d.num_replicas
+        rows = [list(range(start, start + size)) for start in range(0, d.num_ranks, size)]
+        row, _ = dist.new_subgroups_by_enumeration(rows)
+        column, _ = dist.new_subgroups_by_enumeration([list(column) for column in zip(*rows, strict=True)])
+        groups[d.num_replicas] = (row, column)
+    return groups[d.num_replicas]
+
+
+def _fully_shard(library: Any, d: Description, model: Piece, groups: Groups) -> nn.Module:
+    low = PRECISIONS[d.precision]
+    options: dict[str, Any] = {
+        "reshard_after_forward": {"FULL_SHARD": True, "SHARD_GRAD_OP": False}.get(d.strategy),
+        "mp_policy": library.MixedPrecisionPolicy(**low),
+        "offload_policy": library.CPUOffloadPolicy(pin_memory=False) if d.offload else library.OffloadPolicy(),
+        "mesh": _mesh(d, groups),
+    }
+    return _wrap_all(model, lambda module: library.fully_shard(module, **options))
+
+
+def _mesh(d: Description, groups: Groups) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not d.is_hybrid:
+        return dist.init_device_mesh(device().type, (d.num_ranks,))
+    row, column = pair_of_groups(d, groups)
+    table = torch.arange(d.num_ranks).view(d.num_replicas, -1)
+    return DeviceMesh.from_group([column, row], device().type, mesh=table, mesh_dim_names=("replicate", "shard"))
+
+
+def _ours(d: Description, model: Piece, groups: Groups) -> nn.Module:
+    import minifsdp
+    import minifsdp.wrap
+
+    return _fsdp1(minifsdp, minifsdp.wrap, d, model, groups)
+
+
+def _torchs(d: Description, model: Piece, groups: Groups) -> nn.Module:
+    import torch.distributed.fsdp
+    import torch.distributed.fsdp.wrap
+
+    return _fsdp1(torch.distributed.fsdp, torch.distributed.fsdp.wrap, d, model, groups)
+
+
+def _careless(d: Description, model: Piece, groups: Groups) -> nn.Module:
+    """Ours, except that a unit around an embedding gets half of its gradient if it is called twice."""
+    wrapped = _ours(d, model, groups)
+    for module in wrapped.modules():
+        unit = getattr(module, "_unit", None)
+        inside = getattr(module, "_fsdp_wrapped_module", None)
+        if unit is not None and isinstance(inside, Piece) and (inside.node.kind, inside.node.times) == ("embedding", 2):
+            unit.plan.scaling = dataclasses.replace(unit.plan.scaling, after=2 * unit.plan.scaling.after)
+    return wrapped
+
+
+def _our_function(d: Description, model: Piece, groups: Groups) -> nn.Module:
+    import minifsdp
+
+    return _fully_shard(minifsdp, d, model, groups)
+
+
+def _torchs_function(d: Description, model: Piece, groups: Groups) -> nn.Module:
+    import torch.distributed.fsdp
+
+    return _fully_shard(torch.distributed.fsdp, d, model, groups)
+
+
+DOORS: dict[str, Callable[[Description, Piece, Groups], nn.Module]] = {
+    "fsdp1": _ours,
+    "fully_shard": _our_function,
+    "torch_fsdp1": _torchs,
+    "torch_fully_shard": _torchs_function,
+    "careless": _careless,
+}
+
+
+def is_per_parameter(description: Description) -> bool:
+    """Whether the door shards each parameter for itself."""
+    return "fully_shard" in description.door
+
+
+def sharded(description: Description, model: Piece, groups: Groups) -> nn.Module:
+    """The plain model, sharded. Every rank must call it. The clock of the plain model goes on being looked at."""
+    with warnings.catch_warnings():
+        # Frozen parameters among trained ones; a root that has none; what torch thinks of its older strategies.
+        warnings.simplefilter("ignore")
+        return DOORS[description.door](description, model, groups)
+
+
+def parameters_here(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """What the optimizer owns, by the plain name of the parameter, or of the unit if it is a flat one."""
+    for name, parameter in model.named_parameters():
+        yield clean_name(name), parameter

@@ -1,0 +1,40 @@
+"""Runs one description again: ``python -m spec_tests.properties.replay '<json>'``, from the root of the repository.
+
+With ``--door torch_fsdp1`` the same run is torch's, which tells whether a finding is ours alone. Returns 0 if the ranks
+agree with one process, else prints what differs and returns 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import replace
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def main(arguments: list[str]) -> int:
+    """The command; returns its exit status."""
+    # Late: ranks import this module, too, as the main one of their parent.
+    from spec_tests.harness import pool
+    from spec_tests.properties.description import from_json, legal
+    from spec_tests.properties.hunt import failure_of
+
+    parser = argparse.ArgumentParser(prog="python -m spec_tests.properties.replay", description=__doc__)
+    parser.add_argument("description", help="JSON, as a failure has printed it")
+    parser.add_argument("--door", help="who shards, instead of the one in the description")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    chosen = parser.parse_args(arguments)
+    pool.use_device(chosen.device)
+    description = from_json(chosen.description)
+    if chosen.door:
+        description = legal(replace(description, door=chosen.door))
+    failure = failure_of(description)
+    pool.close_all()
+    print(failure or "the ranks agree with one process")
+    return 0 if failure is None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,357 @@
+"""What a rank does: train each description, and compare with one process after every half step.
+
+A difference is noted down and not raised: the other ranks know nothing of it and go on, and so must this one. After
+each description the ranks ask each other whether anybody has found anything. If only an exception on one rank keeps it
+from this question, the others hang, and the pool ends them.
+
+Pieces are compared where they lie, and nothing is gathered: from the oracle's whole tensors each rank cuts, by
+arithmetic of its own, what it should hold. So a library that cut wrongly and joined equally wrongly would be noticed,
+and a comparison costs no communication.
+
+How equal is equal? With at most two ranks, and no parameter used more than twice in a backward, every sum has one or
+two terms, which have no order: bit by bit. Reentrant checkpointing runs a backward inside the backward, after which a
+unit may be reduced although more is to come; then two uses are two sums over ranks, and one is the limit, or none where
+unreduced gradients have been waiting. Else within `FLOAT`, or `LOW_PRECISION`, of ``oracles/compare.py``, the absolute
+part in units of the largest element: in a sum the rounding of a large term also hits a small result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import pathlib
+import traceback
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spec_tests.harness import device
+from spec_tests.oracles.compare import BIT_EQUAL, FLOAT, LOW_PRECISION, Tolerance
+from spec_tests.properties.build import (
+    PRECISIONS,
+    Bang,
+    Groups,
+    Piece,
+    batch,
+    is_per_parameter,
+    output_of,
+    parameters_here,
+    plain_model,
+    sharded,
+)
+from spec_tests.properties.description import Description, Node, from_json, num_uses, walk
+from spec_tests.properties.oracle import Oracle, loss_of, optimizer_for
+
+__all__ = ["tolerance_of", "train_all"]
+
+# The number of the batch of an evaluation, beyond those of the micro-batches.
+EVALUATION = 50
+# PyTorch's word on a reentrant checkpoint around what has no gradient, in the plain model; such a run ends there.
+MEANINGLESS = "this checkpoint() is not necessary"
+# A unit that runs in every other step only confounds a prefetch; the next two are in ``pyproject.toml`` for all tests.
+EXPECTED_WARNINGS = (
+    "rank .*: forward_prefetch expects units in the order",
+    "None of the inputs have requires_grad=True",
+    "The .grad attribute of a Tensor that is not a leaf Tensor",
+    "clip_grad_norm_ was called on rank . with no gradients",
+)
+
+
+def train_all(texts: list[str], folder: str) -> None:
+    """Trains and compares each of these descriptions, given as JSON. Every rank must call it with the same ones.
+
+    Afterwards ``folder`` has a file for each rank, named by its number: for each description ``null`` or what is wrong.
+    """
+    groups: Groups = {}
+    found: list[str | None] = []
+    for text in texts:
+        finding = _try_out(text, groups)
+        failed = torch.tensor([0.0 if finding is None else 1.0], device=device())
+        dist.all_reduce(failed)
+        if float(failed):
+            # What is left of the failed run must not be found by the next one.
+            gc.collect()
+        found.append(finding or ("" if float(failed) else None))
+    pathlib.Path(folder, str(dist.get_rank())).write_text(json.dumps(found))
+
+
+def _try_out(text: str, groups: Groups) -> str | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for expected in EXPECTED_WARNINGS:
+                warnings.filterwarnings("ignore", expected)
+            findings = _Run(from_json(text), groups).train()
+    except Exception:
+        # Printed as well: if the other ranks go on and hang, this is all that will be seen of it.
+        traceback.print_exc()
+        return traceback.format_exc()
+    return findings[0] if findings else None
+
+
+# The pool looks for the undecorated body of a test under this name.
+train_all.body_on_a_rank = train_all  # type: ignore[attr-defined]
+
+
+def tolerance_of(description: Description) -> Tolerance:
+    """How equal both runs must be."""
+    most = 2
+    if any(node.checkpoint == "reentrant" for node, _ in walk(description.model)):
+        most = 1 if all(description.micro_batches) else 0
+    # One by one, gradients wait in the dtype in which they will travel, and the oracle's in that of the compute.
+    waits = is_per_parameter(description) and not all(description.micro_batches)
+    rounds = waits and "summed" in description.precision
+    if description.num_ranks <= 2 and num_uses(description) <= most and not rounds:
+        return BIT_EQUAL
+    return FLOAT if description.precision == "full" else LOW_PRECISION
+
+
+class _Run:
+    def __init__(self, description: Description, groups: Groups) -> None:
+        self.d, self.rank = description, dist.get_rank()
+        self.findings: list[str] = []
+        self.is_trained = True
+        self.inputs: dict[int, Tensor] = {}
+        self.tolerance = tolerance_of(description)
+        self.oracle = Oracle(description)
+        plain = plain_model(description)
+        self.clock = plain.clock
+        self.model: Any = sharded(description, plain, groups)
+        self.optimizer = optimizer_for(description, self.model)
+        # Between forward and backward a module may show something else in their places.
+        self.owned = dict(parameters_here(self.model))
+
+    def train(self) -> list[str]:
+        """What differs, in the order in which it was noticed."""
+        d = self.d
+        self._compare_values("before the first step")
+        for step in range(d.steps):
+            self.clock.step = step
+            if d.apart >= 0:
+                self._evaluate(step, d.apart)
+            if d.bomb:
+                self._break_off(step)
+            if self.optimizer is not None:
+                self.optimizer.zero_grad(set_to_none=d.clears)
+            try:
+                expected = self.oracle.backward(step)[self.rank]
+            except RuntimeError as error:
+                if MEANINGLESS not in str(error):
+                    raise
+                break
+            losses = [self._micro_batch(step, number) for number in range(len(d.micro_batches))]
+            self._compare(f"losses of step {step}", torch.tensor(losses), torch.tensor(expected))
+            if not self.is_trained:
+                # No gradient comes from here at all, and what strategies keep for a backward, they keep.
+                break
+            self._compare_gradients(f"in step {step}")
+            self._compare_input_gradients(f"in step {step}")
+            if d.clips:
+                norm = self.model.clip_grad_norm_(1e9)
+                norm_here = torch.tensor(self.oracle.gradient_norm())
+                # Norms of pieces are added up in another order than norms of parameters.
+                self._compare(f"norm in step {step}", norm.cpu().float(), norm_here, self._at_least(FLOAT))
+            if d.evaluates == "forgotten":
+                self._evaluate(step, is_recorded=True)
+            if self.optimizer is not None:
+                self.optimizer.step()
+            self.oracle.optimize()
+            self._compare_values(f"after step {step}")
+            if d.evaluates == "after":
+                self._evaluate(step)
+            if d.edits:
+                self._edit()
+                self._compare_values(f"edited after step {step}")
+        if d.saves and self.is_trained:
+            self._compare_state_dicts()
+        return self.findings
+
+    def _break_off(self, step: int) -> None:
+        d = self.d
+        self.clock.bomb = (d.bomb, d.bomb_at)
+        # One by one, gradients that wait are out of sight, where zero_grad() does not find them; in torch, too.
+        synchronises = d.micro_batches[0] or is_per_parameter(d)
+        with contextlib.suppress(Bang), contextlib.nullcontext() if synchronises else self._no_sync():
+            loss = loss_of([output_of(d.model, self.model, batch(d, step, EVALUATION, self.rank))])
+            if loss.requires_grad:
+                loss.backward()
+        self.clock.bomb = None
+
+    @torch.no_grad()
+    def _edit(self) -> None:
+        self.oracle.edit()
+        for module in self.model.modules():
+            if is_per_parameter(self.d) and hasattr(module, "reshard"):
+                # After a forward without a backward the whole parameters may still be in sight.
+                module.reshard()
+        with self.model.summon_full_params(self.model) if not is_per_parameter(self.d) else contextlib.nullcontext():
+            for parameter in self.model.parameters():
+                parameter.mul_(0.5)
+
+    def _compare_state_dicts(self) -> None:
+        ours, expected = self.model.state_dict(), self.oracle.model.state_dict()
+        if list(ours) != list(expected):
+            self.findings.append(f"state dict: {list(ours)} here, expected {list(expected)}")
+            return
+        for name, tensor in ours.items():
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            self._compare(f"{name!r} in the state dict", whole, expected[name])
+
+    def _at_least(self, tolerance: Tolerance) -> Tolerance:
+        return tolerance if self.tolerance is BIT_EQUAL else self.tolerance
+
+    def _micro_batch(self, step: int, number: int) -> float:
+        d = self.d
+        with contextlib.nullcontext() if d.micro_batches[number] else self._no_sync():
+            outputs = [self._forward(step, number * d.forwards + i) for i in range(d.forwards)]
+            loss = loss_of(outputs)
+            if d.evaluates == "between":
+                self._evaluate(step)
+            self.is_trained = loss.requires_grad
+            if loss.requires_grad:
+                loss.backward()
+        return float(loss.detach())
+
+    def _forward(self, step: int, index: int) -> Tensor:
+        x, tokens = batch(self.d, step, index, self.rank)
+        if self.d.tracks_input:
+            x.requires_grad_()
+            self.inputs[index] = x
+        return output_of(self.d.model, self.model, (x, tokens))
+
+    @contextlib.contextmanager
+    def _no_sync(self) -> Any:
+        if not is_per_parameter(self.d):
+            with self.model.no_sync():
+                yield
+            return
+        self.model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)
+
+    def _evaluate(self, step: int, part: int | None = None, *, is_recorded: bool = False) -> None:
+        d = self.d
+        model = (
+            self.model if part is None else next(m for m in self.model.modules() if isinstance(m, Piece)).parts[part]
+        )
+        node = d.model if part is None else d.model.children[part]
+        x, tokens = batch(d, step, EVALUATION, self.rank)
+        if part is not None:
+            # Only the outermost unit is asked to cast its inputs.
+            x = x.to(PRECISIONS[d.precision].get("param_dtype", x.dtype))
+        self.model.eval()
+        with torch.set_grad_enabled(is_recorded):
+            ours = output_of(node, model, (x, tokens))
+        self.model.train()
+        # While a micro-batch is under way the oracle is where it was at the end of the step before: as are we.
+        before, self.oracle.model.clock.step = self.oracle.model.clock.step, step
+        expected = self.oracle.evaluate(step, EVALUATION, self.rank, part)
+        self.oracle.model.clock.step = before
+        what = "the whole" if part is None else f"part {part}"
+        self._compare(f"evaluation of {what} in step {step}", ours, expected)
+
+    # --- comparing ---
+
+    def _compare(self, what: str, ours: Tensor, expected: Tensor, tolerance: Tolerance | None = None) -> None:
+        chosen = tolerance or self.tolerance
+        ours, expected = ours.detach(), expected.detach()
+        try:
+            largest = float(expected.abs().max()) if expected.numel() else 0.0
+            torch.testing.assert_close(ours, expected, rtol=chosen.rtol, atol=chosen.atol * max(1.0, largest))
+        except AssertionError as difference:
+            there = f"{difference}\nhere     {ours.tolist()}\nexpected {expected.tolist()}"
+            self.findings.append(f"{what} ({chosen.name}): {there}")
+
+    def _compare_values(self, when: str) -> None:
+        expected = self._expected({name: p.detach() for name, p in self.oracle.model.named_parameters()})
+        if self.owned.keys() != expected.keys():
+            self.findings.append(f"parameters: {sorted(self.owned)} here, expected {sorted(expected)}")
+            return
+        for name, parameter in self.owned.items():
+            self._compare(
+                f"value of {name!r} {when}", _local(parameter), expected[name].reshape(_local(parameter).shape)
+            )
+
+    def _compare_gradients(self, when: str) -> None:
+        parameters = dict(self.oracle.model.named_parameters())
+        filled = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
+        expected = self._expected(filled)
+        absent = self._without_gradient({name: p.grad is None for name, p in parameters.items()})
+        for name, parameter in self.owned.items():
+            what = f"gradient of {name!r} {when}"
+            if parameter.grad is None:
+                self._compare(f"{what}, which is not there", torch.zeros_like(expected[name]), expected[name])
+            elif name in absent and self.d.clears:
+                self.findings.append(f"{what} is there: {_local(parameter.grad)}, and nobody has computed any")
+            else:
+                mine = _local(parameter.grad)
+                self._compare(what, mine, expected[name].reshape(_local(parameter).shape))
+
+    def _compare_input_gradients(self, when: str) -> None:
+        for index, x in self.inputs.items():
+            expected = self.oracle.input_gradients.get((self.rank, index))
+            zero = torch.zeros_like(x)
+            ours, theirs = (zero if gradient is None else gradient for gradient in (x.grad, expected))
+            self._compare(f"gradient of input {index} {when}", ours, theirs)
+
+    def _without_gradient(self, is_absent: dict[str, bool]) -> set[str]:
+        """Names under which no gradient may be found.
+
+        Parameters of a flat tensor have a gradient, zeros, as soon as one of them has. If some are frozen, they take
+        part in the computation as if they were not, and that one may be anybody.
+        """
+        if is_per_parameter(self.d):
+            return {name for name, absent in is_absent.items() if absent}
+        trained = {name: p.requires_grad for name, p in self.oracle.model.named_parameters()}
+        units = {unit: names for unit, (_, names) in self.oracle.units.items() if all(is_absent[n] for n in names)}
+        units = {unit: names for unit, names in units.items() if len({trained[name] for name in names}) == 1}
+        return {name for names in units.values() for name in names} if self.d.originals else set(units)
+
+    # --- what should be on this rank ---
+
+    def _expected(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's pieces of whole tensors, by the names under which they are found; 1-D, or per parameter."""
+        pieces: dict[str, Tensor] = {}
+        for unit, (node, names) in self.oracle.units.items():
+            num, index = self._sharers(node)
+            if is_per_parameter(self.d):
+                pieces.update({name: _chunk(whole[name], num, index) for name in names})
+            elif names:
+                rows = _cut([whole[name] for name in names], num, index)
+                pieces.update(zip(names, rows, strict=False) if self.d.originals else {unit: torch.cat(rows)})
+        return pieces
+
+    def _sharers(self, node: Node) -> tuple[int, int]:
+        """How many pieces a unit is cut into, and the number of this rank's."""
+        if (node.strategy or self.d.strategy) == "NO_SHARD" and not is_per_parameter(self.d):
+            return 1, 0
+        num = self.d.num_ranks // self.d.num_replicas
+        return num, self.rank % num
+
+
+def _local(tensor: nn.Parameter | Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _chunk(tensor: Tensor, num: int, index: int) -> Tensor:
+    chunks = tensor.chunk(num)
+    return chunks[index] if index < len(chunks) else tensor[:0]
+
+
+def _cut(tensors: list[Tensor], num: int, index: int) -> list[Tensor]:
+    """Laid end to end and cut into ``num`` pieces: of piece ``index``, the part of each tensor, and the padding."""
+    lengths = [tensor.numel() for tensor in tensors]
+    piece = -(-sum(lengths) // num)
+    padding = tensors[0].new_zeros(piece * num - sum(lengths))
+    parts, first = [], -index * piece
+    for tensor in [*tensors, padding]:
+        row = tensor.reshape(-1)
+        parts.append(row[max(0, -first) : max(0, min(row.numel(), piece - first))])
+        first += row.numel()
+    return parts
