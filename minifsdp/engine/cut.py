@@ -69,7 +69,7 @@ class Cut:
         """Elements that each rank sends, padding included."""
         return self.rows * (self.shape.numel() // self.shape[self.dim] if self.shape[self.dim] else 0)
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         """Elements of all pieces together."""
         return self.chunk_numel * self.num_shards

@@ -336,7 +336,8 @@ class PerParameterLayout(Layout):
         taken = Gradient([], [])
         for number, entry in enumerate(self._entries):
             grad, entry.leaf.grad = entry.leaf.grad, None
-            part = None if grad is None else entry.sharding.local_gradient(grad)
+            # Only where tensor parallelism is at work is there anything around the gradient.
+            part = grad if grad is None or entry.leaf is entry.plain_leaf else entry.sharding.local_gradient(grad)
             if with_unreduced and entry.unreduced is not None:
                 part = entry.unreduced if part is None else entry.unreduced.add_(part)
                 entry.unreduced = None
@@ -364,20 +365,18 @@ class PerParameterLayout(Layout):
 
     def pack(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
         """2. Cut and sorted by rank; where rows are missing, zeros."""
-        parts = []
-        num = self.mesh.num_shards
-        row = torch.empty(self._numel_of(gradient), dtype=dtype, device=self.device)
+        parts, dtypes, numel, num = [], set(), 0, self.mesh.num_shards
         for number, part in zip(gradient.numbers, gradient.parts, strict=True):
-            dim = self._entries[number].sharding.cut.dim
-            parts.append(part if dim == 0 else torch.cat(part.chunk(num, dim)))
-        if len({part.dtype for part in parts}) > 1:
+            cut = self._entries[number].sharding.cut
+            parts.append(part if cut.dim == 0 else torch.cat(part.chunk(num, cut.dim)))
+            dtypes.add(part.dtype)
+            numel += cut.padded_numel
+        if len(dtypes) > 1:
             parts = [part.to(dtype) for part in parts]
+        row = torch.empty(numel, dtype=dtype, device=self.device)
         # Casts on the way, so that there is no second copy of everything.
         torch._chunk_cat(parts, dim=0, num_chunks=num, out=row.view(num, -1))
         return row
-
-    def _numel_of(self, gradient: Gradient) -> int:
-        return sum(self._entries[number].sharding.cut.padded_numel for number in gradient.numbers)
 
     def accept_gradient(self, gradient: Gradient, piece: torch.Tensor) -> None:
         """3. DTensors around the parts of ``piece``."""
