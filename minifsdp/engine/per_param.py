@@ -168,7 +168,8 @@ class PerParameterLayout(Layout):
     def _describe(self) -> None:
         """What follows from the rows, and is asked for often."""
         trained = next((entry.row for entry in self._entries if entry.parameter.requires_grad), self._rows[0])
-        self.dtype = trained.dtype
+        # Values that came late, for a model that was built without any, have brought a device.
+        self.dtype, self.device = trained.dtype, self._rows[0].device
         self.num_bytes = sum(row.num_bytes for row in self._rows)
         self._sharded: list[torch.Tensor] = [entry.parameter for entry in self._entries]
         self._leaves: list[torch.Tensor] = [entry.leaf for entry in self._entries]
