@@ -195,7 +195,8 @@ def test_only_rank_0_prints_and_shows_a_bar(t5_folder: Path) -> None:
     output = t5_output(t5_folder)
 
     assert output.count("a summary:") == 1
-    assert len(re.findall(r"epoch 1: 100%", output)) == 1
+    # Every bar is drawn when it begins; how often after that depends on how fast the machine is.
+    assert len(re.findall(r"epoch 1:\s+0%", output)) == 1
 
 
 @needs_transformers
