@@ -1,15 +1,16 @@
 """The messages of the package: read from the source, so that none is missing.
 
-A message has an address on the page "Troubleshoot", made from the place that raises it, so that it stays when the
-wording changes: ``E-`` and the function (``E-unit-wait``).
+Every message is made by ``trouble(entry, text)`` (``engine/trouble.py``), so its address on the page "Troubleshoot" is
+found beside its text.
 """
 
 from __future__ import annotations
 
 import ast
-import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeGuard
 
 from docs_build.order import PACKAGE, all_modules
 
@@ -38,54 +39,39 @@ class Message:
 @cache
 def messages() -> list[Message]:
     """All messages of the package, in the order of its files."""
-    found: list[Message] = []
-    taken: set[str] = set()
-    for module in all_modules():
-        tree = ast.parse((PACKAGE / module).read_text(encoding="utf-8"))
-        for place, kind, text in _in(tree, ""):
-            stem = module.rpartition("/")[2].removesuffix(".py")
-            base = _slug(place if "." in place else f"{stem}-{place}")
-            name, number = base, 2
-            while name in taken:
-                name, number = f"{base}-{number}", number + 1
-            taken.add(name)
-            found.append(Message(f"E-{name}", kind, text, module, place))
-    return found
+    return [message for module in all_modules() for message in _of_module(module)]
 
 
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+def _of_module(module: str) -> Iterator[Message]:
+    tree = ast.parse((PACKAGE / module).read_text(encoding="utf-8"))
+    yield from _in(tree, module, "")
 
 
-def _in(node: ast.AST, place: str) -> list[tuple[str, str, str]]:
-    found = []
+def _in(node: ast.AST, module: str, place: str) -> Iterator[Message]:
     for child in ast.iter_child_nodes(node):
         inner = place
         if isinstance(child, ast.FunctionDef | ast.ClassDef):
             inner = f"{place}.{child.name}" if place else child.name
-        if isinstance(child, ast.Call):
-            made = _message(child)
-            if made:
-                found.append((place, *made))
-        found += _in(child, inner)
-    return found
+        if isinstance(child, ast.Call) and child.args and _is_trouble(child.args[0]):
+            entry, text = child.args[0].args
+            yield Message(f"E-{ast.literal_eval(entry)}", _kind(child), _words(text), module, place)
+        yield from _in(child, module, inner)
 
 
-def _message(call: ast.Call) -> tuple[str, str] | None:
-    """Kind and text, if ``call`` makes an exception or a warning with a text of its own."""
+def _is_trouble(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "trouble"
+
+
+def _kind(call: ast.Call) -> str:
+    """The exception that is made; the category of a warning."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-    arguments = call.args
-    if name == "_fail" and len(arguments) == 2 and isinstance(arguments[0], ast.Name):
-        name, arguments = arguments[0].id, arguments[1:]
-    elif name == "warn":
-        category = arguments[1].id if len(arguments) > 1 and isinstance(arguments[1], ast.Name) else "UserWarning"
-        name, arguments = category, arguments[:1]
-    if not name.endswith(("Error", "Warning")) or not arguments:
-        return None
-    text = _template(arguments[0])
-    text = re.sub(r"^rank \u2026: ", "", " ".join(text.split()))
-    # A text that is only a variable belongs to whoever made the variable.
-    return (name, text) if len(text.replace("\u2026", "").strip()) > 8 else None
+    if name != "warn":
+        return name
+    return call.args[1].id if len(call.args) > 1 and isinstance(call.args[1], ast.Name) else "UserWarning"
+
+
+def _words(text: ast.AST) -> str:
+    return " ".join(_template(text).split())
 
 
 def _template(node: ast.AST) -> str:

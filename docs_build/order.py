@@ -17,15 +17,17 @@ PACKAGE = ROOT / "minifsdp"
 SECTIONS: list[tuple[str, str, list[str]]] = [
     (
         "The second door: `fully_shard`",
-        "Eight modules, a complete FSDP2. Start here.",
+        "Ten modules, a complete FSDP2. Start here.",
         [
             "engine/layout.py",
+            "engine/row.py",
             "engine/per_param.py",
             "engine/unit.py",
             "engine/hooks.py",
             "engine/reduce.py",
             "engine/schedule.py",
             "engine/lifetime.py",
+            "engine/root.py",
             "fsdp2/fully_shard.py",
         ],
     ),
@@ -43,7 +45,6 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
             "engine/collectives.py",
             "engine/precision.py",
             "engine/cut.py",
-            "engine/row.py",
             "engine/dtensors.py",
             "engine/partition.py",
             "engine/unsharded.py",
@@ -53,10 +54,10 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
             "engine/loan.py",
             "engine/extension.py",
             "engine/absent.py",
+            "engine/trouble.py",
             "engine/misuse.py",
             "engine/order_check.py",
             "engine/triggers.py",
-            "engine/root.py",
         ],
     ),
     (

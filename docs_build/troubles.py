@@ -17,14 +17,14 @@ __all__ = ["page"]
 
 # Where a message of the package needs more words than it has itself. By address, without `E-`.
 MORE = {
-    "absent-absent": "Outside of forward and backward the module shows a stand-in that has no values. Usually "
+    "absent": "Outside of forward and backward the module shows a stand-in that has no values. Usually "
     "somebody called a part of the model past its wrapper, called `model.forward(x)` instead of `model(x)`, or read a "
     "weight for logging.",
-    "misuse-check-not-tied": "Tied weights must be gathered together. Wrap the module that contains both places, or "
+    "tied-across-units": "Tied weights must be gathered together. Wrap the module that contains both places, or "
     "leave both to the root.",
-    "ordercheck-mismatch": "Usually a branch that depends on the rank's data: an image only some ranks have, an expert "
+    "different-order": "Usually a branch that depends on the rank's data: an image only some ranks have, an expert "
     "that got no token. Let every rank run the branch, if need be on a dummy input whose result is multiplied by zero.",
-    "hooks-not-while-summoned": "Leave the `summon_full_params` context before you call the model.",
+    "while-summoned": "Leave the `summon_full_params` context before you call the model.",
 }
 
 TITLES = {"engine": "While it runs", "fsdp1": "From `FullyShardedDataParallel`", "fsdp2": "From `fully_shard`"}

@@ -2,6 +2,7 @@
 
 From the bottom up, each module using only those above it in this list:
 
+``trouble``         how it speaks when something is wrong
 ``mesh``            who shards with whom, who replicates with whom
 ``lanes``           where gathers, reductions and copies run, and how to wait for them
 ``collectives``     the only place that talks to other ranks while training

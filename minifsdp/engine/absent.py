@@ -26,8 +26,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.precision import tensors_in
+from minifsdp.engine.trouble import trouble
 
 __all__ = ["AbsentParameter", "ForwardGuard"]
 
@@ -89,9 +89,12 @@ class AbsentParameter(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError(
-            f"rank {rank_of_this_process()}: a sharded model cannot be copied with copy.deepcopy (parameter "
-            f"{self.path!r} is not here to be copied). Copy the plain model before wrapping it, or carry the values "
-            "over with state_dict() and load_state_dict()"
+            trouble(
+                "copy-of-absent",
+                f"a sharded model cannot be copied with copy.deepcopy (parameter {self.path!r} is not here to be "
+                "copied). Copy the plain model before wrapping it, or carry the values over with state_dict() and "
+                "load_state_dict()",
+            )
         )
 
     @classmethod
@@ -122,7 +125,10 @@ class ForwardGuard:
 
 def _absent(missing: AbsentParameter | ForwardGuard) -> RuntimeError:
     return RuntimeError(
-        f"rank {rank_of_this_process()}: parameter {missing.path!r} (shape {tuple(missing.shape)}) is sharded right "
-        "now, and its full values are on no rank. If you called a part of a wrapped model directly, call the wrapped "
-        "module instead, or wrap that part as a unit of its own; to read or change values, use summon_full_params()"
+        trouble(
+            "absent",
+            f"parameter {missing.path!r} (shape {tuple(missing.shape)}) is sharded right now, and its full values are "
+            "on no rank. If you called a part of a wrapped model directly, call the wrapped module instead, or wrap "
+            "that part as a unit of its own; to read or change values, use summon_full_params()",
+        )
     )

@@ -121,8 +121,3 @@ class Scaling:
         """Divides, in place, what has been summed."""
         if self.after != 1.0:
             piece.div_(self.after)
-
-
-def rank_of_this_process() -> int:
-    """The global rank, for messages; 0 where there is no default group."""
-    return dist.get_rank() if dist.is_initialized() else 0

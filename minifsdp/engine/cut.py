@@ -30,7 +30,7 @@ from functools import cached_property
 
 import torch
 
-from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.trouble import trouble
 
 __all__ = ["Cut"]
 
@@ -55,8 +55,11 @@ class Cut:
     def __post_init__(self) -> None:
         if self.dim != 0 and self.shape[self.dim] % self.num_shards:
             raise NotImplementedError(
-                f"rank {rank_of_this_process()}: FSDP does not support uneven sharding on dim {self.dim}: a parameter "
-                f"of shape {tuple(self.shape)} cannot be cut into {self.num_shards} equal pieces there; choose Shard(0)"
+                trouble(
+                    "uneven-dim",
+                    f"FSDP does not support uneven sharding on dim {self.dim}: a parameter of shape "
+                    f"{tuple(self.shape)} cannot be cut into {self.num_shards} equal pieces there; choose Shard(0)",
+                )
             )
 
     @cached_property

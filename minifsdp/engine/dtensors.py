@@ -31,8 +31,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.cut import Cut
+from minifsdp.engine.trouble import trouble
 
 __all__ = ["Sharding", "piece_of", "set_piece"]
 
@@ -64,25 +64,37 @@ class Sharding:
     """
 
     def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh, num_shards: int, placement: Any, path: str) -> None:
-        where = f"rank {rank_of_this_process()}: parameter {path!r}"
+        where = f"parameter {path!r}"
         if parameter.ndim == 0:
             raise ValueError(
-                f"{where} is a scalar and has no dim to be sharded along: fully_shard doesn't support scalar "
-                "parameters. Change it to a 1D tensor with numel equal to 1, or list it in ignored_params"
+                trouble(
+                    "scalar-parameter",
+                    f"{where} is a scalar and has no dim to be sharded along: fully_shard doesn't support scalar "
+                    "parameters. Change it to a 1D tensor with numel equal to 1, or list it in ignored_params",
+                )
             )
         if not isinstance(placement, Shard | None):
-            raise ValueError(f"{where}: shard_placement_fn must return a Shard or None, got {placement!r}")
+            raise ValueError(
+                trouble("placement-type", f"{where}: shard_placement_fn must return a Shard or None, got {placement!r}")
+            )
         self._tensor_parallel: DTensorSpec | None = parameter._spec if isinstance(parameter, DTensor) else None
         local = self.local_of(parameter)
         if not local.is_contiguous():
             raise NotImplementedError(
-                f"{where}: FSDP does not support non-contiguous parameters (shape {tuple(local.shape)}, stride "
-                f"{local.stride()}); make it contiguous before sharding"
+                trouble(
+                    "not-contiguous",
+                    f"{where}: FSDP does not support non-contiguous parameters (shape {tuple(local.shape)}, stride "
+                    f"{local.stride()}); make it contiguous before sharding",
+                )
             )
         dim = placement.dim if placement is not None else 0
         dim = dim + parameter.ndim if dim < 0 else dim
         if not 0 <= dim < parameter.ndim:
-            raise ValueError(f"{where} of shape {tuple(parameter.shape)} has no dim {dim} to be sharded along")
+            raise ValueError(
+                trouble(
+                    "placement-dim", f"{where} of shape {tuple(parameter.shape)} has no dim {dim} to be sharded along"
+                )
+            )
         self.cut = Cut(local.shape, dim, num_shards)
         self._spec = self._make_spec(parameter, mesh)
 

@@ -29,10 +29,10 @@ import torch
 from torch import nn
 
 from minifsdp.engine import collectives, lifetime
-from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.cut import Cut
 from minifsdp.engine.lanes import Lane, Promise
 from minifsdp.engine.mesh import Group
+from minifsdp.engine.trouble import trouble
 
 __all__ = ["ExtendedRow", "ExtensionContext", "is_extended"]
 
@@ -64,8 +64,11 @@ def is_extended(tensor: torch.Tensor, path: str) -> bool:
     if len(has) == 1:
         missing = AFTER if has == [BEFORE] else BEFORE
         raise AssertionError(
-            f"rank {rank_of_this_process()}: parameter {path!r} is a {type(tensor).__name__}, which has {has[0]} but "
-            f"not {missing}. Both fsdp_pre_all_gather and fsdp_post_all_gather are needed, or neither"
+            trouble(
+                "half-extension",
+                f"parameter {path!r} is a {type(tensor).__name__}, which has {has[0]} but not {missing}. Both "
+                "fsdp_pre_all_gather and fsdp_post_all_gather are needed, or neither",
+            )
         )
     return bool(has)
 
@@ -181,8 +184,11 @@ class ExtendedRow:
     def rest(self, group: Group) -> None:
         """Refuses: what the class makes of a gathered parameter cannot be cut again."""
         raise NotImplementedError(
-            f"rank {rank_of_this_process()}: a parameter with {BEFORE} can be freed after forward or kept, but "
-            "reshard_after_forward cannot be a number"
+            trouble(
+                "extension-in-parts",
+                f"a parameter with {BEFORE} can be freed after forward or kept, but reshard_after_forward cannot be a "
+                "number",
+            )
         )
 
     def wake(self) -> None:

@@ -44,7 +44,6 @@ from torch.utils.hooks import RemovableHandle
 
 from minifsdp.engine import collectives
 from minifsdp.engine.absent import ForwardGuard
-from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.flat_parameter import FlatOwnership
 from minifsdp.engine.lanes import Lanes, Promise
 from minifsdp.engine.layout import Gradient, LendingLayout, OwnedParameter, rebound
@@ -54,6 +53,7 @@ from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.originals import OriginalOwnership
 from minifsdp.engine.ownership import Ownership
 from minifsdp.engine.partition import Partition
+from minifsdp.engine.trouble import trouble
 from minifsdp.engine.unsharded import Unsharded
 
 __all__ = ["FlatLayout"]
@@ -229,7 +229,7 @@ class FlatLayout(LendingLayout):
     def rest(self, group: Group) -> None:
         """Refuses: a slice may begin anywhere, so there is only one way to put the row together."""
         raise NotImplementedError(
-            f"rank {rank_of_this_process()}: a flat unit can be freed after forward or kept, but not kept in parts"
+            trouble("flat-in-parts", "a flat unit can be freed after forward or kept, but not kept in parts")
         )
 
     def wake(self) -> None:
@@ -439,9 +439,12 @@ def check_uniform_dtype(home: nn.Module, parameters: Mapping[nn.Parameter, Owned
     dtypes = sorted({str(original.dtype) for original in parameters})
     if len(dtypes) > 1:
         raise ValueError(
-            f"rank {rank_of_this_process()}: the unit {type(home).__name__} has parameters of several dtypes "
-            f"({', '.join(dtypes)}), which cannot be laid out in one flat tensor; convert the module, or wrap the "
-            "submodules of another dtype as units of their own"
+            trouble(
+                "mixed-dtypes",
+                f"the unit {type(home).__name__} has parameters of several dtypes ({', '.join(dtypes)}), which cannot "
+                "be laid out in one flat tensor; convert the module, or wrap the submodules of another dtype as "
+                "units of their own",
+            )
         )
 
 
@@ -455,7 +458,10 @@ def check_uniform_training(home: nn.Module, parameters: Mapping[nn.Parameter, Ow
     frozen = [owned.path for original, owned in parameters.items() if not original.requires_grad]
     if trained and frozen:
         raise ValueError(
-            f"rank {rank_of_this_process()}: the unit {type(home).__name__} has both parameters with "
-            f"requires_grad=True ({trained}) and requires_grad=False ({frozen}); one flat parameter cannot be both "
-            "when use_orig_params=False. Wrap the frozen parts as units of their own, or set use_orig_params=True"
+            trouble(
+                "mixed-requires-grad",
+                f"the unit {type(home).__name__} has both parameters with requires_grad=True ({trained}) and "
+                f"requires_grad=False ({frozen}); one flat parameter cannot be both when use_orig_params=False. Wrap "
+                "the frozen parts as units of their own, or set use_orig_params=True",
+            )
         )

@@ -49,12 +49,12 @@ from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 
 from minifsdp import trace
-from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.order_check import OrderCheck
 from minifsdp.engine.precision import tensors_in
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import Schedule
 from minifsdp.engine.triggers import NOT_IN_BACKWARD, graph_task, lay_wire, pass_through
+from minifsdp.engine.trouble import trouble
 from minifsdp.engine.unit import Phase, State, Unit
 
 __all__ = ["Cycle", "Prefetch", "not_while_summoned"]
@@ -357,6 +357,9 @@ def _expects_gradient(unit: Unit) -> bool:
 def not_while_summoned(unit: Unit, what: str) -> RuntimeError:
     """The error for computing with what the user has in his hands."""
     return RuntimeError(
-        f"rank {rank_of_this_process()}: {what} of unit {unit.name!r} was started while its full parameters are "
-        "summoned; leave summon_full_params first"
+        trouble(
+            "while-summoned",
+            f"{what} of unit {unit.name!r} was started while its full parameters are summoned; leave "
+            "summon_full_params first",
+        )
     )

@@ -31,10 +31,10 @@ import torch
 from torch import nn
 
 from minifsdp.engine import misuse
-from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.lanes import Lanes, Promise
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group
+from minifsdp.engine.trouble import trouble
 
 __all__ = ["Gradient", "Layout", "LendingLayout", "OwnedParameter", "Slot", "owned_parameters"]
 
@@ -125,9 +125,12 @@ def owned_parameters(
 def rebound(slot: Slot, unit_name: str) -> RuntimeError:
     """The error for a slot that does not hold what was put there."""
     return RuntimeError(
-        f"rank {rank_of_this_process()}: parameter {_join(unit_name, slot.path)!r} of {type(slot.module).__name__} was "
-        "removed or replaced after sharding, so the unit that owns it can no longer show the gathered values there. "
-        "Change parameters in place inside summon_full_params(), or replace them before wrapping the model"
+        trouble(
+            "replaced-parameter",
+            f"parameter {_join(unit_name, slot.path)!r} of {type(slot.module).__name__} was removed or replaced after "
+            "sharding, so the unit that owns it can no longer show the gathered values there. Change parameters in "
+            "place inside summon_full_params(), or replace them before wrapping the model",
+        )
     )
 
 

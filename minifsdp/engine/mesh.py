@@ -29,10 +29,13 @@ Spec: CTOR-06, CTOR-14, SHARD-11, HYB-01 to HYB-08.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from minifsdp.engine.trouble import trouble
 
 __all__ = ["Group", "Mesh", "default_group", "node_groups"]
 
@@ -117,6 +120,13 @@ class Mesh:
         """All ranks of the table: a gradient is averaged over this many."""
         return self.num_shards * (1 if self.replicate is None else self.replicate.size)
 
+    def covers(self, ranks: Iterable[int]) -> bool:
+        """Whether a mean over the table is one over all of ``ranks``, as far as this rank's row and column tell."""
+        known = {dist.get_rank()}
+        for group in (self.shard, self.replicate):
+            known |= set() if group is None else set(group.ranks)
+        return self.num_ranks == dist.get_world_size() or known.issuperset(ranks)
+
     @property
     def is_first(self) -> bool:
         """Whether this is the first rank of the whole table, "rank 0" wherever one rank speaks for all."""
@@ -124,7 +134,9 @@ class Mesh:
 
 
 def _not_a_member(group: str) -> ValueError:
-    return ValueError(f"rank {dist.get_rank()} is not a member of {group}; pass every rank a group that it belongs to")
+    return ValueError(
+        trouble("not-a-member", f"this rank is not a member of {group}; pass every rank a group that it belongs to")
+    )
 
 
 def default_group() -> dist.ProcessGroup:
@@ -135,8 +147,11 @@ def default_group() -> dist.ProcessGroup:
     """
     if not dist.is_initialized():
         raise RuntimeError(
-            "sharding needs a process group and there is none: call torch.distributed.init_process_group() before "
-            "wrapping the model, or pass process_group="
+            trouble(
+                "no-process-group",
+                "sharding needs a process group and there is none: call torch.distributed.init_process_group() "
+                "before wrapping the model, or pass process_group=",
+            )
         )
     group = dist.group.WORLD
     assert group is not None
@@ -167,8 +182,11 @@ def node_groups(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGr
     num_ranks, per_node = dist.get_world_size(), node_size(device)
     if num_ranks % per_node:
         raise ValueError(
-            f"rank {dist.get_rank()}: {num_ranks} ranks cannot be laid out in nodes of {per_node}; "
-            "pass process_group=(sharding group, replication group) to say who belongs together"
+            trouble(
+                "uneven-nodes",
+                f"{num_ranks} ranks cannot be laid out in nodes of {per_node}; pass process_group=(sharding group, "
+                "replication group) to say who belongs together",
+            )
         )
     key = (world, per_node)
     alive = dist.distributed_c10d._world.pg_map

@@ -10,14 +10,16 @@ Two of them cannot be seen where they are made, only where they do harm:
 
 A third is noticed at construction: a parameter that is *tied* between two units. The first unit has taken it; the
 second module still shows it, and from then on the two copies would drift apart. So is a *model that is sharded in two
-ways*, whose two trees would know nothing of each other.
+ways*, whose two trees would know nothing of each other. And when a forward begins: a ``DistributedDataParallel``
+*around* sharded copies of a model. It waits for gradients in a place where none arrive, so copies would drift apart.
 
 The check is a hook that PyTorch runs before the step of any optimizer. It looks at an optimizer once in its life, and
 at an empty set from then on.
 
-*In torch:* nothing in the first case, a size mismatch without a name in the second, two copies in the third.
+*In torch:* nothing in the first case, a size mismatch without a name in the second, two copies in the third, an
+internal assertion of DDP in the last.
 
-Spec: CTOR-05, NOSYNC-10, ORIG-16.
+Spec: CTOR-05, NOSYNC-10, ORIG-16, MYTH-28.
 """
 
 from __future__ import annotations
@@ -28,12 +30,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.mesh import Mesh
+from minifsdp.engine.trouble import trouble
 
 __all__ = [
+    "check_not_in_ddp",
     "check_not_tied",
     "check_one_door",
     "check_place",
@@ -108,9 +114,12 @@ def check_not_tied(parameter: nn.Parameter, path: str) -> None:
     reference, other = _taken.get(id(parameter), (None, ""))
     if reference is not None and reference() is parameter:
         raise ValueError(
-            f"rank {rank_of_this_process()}: parameter {path!r} is the same as {other!r} of a unit that was wrapped "
-            "before. A parameter cannot be tied across units, the copies would drift apart; wrap a module that "
-            "contains both of its users as one unit, and neither of them alone"
+            trouble(
+                "tied-across-units",
+                f"parameter {path!r} is the same as {other!r} of a unit that was wrapped before. A parameter cannot "
+                "be tied across units, the copies would drift apart; wrap a module that contains both of its users "
+                "as one unit, and neither of them alone",
+            )
         )
 
 
@@ -127,9 +136,12 @@ def check_place(module: nn.Module, name: str, path: str) -> None:
     """
     if name in _places.get(module, {}):
         raise ValueError(
-            f"rank {rank_of_this_process()}: parameter {path!r} of {type(module).__name__} belongs to a unit that was "
-            f"made before, as {_places[module][name]!r}. Shard inner modules first and the root last: a unit consists "
-            "of what is left when the call is made"
+            trouble(
+                "outer-before-inner",
+                f"parameter {path!r} of {type(module).__name__} belongs to a unit that was made before, as "
+                f"{_places[module][name]!r}. Shard inner modules first and the root last: a unit consists of what is "
+                "left when the call is made",
+            )
         )
 
 
@@ -143,8 +155,11 @@ def check_one_door(module: nn.Module, door: str) -> None:
         other = _doors.get(inner, door)
         if other != door:
             raise ValueError(
-                f"rank {rank_of_this_process()}: {door} cannot shard {type(module).__name__}: its part {name!r} was "
-                f"sharded by {other} before. Use one of the two for the whole model"
+                trouble(
+                    "two-doors",
+                    f"{door} cannot shard {type(module).__name__}: its part {name!r} was sharded by {other} before. "
+                    "Use one of the two for the whole model",
+                )
             )
     _doors[module] = door
 
@@ -157,10 +172,40 @@ def check_reduced(what: str, owners: Iterable[HoldsGradient]) -> None:
     """
     if any(owner.has_unreduced for owner in owners):
         raise RuntimeError(
-            f"rank {rank_of_this_process()}: {what} found gradients that were never reduced: no backward outside of "
-            "no_sync() followed the ones inside. Let the last micro-batch of each step run outside of no_sync(), or "
-            "call zero_grad() to drop the gradients"
+            trouble(
+                "unreduced-gradients",
+                f"{what} found gradients that were never reduced: no backward outside of no_sync() followed the ones "
+                "inside. Let the last micro-batch of each step run outside of no_sync(), or call zero_grad() to drop "
+                "the gradients",
+            )
         )
+
+
+def check_not_in_ddp(owners: Iterable[tuple[HoldsGradient, Mesh]]) -> None:
+    """Whether a forward that will be trained goes through a DDP that would have to average sharded gradients.
+
+    A DDP around is welcome if it was told to leave these parameters alone, or if its ranks are among those over whose
+    gradients the mean is taken anyway.
+
+    Raises:
+        RuntimeError: it waits for gradients of ``owners``, and the mean lacks ranks.
+    """
+    around = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if around is None or not torch.is_grad_enabled():
+        return
+    ranks = dist.get_process_group_ranks(around.process_group)
+    apart = {p for owner, mesh in owners if not mesh.covers(ranks) for p in owner.local_parameters()}
+    for name, parameter in around.module.named_parameters():
+        if parameter in apart and parameter.requires_grad and name not in around.parameters_to_ignore:
+            raise RuntimeError(
+                trouble(
+                    "ddp-around",
+                    f"parameter {name!r} is sharded, and a DistributedDataParallel around the model waits for its "
+                    f"gradient, which goes another way: the mean over the ranks {ranks} would not be taken. For "
+                    "shards inside of replicas use ShardingStrategy.HYBRID_SHARD, or fully_shard with a mesh of "
+                    "(replicate, shard)",
+                )
+            )
 
 
 def num_steps() -> int:
@@ -187,9 +232,12 @@ def _warn_if_stale(optimizer: torch.optim.Optimizer) -> None:
     num_stale = sum(id(p) in _replaced and _replaced[id(p)][0]() is p for p in parameters)
     if num_stale:
         warnings.warn(
-            f"rank {rank_of_this_process()}: {num_stale} of {len(parameters)} parameters of this "
-            f"{type(optimizer).__name__} were replaced when the model was sharded, so its step cannot change the "
-            "model; build the optimizer after wrapping, from the wrapped model's parameters()",
+            trouble(
+                "stale-optimizer",
+                f"{num_stale} of {len(parameters)} parameters of this {type(optimizer).__name__} were replaced when "
+                "the model was sharded, so its step cannot change the model; build the optimizer after wrapping, "
+                "from the wrapped model's parameters()",
+            ),
             stacklevel=4,
         )
 

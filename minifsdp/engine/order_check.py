@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from minifsdp.engine import collectives
-from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.trouble import trouble
 from minifsdp.engine.unit import Unit
 
 __all__ = ["OrderCheck"]
@@ -71,7 +71,10 @@ class OrderCheck:
         about_to = ", ".join(f"rank {rank}: {self._names[number]!r}" for rank, number in numbers.items())
         before = [unit.name for unit in self._agreed]
         return RuntimeError(
-            f"rank {rank_of_this_process()}: the ranks are about to gather different units, {about_to}; up to here all "
-            f"gathered {before}. Collectives pair up by order, so they would get each other's weights. Make every rank "
-            "run the same units in the same order, for instance by a forward on dummy input where a rank has none"
+            trouble(
+                "different-order",
+                f"the ranks are about to gather different units, {about_to}; up to here all gathered {before}. "
+                "Collectives pair up by order, so they would get each other's weights. Make every rank run the same "
+                "units in the same order, for instance by a forward on dummy input where a rank has none",
+            )
         )

@@ -31,10 +31,10 @@ import torch
 from torch import nn
 
 from minifsdp.engine import misuse
-from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.layout import OwnedParameter
 from minifsdp.engine.ownership import Ownership, assign_gradient
 from minifsdp.engine.partition import Partition
+from minifsdp.engine.trouble import trouble
 
 __all__ = ["OriginalOwnership"]
 
@@ -80,9 +80,11 @@ class OriginalOwnership(Ownership):
         frozen = [path for path, p in zip(self._paths, self.originals, strict=True) if not p.requires_grad]
         if frozen and len(frozen) < len(self.originals):
             warnings.warn(
-                f"rank {rank_of_this_process()}: a unit has frozen parameters ({frozen}) among trained ones; its "
-                "gradients take memory for the frozen ones too. Wrap the frozen parts as units of their own to avoid "
-                "that",
+                trouble(
+                    "frozen-among-trained",
+                    f"a unit has frozen parameters ({frozen}) among trained ones; its gradients take memory for the "
+                    "frozen ones too. Wrap the frozen parts as units of their own to avoid that",
+                ),
                 stacklevel=6,
             )
 
@@ -147,9 +149,12 @@ class OriginalOwnership(Ownership):
                 continue
             if original.numel() != mine.numel():
                 raise RuntimeError(
-                    f"rank {rank_of_this_process()}: parameter {self._paths[index]!r} was given {original.numel()} "
-                    f"elements outside of summon_full_params(), but this rank stores {mine.numel()} of it; change full "
-                    "values inside summon_full_params()"
+                    trouble(
+                        "wrong-size",
+                        f"parameter {self._paths[index]!r} was given {original.numel()} elements outside of "
+                        f"summon_full_params(), but this rank stores {mine.numel()} of it; change full values inside "
+                        "summon_full_params()",
+                    )
                 )
             mine.copy_(original.data.reshape(-1))
             original.data = self._own_views(self.shard)[index]

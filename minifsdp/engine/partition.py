@@ -31,6 +31,8 @@ from functools import cached_property
 
 import torch
 
+from minifsdp.engine.trouble import trouble
+
 __all__ = ["Partition"]
 
 
@@ -48,7 +50,9 @@ class Partition:
 
     def __post_init__(self) -> None:
         if self.num_shards < 1:
-            raise ValueError(f"a row cannot be cut into {self.num_shards} pieces; there is at least one rank")
+            raise ValueError(
+                trouble("no-ranks", f"a row cannot be cut into {self.num_shards} pieces; there is at least one rank")
+            )
 
     @cached_property
     def numel(self) -> int:

@@ -38,7 +38,6 @@ import torch
 from torch import nn
 
 from minifsdp.engine import lifetime, misuse
-from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.cut import Cut
 from minifsdp.engine.dtensors import Sharding, piece_of, set_piece
 from minifsdp.engine.extension import ExtendedRow, ExtensionContext, is_extended
@@ -47,6 +46,7 @@ from minifsdp.engine.layout import Gradient, Layout, OwnedParameter, rebound
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.row import Row
+from minifsdp.engine.trouble import trouble
 
 __all__ = ["PerParameterLayout"]
 
@@ -189,9 +189,12 @@ class PerParameterLayout(Layout):
         without = [self.full_name(entry.owned.path) for entry in self._entries if entry.piece.device.type == "meta"]
         if without:
             raise RuntimeError(
-                f"rank {rank_of_this_process()}: parameters on the meta device have no values to compute with: "
-                f"{without}. After sharding give them memory by model.to_empty(device=...) and values by the model's "
-                "own reset_parameters(), or load a state dict with assign=True"
+                trouble(
+                    "still-meta",
+                    f"parameters on the meta device have no values to compute with: {without}. After sharding give "
+                    "them memory by model.to_empty(device=...) and values by the model's own reset_parameters(), or "
+                    "load a state dict with assign=True",
+                )
             )
 
     def use_stored_dtype(self, stored: bool) -> None:
@@ -283,8 +286,11 @@ class PerParameterLayout(Layout):
                     for entry, piece in zip(entries, new, strict=True)
                 ]
                 raise RuntimeError(
-                    f"rank {rank_of_this_process()}: parameters of one unit were given different dtypes or devices: "
-                    f"{', '.join(paths)}; convert all parameters of the unit in the same way"
+                    trouble(
+                        "converted-apart",
+                        f"parameters of one unit were given different dtypes or devices: {', '.join(paths)}; convert "
+                        "all parameters of the unit in the same way",
+                    )
                 )
             row.replace(new, self._compute_dtype_of(new[0].dtype))
             for entry, piece in zip(entries, row.pieces, strict=True):

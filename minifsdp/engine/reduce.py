@@ -44,6 +44,7 @@ from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.lanes import Lanes, Promise
 from minifsdp.engine.layout import Gradient, Layout
 from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.engine.trouble import trouble
 
 __all__ = ["CommHook", "ReducePlan", "Reducer"]
 
@@ -214,9 +215,12 @@ def _add_partial(item: _InFlight) -> None:
     numbers, row = partial
     if numbers != item.gradient.numbers:
         raise RuntimeError(
-            f"rank {collectives.rank_of_this_process()}: unit {item.name!r} has a partial gradient of "
-            f"{len(numbers)} parameters that waits for its all-reduce, and a new one of {len(item.gradient.numbers)}; "
-            "between two all-reduces each backward must reach the same parameters"
+            trouble(
+                "uneven-partial",
+                f"unit {item.name!r} has a partial gradient of {len(numbers)} parameters that waits for its "
+                f"all-reduce, and a new one of {len(item.gradient.numbers)}; between two all-reduces each backward "
+                "must reach the same parameters",
+            )
         )
     item.piece.add_(row)
 

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from minifsdp.engine import misuse
 from minifsdp.engine.hooks import Cycle, Prefetch, not_while_summoned
 from minifsdp.engine.lanes import Lanes
 from minifsdp.engine.lifetime import RateLimiter
@@ -126,6 +127,7 @@ class Root:
         for unit in self.units if caller is None else (caller, *caller.inner):
             if unit.phase is Phase.SUMMONED:
                 raise not_while_summoned(unit, "forward")
+        misuse.check_not_in_ddp((unit.layout, unit.plan.mesh) for unit in self.units)
         for unit in self.units:
             if unit.phase is not Phase.SUMMONED:
                 unit.layout.notice_edits()

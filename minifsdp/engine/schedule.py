@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import warnings
 
-from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.trouble import trouble
 from minifsdp.engine.unit import Unit
 
 __all__ = ["Schedule"]
@@ -76,9 +76,12 @@ class Schedule:
             self._warned = True
             expected = self._first_order[self._position].name if self._position < len(self._first_order) else "none"
             warnings.warn(
-                f"rank {rank_of_this_process()}: forward_prefetch expects units in the order of the first "
-                f"iteration, but {unit.name!r} came where {expected!r} was expected. Results stay correct; the "
-                "prefetched parameters were in vain. Turn forward_prefetch off for a model whose order changes",
+                trouble(
+                    "changed-order",
+                    f"forward_prefetch expects units in the order of the first iteration, but {unit.name!r} came "
+                    f"where {expected!r} was expected. Results stay correct; the prefetched parameters were in vain. "
+                    "Turn forward_prefetch off for a model whose order changes",
+                ),
                 stacklevel=2,
             )
         if position is not None:

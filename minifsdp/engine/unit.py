@@ -40,13 +40,13 @@ from torch import nn
 from typing_extensions import TypeVar
 
 from minifsdp import trace
-from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.lanes import Lanes, Promise
 from minifsdp.engine.layout import Layout
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
+from minifsdp.engine.trouble import trouble
 
 __all__ = ["Phase", "State", "Unit"]
 
@@ -180,9 +180,7 @@ class Unit(Generic[LayoutT]):
         if self.state is State.UNSHARDED:
             return
         if self.state is State.SHARDED:
-            raise RuntimeError(
-                f"rank {rank_of_this_process()}: unit {self.name!r} is waited for but was never gathered"
-            )
+            raise RuntimeError(trouble("never-gathered", f"unit {self.name!r} is waited for but was never gathered"))
         promise, self._promise = self._promise, None
         if promise is not None:
             promise.wait()

@@ -37,8 +37,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.engine.trouble import rank_of_this_process, trouble
 
 __all__ = ["StateDictMismatchError", "groups_of", "refuse_together", "roll_call", "tell"]
 
@@ -104,8 +104,10 @@ def refuse_together(groups: Sequence[Group], problems: Sequence[str]) -> None:
         lines[MOST_LINES:] = [f"and {len(lines) - MOST_LINES} more"]
     where = " on every rank" if groups else ""
     raise StateDictMismatchError(
-        f"rank {rank_of_this_process()}: the state dict is refused{where}, and nothing was changed:\n"
-        + "\n".join(lines)
+        trouble(
+            "state-dict-refused",
+            f"the state dict is refused{where}, and nothing was changed:\n" + "\n".join(lines),
+        )
     )
 
 
@@ -150,9 +152,12 @@ def _wait_for_all(group: Group, call: str) -> None:
         store.add(f"{key}/present", -1)
         store.delete_key(f"{key}/{group.rank}")
         raise RuntimeError(
-            f"rank {rank_of_this_process()}: {call} must be called by all of the ranks {list(group.ranks)}, because "
-            f"they send each other values; rank(s) {missing} did not call it within {limit.total_seconds():g} seconds. "
-            "Call it on every rank; rank0_only=True says who is given the result, not who calls"
+            trouble(
+                "missing-ranks",
+                f"{call} must be called by all of the ranks {list(group.ranks)}, because they send each other values; "
+                f"rank(s) {missing} did not call it within {limit.total_seconds():g} seconds. Call it on every rank; "
+                "rank0_only=True says who is given the result, not who calls",
+            )
         ) from error
     complete_before[call] += 1
     store.delete_key(f"{key}/{group.rank}")

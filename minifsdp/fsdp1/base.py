@@ -24,10 +24,10 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.mesh import Mesh
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.root import Root
+from minifsdp.engine.trouble import trouble
 from minifsdp.fsdp1 import build, compiling
 from minifsdp.fsdp1.options import BackwardPrefetch
 from minifsdp.fsdp1.state_dict_options import StateDictSettings
@@ -127,6 +127,9 @@ class WrapperBase(nn.Module):
     def _only_on_the_root(self, what: str) -> None:
         if self._is_inner:
             raise RuntimeError(
-                f"rank {rank_of_this_process()}: {what} acts on the whole tree and should only be called on the root "
-                "FSDP instance, not on one inside it"
+                trouble(
+                    "root-only",
+                    f"{what} acts on the whole tree and should only be called on the root FSDP instance, not on one "
+                    "inside it",
+                )
             )

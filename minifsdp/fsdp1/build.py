@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.hooks import Prefetch
 from minifsdp.engine.mesh import Group, Mesh, default_group, node_groups
 from minifsdp.engine.precision import Precision
+from minifsdp.engine.trouble import trouble
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1 import policies
 from minifsdp.fsdp1.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -38,10 +38,6 @@ FlatUnit = Unit[FlatLayout]
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 FREES_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
-
-
-def _fail(kind: type[Exception], message: str) -> Exception:
-    return kind(f"rank {rank_of_this_process()}: {message}")
 
 
 def check_options(
@@ -58,23 +54,33 @@ def check_options(
         TypeError: one is not.
     """
     if not isinstance(module, nn.Module):
-        raise _fail(TypeError, f"module must be a torch.nn.Module, got {type(module).__name__}")
+        raise TypeError(trouble("not-a-module", f"module must be a torch.nn.Module, got {type(module).__name__}"))
     if isinstance(sharding_strategy, CPUOffload):
-        raise _fail(
-            TypeError,
-            "a CPUOffload stands where sharding_strategy is expected; the third position changed its meaning, pass it "
-            "as cpu_offload=",
+        raise TypeError(
+            trouble(
+                "third-position",
+                "a CPUOffload stands where sharding_strategy is expected; the third position changed its meaning, "
+                "pass it as cpu_offload=",
+            ),
         )
     if sharding_strategy is not None and not isinstance(sharding_strategy, ShardingStrategy):
         members = ", ".join(f"ShardingStrategy.{member.name}" for member in ShardingStrategy)
-        raise _fail(TypeError, f"sharding_strategy must be one of {members} or None, got {sharding_strategy!r}")
+        raise TypeError(
+            trouble("strategy-type", f"sharding_strategy must be one of {members} or None, got {sharding_strategy!r}"),
+        )
     if cpu_offload is not None and not isinstance(cpu_offload, CPUOffload):
-        raise _fail(TypeError, f"cpu_offload must be a CPUOffload or None, got {cpu_offload!r}")
+        raise TypeError(trouble("offload-type", f"cpu_offload must be a CPUOffload or None, got {cpu_offload!r}"))
     if backward_prefetch is not None and not isinstance(backward_prefetch, BackwardPrefetch):
         members = ", ".join(f"BackwardPrefetch.{member.name}" for member in BackwardPrefetch)
-        raise _fail(TypeError, f"backward_prefetch must be one of {members} or None, got {backward_prefetch!r}")
+        raise TypeError(
+            trouble("prefetch-type", f"backward_prefetch must be one of {members} or None, got {backward_prefetch!r}"),
+        )
     if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision):
-        raise _fail(TypeError, f"mixed_precision must be a MixedPrecision or None, got {mixed_precision!r}")
+        raise TypeError(
+            trouble(
+                "mixed-precision-type", f"mixed_precision must be a MixedPrecision or None, got {mixed_precision!r}"
+            ),
+        )
     if auto_wrap_policy is not None:
         policies.require_policy(auto_wrap_policy)
 
@@ -95,14 +101,18 @@ def choose_mesh(
         pair = _hybrid_groups(process_group, strategy, has_policy=has_policy, device=device)
         return Mesh.hybrid(Group.of(pair[0]), Group.of(pair[1])), pair
     if isinstance(process_group, (tuple, list)):
-        raise _fail(
-            ValueError,
-            f"a pair of process groups means a hybrid strategy, but sharding_strategy is {strategy.name}; pass one "
-            "group, or HYBRID_SHARD",
+        raise ValueError(
+            trouble(
+                "pair-of-groups",
+                f"a pair of process groups means a hybrid strategy, but sharding_strategy is {strategy.name}; pass "
+                "one group, or HYBRID_SHARD",
+            ),
         )
     group = default_group() if process_group is None else process_group
     if not _is_group(group):
-        raise _fail(TypeError, f"process_group must be a torch.distributed.ProcessGroup, got {process_group!r}")
+        raise TypeError(
+            trouble("group-type", f"process_group must be a torch.distributed.ProcessGroup, got {process_group!r}"),
+        )
     members = Group.of(group)
     if strategy is ShardingStrategy.NO_SHARD:
         return Mesh.replicated(members), group
@@ -118,13 +128,17 @@ def groups_of(device_mesh: Any, process_group: Any, strategy: ShardingStrategy) 
     if device_mesh is None:
         return process_group
     if process_group is not None:
-        raise _fail(ValueError, "pass process_group or device_mesh, not both: either says who shards")
+        raise ValueError(
+            trouble("group-and-mesh", "pass process_group or device_mesh, not both: either says who shards")
+        )
     num_axes = 2 if strategy in HYBRID else 1
     if device_mesh.ndim != num_axes:
-        raise _fail(
-            ValueError,
-            f"{strategy.name} needs a device_mesh with ndim={num_axes} (replicate, shard for hybrid strategies), got "
-            f"{device_mesh}",
+        raise ValueError(
+            trouble(
+                "mesh-ndim",
+                f"{strategy.name} needs a device_mesh with ndim={num_axes} (replicate, shard for hybrid strategies), "
+                f"got {device_mesh}",
+            ),
         )
     return device_mesh.get_group() if num_axes == 1 else (device_mesh.get_group(1), device_mesh.get_group(0))
 
@@ -135,17 +149,21 @@ def _hybrid_groups(
     if process_group is None:
         default_group()
         if not has_policy:
-            raise _fail(
-                ValueError,
-                f"{strategy.name} without process_group needs an auto_wrap_policy: units that are wrapped one by one "
-                "would each make groups of their own. Pass process_group=(sharding group, replication group)",
+            raise ValueError(
+                trouble(
+                    "hybrid-by-hand",
+                    f"{strategy.name} without process_group needs an auto_wrap_policy: units that are wrapped one by "
+                    "one would each make groups of their own. Pass process_group=(sharding group, replication group)",
+                ),
             )
         return node_groups(device)
     pair = tuple(process_group) if isinstance(process_group, (tuple, list)) else ()
     if len(pair) != 2 or not all(map(_is_group, pair)):
-        raise _fail(
-            ValueError,
-            f"{strategy.name} needs process_group=(sharding group, replication group), got {process_group!r}",
+        raise ValueError(
+            trouble(
+                "hybrid-groups",
+                f"{strategy.name} needs process_group=(sharding group, replication group), got {process_group!r}",
+            ),
         )
     return pair[0], pair[1]
 
@@ -166,35 +184,45 @@ def compute_device(module: nn.Module, device_id: Any) -> torch.device:
     found = {p.device for p in module.parameters() if p.device.type != "meta"}
     accelerators = {device for device in found if device.type != "cpu"}
     if len(accelerators) > 1 or (accelerators and len(found) > 1 and device_id is None):
-        raise _fail(
-            RuntimeError,
-            f"the module's parameters are on several devices ({sorted(map(str, found))}); move it to one device first, "
-            "or pass device_id if a part of it is still on the CPU",
+        raise RuntimeError(
+            trouble(
+                "several-devices",
+                f"the module's parameters are on several devices ({sorted(map(str, found))}); move it to one device "
+                "first, or pass device_id if a part of it is still on the CPU",
+            ),
         )
     if device_id is None:
         return next(iter(accelerators)) if accelerators else _current_device()
     device = _as_device(device_id)
     if accelerators and accelerators != {device}:
-        raise _fail(
-            ValueError, f"device_id is {device} but the module is on {next(iter(accelerators))}; they must agree"
+        raise ValueError(
+            trouble(
+                "other-device",
+                f"device_id is {device} but the module is on {next(iter(accelerators))}; they must agree",
+            ),
         )
     return device
 
 
 def _as_device(device_id: Any) -> torch.device:
     if callable(device_id) or isinstance(device_id, bool):
-        raise _fail(
-            TypeError,
-            f"device_id must be an int, a torch.device or None, got {device_id!r}; if this is "
-            "torch.cuda.current_device, call it",
+        raise TypeError(
+            trouble(
+                "device-type",
+                f"device_id must be an int, a torch.device or None, got {device_id!r}; if this is "
+                "torch.cuda.current_device, call it",
+            ),
         )
     device = torch.device(device_id)
     if device.type == "cpu":
         return torch.device("cpu")
     if device.index is None:
         warnings.warn(
-            f"rank {rank_of_this_process()}: device_id={device_id!r} has no index, the current device is taken; pass "
-            "the local rank, or call torch.cuda.set_device() before",
+            trouble(
+                "device-without-index",
+                f"device_id={device_id!r} has no index, the current device is taken; pass the local rank, or call "
+                "torch.cuda.set_device() before",
+            ),
             stacklevel=4,
         )
         return torch.device(device.type, torch.get_device_module(device).current_device())

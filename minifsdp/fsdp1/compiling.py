@@ -25,7 +25,7 @@ import warnings
 
 from torch import nn
 
-from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.trouble import trouble
 
 __all__ = ["is_compiled", "step_over_this_package", "warn_if_compiled"]
 
@@ -46,9 +46,11 @@ def warn_if_compiled(hides_originals: bool) -> None:
 
     if callable(get_eval_frame_callback()):
         warnings.warn(
-            f"rank {rank_of_this_process()}: torch.compile needs use_orig_params=True to see parameters under their "
-            "names; this model was wrapped with use_orig_params=False and will be compiled anew again and again, or "
-            "run uncompiled",
+            trouble(
+                "compiled-flat",
+                "torch.compile needs use_orig_params=True to see parameters under their names; this model was "
+                "wrapped with use_orig_params=False and will be compiled anew again and again, or run uncompiled",
+            ),
             stacklevel=2,
         )
 

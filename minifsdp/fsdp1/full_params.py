@@ -27,9 +27,9 @@ import warnings
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.root import Root
 from minifsdp.engine.triggers import NOT_IN_BACKWARD, graph_task
+from minifsdp.engine.trouble import trouble
 from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.build import FlatUnit
 
@@ -45,18 +45,27 @@ def check_summon_options(*, writeback: bool, rank0_only: bool, offload_to_cpu: b
     """
     if writeback and rank0_only:
         raise NotImplementedError(
-            f"rank {rank_of_this_process()}: summon_full_params cannot write back what only rank 0 has seen; pass "
-            "writeback=False to look, or rank0_only=False to change"
+            trouble(
+                "summon-write-rank0",
+                "summon_full_params cannot write back what only rank 0 has seen; pass writeback=False to look, or "
+                "rank0_only=False to change",
+            )
         )
     if with_grads and offload_to_cpu:
         raise NotImplementedError(
-            f"rank {rank_of_this_process()}: summon_full_params shows gradients where they were computed; "
-            "with_grads=True does not go together with offload_to_cpu=True"
+            trouble(
+                "summon-grads-offload",
+                "summon_full_params shows gradients where they were computed; with_grads=True does not go together "
+                "with offload_to_cpu=True",
+            )
         )
     if offload_to_cpu and not rank0_only:
         warnings.warn(
-            f"rank {rank_of_this_process()}: offload_to_cpu=True with rank0_only=False makes a CPU copy of the whole "
-            "model on every rank, also where ranks share the memory of one machine; consider rank0_only=True",
+            trouble(
+                "summon-copies",
+                "offload_to_cpu=True with rank0_only=False makes a CPU copy of the whole model on every rank, also "
+                "where ranks share the memory of one machine; consider rank0_only=True",
+            ),
             stacklevel=4,
         )
 
@@ -74,8 +83,11 @@ def summoned(
         check_idle(unit)
         if with_grads and unit.layout.hides_originals:
             raise NotImplementedError(
-                f"rank {rank_of_this_process()}: unit {unit.name!r} keeps no gradients of single parameters; "
-                "summon_full_params(with_grads=True) needs use_orig_params=True"
+                trouble(
+                    "summon-no-grads",
+                    f"unit {unit.name!r} keeps no gradients of single parameters; summon_full_params(with_grads=True) "
+                    "needs use_orig_params=True",
+                )
             )
     with ExitStack() as stack:
         for unit in units:
@@ -95,9 +107,11 @@ def check_not_running(tree: Root) -> None:
     """
     if tree.is_busy:
         raise UnitIsBusyError(
-            f"rank {rank_of_this_process()}: every unit is expected to be in states [{Phase.IDLE}] but a forward or "
-            "backward of the model runs. Cannot manually unshard parameters during forward/backward: do it before or "
-            "after"
+            trouble(
+                "summon-while-running",
+                f"every unit is expected to be in states [{Phase.IDLE}] but a forward or backward of the model runs. "
+                "Cannot manually unshard parameters during forward/backward: do it before or after",
+            )
         )
 
 
@@ -107,16 +121,22 @@ def check_idle(unit: FlatUnit) -> None:
     Raises:
         UnitIsBusyError: somebody has.
     """
-    where = f"rank {rank_of_this_process()}: unit {unit.name!r} is expected to be in states [{Phase.IDLE}] but"
+    where = f"unit {unit.name!r} is expected to be in states [{Phase.IDLE}] but"
     if unit.phase is Phase.SUMMONED:
         raise UnitIsBusyError(
-            f"{where} is in {unit.phase}. Cannot manually unshard parameters when already unsharding parameters: leave "
-            "the outer summon_full_params() or apply() first"
+            trouble(
+                "summon-twice",
+                f"{where} is in {unit.phase}. Cannot manually unshard parameters when already unsharding parameters: "
+                "leave the outer summon_full_params() or apply() first",
+            )
         )
     if unit.phase is not Phase.IDLE or graph_task() != NOT_IN_BACKWARD:
         raise UnitIsBusyError(
-            f"{where} its forward or backward runs. Cannot manually unshard parameters during forward/backward: do it "
-            "before or after"
+            trouble(
+                "summon-unit-runs",
+                f"{where} its forward or backward runs. Cannot manually unshard parameters during forward/backward: "
+                "do it before or after",
+            )
         )
 
 
@@ -148,7 +168,10 @@ def _check_no_gradients(unit: FlatUnit) -> None:
     shown = (slot.module._parameters.get(slot.name) for owned in unit.layout.parameters for slot in owned.slots)
     if any(parameter is not None and parameter.grad is not None for parameter in shown):
         raise RuntimeError(
-            f"rank {rank_of_this_process()}: a backward inside summon_full_params() has left gradients on parameters "
-            f"of unit {unit.name!r}. They would be lost: nobody reduces them, and the parameters are given back now. "
-            "Run forward and backward through the wrapped model, outside of the block"
+            trouble(
+                "backward-while-summoned",
+                f"a backward inside summon_full_params() has left gradients on parameters of unit {unit.name!r}. They "
+                "would be lost: nobody reduces them, and the parameters are given back now. Run forward and backward "
+                "through the wrapped model, outside of the block",
+            )
         )

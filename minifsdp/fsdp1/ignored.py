@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.trouble import trouble
 
 __all__ = ["WrongElementsError", "find_ignored"]
 
@@ -43,21 +43,30 @@ def find_ignored(
     """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(
-            f"rank {rank_of_this_process()}: Cannot pass both ignored_modules and ignored_states at the same time; "
-            "ignored_states takes modules as well"
+            trouble(
+                "ignored-both",
+                "Cannot pass both ignored_modules and ignored_states at the same time; ignored_states takes modules "
+                "as well",
+            )
         )
     roots, parameters = _sort_out(ignored_modules, ignored_states)
     for root in roots:
         if is_wrapper(root):
             raise ValueError(
-                f"rank {rank_of_this_process()}: an ignored module must not be a FullyShardedDataParallel itself; "
-                "leave it out, its unit keeps sharding on its own"
+                trouble(
+                    "ignored-wrapper",
+                    "an ignored module must not be a FullyShardedDataParallel itself; leave it out, its unit keeps "
+                    "sharding on its own",
+                )
             )
     modules = {inner for root in roots for inner in _below(root, is_wrapper)}
     if module in modules:
         warnings.warn(
-            f"rank {rank_of_this_process()}: Trying to ignore the top-level module passed into the FSDP constructor "
-            f"itself will result in all parameters being ignored ({type(module).__name__} here): nothing is sharded",
+            trouble(
+                "ignored-all",
+                "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
+                f"parameters being ignored ({type(module).__name__} here): nothing is sharded",
+            ),
             stacklevel=3,
         )
     parameters |= {parameter for inner in modules for parameter in inner.parameters(recurse=False)}
@@ -69,8 +78,11 @@ def _sort_out(ignored_modules: Any, ignored_states: Any) -> tuple[list[nn.Module
         given = _as_list(ignored_modules, "ignored_modules")
         if not all(isinstance(item, nn.Module) for item in given):
             raise WrongElementsError(
-                f"rank {rank_of_this_process()}: ignored_modules expects nn.Module list elements but got types "
-                f"{_types(given)}; pass parameters as ignored_states"
+                trouble(
+                    "ignored-modules-type",
+                    f"ignored_modules expects nn.Module list elements but got types {_types(given)}; pass parameters "
+                    "as ignored_states",
+                )
             )
         return given, set()
     given = _as_list(ignored_states, "ignored_states")
@@ -79,8 +91,10 @@ def _sort_out(ignored_modules: Any, ignored_states: Any) -> tuple[list[nn.Module
     if all(isinstance(item, nn.Module) for item in given):
         return given, set()
     raise WrongElementsError(
-        f"rank {rank_of_this_process()}: ignored_states expects all nn.Parameter or all nn.Module list elements but "
-        f"got types {_types(given)}"
+        trouble(
+            "ignored-states-type",
+            f"ignored_states expects all nn.Parameter or all nn.Module list elements but got types {_types(given)}",
+        )
     )
 
 
@@ -92,7 +106,7 @@ def _as_list(given: Iterable[Any] | None, argument: str) -> list[Any]:
     if given is None:
         return []
     if not isinstance(given, Iterable):
-        raise TypeError(f"rank {rank_of_this_process()}: {argument} must be an iterable, got {type(given).__name__}")
+        raise TypeError(trouble("ignored-not-iterable", f"{argument} must be an iterable, got {type(given).__name__}"))
     return list(given)
 
 

@@ -30,8 +30,8 @@ from torch import nn
 
 from minifsdp import trace
 from minifsdp.engine import collectives
-from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.mesh import Mesh
+from minifsdp.engine.trouble import trouble
 
 __all__ = ["cut_in_place", "materialize", "move_modules", "synchronize"]
 
@@ -52,7 +52,7 @@ def materialize(modules: Modules, param_init_fn: Any, device: torch.device, igno
     """
     on_meta = [(path, m) for path, m in modules if any(t.is_meta for t in _own_tensors(m, ignored))]
     if on_meta and param_init_fn is not None and not callable(param_init_fn):
-        raise ValueError(f"rank {rank_of_this_process()}: expected param_init_fn to be callable, got {param_init_fn!r}")
+        raise ValueError(trouble("init-fn-type", f"expected param_init_fn to be callable, got {param_init_fn!r}"))
     on_meta = on_meta or _deferred(modules, ignored)
     for path, module in on_meta:
         if param_init_fn is not None:
@@ -64,9 +64,12 @@ def materialize(modules: Modules, param_init_fn: Any, device: torch.device, igno
         ]
         if left:
             raise RuntimeError(
-                f"rank {rank_of_this_process()}: {left} of module {path!r} ({type(module).__name__}) are still on the "
-                "meta device; param_init_fn must give memory to everything that the module owns, for instance by "
-                "module.to_empty(device=..., recurse=False)"
+                trouble(
+                    "init-fn-left-meta",
+                    f"{left} of module {path!r} ({type(module).__name__}) are still on the meta device; param_init_fn "
+                    "must give memory to everything that the module owns, for instance by "
+                    "module.to_empty(device=..., recurse=False)",
+                )
             )
 
 
@@ -86,8 +89,11 @@ def _reset(path: str, module: nn.Module, device: torch.device) -> None:
     reset: Callable[[], None] | None = getattr(module, "reset_parameters", None)
     if reset is None:
         raise RuntimeError(
-            f"rank {rank_of_this_process()}: module {path!r} ({type(module).__name__}) owns tensors on the meta device "
-            "but has no reset_parameters(); give the class one, or pass param_init_fn"
+            trouble(
+                "no-reset-parameters",
+                f"module {path!r} ({type(module).__name__}) owns tensors on the meta device but has no "
+                "reset_parameters(); give the class one, or pass param_init_fn",
+            )
         )
     module.to_empty(device=device, recurse=False)
     with torch.no_grad():
@@ -121,14 +127,20 @@ def cut_in_place(modules: Modules, device: torch.device, ignored: set[nn.Paramet
     left = [t for _, module in modules for t in _own_tensors(module, ignored) if t.device.type == "cpu"]
     if device.type == "cpu" or not left:
         return
-    where = f"rank {rank_of_this_process()}: the module is on the CPU and {device} computes"
+    where = f"the module is on the CPU and {device} computes"
     if sends:
         raise ValueError(
-            f"{where}; sync_module_states=True sends values between accelerators. Pass device_id, so that the module "
-            "is moved there unit by unit, or move it before wrapping"
+            trouble(
+                "sync-on-cpu",
+                f"{where}; sync_module_states=True sends values between accelerators. Pass device_id, so that the "
+                "module is moved there unit by unit, or move it before wrapping",
+            )
         )
     warnings.warn(
-        f"{where}; it is cut into slices on the CPU, which is slow. Pass device_id to have it moved unit by unit",
+        trouble(
+            "slow-on-cpu",
+            f"{where}; it is cut into slices on the CPU, which is slow. Pass device_id to have it moved unit by unit",
+        ),
         stacklevel=4,
     )
     for buffer in left:

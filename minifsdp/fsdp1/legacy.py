@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.trouble import trouble
 
 __all__ = ["takes_old_spellings", "warn_renamed"]
 
@@ -29,7 +29,11 @@ RENAMED_KEYWORDS = {"fsdp_auto_wrap_policy": "auto_wrap_policy"}
 
 def warn_renamed(old: str, new: str, stacklevel: int) -> None:
     """The one warning that every old spelling gives."""
-    warnings.warn(f"{old} is an old spelling, write {new} instead", FutureWarning, stacklevel=stacklevel + 1)
+    warnings.warn(
+        trouble("old-spelling", f"{old} is an old spelling, write {new} instead"),
+        FutureWarning,
+        stacklevel=stacklevel + 1,
+    )
 
 
 def takes_old_spellings(constructor: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
@@ -44,9 +48,7 @@ def takes_old_spellings(constructor: Callable[Concatenate[S, P], None]) -> Calla
         for old, new in RENAMED_KEYWORDS.items():
             if old in kwargs:
                 if new in kwargs:
-                    raise TypeError(
-                        f"rank {rank_of_this_process()}: {old} is the old spelling of {new}; pass only {new}"
-                    )
+                    raise TypeError(trouble("both-spellings", f"{old} is the old spelling of {new}; pass only {new}"))
                 warn_renamed(f"{old}=", f"{new}=", stacklevel=2)
                 kwargs[new] = kwargs.pop(old)
         constructor(self, *args, **kwargs)

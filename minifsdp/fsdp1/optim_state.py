@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.trouble import rank_of_this_process, trouble
 from minifsdp.fsdp1 import agreement, chunks
 from minifsdp.fsdp1.optim_state_facts import Facts, Number, PerElement, facts_of_all_ranks
 from minifsdp.fsdp1.optim_state_names import ParameterNames, UnitNames
@@ -77,8 +77,11 @@ class OptimForm:
         """
         if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             raise NotImplementedError(
-                f"rank {rank_of_this_process()}: optimizer states have no local form: choose SHARDED_STATE_DICT or "
-                "FULL_STATE_DICT, or save optim.state_dict() as it is, for the same ranks of the same run only"
+                trouble(
+                    "no-local-optimizer",
+                    "optimizer states have no local form: choose SHARDED_STATE_DICT or FULL_STATE_DICT, or save "
+                    "optim.state_dict() as it is, for the same ranks of the same run only",
+                )
             )
         config = settings.optim_state_dict_config
         return cls(
@@ -236,8 +239,11 @@ def _unknown(given: Mapping[Any, Any], keys: Mapping[Any, nn.Parameter]) -> dict
     unknown = {key: value for key, value in given.items() if key not in keys}
     if unknown:
         warnings.warn(
-            f"rank {rank_of_this_process()}: the optimizer's state has the keys {sorted(map(str, unknown))}, which are "
-            "no parameters of the model; what is there is copied as it is, from this rank",
+            trouble(
+                "unknown-optimizer-keys",
+                f"the optimizer's state has the keys {sorted(map(str, unknown))}, which are no parameters of the "
+                "model; what is there is copied as it is, from this rank",
+            ),
             stacklevel=4,
         )
     return unknown

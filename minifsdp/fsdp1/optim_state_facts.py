@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.engine.trouble import rank_of_this_process
 from minifsdp.fsdp1 import agreement
 from minifsdp.fsdp1.optim_state_names import ParameterNames, UnitNames
 

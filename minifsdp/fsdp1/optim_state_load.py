@@ -44,8 +44,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.engine.trouble import trouble
 from minifsdp.fsdp1 import agreement, chunks
 from minifsdp.fsdp1.optim_state import OptimForm, copied
 from minifsdp.fsdp1.optim_state_check import Expected, check, elementwise_keys
@@ -100,8 +100,11 @@ def read(
     names = ParameterNames(model)
     if not names.units:
         raise ValueError(
-            f"rank {rank_of_this_process()}: {type(model).__name__} has no FullyShardedDataParallel in it; there is "
-            "nothing to cut, so load the dict with rekey_optim_state_dict() and optim.load_state_dict()"
+            trouble(
+                "optimizer-without-fsdp",
+                f"{type(model).__name__} has no FullyShardedDataParallel in it; there is nothing to cut, so load the "
+                "dict with rekey_optim_state_dict() and optim.load_state_dict()",
+            )
         )
     is_source = not form.first_only or names.units[0].mesh.is_first
     expected = Expected(names, groups_of_optimizer, form.is_sharded, own_keys, is_lenient)

@@ -41,14 +41,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, ParamSpec
 
 from torch import nn
 
-from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.trouble import trouble
+from minifsdp.fsdp1.legacy import warn_renamed
 
 __all__ = [
     "CustomPolicy",
@@ -85,9 +85,12 @@ def _require_call(policy: Callable[..., object], *args: Any, **kwargs: Any) -> N
         name = getattr(policy, "__name__", repr(policy))
         own = [p for p in inspect.signature(policy).parameters if p not in ("module", "recurse", "nonwrapped_numel")]
         raise TypeError(
-            f"rank {rank_of_this_process()}: the wrapping policy {name} cannot be called like this: {error}. It is "
-            "called for you, as policy(module=..., recurse=..., nonwrapped_numel=...), once or twice for each module; "
-            f"bind its other parameters and pass the result: functools.partial({name}, {own[0] if own else '...'}=...)"
+            trouble(
+                "policy-call",
+                f"the wrapping policy {name} cannot be called like this: {error}. It is called for you, as "
+                "policy(module=..., recurse=..., nonwrapped_numel=...), once or twice for each module; bind its "
+                f"other parameters and pass the result: functools.partial({name}, {own[0] if own else '...'}=...)",
+            )
         ) from None
 
 
@@ -109,8 +112,9 @@ def require_classes(classes: Any, name: str) -> tuple[type[nn.Module], ...]:
         if all(isinstance(item, type) for item in found):
             return found
     raise TypeError(
-        f"rank {rank_of_this_process()}: {name} must be a set of module classes, for instance {{nn.Linear}}, "
-        f"got {classes!r}"
+        trouble(
+            "policy-classes", f"{name} must be a set of module classes, for instance {{nn.Linear}}, got {classes!r}"
+        )
     )
 
 
@@ -176,7 +180,7 @@ size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict
 
 def default_auto_wrap_policy(*args: Any, **kwargs: Any) -> bool:
     """The name that ``size_based_auto_wrap_policy`` had in torch 1.11; warns (LEGACY-02)."""
-    _warn_renamed("default_auto_wrap_policy", "size_based_auto_wrap_policy", stacklevel=3)
+    warn_renamed("default_auto_wrap_policy", "size_based_auto_wrap_policy", stacklevel=2)
     return size_based_auto_wrap_policy(*args, **kwargs)
 
 
@@ -192,10 +196,6 @@ def _module_wrap_policy(
 ) -> bool:
     # `ModuleWrapPolicy` as a function; private in torch and imported from there, together with `_or_policy`.
     return recurse or isinstance(module, require_classes(module_classes, "module_classes"))
-
-
-def _warn_renamed(old: str, new: str, stacklevel: int) -> None:
-    warnings.warn(f"{old} is an old spelling, write {new} instead", FutureWarning, stacklevel=stacklevel)
 
 
 # ---- policies that are objects --------------------------------------------------------------------------------------
@@ -262,8 +262,11 @@ class CustomPolicy(_Policy):
             answer = self._lambda_fn(module)
             if not isinstance(answer, (bool, dict)):
                 raise ValueError(
-                    f"rank {rank_of_this_process()}: the function of a CustomPolicy must return True, False or a dict "
-                    f"of constructor arguments, but for a {type(module).__name__} it returned {answer!r}"
+                    trouble(
+                        "policy-answer",
+                        "the function of a CustomPolicy must return True, False or a dict of constructor arguments, "
+                        f"but for a {type(module).__name__} it returned {answer!r}",
+                    )
                 )
             if answer:
                 chosen[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
@@ -282,8 +285,11 @@ def require_policy(policy: Any) -> None:
     """
     if isinstance(policy, type) or not (callable(policy) or hasattr(policy, "_run_policy")):
         raise TypeError(
-            f"rank {rank_of_this_process()}: auto_wrap_policy must be a function or a policy object, got {policy!r}; "
-            "to make a unit of every Block, pass ModuleWrapPolicy({Block})"
+            trouble(
+                "policy-type",
+                f"auto_wrap_policy must be a function or a policy object, got {policy!r}; to make a unit of every "
+                "Block, pass ModuleWrapPolicy({Block})",
+            )
         )
     if not hasattr(policy, "_run_policy"):
         _require_call(policy, module=None, recurse=True, **{_name_of_numel(policy): 0})
@@ -323,8 +329,8 @@ def question(policy: Any, root_module: nn.Module, ignored_modules: set[nn.Module
         return lambda module, recurse, numel: {} if recurse else picked.get(module)
     function = _under_new_name(policy)
     if function is not policy:
-        _warn_renamed("default_auto_wrap_policy", "size_based_auto_wrap_policy", stacklevel=6)
+        warn_renamed("default_auto_wrap_policy", "size_based_auto_wrap_policy", stacklevel=5)
     name = _name_of_numel(function)
     if name == "unwrapped_params":
-        _warn_renamed("the parameter unwrapped_params of a wrapping policy", "nonwrapped_numel", stacklevel=6)
+        warn_renamed("the parameter unwrapped_params of a wrapping policy", "nonwrapped_numel", stacklevel=5)
     return lambda module, recurse, numel: {} if function(module=module, recurse=recurse, **{name: numel}) else None

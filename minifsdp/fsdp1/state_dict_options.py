@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.trouble import trouble
 
 __all__ = [
     "FullOptimStateDictConfig",
@@ -143,7 +143,7 @@ def settings_for(
     if state_dict_type not in _CONFIGS:
         members = ", ".join(f"StateDictType.{member.name}" for member in StateDictType)
         raise RuntimeError(
-            f"rank {rank_of_this_process()}: state_dict_type must be one of {members}, got {state_dict_type!r}"
+            trouble("state-dict-type", f"state_dict_type must be one of {members}, got {state_dict_type!r}")
         )
     model_class, optim_class = _CONFIGS[state_dict_type]
     model = model_class() if state_dict_config is None else state_dict_config
@@ -154,8 +154,10 @@ def settings_for(
     ]:
         if type(config) is not expected:
             raise RuntimeError(
-                f"rank {rank_of_this_process()}: Expected {name} of type {expected.__name__} for {state_dict_type}, "
-                f"got {type(config).__name__}"
+                trouble(
+                    "config-type",
+                    f"Expected {name} of type {expected.__name__} for {state_dict_type}, got {type(config).__name__}",
+                )
             )
     return StateDictSettings(state_dict_type, model, optim)
 
@@ -172,7 +174,10 @@ def common_settings(all_settings: Sequence[tuple[str, StateDictSettings]]) -> St
     for name, other in all_settings:
         if other != first:
             raise AssertionError(
-                f"rank {rank_of_this_process()}: all units of a model must have the same state dict settings, but "
-                f"{first_name!r} has {first} and {name!r} has {other}; set them on the outermost module"
+                trouble(
+                    "mixed-settings",
+                    f"all units of a model must have the same state dict settings, but {first_name!r} has {first} and "
+                    f"{name!r} has {other}; set them on the outermost module",
+                )
             )
     return first

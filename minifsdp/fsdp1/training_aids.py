@@ -28,8 +28,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.mesh import Group
+from minifsdp.engine.trouble import rank_of_this_process, trouble
 
 __all__ = ["clip_gradients"]
 
@@ -63,8 +63,11 @@ def clip_gradients(
     every = [*whole, *(gradient for gradients in sharded.values() for gradient in gradients)]
     if not every:
         warnings.warn(
-            f"clip_grad_norm_ was called on rank {rank_of_this_process()} with no gradients -- returning the total "
-            f"norm in the default dtype {norm.dtype}; call it after backward and before the optimizer step",
+            trouble(
+                "clip-without-gradients",
+                f"clip_grad_norm_ was called on rank {rank_of_this_process()} with no gradients -- returning the "
+                f"total norm in the default dtype {norm.dtype}; call it after backward and before the optimizer step",
+            ),
             stacklevel=4,
         )
         return norm

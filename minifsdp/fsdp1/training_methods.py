@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from minifsdp.engine import misuse
-from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.mesh import Group
+from minifsdp.engine.trouble import trouble
 from minifsdp.fsdp1.base import WrapperBase
 from minifsdp.fsdp1.full_params import check_idle, check_not_running, check_summon_options, summoned
 from minifsdp.fsdp1.training_aids import clip_gradients
@@ -160,20 +160,33 @@ class TrainingMethods(WrapperBase):
             ValueError: ``hook`` is not callable.
             RuntimeError: forward has been run already.
         """
-        where = f"rank {rank_of_this_process()}: register_comm_hook"
         if self._is_inner:
-            raise AssertionError(f"{where} can only be called on a root instance, not on one inside it")
+            raise AssertionError(
+                trouble(
+                    "hook-root-only", "register_comm_hook can only be called on a root instance, not on one inside it"
+                )
+            )
         if not callable(hook):
-            raise ValueError(f"{where} expects a callable hook, got {hook!r}")
+            raise ValueError(trouble("hook-type", f"register_comm_hook expects a callable hook, got {hook!r}"))
         if self._tree is not None:
-            raise RuntimeError(f"{where} was called after the first forward; call it right after wrapping")
+            raise RuntimeError(
+                trouble(
+                    "hook-too-late",
+                    "register_comm_hook was called after the first forward; call it right after wrapping",
+                )
+            )
         units = [w._unit for w in WrapperBase.fsdp_modules(self) if w._unit is not None]
         for unit in units:
             if unit.plan.mesh.shard is not None and unit.plan.mesh.replicate is not None:
                 raise AssertionError(
-                    f"{where} does not support hybrid strategies: there are two collectives to replace"
+                    trouble(
+                        "hook-hybrid",
+                        "register_comm_hook does not support hybrid strategies: there are two collectives to replace",
+                    )
                 )
             if unit.plan.hook is not None:
-                raise AssertionError(f"{where}: a communication hook is already registered")
+                raise AssertionError(
+                    trouble("hook-twice", "register_comm_hook: a communication hook is already registered")
+                )
         for unit in units:
             unit.plan.hook = functools.partial(hook, state)

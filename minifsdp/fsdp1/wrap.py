@@ -48,8 +48,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.precision import cast_floating, tensors_in
+from minifsdp.engine.trouble import trouble
 from minifsdp.fsdp1.compiling import is_compiled
 from minifsdp.fsdp1.policies import Overrides, question, require_classes
 
@@ -146,9 +146,12 @@ def refuse_wrapped(root_module: nn.Module, wrapper_cls: type[nn.Module]) -> None
         if isinstance(module, wrapper_cls):
             # The wording up to "in" is what programs written for torch's FSDP look for.
             raise ValueError(
-                f"rank {rank_of_this_process()}: FSDP auto wrapping requires modules to not already have FSDP applied "
-                f"but found {path or 'the module itself'} in {type(root_module).__name__}; give the policy a tree "
-                "without wrappers, or wrap the rest by hand too and leave out auto_wrap_policy"
+                trouble(
+                    "already-wrapped",
+                    "FSDP auto wrapping requires modules to not already have FSDP applied but found "
+                    f"{path or 'the module itself'} in {type(root_module).__name__}; give the policy a tree without "
+                    "wrappers, or wrap the rest by hand too and leave out auto_wrap_policy",
+                )
             )
 
 
@@ -171,9 +174,12 @@ def refuse_ties(
             owner, other = first_seen.setdefault(parameter, (unit, full_name))
             if owner is not unit:
                 raise ValueError(
-                    f"rank {rank_of_this_process()}: parameters {other!r} and {full_name!r} are the same, and the "
-                    "policy puts them into different units, where the copies would drift apart. Choose a module that "
-                    "contains both of its users as one unit, and neither of them alone"
+                    trouble(
+                        "policy-splits-tie",
+                        f"parameters {other!r} and {full_name!r} are the same, and the policy puts them into "
+                        "different units, where the copies would drift apart. Choose a module that contains both of "
+                        "its users as one unit, and neither of them alone",
+                    )
                 )
         for name, child in module.named_children():
             visit(child, f"{path}{name}.", unit)
@@ -191,9 +197,12 @@ def refuse_compiled(root_module: nn.Module, chosen: Mapping[nn.Module, Overrides
         inside = next((child for child in module.children() if child in chosen), None)
         if inside is not None and is_compiled(module):
             raise ValueError(
-                f"rank {rank_of_this_process()}: the policy chooses {type(inside).__name__} at {path!r}, which was "
-                "compiled before by torch.compile; the compiled module would go past the wrapper. Compile after "
-                "wrapping, or with module.compile(), which changes the module in place"
+                trouble(
+                    "compiled-before",
+                    f"the policy chooses {type(inside).__name__} at {path!r}, which was compiled before by "
+                    "torch.compile; the compiled module would go past the wrapper. Compile after wrapping, or with "
+                    "module.compile(), which changes the module in place",
+                )
             )
 
 
@@ -255,9 +264,13 @@ def auto_wrap(
     if apart:
         names = ", ".join(sorted({type(module).__name__ for module in apart}))
         warnings.warn(
-            f"mixed_precision and an auto_wrap_policy are given, and the model contains {names}. These modules will be "
-            "wrapped as separate FSDP units that compute in their own dtype (mixed_precision=None); to leave them in "
-            "the units around them, take their classes out of MixedPrecision(_module_classes_to_ignore=...)",
+            trouble(
+                "kept-full-precision",
+                f"mixed_precision and an auto_wrap_policy are given, and the model contains {names}. These modules "
+                "will be wrapped as separate FSDP units that compute in their own dtype (mixed_precision=None); to "
+                "leave them in the units around them, take their classes out of "
+                "MixedPrecision(_module_classes_to_ignore=...)",
+            ),
             stacklevel=3,
         )
     for module in apart:

@@ -31,13 +31,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minifsdp.engine import misuse
-from minifsdp.engine.collectives import Scaling, rank_of_this_process
+from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.dtensors import Sharding
 from minifsdp.engine.layout import OwnedParameter, owned_parameters
 from minifsdp.engine.mesh import Group, Mesh, default_group
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
+from minifsdp.engine.trouble import trouble
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp2.initial import warn_if_different
 from minifsdp.fsdp2.member import Member, member_of
@@ -97,13 +98,16 @@ def fully_shard(  # type: ignore[misc]
     """
     if dp_mesh_dims is not None:
         raise NotImplementedError(
-            f"rank {rank_of_this_process()}: dp_mesh_dims is not offered by minifsdp; pass mesh=big_mesh['dp'], the "
-            "part of the mesh that is for data parallelism"
+            trouble(
+                "dp-mesh-dims",
+                "dp_mesh_dims is not offered by minifsdp; pass mesh=big_mesh['dp'], the part of the mesh that is for "
+                "data parallelism",
+            )
         )
     modules = list(module) if isinstance(module, list | tuple) else [module]
     if wrong := [one for one in modules if not isinstance(one, nn.Module)]:
         raise TypeError(
-            f"rank {rank_of_this_process()}: fully_shard expects a module or a list of modules, got {wrong[0]!r}"
+            trouble("fully-shard-type", f"fully_shard expects a module or a list of modules, got {wrong[0]!r}")
         )
     _check_modules(modules)
     mesh = mesh if mesh is not None else _default_mesh()
@@ -126,26 +130,34 @@ def fully_shard(  # type: ignore[misc]
 
 
 def _check_modules(modules: list[nn.Module]) -> None:
-    where = f"rank {rank_of_this_process()}: fully_shard"
     if not modules:
-        raise ValueError(f"{where} was given an empty list of modules")
+        raise ValueError(trouble("no-modules", "fully_shard was given an empty list of modules"))
     for module in modules:
         if isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is nn.Module.forward:
             raise ValueError(
-                f"{where} does not support containers that do not implement forward, got {type(module).__name__}: "
-                "nobody would call it. Call fully_shard on each of its modules"
+                trouble(
+                    "no-forward",
+                    "fully_shard does not support containers that do not implement forward, got "
+                    f"{type(module).__name__}: nobody would call it. Call fully_shard on each of its modules",
+                )
             )
         if member_of(module) is not None:
             raise AssertionError(
-                f"{where} was called on {type(module).__name__} before. Each distinct composable distributed API can "
-                "only be applied to a module once."
+                trouble(
+                    "sharded-twice",
+                    f"fully_shard was called on {type(module).__name__} before. Each distinct composable distributed "
+                    "API can only be applied to a module once.",
+                )
             )
         misuse.check_one_door(module, "fully_shard")
     inside = [one for one in modules for other in modules if other is not one and one in set(other.modules())]
     if inside:
         raise ValueError(
-            f"{where} was given a list in which {type(inside[0]).__name__} is inside of another module of the list; "
-            "list the outer one alone"
+            trouble(
+                "nested-in-list",
+                f"fully_shard was given a list in which {type(inside[0]).__name__} is inside of another module of the "
+                "list; list the outer one alone",
+            )
         )
 
 
@@ -160,8 +172,11 @@ def _table(mesh: DeviceMesh) -> Mesh:
         return Mesh.sharded(Group.of(mesh.get_group()))
     if mesh.ndim != 2:
         raise ValueError(
-            f"rank {rank_of_this_process()}: fully_shard expects a mesh of one axis, to shard over, or of two, "
-            f"(replicate, shard), got {mesh.ndim}: {mesh}"
+            trouble(
+                "mesh-axes",
+                "fully_shard expects a mesh of one axis, to shard over, or of two, (replicate, shard), got "
+                f"{mesh.ndim}: {mesh}",
+            )
         )
     return Mesh.hybrid(shard=Group.of(mesh.get_group(1)), replicate=Group.of(mesh.get_group(0)))
 

@@ -21,9 +21,9 @@ from torch import nn
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from minifsdp.engine import collectives
-from minifsdp.engine.collectives import rank_of_this_process
 from minifsdp.engine.layout import OwnedParameter
 from minifsdp.engine.mesh import Mesh
+from minifsdp.engine.trouble import trouble
 
 __all__ = ["warn_if_different"]
 
@@ -45,9 +45,12 @@ def warn_if_different(parameters: dict[nn.Parameter, OwnedParameter], table: Mes
     names = [path for path, differs in zip(real.values(), different.tolist(), strict=True) if differs]
     if names:
         warnings.warn(
-            f"rank {rank_of_this_process()}: initial values of {names} differ between ranks, so the sharded model is a "
-            "patchwork of several. Seed all ranks equally, or send rank 0's values by set_model_state_dict with "
-            "StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)",
+            trouble(
+                "initial-values-differ",
+                f"initial values of {names} differ between ranks, so the sharded model is a patchwork of several. "
+                "Seed all ranks equally, or send rank 0's values by set_model_state_dict with "
+                "StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)",
+            ),
             stacklevel=3,
         )
 

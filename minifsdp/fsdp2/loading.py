@@ -21,7 +21,7 @@ from torch import nn
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from minifsdp.engine.collectives import rank_of_this_process
+from minifsdp.engine.trouble import trouble
 
 __all__ = ["check_before_load"]
 
@@ -39,21 +39,26 @@ def check_before_load(
         for name, parameter in module.named_parameters(remove_duplicate=False)
         if isinstance(parameter, DTensor) and prefix + name in state
     }
-    where = f"rank {rank_of_this_process()}: load_state_dict"
     on_meta = [key for key, parameter in sharded.items() if parameter.device.type == "meta"]
     if on_meta and not metadata.get("assign_to_params_buffers", False):
         raise RuntimeError(
-            f"{where} cannot copy values into parameters on the meta device ({_some(on_meta)}); pass assign=True, or "
-            "give the model memory by to_empty(device=...) first"
+            trouble(
+                "load-into-meta",
+                f"load_state_dict cannot copy values into parameters on the meta device ({_some(on_meta)}); pass "
+                "assign=True, or give the model memory by to_empty(device=...) first",
+            )
         )
     whole = [key for key in sharded if not isinstance(state[key], DTensor)]
     if not whole:
         return
     if get_debug_level() != DebugLevel.DETAIL:
         raise RuntimeError(
-            f"{where} was given whole tensors ({_some(whole)}) for a model that fully_shard has sharded. Use "
-            "torch.distributed.checkpoint.state_dict.set_model_state_dict with "
-            "StateDictOptions(full_state_dict=True), or distribute_tensor each of them first"
+            trouble(
+                "load-whole",
+                f"load_state_dict was given whole tensors ({_some(whole)}) for a model that fully_shard has sharded. "
+                "Use torch.distributed.checkpoint.state_dict.set_model_state_dict with "
+                "StateDictOptions(full_state_dict=True), or distribute_tensor each of them first",
+            )
         )
     for key in whole:
         parameter = sharded[key]

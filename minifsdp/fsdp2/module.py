@@ -25,9 +25,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from minifsdp.engine.collectives import Scaling, rank_of_this_process
+from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.lanes import Lanes
 from minifsdp.engine.mesh import Group
+from minifsdp.engine.trouble import trouble
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp2.member import Member, member_of, members_in
 from minifsdp.fsdp2.subgroups import subgroup_of
@@ -65,8 +66,11 @@ class FSDPModule:
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refuses: shards and hooks cannot be copied one by one (NEW-22)."""
         raise AssertionError(
-            f"rank {rank_of_this_process()}: FSDP does not support deepcopy. Copy the plain model before fully_shard, "
-            "or carry the values over with state_dict() and load_state_dict()"
+            trouble(
+                "copy-of-fully-shard",
+                "FSDP does not support deepcopy. Copy the plain model before fully_shard, or carry the values over "
+                "with state_dict() and load_state_dict()",
+            )
         )
 
     # --- by hand ---
@@ -99,8 +103,11 @@ class FSDPModule:
         member = _member(self)
         if member.tree is not None and member.tree.outermost is not member.unit:
             raise RuntimeError(
-                f"rank {rank_of_this_process()}: reset_iter_state() acts on the whole tree, so it should be called on "
-                "the root FSDP module, not on one inside it"
+                trouble(
+                    "reset-root-only",
+                    "reset_iter_state() acts on the whole tree, so it should be called on the root FSDP module, not "
+                    "on one inside it",
+                )
             )
         member.break_off()
         member.drop_gradients()
@@ -130,7 +137,10 @@ class FSDPModule:
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor` (NEW-10)."""
         warnings.warn(
-            "set_reduce_scatter_divide_factor() was renamed, use set_gradient_divide_factor()",
+            trouble(
+                "divide-factor-renamed",
+                "set_reduce_scatter_divide_factor() was renamed, use set_gradient_divide_factor()",
+            ),
             FutureWarning,
             stacklevel=2,
         )
@@ -152,8 +162,10 @@ class FSDPModule:
         for unit in _units(self, recurse=False):
             if stream is not None and unit.plan.mesh.replicate is not None:
                 raise ValueError(
-                    f"rank {rank_of_this_process()}: stream cannot be set when using native HSDP: the all-reduce over "
-                    "replicas has its own"
+                    trouble(
+                        "hook-stream",
+                        "stream cannot be set when using native HSDP: the all-reduce over replicas has its own",
+                    )
                 )
             unit.plan.after, unit.plan.after_lane = hook, stream
 
@@ -262,9 +274,7 @@ def choose_reshard(unit: Unit, choice: bool | int) -> None:
         ValueError: a number that does not divide the ranks on the shard axis.
     """
     if not isinstance(choice, bool | int):
-        raise ValueError(
-            f"rank {rank_of_this_process()}: reshard_after_forward should be a bool or an int, got {choice!r}"
-        )
+        raise ValueError(trouble("reshard-type", f"reshard_after_forward should be a bool or an int, got {choice!r}"))
     shard = unit.plan.mesh.shard
     unit.reshard_after_forward, unit.rests_with = bool(choice), None
     if isinstance(choice, bool) or shard is None or choice == shard.size:
@@ -274,8 +284,11 @@ def choose_reshard(unit: Unit, choice: bool | int) -> None:
         return
     if choice < 1 or shard.size % choice:
         raise ValueError(
-            f"rank {rank_of_this_process()}: reshard_after_forward={choice} is not a factor of the "
-            f"{shard.size} ranks on the shard axis; choose a number that divides them, or True or False"
+            trouble(
+                "reshard-factor",
+                f"reshard_after_forward={choice} is not a factor of the {shard.size} ranks on the shard axis; choose "
+                "a number that divides them, or True or False",
+            )
         )
     unit.rests_with = Group.of(subgroup_of(shard, choice))
 
@@ -283,7 +296,7 @@ def choose_reshard(unit: Unit, choice: bool | int) -> None:
 def _member(module: Any) -> Member:
     member = member_of(module)
     if member is None:
-        raise AssertionError(f"rank {rank_of_this_process()}: No FSDP state found on {type(module).__name__}")
+        raise AssertionError(trouble("not-sharded", f"No FSDP state found on {type(module).__name__}"))
     return member
 
 
@@ -303,13 +316,15 @@ def _check_modules(modules: Iterable[Any]) -> None:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(
-                f"rank {rank_of_this_process()}: Expects FSDPModule but got {type(module).__name__}; call fully_shard "
-                "on it first"
+                trouble(
+                    "expects-fsdp-module",
+                    f"Expects FSDPModule but got {type(module).__name__}; call fully_shard on it first",
+                )
             )
 
 
 def _not_offered(what: str, instead: str) -> NotImplementedError:
-    return NotImplementedError(f"rank {rank_of_this_process()}: {what} is not offered by minifsdp; use {instead}")
+    return NotImplementedError(trouble("not-offered", f"{what} is not offered by minifsdp; use {instead}"))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -322,7 +337,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if member is None:
         return
     if not hasattr(module, method_name):
-        raise ValueError(f"rank {rank_of_this_process()}: {type(module)} does not have a method {method_name}")
+        raise ValueError(trouble("no-such-method", f"{type(module)} does not have a method {method_name}"))
     method = getattr(module, method_name)
 
     @functools.wraps(method)

@@ -1,28 +1,41 @@
-"""Every message of the package has an entry of its own on the page "Troubleshoot"."""
+"""Every message of the package ends with the address of its entry on the page "Troubleshoot".
+
+That each address leads to an entry is seen on the built page, in ``test_site.py``.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from torch import nn
 
 from docs_build.messages import messages
 from docs_build.order import PACKAGE, ROOT
+from minifsdp import FullyShardedDataParallel
+from minifsdp.engine.trouble import PAGE
+from spec_tests.harness import ranks
+
+WRITTEN = ROOT / "docs" / "troubleshoot.md"
 
 
 def test_addresses_are_unique_and_differ_from_those_written_by_hand() -> None:
     ids = [message.id for message in messages()]
-    written = re.findall(r"\{ #(E-[a-z0-9-]+)", (ROOT / "docs" / "troubleshoot.md").read_text())
+    written = re.findall(r"\{ #(E-[a-z0-9-]+)", WRITTEN.read_text())
     assert len(ids + written) == len({*ids, *written})
 
 
 @pytest.mark.parametrize(
     ("id", "kind", "words"),
     [
-        ("E-unit-wait", "RuntimeError", "is waited for but was never gathered"),
-        ("E-misuse-check-not-tied", "ValueError", "A parameter cannot be tied across units"),
-        ("E-build-check-options-3", "TypeError", "sharding_strategy must be one of"),
-        ("E-misuse-warn-if-stale", "UserWarning", "were replaced when the model was sharded"),
+        ("E-never-gathered", "RuntimeError", "is waited for but was never gathered"),
+        ("E-tied-across-units", "ValueError", "A parameter cannot be tied across units"),
+        ("E-strategy-type", "TypeError", "sharding_strategy must be one of"),
+        ("E-stale-optimizer", "UserWarning", "were replaced when the model was sharded"),
+        ("E-old-spelling", "FutureWarning", "is an old spelling"),
     ],
 )
 def test_messages_are_read_from_the_source(id: str, kind: str, words: str) -> None:
@@ -31,8 +44,30 @@ def test_messages_are_read_from_the_source(id: str, kind: str, words: str) -> No
     assert words in message.text
 
 
-def test_nearly_every_raise_of_the_package_has_an_entry() -> None:
-    raises = sum(
-        len(re.findall(r"raise \w+(?:Error|Warning)\(\s*f?[\"']", p.read_text())) for p in PACKAGE.rglob("*.py")
-    )
-    assert len(messages()) >= raises
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_every_error_and_warning_gets_its_rank_and_its_address(path: Path) -> None:
+    without = [f"line {call.lineno}: {ast.unparse(call)[:80]}" for call in _speaking(path) if not _has_ends(call)]
+    assert without == []
+
+
+def _speaking(path: Path) -> Iterator[ast.Call]:
+    """The calls that make an error or a warning with words."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and node.args:
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name == "warn" or name.endswith(("Error", "Warning")):
+                yield node
+
+
+def _has_ends(call: ast.Call) -> bool:
+    words = call.args[0]
+    return isinstance(words, ast.Call) and isinstance(words.func, ast.Name) and words.func.id == "trouble"
+
+
+@ranks(2)
+def test_a_message_that_was_raised_ends_with_its_address() -> None:
+    with pytest.raises(TypeError) as caught:
+        FullyShardedDataParallel(nn.Linear(2, 2), sharding_strategy="FULL_SHARD")  # type: ignore[arg-type]
+    first, last = str(caught.value).split("\n")
+    assert re.match(r"rank [01]: sharding_strategy must be one of", first)
+    assert last.endswith(f" {PAGE}#E-strategy-type")

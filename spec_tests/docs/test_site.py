@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from docs_build import links
+from docs_build.messages import Message, messages
+from minifsdp.engine.trouble import trouble
 from spec_tests.docs import offline
 from spec_tests.docs.browser import Tab, chromium, find_chromium
 
@@ -70,6 +72,16 @@ def test_every_link_and_anchor_leads_somewhere(site: Path) -> None:
 
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     assert list(links.external(site)) == []
+
+
+@pytest.mark.parametrize("message", messages(), ids=lambda message: message.id)
+def test_the_address_in_a_message_leads_to_its_entry(site: Path, message: Message) -> None:
+    page, _, anchor = trouble(message.id.removeprefix("E-"), "words").rpartition(" ")[2].partition("#")
+    _, found, after = (site / page).read_text(encoding="utf-8").partition(f'id="{anchor}"')
+    entry = after.partition("<h3")[0]
+    assert found
+    assert message.kind in entry
+    assert message.module in entry
 
 
 PHONE, DESK = (390, 800), (1280, 900)

@@ -13,7 +13,6 @@ from minifsdp.engine.collectives import (
     all_reduce,
     broadcast,
     gather,
-    rank_of_this_process,
     reduce_scatter,
 )
 from minifsdp.engine.mesh import Group, default_group
@@ -171,14 +170,3 @@ def test_an_all_reduce_is_a_reduce_scatter_and_then_a_gather_to_the_last_bit(num
 def test_on_four_ranks_the_two_ways_differ_by_the_order_of_the_sum_at_most(num_elements: int) -> None:
     reduced, put_together = _all_reduce_two_ways(num_elements)
     torch.testing.assert_close(reduced, put_together, rtol=1e-6, atol=1e-6)
-
-
-@ranks(2)
-def test_a_message_names_the_rank() -> None:
-    assert rank_of_this_process() == dist.get_rank()
-
-
-@pytest.mark.pure
-def test_without_a_process_group_a_message_names_rank_0() -> None:
-    assert not dist.is_initialized()
-    assert rank_of_this_process() == 0

@@ -86,7 +86,7 @@ def test_a_group_of_others_is_refused_with_the_rank_in_the_message() -> None:
         assert Group.of(front).ranks == (0, 1)
         return
     # What torch.distributed hands to a rank that is no member is not even a group.
-    with pytest.raises(ValueError, match=f"rank {dist.get_rank()} is not a member"):
+    with pytest.raises(ValueError, match=f"rank {dist.get_rank()}: this rank is not a member"):
         Group.of(front)
 
 
@@ -100,7 +100,7 @@ def test_a_group_object_that_says_it_is_without_this_rank_is_refused() -> None:
             return 2
 
     elsewhere: Any = Elsewhere()
-    with pytest.raises(ValueError, match=f"rank {dist.get_rank()} is not a member"):
+    with pytest.raises(ValueError, match=f"rank {dist.get_rank()}: this rank is not a member"):
         Group.of(elsewhere)
 
 

@@ -176,7 +176,7 @@ def test_a_script_of_1_13_prints_the_same_numbers() -> None:
     with warnings.catch_warnings():
         # The older functions for the optimizer's state say so; the batch norm, that it is set apart.
         warnings.simplefilter("ignore", FutureWarning)
-        warnings.filterwarnings("ignore", "mixed_precision and an auto_wrap_policy")
+        warnings.filterwarnings("ignore", ".*mixed_precision and an auto_wrap_policy")
         compare_with_torch("written_for_1_13")
 
 

@@ -84,7 +84,7 @@ def _try_out(text: str, groups: Groups) -> str | None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for expected in EXPECTED_WARNINGS:
-                warnings.filterwarnings("ignore", expected)
+                warnings.filterwarnings("ignore", f".*{expected}")
             findings = _Run(from_json(text), groups).train()
     except Exception:
         # Printed as well: if the other ranks go on and hang, this is all that will be seen of it.

@@ -1,0 +1,23 @@
+"""A message says which rank speaks, and where more is to be read."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from minifsdp.engine.trouble import rank_of_this_process, trouble
+from spec_tests.harness import ranks
+
+
+@ranks(2)
+def test_a_message_begins_with_the_rank_and_ends_with_the_address() -> None:
+    assert rank_of_this_process() == dist.get_rank()
+    first, last = trouble("some-entry", "it is wrong; do this").split("\n")
+    assert first == f"rank {dist.get_rank()}: it is wrong; do this"
+    assert last.endswith(" troubleshoot.html#E-some-entry")
+
+
+@pytest.mark.pure
+def test_without_a_process_group_a_message_names_rank_0() -> None:
+    assert not dist.is_initialized()
+    assert trouble("some-entry", "it is wrong").startswith("rank 0: ")

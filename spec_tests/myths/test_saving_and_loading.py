@@ -1,0 +1,170 @@
+"""Claims about who saves, who reads, and where the full weights come together."""
+
+from __future__ import annotations
+
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minifsdp import FullOptimStateDictConfig, FullStateDictConfig, FullyShardedDataParallel, StateDictType
+from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests.harness import device, ranks
+from spec_tests.live_bytes import LiveBytes
+from spec_tests.myths.models import Block, net, sharded, step, wrapped
+from spec_tests.oracles.counting import count_collectives
+
+FULL = StateDictType.FULL_STATE_DICT
+FSDP: Any = FullyShardedDataParallel
+
+
+@pytest.mark.spec("MYTH-40")
+@ranks(2)
+def test_a_lone_rank_0_cannot_save() -> None:
+    group = dist.new_group([0, 1])
+    model = wrapped(process_group=group)
+    group.set_timeout(timedelta(seconds=0.2))
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"rank\(s\) \[1\] did not call it within 0.2 seconds"):
+            model.state_dict()
+    dist.barrier()
+    group.set_timeout(timedelta(minutes=1))
+    # Everybody asks; the first alone is given the entries, and would write them.
+    with FSDP.state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True)):
+        assert len(model.state_dict()) == (6 if dist.get_rank() == 0 else 0)
+
+
+@pytest.mark.spec("MYTH-40")
+@ranks(2)
+def test_in_torch_a_lone_rank_0_waits_for_the_backends_time_limit() -> None:
+    # By gloo everywhere: NCCL would end the process.
+    group = dist.new_group([0, 1], backend="gloo")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = torch_fsdp.FullyShardedDataParallel(nn.Linear(8, 8), process_group=group, device_id=torch.device("cpu"))
+    group.set_timeout(timedelta(seconds=0.2))
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"(?i)timed out"):
+            model.state_dict()
+    dist.barrier()
+
+
+class GathersAndCopies(TorchDispatchMode):
+    """Notes what is gathered and what is copied to the CPU, with its number of elements."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.order: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "allgather" in func.name():
+            gathered = args[0] if isinstance(args[0], torch.Tensor) else args[0][0][0]
+            assert gathered.device == device()
+            self.order.append(f"AG {gathered.numel()}")
+        elif func is torch.ops.aten._to_copy.default and (kwargs or {}).get("device") == torch.device("cpu"):
+            self.order.append(f"D2H {result.numel()}")
+        return result
+
+
+@pytest.mark.spec("MYTH-42")
+@ranks(2)
+def test_full_weights_come_together_on_the_device_and_are_copied_afterwards() -> None:
+    model = wrapped()
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FSDP.state_dict_type(model, FULL, config), GathersAndCopies() as seen:
+        model.state_dict()
+    if dist.get_rank() == 0:
+        # What is copied has its full size already: no slice goes to the CPU to be put together there.
+        block = ["AG 72", "D2H 64", "D2H 8"]
+        assert seen.order == [*block, *block, "AG 18", "D2H 16", "D2H 2"]
+    else:
+        assert seen.order == ["AG 72", "AG 72", "AG 18"]
+
+
+def resume(path: Path, *, first_alone: bool) -> tuple[Any, torch.optim.Optimizer, int | None]:
+    """A program that reads on rank 0 and sends, and the one that says so while everybody reads."""
+    reads = not first_alone or dist.get_rank() == 0
+    state = torch.load(path, map_location="cpu") if reads else {}
+    plain = net()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.zero_()
+    if reads:
+        plain.load_state_dict(state["model"])
+    model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device(), sync_module_states=first_alone)
+    optimizer = torch.optim.Adam(model.parameters())
+    form = FullStateDictConfig(rank0_only=first_alone), FullOptimStateDictConfig(rank0_only=first_alone)
+    with FSDP.state_dict_type(model, FULL, *form):
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state.get("optimizer", {})))
+    counters: list[int | None] = [state.get("epoch")]
+    dist.broadcast_object_list(counters, src=0)
+    return model, optimizer, counters[0]
+
+
+@pytest.mark.spec("MYTH-44")
+@ranks(2)
+def test_one_rank_reads_only_if_the_program_says_which(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    model = wrapped()
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters())
+    step(model, optimizer)
+    saved = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer), "epoch": 3}
+    if dist.get_rank() == 0:
+        torch.save(saved, path)
+    dist.barrier()
+
+    expected = step(model, optimizer), step(model)
+    reads = {}
+    for first_alone in (False, True):
+        with mock.patch.object(torch, "load", wraps=torch.load) as load:
+            model, optimizer, epoch = resume(path, first_alone=first_alone)
+        assert epoch == 3
+        assert torch.equal(step(model, optimizer), expected[0])
+        assert torch.equal(step(model), expected[1])
+        # What travels as a pickle is read by the same function, but not from the file.
+        reads[first_alone] = sum(call.args == (path,) for call in load.call_args_list)
+    assert reads == {False: 1, True: 1 if dist.get_rank() == 0 else 0}
+
+
+def num_bytes(state: dict[str, torch.Tensor]) -> int:
+    return sum(value.nbytes for value in state.values())
+
+
+@pytest.mark.spec("MYTH-45")
+@ranks(2)
+def test_a_dict_that_is_sent_as_an_object_is_pickled_and_kept_whole_by_every_rank() -> None:
+    state = net().state_dict()
+    box: list[Any] = [state if dist.get_rank() == 0 else None]
+    with count_collectives() as as_object:
+        dist.broadcast_object_list(box, src=0)
+    assert num_bytes(box[0]) == num_bytes(state) == 648
+    with count_collectives() as as_tensors:
+        wrapped(sync_module_states=True)
+    # The values, and nothing else; against the pickle and what it says about itself.
+    assert as_tensors.num_bytes["broadcast"] == 648 < 2 * 648 < as_object.num_bytes["broadcast"]
+
+
+@pytest.mark.spec("MYTH-45")
+@ranks(2)
+def test_a_rank_that_is_sent_tensors_never_has_the_whole_dict() -> None:
+    state = {name: value + 1 for name, value in net().state_dict().items()}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    model = sharded()
+    with LiveBytes() as live:
+        set_model_state_dict(model, dict(state) if dist.get_rank() == 0 else {}, options=options)
+        if dist.get_rank() == 1:
+            # One value at a time, and what is not of its rows goes again.
+            assert live.peak < num_bytes(state)
+            assert live.now() == 0
+    found = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    assert all(torch.equal(found[name], value) for name, value in state.items())
