@@ -163,7 +163,8 @@ def _check_modules(modules: list[nn.Module]) -> None:
 
 def _default_mesh() -> DeviceMesh:
     size = default_group().size()
-    device = torch.accelerator.current_accelerator()
+    # A build for GPUs names its accelerator also where there is none.
+    device = torch.accelerator.current_accelerator(check_available=True)
     return init_device_mesh(device.type if device is not None else "cpu", (size,))
 
 

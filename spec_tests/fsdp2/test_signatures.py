@@ -32,6 +32,16 @@ MISSING = {"DataParallelMeshDims": "describes a mesh of several parallelisms at 
 # Methods whose arguments differ, with the reason.
 MEANT: dict[str, str] = {}
 
+# What PyTorch has got since 2.11, the oldest that is served, is here with any of them.
+SINCE_2_11 = {
+    "dp_mesh_dims",
+    "reset_iter_state",
+    "set_reduce_scatter_max_input_buffers",
+    "set_reduce_scatter_unused_params",
+    "set_separate_reduce_scatter_group",
+    "set_symm_mem_for_comm",
+}
+
 
 def described(function: Any) -> list[tuple[str, Any, str]]:
     """Name, kind and default of each argument. Defaults are compared by what they print, classes being our own."""
@@ -45,7 +55,9 @@ def described(function: Any) -> list[tuple[str, Any, str]]:
 @pytest.mark.pure
 @pytest.mark.parametrize("name", NAMES)
 def test_a_public_name_takes_the_same_arguments(name: str) -> None:
-    assert described(getattr(subject.library, name)) == described(getattr(torch_fsdp, name))
+    ours, theirs = described(getattr(subject.library, name)), described(getattr(torch_fsdp, name))
+    too_new = SINCE_2_11 - {argument for argument, _, _ in theirs}
+    assert [one for one in ours if one[0] not in too_new] == theirs
 
 
 @pytest.mark.spec("FS2-27", "NEW-06", "NEW-18")
@@ -76,4 +88,4 @@ def test_no_name_of_torch_is_missing_but_those_that_are_meant_to_be() -> None:
 @pytest.mark.pure
 def test_an_fsdp_module_has_no_public_method_that_torch_has_not() -> None:
     ours = {name for name in vars(subject.FSDPModule) if not name.startswith("_")}
-    assert ours == set(METHODS)
+    assert ours - (SINCE_2_11 - set(METHODS)) == set(METHODS)
