@@ -11,7 +11,7 @@ from mkdocs.utils import get_relative_url
 from docs_build import exercises, fragments, pictures, results, values
 from docs_build.markup import to_html
 
-__all__ = ["badges", "expand", "put_back"]
+__all__ = ["badges", "counted", "expand", "put_back"]
 
 LINE = re.compile(r"^(?P<indent> *)\{\{ (?P<verb>\w+) ?(?P<rest>.*?) \}\}$", re.MULTILINE)
 INLINE = re.compile(r"\{\{ value ([\w-]+) \}\}")
@@ -64,8 +64,13 @@ def _proof(rest: str, start: str) -> str:
 def _proof_row(row: results.SpecRow, start: str) -> str:
     where = get_relative_url("spec.html", start) + f"#{row.id}"
     statement = to_html(row.statement, is_markdown=True).removeprefix("<p>").removesuffix("</p>")
-    tests = f"<small>{len(row.tests)} tests</small>" if row.tests else ""
+    tests = f"<small>{counted(len(row.tests), 'test')}</small>" if row.tests else ""
     return f'<tr><td><a href="{where}">{row.id}</a></td><td>{statement}</td><td>{badges(row)} {tests}</td></tr>'
+
+
+def counted(number: int, word: str) -> str:
+    """``1 test``, ``2 tests``."""
+    return f"{number} {word}" + ("" if number == 1 else "s")
 
 
 def badges(row: results.SpecRow) -> str:

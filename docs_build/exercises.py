@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 
@@ -12,7 +14,9 @@ from docs_build.recordings import find
 from docs_build.values import zero_gigabytes
 from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.cut import Cut
+from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.partition import Partition
+from minifsdp.engine.unit import Unit
 from minifsdp.formulas import hybrid_cross_host, hybrid_cross_host_as_printed
 from minifsdp.timeline import peak_gathered_bytes
 
@@ -44,18 +48,17 @@ def zero_stage_3() -> str:
 
 
 def sum_of_two() -> str:
-    """Two ranks have the gradients `[1 2 3 4]` and `[5 6 7 8]`. What does each get from a reduce-scatter, and what
-    from an all-gather of that? Which single collective would have done the same?
+    """Three ranks have the gradients `[1 2 3 4 5 6]`, `[0 1 0 1 0 1]` and `[9 7 5 3 1 0]`. What does each get from a
+    reduce-scatter, and what from an all-gather of that? Which single collective would have done the same?
     """
-    first, second = torch.tensor([1, 2, 3, 4]), torch.tensor([5, 6, 7, 8])
-    pieces = (first + second).chunk(2)
+    gradients = torch.tensor([[1, 2, 3, 4, 5, 6], [0, 1, 0, 1, 0, 1], [9, 7, 5, 3, 1, 0]])
+    pieces = gradients.sum(0).chunk(3)
     whole = torch.cat(pieces)
+    given = ", ".join(f"`{piece.tolist()}` to rank {rank}" for rank, piece in enumerate(pieces))
     return (
-        f"The reduce-scatter gives `{pieces[0].tolist()}` to rank 0 and `{pieces[1].tolist()}` to rank 1. The "
-        "all-gather "
-        f"gives `{whole.tolist()}` to both, which is what an **all-reduce** of the gradients gives. The two halves "
-        "cost "
-        "together what the whole costs, so whoever needs only a slice in between saves for nothing."
+        f"The reduce-scatter gives {given}. The all-gather gives `{whole.tolist()}` to all of them, which is what an "
+        "**all-reduce** of the gradients gives. The two halves together cost what the whole costs, so to store no more "
+        "than a slice between them saves memory and costs no traffic."
     )
 
 
@@ -104,8 +107,9 @@ def padding() -> str:
 
 
 def root_padding() -> str:
-    """In the recorded model the root owns a layer of 16 to 64 and one of 64 to 1, biases included: 1153 numbers. How
-    many bytes does its unit have when gathered by two ranks, for each layout?
+    """In the model of the step player the root, the unit of what is in no block, owns a layer of 16 to 64 and one of
+    64 to 1, biases included: 1153 numbers in float32. How many bytes does it have when gathered by two ranks, for each
+    layout?
     """
     flat = find("fsdp1-full-pre-block-2")["units"]
     per_parameter = find("fsdp2-full-pre-block-2")["units"]
@@ -122,19 +126,36 @@ def who_is_whole() -> str:
     """Look at the state machine: which arrow does a prefetch take that turns out to be wrong? And why must it be
     waited for although nobody wants its result?
     """
+    seen: list[str] = []
+    unit = _watched_unit(seen)
+    for verb in (unit.unshard, unit.reshard):
+        verb()
+        seen.append(unit.state.name)
     return (
-        "`SHARDED -> GATHERING -> SHARDED`: `reshard` waits and drops. The other ranks take part in the same "
-        "collective; a "
-        "rank that walked away would leave them waiting, and the memory that is still being written would be given to "
-        "somebody else."
+        f"`SHARDED -> {seen[0]} -> {seen[-1]}`. What `reshard` did on that way, in this order: "
+        f"**{', '.join(seen[1:-1])}**. The other ranks take part in the same collective; a rank that walked away would "
+        "leave them waiting, and the memory that is still being written would be given to somebody else."
     )
+
+
+def _watched_unit(seen: list[str]) -> Unit:
+    """A unit whose layout gathers nothing and tells what it is asked for."""
+
+    def free() -> None:
+        seen.append("the memory was freed")
+
+    promise = SimpleNamespace(wait=lambda: seen.append("the gather was waited for"))
+    layout = SimpleNamespace(gather=lambda _: promise, show_sharded=lambda: None, free=free, offloads=False)
+    unit = Unit(torch.nn.Identity(), cast(Any, layout), cast(Any, None), cast(Any, None), reshard_after_forward=True)
+    unit.join(cast(Any, None), RateLimiter(enabled=False))
+    return unit
 
 
 def first_gather_of_backward() -> str:
     """In the timeline above, how many gathers does the root have in one step, and how many has each block? Why the
     difference?
     """
-    events = events_of("fsdp1-full-pre-block-2-wide")[0]
+    events = events_of("fsdp1-full-off-block-2-wide")[0]
     gathers = [event.unit for event in events if event.kind == "AG"]
     counts = {unit: gathers.count(unit) for unit in dict.fromkeys(gathers)}
     listed = ", ".join(f"{unit or 'root'}: {number}" for unit, number in counts.items())
@@ -219,6 +240,30 @@ def alive() -> str:
     )
 
 
+def stops_of_the_limiter() -> str:
+    """The GPU is slow: while the CPU runs through the forward of six units, no release has been completed yet. Before
+    which gather does the CPU stop for the first time? And how many units have memory at that moment?
+    """
+    limiter = RateLimiter(enabled=True)
+    stops: list[int] = []
+
+    class Release:
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            stops.append(number)
+
+    for number in range(6):
+        limiter.admit(f"block{number}")
+        limiter.released(Release())
+    return (
+        f"Before the gather of **unit {stops[0]}**, counted from 0. Python has freed the units before it, but the GPU "
+        f"still reads them, so **{stops[0]}** have memory. The CPU waits for the older of the {limiter.num_in_flight} "
+        f"releases, and from there on before every gather: {', '.join(map(str, stops))}."
+    )
+
+
 def hybrid_slip() -> str:
     """The FSDP paper gives the bytes that leave a host, for each GPU: full replication 2M(W-1)/W, full sharding
     3M(W-1)/W, hybrid 2M(W-1)/(GW), with W GPUs, G of them on a host, and a model of M bytes. It also says to shard
@@ -250,7 +295,7 @@ def strategy_bytes() -> str:
         model = sum(unit["bytes"] for unit in find(run)["units"])
         weight = {"AG": 1, "RS": 1, "AR": 2}
         sent = sum(weight.get(event.kind, 0) * event.num_bytes for event in events_of(run)[0]) / model
-        lines.append(f"`{title}` **{sent:.2f}**")
+        lines.append(f"`{title}` **{sent:.3f}**")
     return (
         f"{', '.join(lines)}. An all-reduce counts twice, since it is a reduce-scatter and an all-gather. "
         "`FULL_SHARD` is a "
@@ -289,8 +334,8 @@ def ragged() -> str:
 
 
 def two_types() -> str:
-    """For the recorded model on two ranks: what does the optimizer own of block 0, seen through each door? How many
-    bytes of it does a rank store?
+    """A block of the step player's model widens from 64 to 128 and narrows again: 16 576 numbers in float32, biases
+    included. What does the optimizer own of it on two ranks, through each door? How many bytes does a rank store?
     """
     flat = next(u for u in find("fsdp1-full-pre-block-2")["units"] if u["name"].endswith("block0"))
     each = next(u for u in find("fsdp2-full-pre-block-2")["units"] if u["name"].endswith("block0"))
@@ -330,6 +375,7 @@ EXERCISES: dict[str, Callable[[], str]] = {
         overflow,
         post_order,
         alive,
+        stops_of_the_limiter,
         hybrid_slip,
         strategy_bytes,
         small_updates,

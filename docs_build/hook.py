@@ -67,14 +67,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """3."""
     if page.file.src_uri == "spec.md":
         return specpage.expand(markdown)
-    if page.file.src_uri.startswith("learn/"):
-        # No headlines inside of a page, hence no contents; the pictures can have the room.
+    if page.file.src_uri.startswith(("learn/", "benchmarks")):
+        # Hardly a headline inside of a page; pictures and wide tables can have the room.
         page.meta["hide"] = ["toc"]
     if "{{ " not in markdown:
         return markdown
     return directives.expand(markdown, page.file.url)
 
 
+# A table of eight columns or more.
+_NUMBERS = re.compile(r"<table>(?=\s*<thead>\s*<tr>(?:\s*<th[^>]*>[^<]*</th>){8})")
 _MODULE_PATH = re.compile(r"\b(?:engine/|fsdp1/|fsdp2/)?[a-z0-9_]+\.py\b")
 
 
@@ -85,7 +87,7 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     if name:
         html = pages.module_page(name)
         page.toc = get_toc(pages.toc_of(read_module(name)))
-    html = directives.put_back(html)
+    html = _NUMBERS.sub("<table data-numbers>", directives.put_back(html))
     if page.file.src_uri != "spec.md":
         html = markup.link_words(html, results.ROW_ID, lambda word: _spec_address(word, start))
     return markup.link_words(html, _MODULE_PATH, lambda word: _module_address(word, start))

@@ -20,10 +20,11 @@ def page(start: str) -> str:
     """All rows whose ID begins with ``MYTH``."""
     rows = [row for row in all_rows().values() if row.id.startswith("MYTH")]
     shown = [row for row in rows if _demonstrations().get(row.id)]
+    others = len(rows) - len(shown)
+    rest = f" The other {others} follow from the rows of the spec that they name." if others else ""
+    which = f"For {len(shown)} of them" if others else "For each of them"
     head = to_html(
-        f"{len(rows)} claims. For {len(shown)} of them there is a test that shows what is true; unfold it to read "
-        "it. The others "
-        "follow from the rows of the spec that they name.",
+        f"{len(rows)} claims. {which} there is a test that shows what is true; unfold it to read it.{rest}",
         is_markdown=True,
     )
     return directives._raw(head + "".join(_entry(row) for row in rows))

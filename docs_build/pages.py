@@ -84,6 +84,8 @@ def module_page(name: str) -> str:
     essay = to_html(paragraphs[1]) if len(paragraphs) > 1 else ""
     title = to_html(" ".join(paragraphs[0].split())).removeprefix("<p>").removesuffix("</p>")
     parts = [
+        # The room for two columns. `:has` in the style sheet would do it, too, but makes large pages slow to load.
+        "<style>.md-grid{max-width:88rem}.md-content{max-width:none}.md-content__inner{margin:0 1rem}</style>",
         '<div class="sbs-page">',
         _way(name, start),
         f'<header class="sbs-head"><h1 id="top"><code>{name}</code></h1>',
@@ -159,9 +161,10 @@ def index_page() -> str:
         "The package is written to be read. Each page below shows one module: docstrings and comments on the left, the",
         "code they speak about on the right. Names in the code lead to where they are defined.",
         "",
-        f"There are {len(_steps()[0])} modules with {_num_lines():,} lines, prose included. The first eight are a "
-        "complete FSDP2; with four more you",
-        "have read both doors.",
+        f"There are {len(_steps()[0])} modules with {_num_lines():,} lines, prose included. The first {_num(0)} are a "
+        f"complete FSDP2; with {_num(1)} more you",
+        "have read both doors. What each of them promises is tested in the file of the same name under `spec_tests/`;",
+        "[Break it](../learn/index.md#break-it) shows how to see that.",
         "",
     ]
     for title, line, names in reading_order():
@@ -172,6 +175,11 @@ def index_page() -> str:
             parts.append(f'<li><a href="{address(start, name)}"><code>{name}</code></a> <span>{sentence}.</span></li>')
         parts += ["</ol>", ""]
     return "\n".join(parts)
+
+
+def _num(section: int) -> str:
+    names = reading_order()[section][2]
+    return ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven")[len(names)]
 
 
 def _num_lines() -> int:

@@ -27,7 +27,13 @@ def _event(
 
 
 def timeline_figure(key: str, caption: str, num_ranks: int = 1) -> str:
-    """The timeline of a run, of its first ranks, with a caption that says where it was recorded."""
+    """The timeline of a run, of its first ranks, with a caption that says where it was recorded.
+
+    Args:
+        key: the run.
+        caption: begins with a few words and a colon, period or comma; these words are the headline of the picture.
+        num_ranks: how many ranks are drawn.
+    """
     run = recordings.find(key)
     events = events_of(key)[:num_ranks]
     picture = timeline.svg(events, origins=[0.0] * len(events), title=re.split(r"[:.,]( |$)", caption)[0], width=840)
@@ -39,7 +45,11 @@ def _source_of(run: dict[str, object], num_ranks: int) -> str:
     assert isinstance(facts, dict)
     shown = "rank 0 is shown" if num_ranks == 1 else f"{num_ranks} are shown"
     data = recordings.load()
-    return f"Recorded on {data['date']} with {facts['ranks']} gloo ranks, {shown}; {data['machine']}."
+    units = run["units"]
+    assert isinstance(units, list)
+    whole = sum(unit["bytes"] for unit in units) / 1e6
+    when = f"Recorded on {data['date']} with {facts['ranks']} gloo ranks, {shown}; {data['machine']}."
+    return f"The model: {whole:.2f} MB of parameters. {when}"
 
 
 def figure(svg: str, caption: str, source: str) -> str:

@@ -28,7 +28,7 @@ def script_of(run: dict[str, Any]) -> str:
         for kind, unit, begins, ms, num_bytes, group, stack, held, optimizer in rank["moments"]:
             number = stacks.setdefault(json.dumps(stack), len(stacks))
             if number == len(shown):
-                shown.append([[str(f[1]).split(".<locals>")[0], f[0], frame_address(f, PAGE)] for f in stack])
+                shown.append([_frame(f) for f in stack if f[1] != "_traced"])
             moments.append(
                 [
                     kind,
@@ -47,3 +47,9 @@ def script_of(run: dict[str, Any]) -> str:
         ranks.append(moments)
     data = {"units": run["units"], "stacks": shown, "ranks": ranks, "run": run["run"]}
     return f"minifsdpRun({json.dumps(run['key'])},{json.dumps(data, separators=(',', ':'))});\n"
+
+
+def _frame(frame: list[Any]) -> list[Any]:
+    """Name, file, address; and whether it is a hook that the named function has laid."""
+    outer, inner, _ = str(frame[1]).partition(".<locals>")
+    return [outer, frame[0], frame_address(frame, PAGE), int(bool(inner))]

@@ -11,7 +11,7 @@ __all__ = ["draw"]
 
 SHAPES = {"w": torch.Size((3, 2)), "b": torch.Size((3,))}
 NUM_RANKS = 2
-CELL, GAP, LEFT = 30, 26, 150
+CELL, GAP, LEFT = 30, 12, 156
 
 _STYLE = """
 .shardmap{font:13px ui-sans-serif,system-ui,sans-serif;
@@ -29,7 +29,7 @@ def draw(name: str) -> str:
     Raises:
         KeyError: there is none of that name.
     """
-    return {"layouts": _layouts}[name]()
+    return {"layouts": _layouts, "checkpoints": _checkpoints}[name]()
 
 
 def _layouts() -> str:
@@ -38,24 +38,44 @@ def _layouts() -> str:
         ("per parameter: gathered", _gathered()),
         ("per parameter: whole", _whole()),
     ]
-    parts, y = [], 34
-    for title, cells in rows:
-        parts.append(f'<text class="soft" x="8" y="{y + 20}">{title}</text>')
+    return _picture("Who holds what", "sends it", rows)
+
+
+def _checkpoints() -> str:
+    whole = [cell for cell in _flat_row() if cell[0] != "."]
+    owner = dict(whole)
+    rows = [("full: on every rank", whole)]
+    for rank in range(NUM_RANKS):
+        labels = [label for name in SHAPES for label, _ in _sent(name, rank) if label != "."]
+        rows.append((f"sharded: on rank {rank}", [(label, owner[label]) for label in labels]))
+    for rank in range(NUM_RANKS):
+        rows.append((f"local: on rank {rank}", [cell for cell in _flat_row() if cell[1] == rank]))
+    return _picture("What a state dict holds", "stores it while training", rows)
+
+
+def _picture(title: str, verb: str, rows: list[tuple[str, list[tuple[str, int]]]]) -> str:
+    """Rows of cells, each with its label and the rank that gives it its colour."""
+    parts, y = [], 40
+    for name, cells in rows:
+        parts.append(f'<text class="soft" x="8" y="{y + 20}">{name}</text>')
         for place, (label, rank) in enumerate(cells):
             kind = f"r{rank}" if label != "." else "pad"
             x = LEFT + 30 + place * CELL
             parts.append(f'<rect class="{kind}" x="{x}" y="{y}" width="{CELL - 2}" height="{CELL - 2}" rx="3"/>')
             parts.append(f'<text x="{x + 14}" y="{y + 19}" text-anchor="middle">{label}</text>')
         y += CELL + GAP
+    step = 60 + 7 * len("rank 0 " + verb)
     legend = (
-        '<rect class="r0" x="8" y="6" width="14" height="14" rx="2"/><text x="28" y="18">rank 0 sends it</text>'
-        '<rect class="r1" x="150" y="6" width="14" height="14" rx="2"/><text x="170" y="18">rank 1 sends it</text>'
-        '<rect class="pad" x="292" y="6" width="14" height="14" rx="2"/><text x="312" y="18">padding</text>'
+        f'<rect class="r0" x="8" y="6" width="14" height="14" rx="2"/><text x="28" y="18">rank 0 {verb}</text>'
+        f'<rect class="r1" x="{step}" y="6" width="14" height="14" rx="2"/>'
+        f'<text x="{step + 20}" y="18">rank 1 {verb}</text>'
+        f'<rect class="pad" x="{2 * step}" y="6" width="14" height="14" rx="2"/>'
+        f'<text x="{2 * step + 20}" y="18">padding</text>'
     )
-    width = LEFT + 30 + CELL * max(len(cells) for _, cells in rows) + 16
+    width = max(LEFT + 30 + CELL * max(len(cells) for _, cells in rows) + 16, 2 * step + 80)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="shardmap" role="img" viewBox="0 0 {width} {y}">'
-        f"<title>Who holds what</title><style>{_STYLE}</style>{legend}{''.join(parts)}</svg>"
+        f"<title>{title}</title><style>{_STYLE}</style>{legend}{''.join(parts)}</svg>"
     )
 
 

@@ -84,7 +84,8 @@ def _row(row: SpecRow) -> str:
     verdict = "failed" if "failed" in verdicts else "proven" if "proven" in verdicts else "unproven"
     more = "".join(f"<span>{_small(cell)}</span>" for cell in row.cells[1:] if cell)
     tests = "".join(_test(name, outcomes) for name, outcomes in sorted(row.tests.items()))
-    folded = f"<details><summary>{len(row.tests)} tests</summary><ul>{tests}</ul></details>" if tests else ""
+    head = directives.counted(len(row.tests), "test")
+    folded = f"<details><summary>{head}</summary><ul>{tests}</ul></details>" if tests else ""
     return (
         f'<div class="spec-row" id="{row.id}" data-section="{_key(row.section)}" data-verdict="{verdict}">'
         f'<div class="spec-id"><a href="#{row.id}">{row.id}</a>{directives.badges(row)}</div>'

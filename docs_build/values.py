@@ -101,7 +101,7 @@ def prefetch_table() -> str:
             for event in events[start:]
             if event.kind in ("AG", "B", "FREE", "RS")
         ]
-        rows.append([title, "`" + " ".join(words) + "`", f"{peak_gathered_bytes(events) / 1e6:.2f} MB"])
+        rows.append([title, "`" + " ".join(words) + "`{ .order }", f"{peak_gathered_bytes(events) / 1e6:.2f} MB"])
     return _rows(["prefetch", "backward, as recorded", "peak"], rows)
 
 

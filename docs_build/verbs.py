@@ -138,9 +138,11 @@ def call_path(start: str) -> str:
             continue
         names = [one["name"] for one in run["units"]]
         state, phase, gradient = held[names.index(UNIT)]
-        frames = " &larr; ".join(_frame(frame, start) for frame in stack) or "<em>outside of the package</em>"
+        # What only notes the event for the recorder is no part of the way.
+        running = [_frame(frame, start) for frame in stack if frame[1] != "_traced"]
+        frames = " &larr; ".join(running) or "<em>the training loop, outside of the package</em>"
         size = f", {num_bytes:,} bytes" if num_bytes else ""
-        facts = f"{_state(state)}, phase {phase}, gradient {gradient:,} bytes"
+        facts = f"{_state(state)}, phase {phase}, gradient of the shard {gradient:,} bytes"
         parts.append(
             f'<li><span class="path-when">{milliseconds:.2f} ms</span>'
             f"<div><strong>{kind}</strong> {WORDS[kind, begins]}{size}"
@@ -158,7 +160,9 @@ def _frame(frame: list[object], start: str) -> str:
     plain = str(qualified).split(".<locals>")[0]
     # An earlier recording may name what has another name by now.
     known = plain in {row.anchor for row in read_module(str(name)).rows}
-    return f'<a href="{address(start, str(name), plain if known else "")}"><code>{plain}</code></a>'
+    link = f'<a href="{address(start, str(name), plain if known else "")}"><code>{plain}</code></a>'
+    # The function itself has returned long ago; what runs is the hook that it has laid.
+    return f"hook laid by {link}" if "<locals>" in str(qualified) else link
 
 
 def frame_address(frame: list[object], start: str) -> str:

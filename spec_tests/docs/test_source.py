@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from docs_build import source
-from docs_build.order import PACKAGE, all_modules, reading_order
+from docs_build.order import PACKAGE, ROOT, all_modules, reading_order
 from docs_build.source import find_function, read_module
 
 
@@ -20,8 +21,19 @@ def test_the_reading_order_has_every_module_once() -> None:
 
 def test_the_two_doors_come_first_and_in_this_order() -> None:
     first = [name for _, _, names in reading_order()[:2] for name in names]
-    assert first[:3] == ["engine/layout.py", "engine/per_param.py", "engine/unit.py"]
+    assert first[:4] == ["engine/layout.py", "engine/row.py", "engine/per_param.py", "engine/unit.py"]
     assert first[-4:] == ["engine/flat.py", "fsdp1/wrapper.py", "fsdp1/state_dict.py", "fsdp1/optim_state.py"]
+
+
+def test_the_design_and_the_readme_give_the_same_reading_order() -> None:
+    first = [name for _, _, names in reading_order()[:2] for name in names]
+    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").partition("## Reading order")[2]
+    said = [name.rpartition("/")[2] for name in re.findall(r"[\w/]+(?= ->|`)", design.partition("The simpler door")[0])]
+    assert said == [Path(name).stem for name in first]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("Without the site, begin in")[2]
+    linked = re.findall(r"\(minifsdp/([\w/]+\.py)\)", readme)
+    assert linked == first[: len(linked)]
+    assert len(linked) >= 10
 
 
 @pytest.mark.parametrize("name", all_modules())

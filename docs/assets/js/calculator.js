@@ -215,7 +215,7 @@
         label("Nodes", fields.nodes), label("Stored in", fields.stored), label("Computed in", fields.compute), label("Reduced in", fields.reduce),
         label("Optimizer", fields.optimizer), label("Micro-batches", fields.batches), label("Reduce only the last", fields.noSync),
         label("Offload to the CPU", fields.offload), label("Activations, GB", fields.activations),
-        make("label", { class: "calc-wide" }, make("span", {}, "Units: one line each, shapes of its parameters; 32 * repeats a line; root: is what is left"), model)),
+        make("label", { class: "calc-wide" }, make("span", {}, "The units, one in a line: the shapes of its parameters. \"32 *\" in front repeats the line; \"root:\" is what belongs to no block."), model)),
       trouble, facts, bars, result);
 
     function jobFor(strategy, parsed) {
@@ -259,9 +259,9 @@
           row("stored", (c) => bytes(c.stored)),
           row("peak", (c) => bytes(Math.max(c.peakForward, c.peakBackward, c.peakOptimizer))),
           row("sent in a step", (c) => bytes(c.sent.AG + c.sent.RS + c.sent.AR)),
-          row("all-gathers", (c) => `${c.numCollectives.AG}, ${bytes(c.sent.AG)}`),
-          row("reduce-scatters", (c) => `${c.numCollectives.RS}, ${bytes(c.sent.RS)}`),
-          row("all-reduces", (c) => `${c.numCollectives.AR}, ${bytes(c.sent.AR)}`))));
+          row("all-gathers (sent)", (c) => `${c.numCollectives.AG} (${bytes(c.sent.AG)})`),
+          row("reduce-scatters (sent)", (c) => `${c.numCollectives.RS} (${bytes(c.sent.RS)})`),
+          row("all-reduces (sent)", (c) => `${c.numCollectives.AR} (${bytes(c.sent.AR)})`))));
     }
     fields.preset.addEventListener("input", () => { model.value = PRESETS[fields.preset.value]; update(); });
     [...Object.values(fields), model].forEach((field) => field.addEventListener("input", update));

@@ -92,9 +92,10 @@
   headline.setAttribute("aria-live", "polite");
   const running = make("p", { class: "player-running" });
   const lanes = make("div", { class: "player-lanes" });
+  const legend = make("p", { class: "player-legend" });
   const cards = make("div", { class: "player-cards" });
   const status = make("p", { class: "player-status" });
-  place.append(form, make("div", { class: "player-controls" }, back, play, on, slider, clock), headline, running, lanes, cards, status);
+  place.append(form, make("div", { class: "player-controls" }, back, play, on, slider, clock), headline, running, lanes, legend, cards, status);
 
   // --- loading ---
   window.minifsdpRun = (key, data) => { loaded[key] = data; if (key === keyOf(choice)) start(data); };
@@ -146,7 +147,7 @@
     const x = (ms) => LEFT + ((W - LEFT) * ms) / span;
     run.ranks.forEach((moments, rank) => {
       const top = rank * (3 * ROW + 8) + 4;
-      add("text", { x: 0, y: top + 17, class: "lane-name" }, "rank " + rank);
+      add("text", { x: 6, y: top + 17, class: "lane-name" }, "rank " + rank);
       const open = {};
       moments.forEach((m) => {
         const id = m[0] + m[1];
@@ -168,6 +169,8 @@
       show(frames.findIndex((frame) => frame.ms >= ms));
     });
     lanes.replaceChildren(svg);
+    const kinds = Object.keys(MEANING).filter((kind) => run.ranks.some((moments) => moments.some((m) => m[0] === kind)));
+    legend.replaceChildren(...kinds.map((kind) => make("span", {}, make("i", { class: "legend-" + kind }), `${MEANING[kind][0]}${kind === "STEP" ? "" : " (" + kind + ")"}`)));
   }
 
   // --- the ranks ---
@@ -185,7 +188,7 @@
         const tag = make("span", { class: "unit-tag" });
         return { row: make("div", { class: "unit", title: `${unit.bytes.toLocaleString("en")} bytes whole, ${unit.shard.toLocaleString("en")} stored` }, make("span", { class: "unit-name" }, nameOf(run, n)), make("span", { class: "bar-room" }, bar), tag), bar, tag };
       });
-      const lines = ["shards", "gathered", "gradients", "in reduction", "Adam"].map((text) => {
+      const lines = ["shards", "gathered", "in reduction", "gradient shards", "Adam"].map((text) => {
         const value = make("b");
         return { row: make("span", {}, text + " ", value), value };
       });
@@ -222,8 +225,8 @@
     });
     const inFlight = open.filter((m) => m[0] === "RS" || m[0] === "AR");
     const values = [
-      run.units.reduce((sum, unit) => sum + unit.shard, 0), gathered, held[9].reduce((a, b) => a + b, 0),
-      inFlight.reduce((sum, m) => sum + m[4], 0), held[10],
+      run.units.reduce((sum, unit) => sum + unit.shard, 0), gathered, inFlight.reduce((sum, m) => sum + m[4], 0),
+      held[9].reduce((a, b) => a + b, 0), held[10],
     ];
     view.lines.forEach((line, i) => { line.value.textContent = bytes(values[i]); });
     const last = n >= 0 ? moments[n] : null;
@@ -244,12 +247,13 @@
     slider.value = at;
     slider.setAttribute("aria-valuetext", `moment ${at + 1}: ${sentence(m)}`);
     clock.textContent = `${at + 1} / ${frames.length} \u00b7 ${frame.ms.toFixed(1)} ms`;
-    const who = m[5].length ? ` between ranks ${m[5].join(", ")}` : "";
+    const others = m[5].map(String), last = others.pop();
+    const who = others.length ? ` between ranks ${others.join(", ")} and ${last}` : "";
     const size = m[4] ? `, ${bytes(m[4])}` : "";
     headline.replaceChildren(make("strong", {}, "Rank " + frame.rank), ": " + sentence(m) + who + size);
     const stack = run.stacks[m[6]] || [];
     running.replaceChildren("Running: ");
-    stack.forEach(([name, file, href], i) => running.append(i ? " \u2190 " : "", make("a", { href, title: file }, make("code", {}, name))));
+    stack.forEach(([name, file, href, isHook], i) => running.append((i ? " \u2190 " : "") + (isHook ? "hook laid by " : ""), make("a", { href, title: file }, make("code", {}, name))));
     if (!stack.length) running.append("the training loop");
     if (cursor) cursor.setAttribute("x", LEFT + ((W - LEFT) * frame.ms) / span);
     frame.seen.forEach((n, rank) => drawRank(rank, n, rank === frame.rank));
