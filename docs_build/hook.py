@@ -1,6 +1,6 @@
 """What mkdocs calls while it builds the site; the work is done in the other rooms.
 
-1. on_config: the navigation gets a page for each module of the package.
+1. on_config: the navigation gets a page for each module of the package, and one for each tutorial.
 2. on_files: pages and scripts that nobody wrote by hand are added.
 3. on_page_markdown: lines in double braces are replaced.
 4. on_page_content: pages of modules and of the spec get their HTML; rows of the spec and names of modules become links.
@@ -23,7 +23,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.toc import get_toc
 from mkdocs.utils import get_relative_url
 
-from docs_build import directives, links, markup, pages, recordings, results, specpage
+from docs_build import directives, lessonpage, lessons, links, markup, pages, recordings, results, specpage
 from docs_build.order import all_modules, reading_order
 from docs_build.source import read_module
 
@@ -37,6 +37,8 @@ def on_config(config: Any) -> Any:
             index, *more = entry["Read the code"]
             groups = [{_plain(title): [_entry(name) for name in names]} for title, _, names in reading_order()]
             entry["Read the code"] = [index, *more, *groups]
+        if "Tutorials" in entry:
+            entry["Tutorials"] += [_entry(lesson.name) for lesson in lessons.LESSONS]
     return config
 
 
@@ -58,6 +60,11 @@ def on_files(files: Files, config: Any) -> Files:
         head = f"---\ntitle: {name}\nhide: [navigation, toc]\nminifsdp_module: {name}\n---\n# {name}\n"
         files.append(File.generated(config, _source_uri(name), content=head))
     files.append(File.generated(config, "read/index.md", content=pages.index_page()))
+    for lesson in lessons.LESSONS:
+        title = Path(lesson.name).name
+        head = f"---\ntitle: {title}\nhide: [navigation, toc]\nminifsdp_lesson: {lesson.name}\n---\n# {title}\n"
+        files.append(File.generated(config, _source_uri(lesson.name), content=head))
+    files.append(File.generated(config, "tutorials/index.md", content=lessonpage.index_page()))
     for name, text in recordings.player_scripts().items():
         files.append(File.generated(config, f"assets/runs/{name}", content=text))
     return files
@@ -77,7 +84,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 # A table of eight columns or more.
 _NUMBERS = re.compile(r"<table>(?=\s*<thead>\s*<tr>(?:\s*<th[^>]*>[^<]*</th>){8})")
-_MODULE_PATH = re.compile(r"\b(?:engine/|fsdp1/|fsdp2/)?[a-z0-9_]+\.py\b")
+_MODULE_PATH = re.compile(r"\b(?:engine/|fsdp1/|fsdp2/|tutorials/)?[a-z0-9_]+\.py\b")
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
@@ -87,6 +94,10 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     if name:
         html = pages.module_page(name)
         page.toc = get_toc(pages.toc_of(read_module(name)))
+    lesson = page.meta.get("minifsdp_lesson")
+    if lesson:
+        html = lessonpage.lesson_page(lesson)
+        page.toc = get_toc(pages.toc_of(read_module(lesson)))
     html = _NUMBERS.sub("<table data-numbers>", directives.put_back(html))
     if page.file.src_uri != "spec.md":
         html = markup.link_words(html, results.ROW_ID, lambda word: _spec_address(word, start))
@@ -99,7 +110,8 @@ def _spec_address(word: str, start: str) -> str | None:
 
 def _module_address(word: str, start: str) -> str | None:
     known = all_modules()
-    fits = [name for name in known if name == word] or [name for name in known if name.rpartition("/")[2] == word]
+    fits = [name for name in [*known, *(lesson.name for lesson in lessons.LESSONS)] if name == word]
+    fits = fits or [name for name in known if name.rpartition("/")[2] == word]
     # `wrap.py` alone could be two modules; a guess would be worse than no link.
     if len(fits) != 1 or pages.page_of(fits[0]) == start or word == "__init__.py":
         return None

@@ -1,13 +1,14 @@
 """The reading order: the two doors first, then every other module, each once.
 
-A module is named by its path inside the package: ``engine/unit.py``.
+A module is named by its path inside the package: ``engine/unit.py``. So are the tutorials, which are pages of the same
+make, by their path in the repository: ``tutorials/overlap.py``.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["PACKAGE", "ROOT", "SECTIONS", "all_modules", "reading_order"]
+__all__ = ["PACKAGE", "ROOT", "SECTIONS", "all_modules", "path_of", "reading_order"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "minifsdp"
@@ -111,6 +112,11 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
         ["trace.py", "timeline.py", "formulas.py", "cost.py"],
     ),
 ]
+
+
+def path_of(name: str) -> Path:
+    """Where the file of that name lies."""
+    return (ROOT if name.startswith("tutorials/") else PACKAGE) / name
 
 
 def all_modules() -> list[str]:

@@ -12,12 +12,13 @@ from docs_build.markup import highlight_lines, to_html
 from docs_build.order import PACKAGE, reading_order
 from docs_build.source import Module, Row, read_module
 
-__all__ = ["address", "index_page", "linker", "module_page", "page_of", "toc_of"]
+__all__ = ["address", "index_page", "linker", "module_page", "page_of", "side_by_side", "toc_of", "way_through"]
 
 
 def page_of(name: str) -> str:
-    """Where the page of a module is written: ``engine/unit.py`` to ``read/engine/unit.html``."""
-    return f"read/{name.removesuffix('.py')}.html"
+    """Where a page is written: ``engine/unit.py`` to ``read/engine/unit.html``; a tutorial stays in its folder."""
+    folder = "" if name.startswith("tutorials/") else "read/"
+    return f"{folder}{name.removesuffix('.py')}.html"
 
 
 def address(start: str, name: str, anchor: str = "") -> str:
@@ -76,9 +77,19 @@ def _steps() -> tuple[list[str], dict[str, tuple[int, str]]]:
 
 
 def module_page(name: str) -> str:
-    """The page's HTML."""
-    module = read_module(name)
-    start = page_of(name)
+    """The HTML of a module's page."""
+    return side_by_side(read_module(name), _way(name, page_of(name)))
+
+
+def side_by_side(module: Module, way: str, between: str = "") -> str:
+    """A page's HTML.
+
+    Args:
+        module: what is shown.
+        way: to the pages before and after it.
+        between: what stands between the essay and the code.
+    """
+    name, start = module.name, page_of(module.name)
     code = highlight_lines(module.text, linker(module, start))
     paragraphs = module.essay.split("\n\n", 1)
     essay = to_html(paragraphs[1]) if len(paragraphs) > 1 else ""
@@ -87,15 +98,16 @@ def module_page(name: str) -> str:
         # The room for two columns. `:has` in the style sheet would do it, too, but makes large pages slow to load.
         "<style>.md-grid{max-width:88rem}.md-content{max-width:none}.md-content__inner{margin:0 1rem}</style>",
         '<div class="sbs-page">',
-        _way(name, start),
+        way,
         f'<header class="sbs-head"><h1 id="top"><code>{name}</code></h1>',
         f'<p class="sbs-title">{title}</p></header>',
         f'<div class="sbs-essay">{essay}</div>',
+        between,
         _contents(module),
         '<div class="sbs">',
         *[_row(module, row, code) for row in module.rows],
         "</div>",
-        _way(name, start),
+        way,
         "</div>",
     ]
     return "\n".join(parts)
@@ -104,14 +116,19 @@ def module_page(name: str) -> str:
 def _way(name: str, start: str) -> str:
     order, place = _steps()
     number, section = place[name]
-    before = order[number - 2] if number > 1 else None
-    after = order[number] if number < len(order) else None
     index = get_relative_url("read/index.html", start)
+    plain = section.replace("`", "")
+    middle = f'<a href="{index}">{number} of {len(order)} in reading order</a><br><small>{plain}</small>'
+    return way_through(order, name, middle)
+
+
+def way_through(order: list[str], name: str, middle: str) -> str:
+    """Links to the page before and the page after ``name``, and something in between."""
+    start, number = page_of(name), order.index(name)
+    before = order[number - 1] if number else None
+    after = order[number + 1] if number + 1 < len(order) else None
     left = f'<a rel="prev" href="{address(start, before)}">&larr; {before}</a>' if before else "<span></span>"
     right = f'<a rel="next" href="{address(start, after)}">{after} &rarr;</a>' if after else "<span></span>"
-    middle = f'<a href="{index}">{number} of {len(order)} in reading order</a>'
-    plain = section.replace("`", "")
-    middle += f"<br><small>{plain}</small>"
     return f'<nav class="sbs-way" aria-label="Reading order">{left}<span>{middle}</span>{right}</nav>'
 
 

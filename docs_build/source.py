@@ -16,7 +16,7 @@ import tokenize
 from dataclasses import dataclass, field
 from functools import cache
 
-from docs_build.order import PACKAGE
+from docs_build.order import PACKAGE, path_of
 
 __all__ = ["Module", "Row", "find_function", "read_module"]
 
@@ -49,7 +49,7 @@ class Module:
     """A module and its rows.
 
     Attributes:
-        name: path inside the package.
+        name: path inside the package, or a tutorial's.
         essay: the module's docstring.
         text: all of it.
         rows: in order.
@@ -72,8 +72,8 @@ class Module:
 
 @cache
 def read_module(name: str) -> Module:
-    """Reads and cuts ``name``, a path inside the package."""
-    text = (PACKAGE / name).read_text(encoding="utf-8")
+    """Reads and cuts ``name``, a path inside the package, or a tutorial's."""
+    text = path_of(name).read_text(encoding="utf-8")
     tree = ast.parse(text)
     cutter = _Cutter(text, tree)
     rows = cutter.rows()
@@ -95,6 +95,8 @@ def _imported(tree: ast.Module) -> dict[str, tuple[str, str]]:
                 found[local] = (as_module, "")
             elif base and (PACKAGE / ("/".join(base) + ".py")).exists():
                 found[local] = ("/".join(base) + ".py", alias.name)
+            elif not base:
+                found[local] = ("__init__.py", alias.name)
             elif (PACKAGE / as_package).exists():
                 found[local] = (as_package, alias.name)
     return found

@@ -190,7 +190,7 @@ def test_the_search_works_from_a_disk(site: Path, tab: Tab) -> None:
     tab.open((site / "index.html").as_uri())
     tab.click(".md-search__input")
     tab.type("mixed torch.Tensor and DTensor")
-    tab.wait_for("!!document.querySelector('.md-search-result__link[href*=troubleshoot]')", 30)
+    tab.wait_for("!!document.querySelector('.md-search-result__link[href*=troubleshoot]')", 120)
     assert tab.complaints() == []
 
 
@@ -230,7 +230,7 @@ def test_the_search_finds_an_error_by_its_text(address: str, tab: Tab) -> None:
     tab.open(address + "index.html")
     tab.click(".md-search__input")
     tab.type("mixed torch.Tensor and DTensor")
-    tab.wait_for("!!document.querySelector('.md-search-result__link[href*=troubleshoot]')", 30)
+    tab.wait_for("!!document.querySelector('.md-search-result__link[href*=troubleshoot]')", 120)
     assert tab.complaints() == []
 
 

@@ -1,0 +1,64 @@
+"""A tutorial as a page: the essay, what a run of the script has printed and drawn, and the script beside its prose."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+from pathlib import Path
+
+from mkdocs.utils import get_relative_url
+
+from docs_build.lessons import LESSONS, Lesson, recorded
+from docs_build.markup import to_html
+from docs_build.pages import page_of, side_by_side, way_through
+from docs_build.source import read_module
+
+__all__ = ["index_page", "lesson_page"]
+
+
+def lesson_page(name: str) -> str:
+    """The HTML of a lesson's page.
+
+    Raises:
+        KeyError: it was never recorded.
+    """
+    order = [lesson.name for lesson in LESSONS]
+    index = get_relative_url("tutorials/index.html", page_of(name))
+    way = way_through(order, name, f'<a href="{index}">{order.index(name) + 1} of {len(order)} tutorials</a>')
+    return side_by_side(read_module(name), way, _what_it_said(next(one for one in LESSONS if one.name == name)))
+
+
+def _what_it_said(lesson: Lesson) -> str:
+    run = recorded()[lesson.name]
+    pictures = "".join(f'<figure class="lesson-picture">{_scalable(svg)}</figure>' for svg in run["pictures"].values())
+    return (
+        f'<section class="lesson-run"><h2 id="run">A run of it</h2><pre><code>$ {escape(lesson.command)}\n\n'
+        f"{escape(run['output'].rstrip())}\n</code></pre>{pictures}"
+        f"<p><small>{run['date']}, {run['seconds']} seconds; {escape(run['machine'])}</small></p></section>"
+    )
+
+
+def _scalable(svg: str) -> str:
+    """The picture as wide as there is room, without what only a file needs before its first element."""
+    whole = svg[svg.index("<svg") :]
+    return re.sub(
+        r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r'\1 style="width:100%;height:auto"', whole, count=1
+    )
+
+
+def index_page() -> str:
+    """All lessons with their first sentences."""
+    lines = [
+        "# Tutorials",
+        "",
+        "Each is a script that reads like a lesson: an essay first, then code, and at the end assertions of all that",
+        "was said. A page shows the script beside its prose, and what a run of it has printed and drawn. They run on",
+        "two CPU cores or on GPUs, whichever is there.",
+        "",
+        '<ol class="read-list">',
+    ]
+    for lesson in LESSONS:
+        page = Path(lesson.name).with_suffix(".html").name
+        sentence = to_html(read_module(lesson.name).title).removeprefix("<p>").removesuffix("</p>")
+        lines.append(f'<li><a href="{page}"><code>{Path(lesson.name).name}</code></a> <span>{sentence}.</span></li>')
+    return "\n".join([*lines, "</ol>", ""])
