@@ -41,9 +41,7 @@ def _what_it_said(lesson: Lesson) -> str:
 def _scalable(svg: str) -> str:
     """The picture as wide as there is room, without what only a file needs before its first element."""
     whole = svg[svg.index("<svg") :]
-    return re.sub(
-        r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r'\1 style="width:100%;height:auto"', whole, count=1
-    )
+    return re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r'\1 style="width:100%;height:auto"', whole, count=1)
 
 
 def index_page() -> str:
