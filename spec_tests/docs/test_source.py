@@ -88,7 +88,7 @@ def test_comments_above_statements_go_left_and_begin_a_row(tmp_path: Path, monke
         ]  # behind code
     '''
     (tmp_path / "m.py").write_text(textwrap.dedent(text).lstrip())
-    monkeypatch.setattr(source, "PACKAGE", tmp_path)
+    monkeypatch.setattr(source, "path_of", lambda name: tmp_path / name)
     rows = source.read_module.__wrapped__("m.py").rows
     assert [(row.anchor, row.docstring, row.comment, row.lines) for row in rows] == [
         ("f", "Doubles.", "", [3]),
