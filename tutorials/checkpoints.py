@@ -37,8 +37,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import Block, Place, from_all_ranks, on_ranks, say, shared_folder
-from torch import Tensor, nn
+from common import Block, Net, Place, from_all_ranks, on_ranks, say, shared_folder
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -64,22 +64,9 @@ WIDTH, NUM_BLOCKS, BATCH, STEPS_PER_EPOCH = 12, 3, 24, 2
 State = dict[str, Any]
 
 
-class Net(nn.Module):
-    """A few blocks, and a last layer that stays with the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*[Block(WIDTH) for _ in range(NUM_BLOCKS)])
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """From rows of numbers to rows of the same length."""
-        return self.last(self.blocks(x))
-
-
 def plain(seed: int, place: Place) -> Net:
     torch.manual_seed(seed)
-    return Net().to(place.device)
+    return Net(WIDTH, NUM_BLOCKS).to(place.device)
 
 
 @dataclass

@@ -30,7 +30,17 @@ import torch.distributed as dist
 from gpt.ranks import Place, from_all_ranks, joined_ranks, on_first_rank, start_ranks, started_by_torchrun
 from torch import Tensor, nn
 
-__all__ = ["Block", "Place", "from_all_ranks", "mean_over_ranks", "on_first_rank", "on_ranks", "say", "shared_folder"]
+__all__ = [
+    "Block",
+    "Net",
+    "Place",
+    "from_all_ranks",
+    "mean_over_ranks",
+    "on_first_rank",
+    "on_ranks",
+    "say",
+    "shared_folder",
+]
 
 
 def on_ranks(lesson: Callable[[Place], None], num_ranks: int = 2, *, at_least: int = 2, device: str = "auto") -> None:
@@ -94,3 +104,21 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """From rows of ``width`` numbers to rows of as many."""
         return x + self.narrow(torch.tanh(self.widen(x)))
+
+
+class Net(nn.Module):
+    """A few blocks, and a last layer that stays with the root.
+
+    Args:
+        width: numbers in a row, of the input and of the output.
+        num_blocks: of that width.
+    """
+
+    def __init__(self, width: int, num_blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[Block(width) for _ in range(num_blocks)])
+        self.last = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From rows of ``width`` numbers to rows of as many."""
+        return self.last(self.blocks(x))

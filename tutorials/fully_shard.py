@@ -41,7 +41,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import Block, Place, from_all_ranks, mean_over_ranks, on_ranks, say
+from common import Net, Place, from_all_ranks, mean_over_ranks, on_ranks, say
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -54,22 +54,9 @@ from torch.distributed.tensor import DTensor, Shard
 WIDTH, NUM_BLOCKS, BATCH, NUM_STEPS = 32, 4, 24, 6
 
 
-class Net(nn.Module):
-    """A few blocks, and a last layer that stays with the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*[Block(WIDTH) for _ in range(NUM_BLOCKS)])
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """From rows of numbers to rows of the same length."""
-        return self.last(self.blocks(x))
-
-
 def plain(place: Place, seed: int = 0) -> Net:
     torch.manual_seed(seed)
-    return Net().to(place.device)
+    return Net(WIDTH, NUM_BLOCKS).to(place.device)
 
 
 def shard(options: argparse.Namespace, library: ModuleType, place: Place) -> nn.Module:
@@ -79,7 +66,7 @@ def shard(options: argparse.Namespace, library: ModuleType, place: Place) -> nn.
         # 5.
         arguments["mp_policy"] = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with torch.device("meta"):
-        model = Net()
+        model = Net(WIDTH, NUM_BLOCKS)
     for block in model.blocks:
         library.fully_shard(block, **arguments)
     library.fully_shard(model, **arguments)

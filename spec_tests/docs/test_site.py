@@ -186,12 +186,16 @@ def test_the_player_works_from_a_disk(site: Path, tab: Tab) -> None:
     tab.wait_for(f"{CLOCK}.startsWith('1 /')")
 
 
-def test_the_search_works_from_a_disk(site: Path, tab: Tab) -> None:
-    tab.open((site / "index.html").as_uri())
+def find_the_error_of_mixed_tensors(tab: Tab) -> None:
     tab.click(".md-search__input")
     tab.type("mixed torch.Tensor and DTensor")
     tab.wait_for("!!document.querySelector('.md-search-result__link[href*=troubleshoot]')", 120)
     assert tab.complaints() == []
+
+
+def test_the_search_works_from_a_disk(site: Path, tab: Tab) -> None:
+    tab.open((site / "index.html").as_uri())
+    find_the_error_of_mixed_tensors(tab)
 
 
 def test_the_calculator_answers_mouse_and_keys(address: str, tab: Tab) -> None:
@@ -228,10 +232,7 @@ def test_the_spec_can_be_filtered(address: str, tab: Tab) -> None:
 
 def test_the_search_finds_an_error_by_its_text(address: str, tab: Tab) -> None:
     tab.open(address + "index.html")
-    tab.click(".md-search__input")
-    tab.type("mixed torch.Tensor and DTensor")
-    tab.wait_for("!!document.querySelector('.md-search-result__link[href*=troubleshoot]')", 120)
-    assert tab.complaints() == []
+    find_the_error_of_mixed_tensors(tab)
 
 
 def test_dark_and_light_both_have_a_readable_ground(address: str, tab: Tab) -> None:
