@@ -316,6 +316,8 @@ def work(rank: int, ranks: int, store: str, out: str) -> None:
         found = [perform(run) for run in runs_of(ranks)]
         if rank == 0:
             Path(out).write_text(json.dumps(found))
+        # Whoever leaves first closes connections on which the others may still be waiting.
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 

@@ -28,9 +28,12 @@ Spec: CTOR-06, CTOR-14, SHARD-11, HYB-01 to HYB-08.
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -74,7 +77,20 @@ class Group:
             ranks = tuple(range(size))
         if rank < 0:
             raise _not_a_member(f"the given process group {ranks}")
+        _let_threads_finish_at_exit()
         return cls(process_group, size, rank, ranks)
+
+
+@cache
+def _let_threads_finish_at_exit() -> None:
+    """Has the process pause for a moment before Python shuts down.
+
+    A collective of gloo is done for the caller a little before its thread lets go of the tensors, for which that thread
+    needs Python's lock. Asked for while Python shuts down, the lock ends the thread, and C++ the whole process:
+    ``terminate called without an active exception``, exit by SIGABRT, though all work was done. Nothing else waits for
+    these threads, because caches of DTensor keep the group alive even after ``destroy_process_group``.
+    """
+    atexit.register(time.sleep, 0.05)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,47 @@
+"""Pairs of ranks that gather once and leave at once, in the worst of weather: nobody gives up Python's lock unasked.
+
+    python -m spec_tests.engine.leave 10
+
+Prints the statuses of all ranks that did not leave with 0, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minifsdp import fully_shard
+
+
+def _gather_and_leave(rank: int, store: str) -> nn.Module:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model = fully_shard(nn.Linear(4, 4))
+    # Else the thread that lets go of the tensors would get the lock within 5 ms, mostly before Python shuts down.
+    sys.setswitchinterval(60)
+    for _ in range(20):
+        model.unshard()
+        model.reshard()
+    dist.destroy_process_group()
+    return model
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    folder, statuses = tempfile.mkdtemp(), []
+    for pair in range(int(sys.argv[1])):
+        children = []
+        for place in range(2):
+            child = os.fork()
+            if child == 0:
+                kept = _gather_and_leave(place, f"{folder}/{pair}")
+                sys.exit(0)
+            children.append(child)
+        statuses += [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    print(json.dumps([status for status in statuses if status != 0]))
