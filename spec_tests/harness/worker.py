@@ -325,6 +325,10 @@ def _destroy_leftover_groups() -> None:
         _gen_transform_infos.cache_clear()
 
 
+# torch 2.14 has made it public and warns about the older name.
+_set_time_limit: Callable[..., None] = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
+
+
 class Surroundings:
     """What is the same before every test. Made once, when the rank has its default group."""
 
@@ -342,7 +346,7 @@ class Surroundings:
         random.seed(0)
         # With NCCL a time-out ends the process and tells less than the stacks do: there, the limit alone counts.
         if device_here.type == "cpu" and limit != self.limit:
-            c10d._set_pg_timeout(timedelta(seconds=0.75 * limit), dist.group.WORLD)
+            _set_time_limit(timedelta(seconds=0.75 * limit), dist.group.WORLD)
             self.limit = limit
 
     def restore(self) -> None:
