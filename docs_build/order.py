@@ -71,6 +71,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
             "fsdp2/initial.py",
             "fsdp2/loading.py",
             "fsdp2/subgroups.py",
+            "fsdp2/composable.py",
         ],
     ),
     (
@@ -92,6 +93,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
             "fsdp1/state_dict_options.py",
             "fsdp1/state_dict_methods.py",
             "fsdp1/state_dict_load.py",
+            "fsdp1/own_code.py",
             "fsdp1/chunks.py",
             "fsdp1/agreement.py",
             "fsdp1/optim_state_methods.py",
@@ -102,6 +104,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
             "fsdp1/optim_state_legacy.py",
             "fsdp1/compiling.py",
             "fsdp1/legacy.py",
+            "fsdp1/framework_names.py",
             "fsdp1/flat_param.py",
             "fsdp1/bfloat16.py",
         ],

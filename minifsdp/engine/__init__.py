@@ -3,6 +3,7 @@
 From the bottom up, each module using only those above it in this list:
 
 ``trouble``         how it speaks when something is wrong
+``compiler``        what ``torch.compile`` is told about it
 ``mesh``            who shards with whom, who replicates with whom
 ``lanes``           where gathers, reductions and copies run, and how to wait for them
 ``collectives``     the only place that talks to other ranks while training

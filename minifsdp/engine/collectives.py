@@ -11,6 +11,8 @@ The last two *sum*. What training wants is the *mean* over all ranks, so somebod
 can overflow (its largest number is 65504), so there one part of the division goes before the sum and one part after
 it, as near to the square root each as powers of two allow: 8 ranks divide by 4 before and by 2 after.
 
+Backends know no complex numbers. To send and to add them is to send and to add their two parts, so those are sent.
+
 The functions call the methods of the ``ProcessGroup`` itself, with option objects made once. The public functions of
 ``torch.distributed`` look up the group, check dtypes and wrap exceptions in each call, which for tiny units costs more
 than the rest of the engine; profilers and dispatch modes see the same ``c10d`` operators either way.
@@ -63,6 +65,8 @@ def gather(group: Group, output: torch.Tensor, piece: torch.Tensor) -> Promise:
         output: 1-D, ``group.size * piece.numel()`` elements.
         piece: 1-D, contiguous, the same number of elements on every rank.
     """
+    if output.is_complex():
+        output, piece = torch.view_as_real(output), torch.view_as_real(piece)
     promise: Promise = getattr(group.process_group, _GATHER_METHOD)(output, piece, _GATHER)
     return promise
 
@@ -73,12 +77,16 @@ def reduce_scatter(group: Group, piece: torch.Tensor, whole: torch.Tensor) -> Pr
     Every rank of the group must call it. ``whole`` is 1-D with ``group.size * piece.numel()`` elements, and must be
     kept alive until the promise was waited for.
     """
+    if whole.is_complex():
+        piece, whole = torch.view_as_real(piece), torch.view_as_real(whole)
     promise: Promise = getattr(group.process_group, _REDUCE_SCATTER_METHOD)(piece, whole, _REDUCE_SCATTER)
     return promise
 
 
 def all_reduce(group: Group, tensor: torch.Tensor) -> Promise:
     """All-reduce: ``tensor`` becomes, in place, the sum over the group. Every rank of the group must call it."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
     promise: Promise = group.process_group.allreduce([tensor], _ALL_REDUCE)
     return promise
 
@@ -87,6 +95,8 @@ def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
     """``tensor`` becomes, in place, what it is on position ``source`` of the group; waits. Every rank must call it."""
     options = BroadcastOptions()
     options.rootRank = source
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
     group.process_group.broadcast([tensor], options).wait()
 
 
@@ -100,17 +110,21 @@ class Scaling:
     @classmethod
     def mean(cls, num_ranks: int, dtype: torch.dtype) -> Scaling:
         """The mean over ``num_ranks``, split in two if ``dtype`` is so narrow that the sum itself could overflow."""
-        if dtype is not torch.float16:
-            return cls(1.0, float(num_ranks))
-        before = 1
-        while num_ranks % before == 0 and num_ranks / before > before:
-            before *= 2
-        return cls(float(before), num_ranks / before)
+        return cls.by(float(num_ranks), dtype)
 
     @classmethod
     def by(cls, factor: float, dtype: torch.dtype) -> Scaling:
-        """A factor of the user's choice, half of it, so to say, before the sum if ``dtype`` is that narrow."""
-        return cls(factor**0.5, factor**0.5) if dtype is torch.float16 else cls(1.0, float(factor))
+        """A factor of the user's choice, split in the same way."""
+        if dtype is not torch.float16:
+            return cls(1.0, float(factor))
+        before = 1.0
+        while factor % before == 0 and factor / before > before:
+            before *= 2
+        return cls(before, factor / before)
+
+    def within(self, dtype: torch.dtype) -> Scaling:
+        """The same factor for sums in another dtype."""
+        return Scaling.by(self.before * self.after, dtype)
 
     def prepare(self, whole: torch.Tensor) -> None:
         """Divides, in place, what is about to be summed."""

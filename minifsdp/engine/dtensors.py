@@ -130,6 +130,16 @@ class Sharding:
             )
         return DTensor(piece, spec, requires_grad=False)
 
+    def wrap_among(self, mesh: DeviceMesh, piece: torch.Tensor) -> DTensor | None:
+        """A piece among the ranks of the last axis of ``mesh``; ``None`` where tensor parallelism has its own."""
+        if self._tensor_parallel is not None:
+            return None
+        placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(self.cut.dim))
+        meta = self._spec.tensor_meta
+        assert meta is not None
+        meta = TensorMeta(meta.shape, meta.stride, piece.dtype)
+        return DTensor(piece, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
+
     def fits(self, other: torch.Tensor) -> bool:
         """Whether ``other`` is distributed in the same way."""
         return (

@@ -191,6 +191,10 @@ class ExtendedRow:
             )
         )
 
+    def resting_pieces(self, group: Group) -> list[torch.Tensor]:
+        """None: it never rests."""
+        return []
+
     def wake(self) -> None:
         """The next gather comes from the shards, as ever."""
 

@@ -52,7 +52,7 @@ from minifsdp.engine.loan import Loan
 from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.originals import OriginalOwnership
 from minifsdp.engine.ownership import Ownership
-from minifsdp.engine.partition import Partition
+from minifsdp.engine.partition import Form, Partition, local_part
 from minifsdp.engine.trouble import trouble
 from minifsdp.engine.unsharded import Unsharded
 
@@ -93,9 +93,12 @@ class FlatLayout(LendingLayout):
         check_uniform_dtype(home, parameters)
         self.mesh, self.device, self.offloads = mesh, device, offload
         self.parameters = list(parameters.values())
+        self._forms = [Form.of(original) for original in parameters]
+        self._any_distributed = any(form.spec is not None for form in self._forms)
         self.shapes = [owned.shape for owned in self.parameters]
-        self.partition = Partition(tuple(shape.numel() for shape in self.shapes), mesh.num_shards)
-        shard = self._cut([original.detach() for original in parameters])
+        self._shapes_in_row = [form.shape for form in self._forms]
+        self.partition = Partition(tuple(form.shape.numel() for form in self._forms), mesh.num_shards)
+        shard = self._cut([local_part(original.detach()) for original in parameters])
         if not offload:
             shard = shard.to(device)
         elif device.type != "cpu":
@@ -126,7 +129,7 @@ class FlatLayout(LendingLayout):
         if self._now.is_borrowed and self.owner.hides_originals:
             # Readable from now on, but nobody listens for gradients before there is a tree.
             self._guards = _guards_for(self.parameters)
-            self._show(self.partition.views(self._now.leaf, self.shapes))
+            self._show(self.views_of(self._now.leaf))
         self._guard()
 
     def _cut(self, originals: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -254,13 +257,17 @@ class FlatLayout(LendingLayout):
         if leaf.requires_grad is not self.owner.requires_grad:
             leaf.requires_grad_(self.owner.requires_grad)
         # 1. and 2. Now, and all at once.
-        views = self.partition.views(leaf, self.shapes)
+        views = self.partition.views(leaf, self._shapes_in_row)
+        if self._any_distributed:
+            views = self._distributed(views)
         if torch.is_grad_enabled():
             self._recorded = views
         self._show(views)
 
     def show_again(self) -> None:
         """Puts the views of the recorded forward back: a recomputed forward inside this unit will look for them."""
+        # What the user put there since the forward would be written over without a word.
+        self.notice_edits()
         if self._recorded is not None:
             self._show(self._recorded)
 
@@ -304,11 +311,15 @@ class FlatLayout(LendingLayout):
         """The flat gradient that autograd left on the leaf, and the unreduced one that the flat parameter shows."""
         leaf = self._now.leaf
         gradient, leaf.grad = leaf.grad, None
-        if gradient is not None and with_unreduced:
+        if gradient is None:
+            return None
+        if self.owner.shard._backward_hooks:
+            gradient = _hooked(self.owner.shard, gradient)
+        if with_unreduced:
             unreduced = self.owner.take_unreduced()
             if unreduced is not None:
                 gradient = unreduced.add_(gradient)
-        return None if gradient is None else Gradient([gradient])
+        return Gradient([gradient])
 
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Adds to the unreduced gradient that the flat parameter shows."""
@@ -348,16 +359,36 @@ class FlatLayout(LendingLayout):
         piece = self.local_values().clone()
         places = partition.slices_of_piece(index)
         for number, value in values.items():
-            piece[places[number]].copy_(value.detach().reshape(-1)[partition.part_in_parameter(index, number)])
+            whole = self._forms[number].local(value.detach()).reshape(-1)
+            piece[places[number]].copy_(whole[partition.part_in_parameter(index, number)])
         self.owner.overwrite(piece)
 
     def views_of(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """Views, in the original shapes."""
-        return self.partition.views(row, self.shapes)
+        """Views, in the original shapes, and distributed as the originals were."""
+        views = self.partition.views(row, self._shapes_in_row)
+        return self._distributed(views) if self._any_distributed else views
+
+    def _distributed(self, views: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [form.show(view) for form, view in zip(self._forms, views, strict=True)]
 
     def local_parameters(self) -> list[nn.Parameter]:
         """What the optimizer owns of this unit."""
         return self.owner.local_parameters()
+
+    def gradient_parts(self) -> list[tuple[tuple[Group, ...], torch.Tensor | None]]:
+        """For each gradient, or each parameter's part of it, who has the other parts, and this rank's, if there is one.
+
+        Every rank is told of the same groups in the same order.
+        """
+        sharers = () if self.mesh.shard is None else (self.mesh.shard,)
+        gradients = [parameter.grad for parameter in self.owner.local_parameters()]
+        if not self._any_distributed:
+            return [(sharers, gradient) for gradient in gradients]
+        if self.owner.hides_originals:
+            whole = gradients[0]
+            places = self.partition.slices_of_piece(self.mesh.shard_index)
+            gradients = [None if whole is None or place.start == place.stop else whole[place] for place in places]
+        return [((*sharers, *form.groups), part) for form, part in zip(self._forms, gradients, strict=True)]
 
     def full_row(self) -> torch.Tensor:
         """A gather of its own, in the stored dtype; the shard itself if nothing is sharded."""
@@ -382,10 +413,10 @@ class FlatLayout(LendingLayout):
 
     def show_row(self, row: torch.Tensor, gradients: tuple[torch.Tensor, list[bool]] | None) -> None:
         """Ordinary parameters, in the order in which the modules had them; the flat parameter steps aside."""
-        self._loan = Loan(row, self.partition.views(row, self.shapes), gradients)
+        self._loan = Loan(row, self.views_of(row), gradients)
         self._loan.parameters = self.owner.lend(self._loan.views)
         if gradients is not None:
-            self._loan.lend_gradients(self.partition.views(gradients[0], self.shapes), gradients[1])
+            self._loan.lend_gradients(self.views_of(gradients[0]), gradients[1])
         for dictionary, slot, index in self._places:
             dictionary.pop(slot.name)
             slot.module._parameters[slot.name] = self._loan.parameters[index]
@@ -420,6 +451,14 @@ def _guards_for(parameters: Sequence[OwnedParameter]) -> list[tuple[dict[Any, An
     """For each module that shows one of ``parameters``, where its hooks are, and the one to put there."""
     modules = {slot.module: ForwardGuard(slot.path, owned.shape) for owned in parameters for slot in owned.slots}
     return [(module._forward_pre_hooks, guard) for module, guard in modules.items()]
+
+
+def _hooked(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """``gradient`` as the user's hooks on a flat parameter leave it; autograd owns another tensor and calls none."""
+    for hook in list((parameter._backward_hooks or {}).values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
 
 
 class _Nothing:

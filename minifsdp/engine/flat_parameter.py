@@ -37,7 +37,7 @@ from torch import nn
 from minifsdp.engine import misuse
 from minifsdp.engine.absent import AbsentParameter
 from minifsdp.engine.layout import OwnedParameter
-from minifsdp.engine.ownership import Ownership, assign_gradient
+from minifsdp.engine.ownership import Ownership, assign_gradient, call_hooks
 
 __all__ = ["FLAT_NAME", "FlatOwnership"]
 
@@ -70,7 +70,9 @@ class FlatOwnership(Ownership):
     ) -> None:
         self.home, self.keep_reduce_dtype = home, keep_reduce_dtype
         self.shard: nn.Parameter = nn.Parameter(shard, requires_grad=next(iter(parameters)).requires_grad)
-        self.shard._is_flat_param = True  # type: ignore[attr-defined]  # what torch's FlatParameter is known by
+        # What torch's FlatParameter is known by: to isinstance, and to frameworks that look into an optimizer.
+        self.shard._is_flat_param = True  # type: ignore[attr-defined]
+        self.shard._fsdp_flattened = True  # type: ignore[attr-defined]
         self._is_unreduced, self._version = False, 0
         self._reduced_before: torch.Tensor | None = None
         stand_ins: list[torch.Tensor] = []
@@ -126,7 +128,9 @@ class FlatOwnership(Ownership):
         """Nothing to do: the flat parameter is looked up afresh for each gather, wherever its memory is."""
 
     def add_reduced(self, piece: torch.Tensor) -> None:
-        """Adds this rank's piece of a reduced gradient to what the optimizer will see."""
+        """Adds this rank's piece of a reduced gradient to what the optimizer will see; nothing, if frozen by now."""
+        if not self.shard.requires_grad:
+            return
         if piece.dtype is not self.shard.dtype and not self.keep_reduce_dtype:
             piece = piece.to(self.shard.dtype)
         if piece.device != self.shard.device:
@@ -136,6 +140,8 @@ class FlatOwnership(Ownership):
             assign_gradient(self.shard, piece)
         else:
             before.add_(piece)
+        if self.shard._post_accumulate_grad_hooks:
+            call_hooks(self.shard)
 
     def reduced_gradient(self) -> tuple[torch.Tensor, list[bool]]:
         """Not here: asked for only where single parameters are visible."""

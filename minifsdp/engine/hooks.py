@@ -295,6 +295,9 @@ class Cycle:
         unit.awaits_backward = False
         if unit.reshard_after_backward:
             unit.reshard()
+        else:
+            # Its memory is kept for the next iteration, but the gradients that the user may ask for are there now.
+            unit.layout.show_resting(is_kept=False)
 
     def end_backward(self) -> None:
         """3. Autograd is done: afterwards every gradient is where the optimizer looks, and every unit is idle.

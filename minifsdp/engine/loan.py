@@ -20,6 +20,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from minifsdp.engine.partition import local_part
+
 __all__ = ["Loan"]
 
 
@@ -51,8 +53,13 @@ class Loan:
     def collect(self) -> None:
         """Brings into the rows what was put in other memory."""
         for view, parameter in zip(self.views, self.parameters, strict=True):
-            if view.data_ptr() != parameter.data_ptr():
-                view.copy_(parameter.data)
+            _fetch(view, parameter.data)
         for view, parameter in zip(self._gradient_views, self.parameters, strict=False):
-            if parameter.grad is not None and view.data_ptr() != parameter.grad.data_ptr():
-                view.copy_(parameter.grad)
+            if parameter.grad is not None:
+                _fetch(view, parameter.grad)
+
+
+def _fetch(view: torch.Tensor, value: torch.Tensor) -> None:
+    place, value = local_part(view), local_part(value)
+    if place.data_ptr() != value.data_ptr():
+        place.copy_(value)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -213,18 +213,39 @@ def num_steps() -> int:
     return _num_steps
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     global _num_steps
     _num_steps += 1
-    if _unreduced:
-        held = {id(p) for p in _parameters_of(optimizer)}
-        mine = [owner for owner in _unreduced if any(id(p) in held for p in owner.local_parameters())]
-        check_reduced(f"{type(optimizer).__name__}.step()", mine)
-        for owner in mine:
-            _unreduced.discard(owner)
     if optimizer not in _checked:
         _checked.add(optimizer)
         _warn_if_stale(optimizer)
+    _, *given = args
+    closure = given[0] if given else kwargs.get("closure")
+    if closure is None:
+        _check_gradients_of(optimizer)
+        return None
+    # The gradients that it steps on are those that the closure leaves behind.
+    checked = _with_check_after(closure, optimizer)
+    return (args, {**kwargs, "closure": checked}) if not given else ((args[0], checked, *given[1:]), kwargs)
+
+
+def _with_check_after(closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    def checked() -> Any:
+        loss = closure()
+        _check_gradients_of(optimizer)
+        return loss
+
+    return checked
+
+
+def _check_gradients_of(optimizer: torch.optim.Optimizer) -> None:
+    if not _unreduced:
+        return
+    held = {id(p) for p in _parameters_of(optimizer)}
+    mine = [owner for owner in _unreduced if any(id(p) in held for p in owner.local_parameters())]
+    check_reduced(f"{type(optimizer).__name__}.step()", mine)
+    for owner in mine:
+        _unreduced.discard(owner)
 
 
 def _warn_if_stale(optimizer: torch.optim.Optimizer) -> None:

@@ -27,8 +27,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
+from torch.utils._python_dispatch import _disable_current_modes
 
 from minifsdp.engine import collectives
+from minifsdp.engine.mesh import Group
 from minifsdp.engine.trouble import trouble
 from minifsdp.engine.unit import Unit
 
@@ -60,12 +62,20 @@ class OrderCheck:
             return
         group = unit.plan.mesh.shard
         if group is not None:
-            numbers = torch.empty(group.size, dtype=torch.int64, device=self._device)
-            mine = torch.tensor([self._number[unit]], dtype=torch.int64, device=self._device)
-            collectives.gather(group, numbers, mine).wait()
-            if len(set(numbers.tolist())) > 1:
-                raise self._mismatch(dict(zip(group.ranks, numbers.tolist(), strict=True)))
+            numbers = self._ask(group, self._number[unit])
+            if len(set(numbers)) > 1:
+                raise self._mismatch(dict(zip(group.ranks, numbers, strict=True)))
         self._agreed[unit] = None
+
+    def _ask(self, group: Group, number: int) -> list[int]:
+        """What each rank of ``group`` says."""
+        # Not a part of training: who counts collectives, or only pretends to have memory, does not see it. Where a
+        # group only pretends to communicate, everybody says the same.
+        with _disable_current_modes():
+            numbers = torch.full((group.size,), number, device=self._device)
+            collectives.gather(group, numbers, torch.tensor([number], device=self._device)).wait()
+            answers: list[int] = numbers.tolist()
+        return answers
 
     def _mismatch(self, numbers: dict[int, int]) -> RuntimeError:
         about_to = ", ".join(f"rank {rank}: {self._names[number]!r}" for rank, number in numbers.items())

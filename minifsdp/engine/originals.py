@@ -29,11 +29,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from minifsdp.engine import misuse
-from minifsdp.engine.layout import OwnedParameter
-from minifsdp.engine.ownership import Ownership, assign_gradient
-from minifsdp.engine.partition import Partition
+from minifsdp.engine.layout import OwnedParameter, Slot
+from minifsdp.engine.ownership import Ownership, assign_gradient, call_hooks
+from minifsdp.engine.partition import Partition, local_part
 from minifsdp.engine.trouble import trouble
 
 __all__ = ["OriginalOwnership"]
@@ -43,7 +44,8 @@ class OriginalOwnership(Ownership):
     """The shard as slices of the original parameters.
 
     Args:
-        parameters: the originals; they stay where they are registered.
+        parameters: the originals; they stay where they are registered. A ``DTensor`` cannot show a slice; an ordinary
+            parameter takes its place.
         shard: 1-D, this rank's piece.
         partition: where the parameters are cut.
         index: which piece this rank has.
@@ -61,8 +63,12 @@ class OriginalOwnership(Ownership):
         keep_reduce_dtype: bool,
     ) -> None:
         self.shard, self.partition, self.keep_reduce_dtype = shard, partition, keep_reduce_dtype
-        self.originals = list(parameters)
-        self.shapes = [owned.shape for owned in parameters.values()]
+        self.shapes = [local_part(original).shape for original in parameters]
+        self._is_distributed = [isinstance(original, DTensor) for original in parameters]
+        self.originals = [
+            _in_place_of(original, owned.slots) if isinstance(original, DTensor) else original
+            for original, owned in parameters.items()
+        ]
         self._paths = [owned.path for owned in parameters.values()]
         # Where each slice lies in this rank's piece.
         self._slices = partition.slices_of_piece(index)
@@ -71,8 +77,8 @@ class OriginalOwnership(Ownership):
         self._reduced_before: list[torch.Tensor | None] = []
         self._gradients_aside: list[torch.Tensor | None] = []
         self.stand_ins = self.originals
-        for original, path in zip(self.originals, self._paths, strict=True):
-            misuse.note_taken(original, path, is_replaced=False)
+        for original, path, is_replaced in zip(parameters, self._paths, self._is_distributed, strict=True):
+            misuse.note_taken(original, path, is_replaced=is_replaced)
         self._warn_if_mixed()
         self.take_back()
 
@@ -95,12 +101,17 @@ class OriginalOwnership(Ownership):
         return module._parameters  # type: ignore[return-value]
 
     def lend(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
-        """The originals themselves, showing ``views``; their gradients are put aside."""
+        """The originals themselves, showing ``views``, where they can; their gradients are put aside."""
         self._gradients_aside = [p.grad for p in self.originals]
-        for original, view in zip(self.originals, views, strict=True):
+        lent = []
+        for original, view, is_distributed in zip(self.originals, views, self._is_distributed, strict=True):
             original.grad = None
-            original.data = view
-        return self.originals
+            if is_distributed:
+                lent.append(nn.Parameter(view, requires_grad=original.requires_grad))
+            else:
+                original.data = view
+                lent.append(original)
+        return lent
 
     def take_back(self) -> None:
         """The originals show their slices of the shard, and the gradients that `lend` has put aside."""
@@ -192,6 +203,8 @@ class OriginalOwnership(Ownership):
                 assign_gradient(original, part)
             else:
                 original.grad.add_(part)
+            if original._post_accumulate_grad_hooks:
+                call_hooks(original)
 
     def reduced_gradient(self) -> tuple[torch.Tensor, list[bool]]:
         """Each parameter's part of the reduced gradient, in its place in the piece."""
@@ -244,3 +257,12 @@ class OriginalOwnership(Ownership):
                 assign_gradient(original, before)
         self._reduced_before = []
         return unreduced if any_left else None
+
+
+def _in_place_of(original: nn.Parameter, slots: Sequence[Slot]) -> nn.Parameter:
+    """An ordinary parameter, registered where ``original`` was; it gets its slice later."""
+    place = nn.Parameter(local_part(original.detach()), requires_grad=original.requires_grad)
+    for slot in slots:
+        slot.module._parameters[slot.name] = place
+        slot.update_second_list(place)
+    return place

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-__all__ = ["Ownership", "assign_gradient"]
+__all__ = ["Ownership", "assign_gradient", "call_hooks"]
 
 
 class Ownership(ABC):
@@ -123,3 +123,9 @@ def assign_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
     parameter.data = gradient
     parameter.grad = gradient
     parameter.data = data
+
+
+def call_hooks(parameter: nn.Parameter) -> None:
+    """Calls the user's hooks that wait for the gradient. Autograd did not put it there, so nobody else does."""
+    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+        hook(parameter)

@@ -16,11 +16,14 @@ there, and with one large embedding a single rank would be as heavy as before.
 Price: up to one element less than there are ranks, in each unit. For a block of a million parameters on 8 ranks that
 is nothing; for a unit of 5 parameters it is more than half, one reason why tiny units are a bad idea.
 
+A parameter may come cut already: tensor parallelism has made it a ``DTensor``, and this rank has a part of it. Then
+that part is what lies in the row, and its `Form` keeps what must be said about it when modules are shown it again.
+
 *In torch:* the same cut in ``_get_shard`` of ``_flat_param.py``; with original parameters torch also pads *between*
 parameters for alignment. Left out here: it would make every offset depend on the dtype, and nothing in the spec asks
-for it.
+for it. The part of tensor parallelism is ``DTensorExtensions``, found through a global registry.
 
-Spec: SHARD-02, SHARD-03, ORIG-03.
+Spec: SHARD-02, SHARD-03, ORIG-03, NEW-01.
 """
 
 from __future__ import annotations
@@ -30,10 +33,58 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from minifsdp.engine.mesh import Group
 from minifsdp.engine.trouble import trouble
 
-__all__ = ["Partition"]
+__all__ = ["Form", "Partition", "local_part"]
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or of a distributed one the memory that this rank has; past autograd."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True)
+class Form:
+    """What one parameter is on this rank when its unit is gathered.
+
+    Attributes:
+        shape: of what lies in the row.
+        spec: how it is distributed over other ranks than those that share the unit; ``None`` for an ordinary one.
+        groups: the ranks that have its other parts.
+    """
+
+    shape: torch.Size
+    spec: DTensorSpec | None = None
+    groups: tuple[Group, ...] = ()
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> Form:
+        """The form of a parameter as the user made it. Nothing is communicated."""
+        if not isinstance(parameter, DTensor):
+            return cls(parameter.shape)
+        spec = parameter._spec
+        cut = [axis for axis, placement in enumerate(spec.placements) if placement.is_shard()]
+        return cls(local_part(parameter).shape, spec, tuple(Group.of(spec.mesh.get_group(axis)) for axis in cut))
+
+    def show(self, view: torch.Tensor) -> torch.Tensor:
+        """What a module shall compute with, made of its place in the row; differentiable."""
+        spec = self.spec
+        if spec is None:
+            return view
+        shown: torch.Tensor = DTensor.from_local(
+            view, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+        )
+        return shown
+
+    def local(self, value: torch.Tensor) -> torch.Tensor:
+        """Of a value for the parameter, whole or this rank's part, what lies in the row. Nothing is communicated."""
+        if self.spec is not None and not isinstance(value, DTensor) and value.shape != self.shape:
+            value = distribute_tensor(value, self.spec.mesh, self.spec.placements, src_data_rank=None)
+        return local_part(value)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp.engine import lifetime, misuse
 from minifsdp.engine.cut import Cut
@@ -45,7 +46,7 @@ from minifsdp.engine.lanes import Lane, Lanes, Promise
 from minifsdp.engine.layout import Gradient, Layout, OwnedParameter, rebound
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, Mesh
-from minifsdp.engine.row import Row
+from minifsdp.engine.row import VERSION, Row
 from minifsdp.engine.trouble import trouble
 
 __all__ = ["PerParameterLayout"]
@@ -63,9 +64,21 @@ class _Entry:
         row, number: where its memory lies.
         piece: the local tensor that was put into `parameter`.
         unreduced: gradient that waits for its reduction.
+        is_trained: whether `parameter` and `leaf` asked for a gradient when they last agreed.
     """
 
-    __slots__ = ("leaf", "number", "owned", "parameter", "piece", "plain_leaf", "row", "sharding", "unreduced")
+    __slots__ = (
+        "is_trained",
+        "leaf",
+        "number",
+        "owned",
+        "parameter",
+        "piece",
+        "plain_leaf",
+        "row",
+        "sharding",
+        "unreduced",
+    )
 
     def __init__(
         self, original: nn.Parameter, owned: OwnedParameter, sharding: Sharding, row: Row | ExtendedRow, number: int
@@ -82,7 +95,14 @@ class _Entry:
     def make_leaf(self) -> None:
         self.plain_leaf = self.row.leaves[self.number]
         self.leaf = self.sharding.show_whole(self.plain_leaf)
-        self.leaf.requires_grad_(self.parameter.requires_grad)
+        self.is_trained = self.parameter.requires_grad
+        self.leaf.requires_grad_(self.is_trained)
+
+    def turn(self) -> None:
+        """The user has frozen or thawed one of the two, whichever the module showed; the other follows."""
+        self.is_trained = not self.is_trained
+        self.leaf.requires_grad_(self.is_trained)
+        self.parameter.requires_grad_(self.is_trained)
 
 
 class PerParameterLayout(Layout):
@@ -98,6 +118,10 @@ class PerParameterLayout(Layout):
         offload: whether pieces live on the CPU.
         pin: whether pinned, if so.
         extension_arguments: mesh and policy, for parameters that decide for themselves what is sent.
+
+    Attributes:
+        resting_mesh: the mesh over which modules show a unit that rests on a larger piece; its last axis are the few
+            ranks that have the others. ``None`` if it never does.
     """
 
     signals_gradient = False
@@ -116,6 +140,7 @@ class PerParameterLayout(Layout):
         extension_arguments: tuple[Any, Any] = (None, None),
     ) -> None:
         self._extension_arguments = extension_arguments
+        self.resting_mesh: DeviceMesh | None = None
         self.mesh, self.device, self.offloads = mesh, device, offload
         self.parameters = list(parameters.values())
         self._compute_dtype, self._unreduced_dtype = compute_dtype, unreduced_dtype
@@ -140,6 +165,7 @@ class PerParameterLayout(Layout):
                 # Remembered by its place: `to()` and others swap what is in a DTensor, if nobody has a reference to it.
                 misuse.note_place(slot.module, slot.name, entry.owned.path)
         self._gathered_at: object = None
+        self._resting: list[torch.Tensor] | None = None
         self._describe()
         self._show(self._sharded)
 
@@ -242,15 +268,30 @@ class PerParameterLayout(Layout):
         """The next gather will come from what the ranks of ``group`` keep between them; `free` must follow."""
         for row in self._rows:
             row.rest(group)
+        if self.resting_mesh is not None and not self._rows[0].is_borrowed:
+            self._resting = self._rested(group, self.resting_mesh)
+
+    def _rested(self, group: Group, mesh: DeviceMesh) -> list[torch.Tensor]:
+        """What modules show meanwhile: the parameters as DTensors among the few ranks."""
+        pieces = {id(row): row.resting_pieces(group) for row in self._rows}
+        shown: list[torch.Tensor] = []
+        for entry in self._entries:
+            whole = entry.sharding.wrap_among(mesh, pieces[id(entry.row)][entry.number])
+            requires_grad = entry.parameter.requires_grad
+            shown.append(entry.parameter if whole is None else nn.Parameter(whole, requires_grad=requires_grad))
+        return shown
 
     def wake(self) -> None:
         """The next gather comes from the shards again."""
         for row in self._rows:
             row.wake()
+        resting, self._resting = self._resting, None
+        if resting is not None and self._shown is resting:
+            self._show(self._sharded)
 
     def _stamp(self) -> object:
         # What is done to a DTensor is counted at the DTensor; what is done to its local tensor, at the row.
-        return [row.stamp() for row in self._rows], [entry.parameter._version for entry in self._entries]
+        return [row.stamp() for row in self._rows], list(map(VERSION, self._sharded))
 
     def is_stale(self) -> bool:
         """Whether a shard has been changed since the last gather began."""
@@ -302,15 +343,13 @@ class PerParameterLayout(Layout):
         for entry in self._entries:
             if entry.plain_leaf is not entry.row.leaves[entry.number]:
                 entry.make_leaf()
-        shows_sharded = self._shown is self._sharded
+        shows_leaves = self._shown is self._leaves
         self._describe()
-        self._show(self._sharded if shows_sharded else self._leaves)
+        self._resting = None
+        self._show(self._leaves if shows_leaves else self._sharded)
 
     def show_unsharded(self) -> None:
         """Puts the leaves on the modules; the same ones every time."""
-        for entry in self._entries:
-            if entry.leaf.requires_grad is not entry.parameter.requires_grad:
-                entry.leaf.requires_grad_(entry.parameter.requires_grad)
         self._show(self._leaves)
 
     def show_again(self) -> None:
@@ -322,9 +361,12 @@ class PerParameterLayout(Layout):
 
     def show_sharded(self) -> None:
         """Puts the DTensors on the modules."""
-        self._show(self._sharded)
+        self._show(self._sharded if self._resting is None else self._resting)
 
     def _show(self, tensors: list[torch.Tensor]) -> None:
+        for entry in self._entries:
+            if not entry.leaf.requires_grad is entry.parameter.requires_grad is entry.is_trained:
+                entry.turn()
         self._shown = tensors
         for dictionary, slot, index in self._places:
             dictionary[slot.name] = tensors[index]  # type: ignore[assignment]

@@ -81,6 +81,11 @@ class ReducePlan:
         """The mean over all ranks of the mesh."""
         return cls(mesh, dtype, Scaling.mean(mesh.num_ranks, dtype))
 
+    def use(self, dtype: torch.dtype) -> None:
+        """From now on gradients travel in ``dtype``."""
+        if dtype is not self.dtype:
+            self.dtype, self.scaling = dtype, self.scaling.within(dtype)
+
 
 class _InFlight:
     """One reduction that was issued and not completed yet. It keeps its input alive: the collective still reads it."""

@@ -101,9 +101,15 @@ class Root:
             inside = (by_module.get(module) for module in unit.module.modules())
             unit.inner = frozenset(other for other in inside if other is not None and other is not unit)
 
-    def dissolve(self) -> None:
-        """Lets the units go; the next forward finds them again, perhaps in a larger tree or in another dtype."""
-        self.cycle.recover()
+    def dissolve(self, *, keeps_gathered: bool = False) -> None:
+        """Lets the units go; the next forward finds them again, perhaps in a larger tree or in another dtype.
+
+        Args:
+            keeps_gathered: units that are idle stay as they are, for instance gathered by hand.
+        """
+        is_idle = all(unit.phase is Phase.IDLE and not unit.awaits_backward for unit in self.units)
+        if not keeps_gathered or not is_idle or self.is_busy:
+            self.cycle.recover()
         self.cycle.dissolve()
         self.is_dissolved = True
 
@@ -136,7 +142,7 @@ class Root:
         self.after_optimizer = None
         # 4. Changed since it was gathered.
         for unit in self.units:
-            if unit.state is not State.SHARDED and unit.layout.is_stale():
+            if (unit.state is not State.SHARDED or unit.rests_with is not None) and unit.layout.is_stale():
                 unit.reshard()
         self._forward_is_open = True
         self.cycle.num_forwards += 1

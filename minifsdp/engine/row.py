@@ -10,6 +10,8 @@ A collective wants one tensor; the optimizer and autograd want many. So the many
 
 1. *No copy in.* The pieces lie in the order in which they are sent, so the gather reads them where they are. Only a
    cast to another dtype, or a copy from the CPU, needs a place, and that is this rank's part of the buffer.
+   Each piece is a tensor with a storage of its own that begins inside of the row's memory: what saves or copies a
+   tensor takes its whole storage along, and a DTensor around a view that begins elsewhere cannot be saved at all.
 2. *One copy out.* What arrives is sorted by rank and has to be sorted by parameter. One operator does that for all of
    them. A row of one parameter is sorted already: on the CPU its buffer is the whole.
 3. The leaves, what autograd owns, are made once. Each is a view of ``whole`` with a version counter of its own, and
@@ -26,8 +28,9 @@ Spec: FS2-04 to FS2-08, FS2-26, NEW-05.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +41,10 @@ from minifsdp.engine.cut import Cut
 from minifsdp.engine.lanes import Lane, Promise, passed
 from minifsdp.engine.mesh import Group
 
-__all__ = ["Row"]
+__all__ = ["VERSION", "Row"]
+
+# How often a tensor was changed in place.
+VERSION = operator.attrgetter("_version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +81,7 @@ class Row:
 
     Attributes:
         local: 1-D, this rank's pieces, with padding.
-        pieces: this rank's piece of each parameter, a view of `local`.
+        pieces: this rank's piece of each parameter, in the memory of `local`.
         leaves: each parameter whole; without memory unless gathered.
         dtype: of the leaves.
         num_bytes: of the whole.
@@ -107,7 +113,7 @@ class Row:
     def _pieces_of(self, local: torch.Tensor) -> list[torch.Tensor]:
         chunks = local.split([cut.chunk_numel for cut in self.cuts])
         shapes = [cut.local_shape(self.index) for cut in self.cuts]
-        return [chunk[: shape.numel()].view(shape) for chunk, shape in zip(chunks, shapes, strict=True)]
+        return [_cut_out(chunk[: shape.numel()].view(shape)) for chunk, shape in zip(chunks, shapes, strict=True)]
 
     def _make_leaves(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -146,8 +152,7 @@ class Row:
 
     def stamp(self) -> object:
         """Differs from an earlier stamp if values were changed in place, or memory replaced, in between."""
-        # Every piece is a view of the row, and views share one version counter.
-        return (self.local._version, self.local.data_ptr())
+        return self.local.data_ptr(), list(map(VERSION, self.pieces))
 
     # --- gather ---
 
@@ -219,6 +224,20 @@ class Row:
         self._rested_at = passed(self.device)
         self._targets = self._targets_for(self._source)
 
+    def resting_pieces(self, group: Group) -> list[torch.Tensor]:
+        """This rank's piece of each parameter among the ranks of ``group``; to be called after `rest`."""
+        found = []
+        chunks = self._source.piece.split(self._source.sizes)
+        for cut, chunk, leaf in zip(self.cuts, chunks, self.leaves, strict=True):
+            small = replace(cut, num_shards=group.size)
+            shape = small.local_shape(group.rank)
+            if small.dim == 0 and small.chunk_numel == chunk.numel():
+                found.append(_cut_out(chunk[: shape.numel()].view(shape)))
+            else:
+                # Cut among all ranks, it has more padding than among a few.
+                found.append(small.local_part(leaf.data, group.rank).clone())
+        return found
+
     def wake(self) -> None:
         """The next gather comes from the shards again, which the optimizer may have changed."""
         if self._source is not self._own:
@@ -239,3 +258,13 @@ class Row:
         for mine, new in zip(self.pieces, pieces, strict=True):
             if mine.data_ptr() != new.data_ptr() or mine.device.type == "meta":
                 mine.copy_(new)
+
+
+def _cut_out(view: torch.Tensor) -> torch.Tensor:
+    """``view`` as a tensor whose storage is just this part of the memory, which lives as long as either is held."""
+    storage = view.untyped_storage()
+    if storage.device.type == "meta":
+        return view
+    start = view.storage_offset() * view.itemsize
+    own = storage[start : start + view.numel() * view.itemsize]
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(own, 0, view.shape, view.stride())

@@ -17,8 +17,8 @@ Worked example, four ranks as two rows (0 1) and (2 3), a fact known on rank 3 o
 That is why a model with a hybrid strategy needs no group of all its ranks: two rounds in small groups do.
 
 The store is the one through which the ranks found each other. It works for every backend, also where the ranks could
-not send each other anything any more. Cost of a roll call: four messages from each rank to the store, 0.2 ms on one
-machine.
+not send each other anything any more. Cost of a roll call: five messages from each rank to the store, 0.2 ms on one
+machine. Who has something rare to tell raises his hand in it, and only then the others listen.
 
 *In torch:* nothing of the kind; a lone ``state_dict()`` ends in the backend's own time-out, which names neither the
 call nor the missing ranks, and a rank that refuses leaves the others waiting.
@@ -83,12 +83,13 @@ def tell(groups: Sequence[Group], mine: T) -> dict[int, T]:
     return dict(sorted(known.items()))
 
 
-def refuse_together(groups: Sequence[Group], problems: Sequence[str]) -> None:
+def refuse_together(groups: Sequence[Group], problems: Sequence[str], opening: str = "") -> None:
     """Raises on every rank if any rank has a problem. All ranks of the groups must call it.
 
     Args:
         groups: who must agree; with none of them only this rank is asked.
         problems: what is wrong on this rank; each names the key, what was expected and what was found.
+        opening: words in front that programs may know.
 
     Raises:
         StateDictMismatchError: somebody has a problem. The message says which rank has which.
@@ -106,7 +107,7 @@ def refuse_together(groups: Sequence[Group], problems: Sequence[str]) -> None:
     raise StateDictMismatchError(
         trouble(
             "state-dict-refused",
-            f"the state dict is refused{where}, and nothing was changed:\n" + "\n".join(lines),
+            f"{opening}the state dict is refused{where}, and nothing was changed:\n" + "\n".join(lines),
         )
     )
 
@@ -119,26 +120,31 @@ def _ranks(ranks: Sequence[int]) -> str:
 _roll_calls: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 
 
-def roll_call(groups: Sequence[Group], call: str) -> None:
+def roll_call(groups: Sequence[Group], call: str, *, raises_hand: bool = False) -> list[Group]:
     """Waits until every rank of the groups has made the same call. All of them must call it.
 
     Args:
         groups: who must come.
         call: what they must call, for the message.
+        raises_hand: whether this rank has something to tell, which is rare, so that others listen only then.
+
+    Returns:
+        Those of the groups in which anybody has raised his hand; all ranks of a group agree on that.
 
     Raises:
         RuntimeError: somebody did not come within the group's time limit. The message names the call and the ranks.
     """
-    for group in groups:
-        _wait_for_all(group, call)
+    return [group for group in groups if _wait_for_all(group, call, raises_hand)]
 
 
-def _wait_for_all(group: Group, call: str) -> None:
+def _wait_for_all(group: Group, call: str, raises_hand: bool) -> bool:
     store = group.process_group.get_group_store()
     complete_before = _roll_calls.setdefault(group.process_group, Counter())
     number = complete_before[call]
     key = f"minifsdp/{call}/{number}"
     store.set(f"{key}/{group.rank}", "")
+    if raises_hand:
+        store.set(f"{key}/hand", "")
     # Counting here, instead of waiting for each name there, keeps it at a few messages however many ranks there are.
     if store.add(f"{key}/present", 1) == group.size:
         store.set(f"{key}/complete", "")
@@ -161,10 +167,12 @@ def _wait_for_all(group: Group, call: str) -> None:
         ) from error
     complete_before[call] += 1
     store.delete_key(f"{key}/{group.rank}")
+    has_hands: bool = store.check([f"{key}/hand"])
     if group.rank == 0 and number:
         # Nobody waits for the call before this one any more.
-        for mark in ("present", "complete"):
+        for mark in ("present", "complete", "hand"):
             store.delete_key(f"minifsdp/{call}/{number - 1}/{mark}")
+    return has_hands
 
 
 def _time_limit(group: Group) -> timedelta:

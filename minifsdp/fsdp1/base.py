@@ -22,14 +22,16 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp._common_utils import _FSDPState
 
 from minifsdp.engine.mesh import Mesh
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.root import Root
 from minifsdp.engine.trouble import trouble
 from minifsdp.fsdp1 import build, compiling
-from minifsdp.fsdp1.options import BackwardPrefetch
+from minifsdp.fsdp1.options import BackwardPrefetch, ShardingStrategy
 from minifsdp.fsdp1.state_dict_options import StateDictSettings
 
 WRAPPED = "_fsdp_wrapped_module"
@@ -46,13 +48,17 @@ def is_wrapper(module: nn.Module) -> bool:
     return isinstance(module, WrapperBase)
 
 
-class WrapperBase(nn.Module):
-    """A module that stands around another one and shards its parameters; see the page's head."""
+class WrapperBase(nn.Module, _FSDPState):
+    """A module that stands around another one and shards its parameters; see the page's head.
+
+    The second base is what PyTorch's checkpoint functions know a sharded module by. Nothing of it is used here.
+    """
 
     mesh: Mesh
-    process_group: build.ProcessGroups
+    process_group: dist.ProcessGroup
     device_mesh: Any
     compute_device: torch.device
+    sharding_strategy: ShardingStrategy  # type: ignore[assignment]
     backward_prefetch: BackwardPrefetch | None
     forward_prefetch: bool
     limit_all_gathers: bool
@@ -67,6 +73,7 @@ class WrapperBase(nn.Module):
     _ignored_parameters: set[nn.Parameter]
     _buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype]
     _state_dict_settings: StateDictSettings
+    _is_looked_at = False
 
     @property
     def module(self) -> nn.Module:

@@ -10,6 +10,9 @@ ones fewer or none. Three rows on two ranks::
 The pieces travel in one of two wrappings that ``torch.distributed.checkpoint`` understands: ``ShardedTensor``, the
 older one, which carries a table of all pieces, or ``DTensor``, which carries a mesh and a placement.
 
+What tensor parallelism has cut already is cut once more, the part that this rank has into its rows, and the ``DTensor``
+speaks of both meshes.
+
 *In torch:* ``_shard_utils.py``.
 
 Spec: SD-SHARD-01, SD-SHARD-02, SD-CFG-18.
@@ -23,15 +26,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Group
+from minifsdp.engine.partition import local_part
 
 __all__ = [
     "as_dtensor",
@@ -112,8 +119,15 @@ def _assembled(mine: list[LocalShard], metadata: ShardedTensorMetadata, group: G
 
 def as_dtensor(full: torch.Tensor, group: Group, mesh: DeviceMesh, device: torch.device) -> DTensor:
     """This rank's rows of ``full`` as a ``DTensor``, sharded over the last axis of ``mesh``, without communication."""
-    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-    rows = rows_of(full, group.rank, group.size).to(device, copy=True)
+    placements: list[Placement] = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    rows = rows_of(local_part(full), group.rank, group.size).to(device, copy=True)
+    if isinstance(full, DTensor):
+        num_cuts = full._spec.num_shards_map[0]
+        if num_cuts > 1:
+            # Rows of one part, and not of the whole.
+            placements[-1] = _StridedShard(0, split_factor=num_cuts)
+        mesh = DeviceMesh._concatenate([mesh, full.device_mesh])
+        placements += full.placements
     return DTensor.from_local(rows, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
 
 
@@ -149,7 +163,7 @@ def local_rows(value: Any) -> torch.Tensor | None:
 
 def misplaced_rows(value: Any, where: str, group: Group | None) -> Iterator[str]:
     """What is wrong with how a value of a sharded state dict is cut, in words; nothing if it is cut as ours are."""
-    rows, full = local_rows(value), tuple(value.size())
+    rows, full = local_rows(value), tuple(_whole_among(value, group))
     assert rows is not None
     found = tuple(rows.shape)
     expected = full
@@ -176,9 +190,23 @@ def gathered_rows(value: Any, shape: torch.Size, group: Group | None, device: to
     assert rows is not None
     if group is None:
         return rows
+    shape = _whole_among(value, group)
     size = rows_per_rank(shape[0], group.size)
     mine = torch.zeros((size, *shape[1:]), dtype=rows.dtype, device=device)
     mine[: rows.shape[0]].copy_(rows)
     everybody = torch.empty((size * group.size, *shape[1:]), dtype=rows.dtype, device=device)
     collectives.gather(group, everybody.view(-1), mine.view(-1)).wait()
     return everybody[: shape[0]]
+
+
+def _whole_among(value: Any, group: Group | None) -> torch.Size:
+    """The shape of what the ranks of ``group`` have together; with tensor parallelism, a part of the value."""
+    if not isinstance(value, DTensor) or group is None:
+        return torch.Size(value.size())
+    mesh = value.device_mesh
+    placements = [
+        Replicate() if dist.get_process_group_ranks(mesh.get_group(axis)) == [*group.ranks] else placement
+        for axis, placement in enumerate(value.placements)
+    ]
+    shape, _ = compute_local_shape_and_global_offset(value.shape, mesh, placements)
+    return torch.Size(shape)

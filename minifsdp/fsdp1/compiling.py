@@ -1,9 +1,7 @@
 """Getting along with ``torch.compile``.
 
-The compiler records Python code as a graph. Gathering, freeing and hooks are not for a graph: they change what tensors
-*are* between two operations. So this package asks to be stepped over: the compiler leaves the wrapper's own code alone
-and compiles the modules inside it, one unit at a time. For a model of many equal blocks that is no loss; a block is
-compiled once and used many times.
+The compiler leaves the wrapper's own code alone, see ``engine/compiler.py``, and compiles the modules inside it, one
+unit at a time. For a model of many equal blocks that is no loss; a block is compiled once and used many times.
 
 A compiled block looks up its parameters by name each time it runs. With ``use_orig_params=True`` it finds a view under
 the name of a parameter, as if nothing were sharded. With a flat parameter it finds a plain tensor where it saw a
@@ -19,23 +17,15 @@ Spec: ORIG-07.
 
 from __future__ import annotations
 
-import functools
 import sys
 import warnings
 
 from torch import nn
 
+from minifsdp.engine.compiler import step_over_this_package
 from minifsdp.engine.trouble import trouble
 
 __all__ = ["is_compiled", "step_over_this_package", "warn_if_compiled"]
-
-
-@functools.cache
-def step_over_this_package() -> None:
-    """Puts ``minifsdp`` on the compiler's list of code that it does not record; once in a process."""
-    from torch._dynamo import trace_rules
-
-    trace_rules.add("minifsdp")
 
 
 def warn_if_compiled(hides_originals: bool) -> None:

@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from minifsdp.engine import misuse
 from minifsdp.engine.root import Root
 from minifsdp.engine.triggers import NOT_IN_BACKWARD, graph_task
 from minifsdp.engine.trouble import trouble
@@ -78,6 +79,8 @@ def summoned(
 
     Raises:
         UnitIsBusyError: a unit is in forward or backward, or its full parameters have been summoned already.
+        NotImplementedError: ``with_grads``, and gradients of single parameters are not kept apart.
+        RuntimeError: ``with_grads``, and there are gradients that were never reduced.
     """
     for unit in units:
         check_idle(unit)
@@ -89,6 +92,9 @@ def summoned(
                     "needs use_orig_params=True",
                 )
             )
+    if with_grads:
+        sharded = [unit.layout for unit in units if unit.plan.mesh.shard is not None]
+        misuse.check_reduced("summon_full_params(with_grads=True)", sharded)
     with ExitStack() as stack:
         for unit in units:
             stack.enter_context(_one(unit, writeback, rank0_only, offload_to_cpu, with_grads))

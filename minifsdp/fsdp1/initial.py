@@ -31,6 +31,7 @@ from torch import nn
 from minifsdp import trace
 from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Mesh
+from minifsdp.engine.partition import local_part
 from minifsdp.engine.trouble import trouble
 
 __all__ = ["cut_in_place", "materialize", "move_modules", "synchronize"]
@@ -159,7 +160,7 @@ def synchronize(modules: Modules, mesh: Mesh, ignored: set[nn.Parameter], unit_n
             if not getattr(tensor, "_is_synchronized", False):
                 tensors[id(tensor)] = tensor
     for dtype in dict.fromkeys(t.dtype for t in tensors.values()):
-        _broadcast([t.detach() for t in tensors.values() if t.dtype is dtype], mesh, unit_name)
+        _broadcast([local_part(t.detach()) for t in tensors.values() if t.dtype is dtype], mesh, unit_name)
     for tensor in tensors.values():
         if not isinstance(tensor, nn.Parameter):
             tensor._is_synchronized = True  # type: ignore[attr-defined]

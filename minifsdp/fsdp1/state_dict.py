@@ -4,13 +4,16 @@
 is a slice under the name ``_flat_param``. So each wrapper corrects, for its own unit, what the walk has written, and
 it does that while the walk goes on, right after its own part of the tree::
 
-    before the walk     place holders are registered under the original names, so that keys come in the usual order
+    before the walk     place holders are registered under the original names, so that keys come in the usual order;
+                        real parameters where a module writes with code of its own (``own_code.py``)
     after the walk      full: the unit is gathered, each place holder replaced by a copy of the full value, the gathered
                         row dropped; sharded: the same with this rank's rows; local: one entry, the slice
     and                 the wrapper's prefix is taken out of all names
 
+All of that is done in a hook that is the wrapper's first, so the user's own hooks on a wrapper find a finished dict.
+
 One unit is gathered at a time, so at no moment is there more than one unit in full size, beside what the user asked to
-be given.
+be given; with code of its own in the way, an outer unit beside an inner one.
 
 Reading goes the other way, in ``state_dict_load.py``.
 
@@ -34,6 +37,7 @@ from minifsdp.engine.flat_parameter import FLAT_NAME
 from minifsdp.fsdp1 import chunks
 from minifsdp.fsdp1.build import FlatUnit
 from minifsdp.fsdp1.full_params import check_idle
+from minifsdp.fsdp1.own_code import lent, shown_in_full
 from minifsdp.fsdp1.state_dict_options import StateDictSettings, StateDictType
 
 __all__ = [
@@ -41,9 +45,9 @@ __all__ = [
     "dotted",
     "drop",
     "names_in_state",
-    "place_holders",
     "plain_path",
     "rename",
+    "shown_to_walk",
     "write_rest",
     "write_unit",
 ]
@@ -91,9 +95,28 @@ def rename(state: MutableMapping[str, Any], old: str, new: str) -> None:
 
 
 @contextmanager
-def place_holders(unit: FlatUnit | None) -> Generator[None]:
-    """While the walk goes on: something under each original name, so that the walk writes keys in their order."""
-    if unit is None or not unit.layout.hides_originals:
+def shown_to_walk(unit: FlatUnit | None, *, is_looked_at: bool) -> Generator[None]:
+    """While the walk goes on: something under each original name. All ranks of the unit's mesh must enter and leave it.
+
+    Args:
+        unit: what is to be written.
+        is_looked_at: whether somebody's own code runs while it is written, and may look at parameters.
+    """
+    if unit is None or shown_in_full(unit) is not None:
+        yield
+    elif is_looked_at:
+        with lent(unit, writeback=False):
+            yield
+    else:
+        check_idle(unit)
+        with _place_holders(unit):
+            yield
+
+
+@contextmanager
+def _place_holders(unit: FlatUnit) -> Generator[None]:
+    """Tensors of no elements where the originals are hidden, so that the walk writes keys in their order."""
+    if not unit.layout.hides_originals:
         yield
         return
     slots = [slot for owned in unit.layout.parameters for slot in owned.slots]
@@ -124,7 +147,6 @@ def write_unit(
         prefix: the unit's prefix in it.
         mesh: for sharded values as ``DTensor``.
     """
-    check_idle(unit)
     config = settings.state_dict_config
     assert config is not None
     state.pop(prefix + FLAT_NAME, None)
@@ -138,24 +160,52 @@ def write_unit(
         shard = unit.layout.local_values().to("cpu" if config.offload_to_cpu else unit.layout.device, copy=True)
         state[prefix + LOCAL_NAME] = shard if group is None else chunks.from_local_slice(shard, group)
         return
-    is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     wanted = not (getattr(config, "rank0_only", False) and not unit.plan.mesh.is_first)
+    shown = shown_in_full(unit)
+    if shown is not None:
+        if wanted:
+            _finish(shown, {key for names in keys.values() for key in names}, unit, settings, state, prefix, mesh)
+        return
     for number, full in enumerate(_gathered(unit)):
         if not wanted:
             continue
-        value: Any
-        if is_full or group is None or not chunks.is_cut(full.shape):
-            value = full.to("cpu", copy=True) if config.offload_to_cpu else full.clone()
-        else:
-            # Rows are cut before they are moved: what the CPU is given is this rank's part, not the whole.
-            device = torch.device("cpu") if config.offload_to_cpu else full.device
-            value = (
-                chunks.as_sharded_tensor(full, group, device)
-                if mesh is None
-                else chunks.as_dtensor(full, group, mesh, device)
-            )
+        value = _formed(full, unit, settings, mesh)
         for key in keys[number]:
             state[key] = value
+
+
+def _finish(
+    shown: Iterable[torch.Tensor],
+    keys: set[str],
+    unit: FlatUnit,
+    settings: StateDictSettings,
+    state: MutableMapping[str, Any],
+    prefix: str,
+    mesh: DeviceMesh | None,
+) -> None:
+    """What the walk has written is real already, and a module's own code may have changed it: only the form is left."""
+    memory = {tensor.untyped_storage().data_ptr() for tensor in shown}
+    for key in [key for key in state if key.startswith(prefix)]:
+        value = state[key]
+        if key in keys and isinstance(value, torch.Tensor):
+            state[key] = _formed(value.detach(), unit, settings, mesh)
+        elif type(value) in (torch.Tensor, nn.Parameter) and value.untyped_storage().data_ptr() in memory:
+            # Under a name of the module's own: nothing of it may stay in memory that is about to be freed.
+            state[key] = value.detach().clone()
+
+
+def _formed(full: torch.Tensor, unit: FlatUnit, settings: StateDictSettings, mesh: DeviceMesh | None) -> Any:
+    """A full value in the form that was asked for, in memory of its own."""
+    config, group = settings.state_dict_config, unit.plan.mesh.shard
+    offloads = config is not None and config.offload_to_cpu
+    is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
+    if is_full or group is None or not chunks.is_cut(full.shape):
+        return full.to("cpu", copy=True) if offloads else full.clone()
+    # Rows are cut before they are moved: what the CPU is given is this rank's part, not the whole.
+    device = torch.device("cpu") if offloads else full.device
+    return (
+        chunks.as_sharded_tensor(full, group, device) if mesh is None else chunks.as_dtensor(full, group, mesh, device)
+    )
 
 
 def write_rest(

@@ -16,7 +16,9 @@ rank 1 has read a damaged file::
 and on both the model is as it was.
 
 What a module reads with code of its own (``_load_from_state_dict`` overridden, or a hook that renames keys) is left to
-that code: there a key may be missing on purpose.
+that code: there a key may be missing on purpose, or a value have another shape. A unit with such a module in it is
+gathered and shown in full while the walk goes on, its values stay in the dict, and afterwards each rank keeps its slice
+of what the walk has made of them (see ``own_code.py``).
 
 *In torch:* hooks in ``_state_dict_utils.py``; a dict that does not fit is refused by whoever notices, halfway through.
 
@@ -26,23 +28,29 @@ Spec: SD-FULL-08, SD-FULL-09, SD-FULL-13, SD-SHARD-03, SD-LOCAL-03, SD-LOCAL-04,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import is_tensor_like
 
 from minifsdp.engine.flat_parameter import FLAT_NAME
 from minifsdp.engine.mesh import Group
 from minifsdp.fsdp1 import agreement, chunks
-from minifsdp.fsdp1.base import WrapperBase
+from minifsdp.fsdp1.base import PREFIX, WrapperBase
 from minifsdp.fsdp1.build import FlatUnit
 from minifsdp.fsdp1.full_params import check_idle
+from minifsdp.fsdp1.own_code import lent, reads_by_itself, shown_in_full
 from minifsdp.fsdp1.state_dict import LOCAL_NAME, dotted, names_in_state, plain_path
 from minifsdp.fsdp1.state_dict_options import StateDictSettings, StateDictType
 
-__all__ = ["Reading", "drop_own_slices", "refuse_misfit"]
+__all__ = ["Reading", "drop_own_tensors", "refuse_misfit"]
+
+# What nn.Module says first.
+OPENING = "Error(s) in loading state_dict for FullyShardedDataParallel: "
 
 
 # ---- does it fit? ---------------------------------------------------------------------------------------------------
@@ -63,6 +71,10 @@ class Expected:
     rest: dict[str, tuple[int, ...]] = field(default_factory=dict)
     optional: set[str] = field(default_factory=set)
     elsewhere: list[str] = field(default_factory=list)
+
+    def is_elsewhere(self, key: str) -> bool:
+        """Whether a module has a say in what becomes of ``key``."""
+        return any(key.startswith(start) for start in self.elsewhere)
 
 
 @chunks.unadvised()
@@ -89,27 +101,33 @@ def refuse_misfit(wrapper: WrapperBase, state: Mapping[str, Any], prefix: str, s
     agreement.roll_call(groups, "load_state_dict()")
     if is_local:
         local = [problem for path, w in wrappers for problem in _local_problems(w._unit, state, path, strict)]
-        agreement.refuse_together(groups, local)
+        agreement.refuse_together(groups, local, OPENING)
         return
     expected = _expected(wrapper, wrappers, prefix)
     problems = [*(_key_problems(state, prefix, expected) if strict else ())]
     is_sharded = settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
     problems.extend(_value_problems(state, expected, is_sharded))
-    agreement.refuse_together(groups, problems)
+    agreement.refuse_together(groups, problems, OPENING)
     if is_sharded:
         _check_equal_rows(state, expected, groups)
 
 
-def drop_own_slices(wrapper: WrapperBase, state: MutableMapping[str, Any], prefix: str) -> None:
-    """Takes the wrapper's own slices out of a dict, if somebody has added them.
+def drop_own_tensors(wrapper: WrapperBase, state: MutableMapping[str, Any], prefix: str) -> None:
+    """Takes the wrapper's own slices and buffers out of a dict, if somebody has added them.
 
     ``set_model_state_dict`` of ``torch.distributed.checkpoint`` adds to a full dict what the model has registered. It
-    means to help, but those are slices under the names that parameters have while they are wrapped.
+    means to help, but those are under the names that things have while they are wrapped; and where the dict lacks a
+    key, under the plain one, but a slice.
     """
-    owned = {id(p) for w in WrapperBase.fsdp_modules(wrapper) if w._unit for p in w._unit.layout.local_parameters()}
-    for name, parameter in wrapper.named_parameters(remove_duplicate=False):
-        if id(parameter) in owned and plain_path(name) != name:
-            state.pop(prefix + name, None)
+    units = [w._unit for w in WrapperBase.fsdp_modules(wrapper) if w._unit is not None]
+    cut = {id(p) for unit in units if unit.plan.mesh.shard is not None for p in unit.layout.local_parameters()}
+    own = {id(tensor) for tensor in [*wrapper.parameters(), *wrapper.buffers()]} | cut
+    for key in [key for key in state if key.startswith(prefix)]:
+        name = key.removeprefix(prefix)
+        is_wrapped = PREFIX in name
+        is_double = is_wrapped and prefix + plain_path(name) in state
+        if is_double or id(state[key]) in (own if is_wrapped else cut):
+            del state[key]
 
 
 def _expected(wrapper: WrapperBase, wrappers: Iterable[tuple[str, WrapperBase]], prefix: str) -> Expected:
@@ -123,11 +141,11 @@ def _expected(wrapper: WrapperBase, wrappers: Iterable[tuple[str, WrapperBase]],
                 shape = tuple(unit.layout.parameters[number].shape)
                 expected.in_units[path + name] = (shape, unit.plan.mesh.shard)
     for path, module in wrapper.named_modules(remove_duplicate=False):
+        start = prefix + dotted(path)
+        if reads_by_itself(module, num_expected_hooks=int(isinstance(module, WrapperBase))):
+            expected.elsewhere.append(start)
         if isinstance(module, WrapperBase) or hasattr(module, "_checkpoint_wrapped_module"):
             continue
-        start = prefix + dotted(path)
-        if _reads_by_itself(module):
-            expected.elsewhere.append(start)
         for name, tensor in _registered(module):
             key = start + name
             if key not in expected.in_units and id(tensor) not in owned:
@@ -139,12 +157,6 @@ def _expected(wrapper: WrapperBase, wrappers: Iterable[tuple[str, WrapperBase]],
     return expected
 
 
-def _reads_by_itself(module: nn.Module) -> bool:
-    reader = type(module)._load_from_state_dict
-    is_usual = reader in (nn.Module._load_from_state_dict, nn.modules.batchnorm._NormBase._load_from_state_dict)
-    return not is_usual or bool(module._load_state_dict_pre_hooks)
-
-
 def _registered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
         if tensor is not None and name not in module._non_persistent_buffers_set and not is_lazy(tensor):
@@ -152,16 +164,18 @@ def _registered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _key_problems(state: Mapping[str, Any], prefix: str, expected: Expected) -> Iterator[str]:
-    def is_elsewhere(key: str) -> bool:
-        return any(key.startswith(start) for start in expected.elsewhere)
-
     known = {**{key: shape for key, (shape, _) in expected.in_units.items()}, **expected.rest}
     missing = [key for key in known if key not in state and key not in expected.optional]
     for key in missing:
-        if key in expected.in_units or not is_elsewhere(key):
+        if not expected.is_elsewhere(key):
             yield f'Missing key(s) in state_dict: "{key}"; expected a tensor of shape {known[key]}, found none'
     for key in state:
-        if key.startswith(prefix) and key not in known and key not in expected.optional and not is_elsewhere(key):
+        if (
+            key.startswith(prefix)
+            and key not in known
+            and key not in expected.optional
+            and not expected.is_elsewhere(key)
+        ):
             yield f'Unexpected key(s) in state_dict: "{key}"; expected no such key, found one'
 
 
@@ -170,27 +184,16 @@ def _value_problems(state: Mapping[str, Any], expected: Expected, is_sharded: bo
     for key, shape in expected.rest.items():
         found = getattr(state.get(key), "shape", None)
         # One number without dimensions was saved as a tensor of one element long ago, and nn.Module still reads it.
-        if found is not None and tuple(found) != shape and not (shape == () and tuple(found) == (1,)):
+        is_old = shape == () and found is not None and tuple(found) == (1,)
+        if found is not None and tuple(found) != shape and not is_old and not expected.is_elsewhere(key):
             yield f"size mismatch for {key}: expected shape {shape}, found {tuple(found)}"
     given = {key: state[key] for key in expected.in_units if key in state}
     for key, value in given.items():
-        shape, group = expected.in_units[key]
-        is_rows = chunks.local_rows(value) is not None
-        if not isinstance(value, torch.Tensor):
-            yield f"{key}: expected a tensor, found a {type(value).__name__}"
-        elif is_rows and not is_sharded:
-            yield (
-                f"{key}: expected a full tensor, found a {type(value).__name__}; call "
-                "set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT) before reading a sharded dict"
-            )
-        elif tuple(value.size()) != shape:
-            yield f"size mismatch for {key}: expected shape {shape}, found {tuple(value.size())}"
-        elif is_rows:
-            yield from chunks.misplaced_rows(value, key, group)
+        yield from _misfit(key, value, expected, is_sharded)
     cut = [
         (key, value)
         for key, value in given.items()
-        if isinstance(value, torch.Tensor) and expected.in_units[key][1] is not None and chunks.is_cut(value.size())
+        if is_tensor_like(value) and expected.in_units[key][1] is not None and chunks.is_cut(value.size())
     ]
     # Single full tensors may come from units that were not sharded. But all of them are another form.
     if is_sharded and cut and all(chunks.local_rows(value) is None for _, value in cut):
@@ -198,6 +201,23 @@ def _value_problems(state: Mapping[str, Any], expected: Expected, is_sharded: bo
             f"{cut[0][0]}: expected a ShardedTensor or DTensor, found a full tensor, as everywhere in the dict; "
             "call set_state_dict_type(model, StateDictType.FULL_STATE_DICT) before reading a full dict"
         )
+
+
+def _misfit(key: str, value: Any, expected: Expected, is_sharded: bool) -> Iterator[str]:
+    """What is wrong with one value of a unit, in words."""
+    shape, group = expected.in_units[key]
+    is_rows = chunks.local_rows(value) is not None
+    if not is_tensor_like(value):
+        yield f"{key}: expected a tensor, found a {type(value).__name__}"
+    elif is_rows and not is_sharded:
+        yield (
+            f"{key}: expected a full tensor, found a {type(value).__name__}; call "
+            "set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT) before reading a sharded dict"
+        )
+    elif tuple(value.size()) != shape and not expected.is_elsewhere(key):
+        yield f"size mismatch for {key}: expected shape {shape}, found {tuple(value.size())}"
+    elif is_rows and tuple(value.size()) == shape:
+        yield from chunks.misplaced_rows(value, key, group)
 
 
 def _local_problems(unit: FlatUnit | None, state: Mapping[str, Any], prefix: str, strict: bool) -> Iterator[str]:
@@ -230,7 +250,7 @@ def _check_equal_rows(state: Mapping[str, Any], expected: Expected, groups: list
     mine = {key for key in expected.in_units if key in state and chunks.local_rows(state[key]) is not None}
     everywhere = set.union(*agreement.tell(groups, mine).values())
     problems = [f"{key}: expected rows, as other ranks have them, found none" for key in sorted(everywhere - mine)]
-    agreement.refuse_together(groups, problems)
+    agreement.refuse_together(groups, problems, OPENING)
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -243,38 +263,71 @@ class Reading:
         unit: the wrapper's unit, if it has one.
         module: the wrapped module.
         settings: in which form the dict is.
+        is_looked_at: whether somebody's own code runs while the unit is read, and may look at parameters.
     """
 
-    def __init__(self, unit: FlatUnit | None, module: nn.Module, settings: StateDictSettings) -> None:
-        self._unit, self._module, self._settings = unit, module, settings
+    def __init__(
+        self, unit: FlatUnit | None, module: nn.Module, settings: StateDictSettings, *, is_looked_at: bool
+    ) -> None:
+        self._unit, self._module, self._settings, self._is_looked_at = unit, module, settings, is_looked_at
+        self._loan = ExitStack()
         self._missing: list[str] = []
         self._own_names: set[str] = set()
 
     @chunks.unadvised()
     def before_walk(self, state: MutableMapping[str, Any], prefix: str) -> None:
-        """Takes the unit's values out of ``state`` and copies this rank's part of them.
+        """Takes the unit's values out of ``state`` and copies this rank's part of them, or lets the walk read them.
 
-        For a sharded dict all ranks of the unit's mesh must call it.
+        For a sharded dict, or with modules that read by themselves, all ranks of the unit's mesh must call it.
         """
         unit = self._unit
         if unit is None:
             return
+        is_local = self._settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+        is_shown = shown_in_full(unit) is not None
+        if not is_local and (is_shown or self._is_looked_at):
+            if not is_shown:
+                self._loan.enter_context(lent(unit, writeback=True))
+            self._make_whole(unit, state, prefix)
+            return
         check_idle(unit)
         # Under these names the walk will miss something. They are looked up now and not remembered from construction:
         # an activation checkpoint may have been put around the module since.
+        # After a forward modules may show other objects than the optimizer owns, under the same names.
         owned = set(unit.layout.local_parameters())
         named = self._module.named_parameters(remove_duplicate=False)
         self._own_names = {prefix + name for name, parameter in named if parameter in owned}
-        if self._settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        self._own_names.update(prefix + name for _, name in names_in_state(unit, self._module))
+        if is_local:
             self._read_local(unit, state, prefix)
             return
         given: dict[int, Any] = {}
+        problems: list[str] = []
         for number, name in names_in_state(unit, self._module):
-            if prefix + name in state:
-                given[number] = state.pop(prefix + name)
-            else:
-                self._missing.append(prefix + name)
+            key = prefix + name
+            if key not in state:
+                self._missing.append(key)
+                continue
+            given[number] = state.pop(key)
+            # Looked at once more: a module further out may have had its own way with it.
+            expected = Expected({key: (tuple(unit.layout.parameters[number].shape), unit.plan.mesh.shard)})
+            problems.extend(_misfit(key, given[number], expected, self._is_sharded))
+        agreement.refuse_together([], problems, OPENING)
         unit.layout.overwrite({number: _whole(unit, number, value) for number, value in given.items()})
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
+
+    def _make_whole(self, unit: FlatUnit, state: MutableMapping[str, Any], prefix: str) -> None:
+        """Rows become full tensors, because a module's own code knows of nothing else."""
+        for number, name in names_in_state(unit, self._module):
+            if chunks.local_rows(state.get(prefix + name)) is not None:
+                state[prefix + name] = _whole(unit, number, state[prefix + name])
+
+    def close(self) -> None:
+        """Ends what `before_walk` has begun, if the walk was broken off before `after_walk`."""
+        self._loan.close()
 
     def _read_local(self, unit: FlatUnit, state: MutableMapping[str, Any], prefix: str) -> None:
         value = _local_value(state, prefix)
@@ -288,6 +341,7 @@ class Reading:
 
     def after_walk(self, missing: list[str], unexpected: list[str]) -> None:
         """Corrects the lists of keys: what the walk did not find is there, and names are those of the plain module."""
+        self._loan.close()
 
         # The lists are those of the whole tree, and inner wrappers have been here before: compare plain names.
         def plain(names: Iterable[str]) -> list[str]:
@@ -301,6 +355,9 @@ class Reading:
 def _whole(unit: FlatUnit, number: int, value: Any) -> torch.Tensor:
     """The whole of a value: rows that are spread over the ranks are gathered."""
     if chunks.local_rows(value) is None:
-        return torch.as_tensor(value)
+        if isinstance(value, torch.Tensor):
+            return value
+        # A stand-in of a framework that reads files late gives its values when it is copied from.
+        return torch.empty(tuple(value.size()), dtype=value.dtype).copy_(value)
     shape = unit.layout.parameters[number].shape
     return chunks.gathered_rows(value, shape, unit.plan.mesh.shard, unit.layout.device)

@@ -12,14 +12,15 @@ Spec: SD-CFG, SD-FULL, SD-SHARD, SD-LOCAL.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifsdp.engine.mesh import Mesh
-from minifsdp.fsdp1 import agreement, build, chunks, state_dict, state_dict_load
+from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.engine.trouble import rank_of_this_process
+from minifsdp.fsdp1 import agreement, build, chunks, own_code, state_dict, state_dict_load
 from minifsdp.fsdp1.base import PREFIX, WrapperBase, clean_name, is_wrapper
 from minifsdp.fsdp1.state_dict_options import (
     OptimStateDictConfig,
@@ -33,10 +34,27 @@ from minifsdp.fsdp1.state_dict_options import (
 LOCAL = StateDictType.LOCAL_STATE_DICT
 
 
+def _is_shown(wrapper: WrapperBase) -> bool:
+    # In the user's hands already: nothing will be gathered, and a rank may come alone.
+    return wrapper._unit is not None and own_code.shown_in_full(wrapper._unit) is not None
+
+
+def _looks_while_written(wrapper: WrapperBase) -> bool:
+    modules = build.modules_of_unit(wrapper.module, is_wrapper, wrapper._ignored_modules)
+    return bool(wrapper._state_dict_pre_hooks) or any(own_code.writes_by_itself(module) for _, module in modules)
+
+
+def _looks_while_read(wrapper: WrapperBase) -> bool:
+    modules = build.modules_of_unit(wrapper.module, is_wrapper, wrapper._ignored_modules)
+    is_hooked = own_code.reads_by_itself(wrapper, num_expected_hooks=1)
+    return is_hooked or any(own_code.looks_while_read(module) for _, module in modules)
+
+
 class StateDictMethods(WrapperBase):
     """Choosing, writing and reading the model's state."""
 
     _reads_strictly = False
+    _reading: state_dict_load.Reading | None = None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The state in the chosen form, full by default (SD-FULL, SD-SHARD, SD-LOCAL). Every rank must call it.
@@ -44,11 +62,34 @@ class StateDictMethods(WrapperBase):
         Takes what ``nn.Module.state_dict`` takes; the form is chosen by `set_state_dict_type` or `state_dict_type`.
         """
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        if self._is_outermost_here(prefix) and self._state_dict_settings.state_dict_type is not LOCAL:
-            wrappers = WrapperBase.fsdp_modules(self)
-            agreement.roll_call(agreement.groups_of(Mesh(w.mesh.shard, None) for w in wrappers), "state_dict()")
-        with state_dict.place_holders(self._unit):
+        is_local = self._state_dict_settings.state_dict_type is LOCAL
+        if self._is_outermost_here(prefix):
+            wrappers = [w for w in WrapperBase.fsdp_modules(self) if not (is_local or _is_shown(w))]
+            groups = agreement.groups_of(Mesh(w.mesh.shard, None) for w in wrappers)
+            looks = [_looks_while_written(wrapper) for wrapper in wrappers]
+            self._note_who_looks(wrappers, looks, agreement.roll_call(groups, "state_dict()", raises_hand=any(looks)))
+        with state_dict.shown_to_walk(self._unit, is_looked_at=self._is_looked_at):
             state: dict[str, Any] = super().state_dict(*args, **kwargs)
+        return state
+
+    def _note_who_looks(self, wrappers: Sequence[WrapperBase], looks: Sequence[bool], groups: Sequence[Group]) -> None:
+        """A unit is shown in full on all of its ranks or on none, and somebody may have a hook on one rank only.
+
+        Args:
+            wrappers: those that are to be written or read.
+            looks: of each, whether code that is not ours runs on this rank meanwhile.
+            groups: in which it is so for somebody.
+        """
+        told = agreement.tell(groups, list(looks))
+        for wrapper in WrapperBase.fsdp_modules(self):
+            wrapper._is_looked_at = False
+        for number, wrapper in enumerate(wrappers):
+            group = wrapper.mesh.shard
+            ranks = [rank_of_this_process()] if group is None else group.ranks
+            # In a simulation one process plays all ranks, and knows of itself.
+            wrapper._is_looked_at = any(told[rank][number] for rank in ranks if rank in told)
+
+    def _after_write(self, _: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         inner = prefix + PREFIX
         if self._unit is not None:
             mesh = self._state_dict_mesh()
@@ -58,7 +99,6 @@ class StateDictMethods(WrapperBase):
         state_dict.rename(state, inner, prefix)
         if getattr(self._state_dict_settings.state_dict_config, "rank0_only", False) and not self.mesh.is_first:
             state_dict.drop(state, prefix)
-        return state
 
     def _is_outermost_here(self, prefix: str) -> bool:
         # A part of a wrapped model can be written and read on its own; then it has no prefix.
@@ -86,17 +126,27 @@ class StateDictMethods(WrapperBase):
             return super().load_state_dict(state_dict, strict, assign)
         finally:
             self._reads_strictly = False
+            for wrapper in WrapperBase.fsdp_modules(self):
+                if isinstance(wrapper, StateDictMethods) and wrapper._reading is not None:
+                    wrapper._reading.close()
 
     def _before_load(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         if self._is_outermost_here(prefix):
-            state_dict_load.drop_own_slices(self, state, prefix)
+            state_dict_load.drop_own_tensors(self, state, prefix)
             # A plain module around this one has not told its hooks whether it is strict; it will see to the keys.
             state_dict_load.refuse_misfit(self, state, prefix, strict=self._reads_strictly)
+            wrappers = [] if self._state_dict_settings.state_dict_type is LOCAL else WrapperBase.fsdp_modules(self)
+            looks = [_looks_while_read(wrapper) for wrapper in wrappers]
+            self._note_who_looks(wrappers, looks, agreement.groups_of(w.mesh for w in wrappers))
         state_dict.rename(state, prefix, prefix + PREFIX)
-        self._reading = state_dict_load.Reading(self._unit, self.module, self._state_dict_settings)
+        if self._reading is not None:
+            self._reading.close()
+        settings, is_looked_at = self._state_dict_settings, self._is_looked_at
+        self._reading = state_dict_load.Reading(self._unit, self.module, settings, is_looked_at=is_looked_at)
         self._reading.before_walk(state, prefix + PREFIX)
 
     def _after_load(self, _: nn.Module, incompatible: Any) -> None:
+        assert self._reading is not None
         self._reading.after_walk(incompatible.missing_keys, incompatible.unexpected_keys)
 
     @staticmethod

@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,7 @@ __all__ = ["clip_gradients"]
 
 @torch.no_grad()
 def clip_gradients(
-    sharded: Mapping[Group, Sequence[torch.Tensor]],
-    whole: Sequence[torch.Tensor],
+    parts: Iterable[tuple[tuple[Group, ...], torch.Tensor | None]],
     max_norm: float,
     norm_type: float,
     device: torch.device,
@@ -45,9 +44,8 @@ def clip_gradients(
     """Scales all gradients in place so that their common norm is at most ``max_norm``. All ranks must call it.
 
     Args:
-        sharded: for each shard group the gradients of which this rank has a slice; the keys must be the same on every
-            rank, also where a rank has no gradient.
-        whole: gradients that every rank has in full.
+        parts: for each gradient the groups whose ranks have other parts of it, none if every rank has all of it, and
+            this rank's part, if it has one. The groups must be the same on every rank, and in the same order.
         max_norm: the largest norm to allow.
         norm_type: p of the p-norm, ``math.inf`` for the maximum norm.
         device: where to compute the norm.
@@ -56,11 +54,15 @@ def clip_gradients(
         The norm before clipping, equal on all ranks, in the dtype that all gradients can be promoted to.
     """
     # In float32 whatever the gradients are: sums of squares of many small float16 numbers vanish or overflow.
-    parts = [_norm(whole, norm_type, device)]
-    for group, gradients in sharded.items():
-        parts.append(_sum_over(group, _norm(gradients, norm_type, device), norm_type))
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(parts), norm_type)
-    every = [*whole, *(gradient for gradients in sharded.values() for gradient in gradients)]
+    of_groups: dict[tuple[Group, ...], list[torch.Tensor]] = {}
+    for groups, part in parts:
+        of_groups.setdefault(groups, []).extend([] if part is None else [part])
+    norms = []
+    for groups, gradients in of_groups.items():
+        local = _norm(gradients, norm_type, device)
+        norms.append(functools.reduce(lambda norm, group: _sum_over(group, norm, norm_type), groups, local))
+    norm: torch.Tensor = _norm(norms, norm_type, device)
+    every = [gradient for gradients in of_groups.values() for gradient in gradients]
     if not every:
         warnings.warn(
             trouble(

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from minifsdp.engine import misuse
-from minifsdp.engine.mesh import Group
+from minifsdp.engine.partition import Form, local_part
 from minifsdp.engine.trouble import trouble
 from minifsdp.fsdp1.base import WrapperBase
 from minifsdp.fsdp1.full_params import check_idle, check_not_running, check_summon_options, summoned
@@ -133,18 +133,16 @@ class TrainingMethods(WrapperBase):
             RuntimeError: this is not the root, or there are gradients that were never reduced.
         """
         self._only_on_the_root("clip_grad_norm_()")
-        units = self._current_tree().units
-        misuse.check_reduced("clip_grad_norm_()", [unit.layout for unit in units])
-        sharded: dict[Group, list[torch.Tensor]] = {}
-        owned: set[nn.Parameter] = set()
-        whole: list[torch.Tensor] = []
-        for unit in units:
-            group = unit.plan.mesh.shard
-            gradients = whole if group is None else sharded.setdefault(group, [])
-            gradients += [p.grad for p in unit.layout.local_parameters() if p.grad is not None]
-            owned.update(unit.layout.local_parameters())
-        whole += [p.grad for p in self.parameters() if p not in owned and p.grad is not None]
-        return clip_gradients(sharded, whole, float(max_norm), float(norm_type), self.compute_device)
+        self._current_tree()
+        layouts = [w._unit.layout for w in WrapperBase.fsdp_modules(self) if w._unit is not None]
+        misuse.check_reduced("clip_grad_norm_()", layouts)
+        parts = [part for layout in layouts for part in layout.gradient_parts()]
+        owned = {parameter for layout in layouts for parameter in layout.local_parameters()}
+        for parameter in self.parameters():
+            if parameter not in owned:
+                gradient = None if parameter.grad is None else local_part(parameter.grad)
+                parts.append((Form.of(parameter).groups, gradient))
+        return clip_gradients(parts, float(max_norm), float(norm_type), self.compute_device)
 
     # --- communication hook ---
 

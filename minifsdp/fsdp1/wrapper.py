@@ -44,6 +44,7 @@ from minifsdp.engine.root import Root
 from minifsdp.engine.unit import State, Unit
 from minifsdp.fsdp1 import build, compiling, initial, wrap
 from minifsdp.fsdp1.base import WRAPPED, is_wrapper
+from minifsdp.fsdp1.framework_names import FrameworkNames
 from minifsdp.fsdp1.ignored import find_ignored
 from minifsdp.fsdp1.legacy import takes_old_spellings
 from minifsdp.fsdp1.names import NameMethods
@@ -56,7 +57,7 @@ from minifsdp.fsdp1.training_methods import TrainingMethods
 __all__ = ["FullyShardedDataParallel"]
 
 
-class FullyShardedDataParallel(NameMethods, StateDictMethods, OptimStateMethods, TrainingMethods):
+class FullyShardedDataParallel(NameMethods, StateDictMethods, OptimStateMethods, TrainingMethods, FrameworkNames):
     """Shards a module's parameters, gradients and optimizer state over the ranks of a group.
 
     Every rank of the group must construct it, with modules of the same structure and in the same order.
@@ -114,11 +115,12 @@ class FullyShardedDataParallel(NameMethods, StateDictMethods, OptimStateMethods,
         process_group = build.groups_of(device_mesh, process_group, strategy)
         self.device_mesh = device_mesh
         self.compute_device = build.compute_device(module, device_id)
-        self.mesh, self.process_group = build.choose_mesh(
+        self.mesh, groups = build.choose_mesh(
             process_group, strategy, has_policy=auto_wrap_policy is not None, device=self.compute_device
         )
-        own_group = self.process_group[0] if isinstance(self.process_group, tuple) else self.process_group
-        self.rank, self.world_size = own_group.rank(), own_group.size()
+        # Of a hybrid strategy's two groups the one that shards.
+        self.process_group = groups[0] if isinstance(groups, tuple) else groups
+        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.sharding_strategy = strategy
         self.cpu_offload = cpu_offload or CPUOffload()
         self.backward_prefetch = backward_prefetch
@@ -137,7 +139,7 @@ class FullyShardedDataParallel(NameMethods, StateDictMethods, OptimStateMethods,
         self._ignored_modules, self._ignored_parameters = ignored
         if auto_wrap_policy is not None:
             inner_arguments = {
-                "process_group": self.process_group if device_mesh is None else None,
+                "process_group": groups if device_mesh is None else None,
                 "device_mesh": device_mesh,
                 "sharding_strategy": strategy,
                 "cpu_offload": cpu_offload,
@@ -160,6 +162,7 @@ class FullyShardedDataParallel(NameMethods, StateDictMethods, OptimStateMethods,
         self._initialize(modules, param_init_fn, device_id, sync_module_states)
         self._unit = self._make_unit(module, modules)
         self._state_dict_settings = StateDictSettings()
+        self._register_state_dict_hook(self._after_write)  # type: ignore[no-untyped-call]
         self._register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(self._after_load)  # type: ignore[no-untyped-call]
         compiling.step_over_this_package()

@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minifsdp.engine import misuse
 from minifsdp.engine.collectives import Scaling
+from minifsdp.engine.compiler import step_over_this_package
 from minifsdp.engine.dtensors import Sharding
 from minifsdp.engine.layout import OwnedParameter, owned_parameters
 from minifsdp.engine.mesh import Group, Mesh, default_group
@@ -40,10 +41,12 @@ from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.trouble import trouble
 from minifsdp.engine.unit import Unit
+from minifsdp.fsdp2.composable import is_replicated, register
 from minifsdp.fsdp2.initial import warn_if_different
 from minifsdp.fsdp2.member import Member, member_of
 from minifsdp.fsdp2.module import FSDPModule, choose_reshard
 from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from minifsdp.fsdp2.subgroups import smaller_mesh
 
 __all__ = ["fully_shard"]
 
@@ -121,9 +124,11 @@ def fully_shard(  # type: ignore[misc]
     unit = None
     if parameters:
         layout = _lay_out(parameters, mesh, table, device, shard_placement_fn, mp_policy, offload_policy)
-        unit = _make_unit(modules, layout, table, mp_policy, reshard_after_forward)
+        unit = _make_unit(modules, layout, mesh, table, mp_policy, reshard_after_forward)
     # 3. and 4.
     Member(modules, unit, device, mp_policy, reshard_after_forward)
+    register(modules)
+    step_over_this_package()
     for one in modules:
         one.__class__ = _class_for(type(one))
     return module
@@ -133,7 +138,8 @@ def _check_modules(modules: list[nn.Module]) -> None:
     if not modules:
         raise ValueError(trouble("no-modules", "fully_shard was given an empty list of modules"))
     for module in modules:
-        if isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is nn.Module.forward:
+        # In a list of several, the others gather for it.
+        if len(modules) == 1 and _is_only_called_in_parts(module):
             raise ValueError(
                 trouble(
                     "no-forward",
@@ -159,6 +165,11 @@ def _check_modules(modules: list[nn.Module]) -> None:
                 "list; list the outer one alone",
             )
         )
+
+
+def _is_only_called_in_parts(module: nn.Module) -> bool:
+    # Others without a forward may have another method that gathers, see `register_fsdp_forward_method`.
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
 def _default_mesh() -> DeviceMesh:
@@ -201,7 +212,7 @@ def _owners(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
     found: dict[nn.Module, str] = {}
 
     def walk(path: str, module: nn.Module) -> None:
-        if member_of(module) is not None or module in found:
+        if member_of(module) is not None or module in found or is_replicated(module):
             return
         found[module] = path
         for name, child in module.named_children():
@@ -257,6 +268,7 @@ def _lay_out(
 def _make_unit(
     modules: list[nn.Module],
     layout: PerParameterLayout,
+    mesh: DeviceMesh,
     table: Mesh,
     mp_policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | int | None,
@@ -266,7 +278,10 @@ def _make_unit(
     plan = ReducePlan(table, dtype, Scaling.mean(table.num_ranks, dtype))
     unit = Unit(modules[0], layout, plan, precision, reshard_after_forward=True)
     unit.reshard_after_evaluation = False
-    choose_reshard(unit, True if reshard_after_forward is None else reshard_after_forward)
+    num_ranks = choose_reshard(unit, True if reshard_after_forward is None else reshard_after_forward)
+    if num_ranks is not None:
+        layout.resting_mesh = smaller_mesh(mesh, num_ranks)
+        unit.rests_with = Group.of(layout.resting_mesh.get_group(1))
     return unit
 
 

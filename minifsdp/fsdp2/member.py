@@ -10,11 +10,13 @@ Worked example: ``fully_shard(block0)``, ``fully_shard(block1)``, ``fully_shard(
 ``model(batch)`` meets the third one's hook first, so that is the root; it finds the two others among its modules and
 makes them one tree.
 
-Two things that a wrapper would not have to care about:
+Three things that a wrapper would not have to care about:
 
 1. several modules may share one unit. Its gather belongs before the first of them and its end behind the last.
 2. after an exception in forward no hook runs. That an iteration was broken off is noticed when the next one begins in
    the same place.
+3. a module may call itself: a tree that descends into its own branches, a ``generate`` that calls ``self(token)``. That
+   comes in twice as well, but there the first call is still to be found on the stack.
 
 *In torch:* ``FSDPState``, with the same two hooks.
 
@@ -23,6 +25,8 @@ Spec: FS2-09, FS2-13, FS2-17, FS2-21, FS2-MP-04 to FS2-MP-06, NEW-04, NEW-15.
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -39,6 +43,8 @@ from minifsdp.fsdp2.options import MixedPrecisionPolicy
 __all__ = ["Member", "member_of", "members_in"]
 
 ATTRIBUTE = "_fully_sharded"
+# The function around a method that is registered as another forward.
+CALLER = "call_as_forward"
 
 
 def member_of(module: nn.Module) -> Member | None:
@@ -84,6 +90,8 @@ class Member:
         # 1. Modules of this member that have not been run in the forward that is going on.
         self._waiting: set[nn.Module] = set()
         self._waits_in = 0
+        # 3. Calls of the module from inside of its own forward that are going on.
+        self._num_inner = 0
         self._is_recorded = False
         # Members of the same tree with several modules.
         self._grouped: list[Member] = []
@@ -102,21 +110,41 @@ class Member:
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The hook before. Returns the inputs as the module shall see them."""
         tree = self.current_tree()
-        if self._has_begun and module in self.modules and not (self._waiting and module in self._waiting):
-            # 2. Nobody comes in twice without going out.
-            self.break_off()
+        is_open = self._has_begun or (self.unit is not None and self.unit.phase is Phase.FORWARD)
+        if is_open and self._is_inner_call(module):
+            # 3. What is gathered for the outer call is there for the inner one.
+            self._num_inner += 1
+            return self._cast_inputs(args, kwargs)
+        self._num_inner = 0
         if tree.begin_forward(self.unit):
             self._has_begun = True
             if self.device.type != "cpu":
                 args, kwargs = move(self.device, (args, kwargs))
-        dtype = self.policy.param_dtype
-        if dtype is not None and self.policy.cast_forward_inputs:
-            args, kwargs = cast_floating(dtype, (args, kwargs))
+        if self.policy.param_dtype is not None:
+            args, kwargs = self._cast_inputs(args, kwargs)
         if self.unit is None or self._is_between(tree):
             return args, kwargs
         tree.cycle.pre_forward(self.unit)
         watched: tuple[Any, Any] = tree.cycle.watch_inputs(self.unit, (args, kwargs))
         return watched
+
+    def _is_inner_call(self, module: nn.Module) -> bool:
+        """Whether ``module``, which has been entered and as far as is known not left, is called by itself."""
+        if self._waiting and module in self._waiting:
+            return False
+        if (self._has_begun or len(self.modules) == 1) and _calls_itself(module):
+            return True
+        if self._has_begun and module in self.modules:
+            # 2. Nobody else comes in twice without going out.
+            self.break_off()
+        return False
+
+    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        dtype = self.policy.param_dtype
+        if dtype is None or not self.policy.cast_forward_inputs:
+            return args, kwargs
+        cast: tuple[Any, Any] = cast_floating(dtype, (args, kwargs))
+        return cast
 
     def _is_between(self, tree: Root) -> bool:
         """1. Whether another module of this member has run before in this forward, and gathered for all of them."""
@@ -132,6 +160,9 @@ class Member:
         tree = self.current_tree()
         if self.policy.output_dtype is not None:
             output = cast_floating(self.policy.output_dtype, output)
+        if self._num_inner:
+            self._num_inner -= 1
+            return output
         if self.unit is not None and self.unit.phase is not Phase.PRE_BACKWARD:
             # 1. Each module's output, for nobody knows which of them is the last to run.
             self._is_recorded |= tree.cycle.watch_output(self.unit, (args, kwargs), output)
@@ -144,7 +175,10 @@ class Member:
             self._has_begun = False
             for member in self._grouped:
                 if member._waiting and member._waits_in == tree.cycle.num_forwards:
-                    # Some of its modules have not been called in this forward.
+                    # Some of its modules have not been called in this forward. Their parameters may have been used all
+                    # the same, and backward may come to them before it comes to an output of the others.
+                    if member.unit is not None:
+                        member._is_recorded |= tree.cycle.watch_output(member.unit, (args, kwargs), output)
                     member._leave(tree)
             tree.end_forward()
         return output
@@ -182,7 +216,8 @@ class Member:
                 found.setdefault(member, "" if member is self else name)
         for small in {id(m.tree): m.tree for m in found if m.tree is not None}.values():
             if not small.is_dissolved:
-                small.dissolve()
+                # Parts that were unshard()ed before the whole stay gathered.
+                small.dissolve(keeps_gathered=True)
         for member in found:
             if member.unit is not None and member.reshard_after_forward is None:
                 # The root's backward follows its forward at once.
@@ -202,7 +237,7 @@ class Member:
             member.tree, member._grouped = tree, grouped
             if member.unit is not None and member.policy.reduce_dtype is None:
                 # The model may have been converted since.
-                member.unit.plan.dtype = member.unit.layout.dtype
+                member.unit.plan.use(member.unit.layout.dtype)
         return tree
 
     # --- by hand ---
@@ -232,3 +267,14 @@ class Member:
 
     def _before_load(self, *_: Any) -> None:
         self.reshard()
+
+
+def _calls_itself(module: nn.Module) -> bool:
+    """Whether a call of ``module`` is going on further out, besides the one that leads here."""
+    frame: FrameType | None = sys._getframe(1)
+    num_calls = 0
+    while frame is not None:
+        is_call = frame.f_code is nn.Module._wrapped_call_impl.__code__ or frame.f_code.co_name == CALLER
+        num_calls += is_call and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return num_calls > 1

@@ -18,6 +18,7 @@ Spec: FS2-02, FS2-19, FS2-20, FS2-27, FS2-PREF, FS2-SYNC, NEW-06 to NEW-18.
 from __future__ import annotations
 
 import functools
+import types
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -27,11 +28,9 @@ from torch import nn
 
 from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.lanes import Lanes
-from minifsdp.engine.mesh import Group
 from minifsdp.engine.trouble import trouble
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp2.member import Member, member_of, members_in
-from minifsdp.fsdp2.subgroups import subgroup_of
 
 __all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
 
@@ -176,12 +175,20 @@ class FSDPModule:
 
     # --- memory ---
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
-        """Whether forward frees the full parameters, or to how many ranks it reshards them (NEW-05, NEW-06).
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether forward frees the full parameters (NEW-06).
 
         Raises:
-            ValueError: not a bool, nor a number that divides the ranks on the shard axis.
+            ValueError: not a bool; a number of ranks can be chosen in `fully_shard` only, since it makes groups.
         """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                trouble(
+                    "reshard-switch",
+                    f"reshard_after_forward should be a bool here, got {reshard_after_forward!r}; a number of ranks "
+                    "can be chosen when fully_shard is called",
+                )
+            )
         for member in _members(self, recurse):
             member.reshard_after_forward = reshard_after_forward
             if member.unit is not None:
@@ -267,8 +274,11 @@ class FSDPModule:
         return _member(self)
 
 
-def choose_reshard(unit: Unit, choice: bool | int) -> None:
+def choose_reshard(unit: Unit, choice: bool | int) -> int | None:
     """Sets what happens to the full parameters after forward.
+
+    Returns:
+        To how many ranks they shall be resharded, if not to all; the rest of that is the caller's.
 
     Raises:
         ValueError: a number that does not divide the ranks on the shard axis.
@@ -278,10 +288,10 @@ def choose_reshard(unit: Unit, choice: bool | int) -> None:
     shard = unit.plan.mesh.shard
     unit.reshard_after_forward, unit.rests_with = bool(choice), None
     if isinstance(choice, bool) or shard is None or choice == shard.size:
-        return
+        return None
     if choice == 1:
         unit.reshard_after_forward = False
-        return
+        return None
     if choice < 1 or shard.size % choice:
         raise ValueError(
             trouble(
@@ -290,7 +300,7 @@ def choose_reshard(unit: Unit, choice: bool | int) -> None:
                 "a number that divides them, or True or False",
             )
         )
-    unit.rests_with = Group.of(subgroup_of(shard, choice))
+    return choice
 
 
 def _member(module: Any) -> Member:
@@ -341,12 +351,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name)
 
     @functools.wraps(method)
-    def surrounded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call_as_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # `_calls_itself` in member.py looks for this name on the stack.
         args, kwargs = member.before_forward(self, args, kwargs)
         output = method(*args, **kwargs)
         return member.after_forward(self, args, kwargs, output)
 
-    setattr(module, method_name, functools.partial(surrounded, module))
+    setattr(module, method_name, types.MethodType(call_as_forward, module))
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

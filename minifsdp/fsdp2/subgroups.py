@@ -1,39 +1,50 @@
-"""The smaller groups that an integer ``reshard_after_forward`` needs.
+"""The smaller mesh that an integer ``reshard_after_forward`` needs.
 
 Eight ranks on the shard axis and ``reshard_after_forward=4``: ranks 0 to 3 keep one copy between them after forward,
-ranks 4 to 7 another. Making a group is a collective and takes a while, so units share the groups.
+ranks 4 to 7 another. As a mesh with a row for each copy::
+
+    0 1 2 3        axis 1: who keeps the other pieces
+    4 5 6 7        axis 0: who keeps the same piece
+
+Making groups is a collective and takes a while, so units share the mesh.
 
 Spec: NEW-05.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from minifsdp.engine.mesh import Group
+__all__ = ["smaller_mesh"]
 
-__all__ = ["subgroup_of"]
-
-_made: dict[tuple[dist.ProcessGroup, int], dist.ProcessGroup] = {}
-
-
-def subgroup_of(group: Group, size: int) -> dist.ProcessGroup:
-    """The group of ``size`` neighbours in ``group`` that this rank belongs to. Every rank of the world must call it."""
-    key = (group.process_group, size)
-    if key not in _made or _made[key] not in dist.distributed_c10d._world.pg_map:
-        _made[key] = _make(group, size)
-    return _made[key]
+_made: dict[tuple[Any, ...], tuple[dist.ProcessGroup, DeviceMesh]] = {}
 
 
-def _make(group: Group, size: int) -> dist.ProcessGroup:
-    # new_group must be called by the whole world for every group there is, also by those who are not in it.
-    everybody: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everybody, list(group.ranks))
-    rows = sorted({tuple(row[start : start + size]) for row in everybody for start in range(0, len(row), size)})
-    mine: dist.ProcessGroup | None = None
-    for row in rows:
-        made = dist.new_group(list(row))
-        if dist.get_rank() in row:
-            mine = made
-    assert mine is not None
-    return mine
+def smaller_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
+    """All ranks of ``mesh`` in rows of ``size`` neighbours on its last axis. Every rank of the world must call it."""
+    key = (mesh.get_group(mesh.ndim - 1), tuple(mesh.mesh.flatten().tolist()), mesh.device_type, size)
+    if key not in _made or _made[key][0] not in dist.distributed_c10d._world.pg_map:
+        # Made never, or for groups that were destroyed since.
+        made = _make(mesh, size)
+        _made[key] = (made.get_group(1), made)
+    return _made[key][1]
+
+
+def _make(mesh: DeviceMesh, size: int) -> DeviceMesh:
+    table = mesh.mesh.reshape(-1, size)
+    # Parts of one large mesh can differ from rank to rank. A group must be made by the whole world all the same, also
+    # by those who are not in it.
+    everybody: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everybody, table.tolist())
+    columns = _group_of({tuple(column) for rows in everybody for column in zip(*rows, strict=True)})
+    rows = _group_of({tuple(row) for rows in everybody for row in rows})
+    return DeviceMesh.from_group([columns, rows], mesh.device_type, mesh=table, mesh_dim_names=("replicate", "shard"))
+
+
+def _group_of(groups: set[tuple[int, ...]]) -> dist.ProcessGroup:
+    """Makes all of ``groups``, and returns the one that this rank is in."""
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {ranks: dist.new_group(list(ranks)) for ranks in sorted(groups)}
+    return next(group for ranks, group in made.items() if dist.get_rank() in ranks)

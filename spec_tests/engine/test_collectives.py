@@ -135,6 +135,22 @@ def test_a_broadcast_leaves_the_value_of_the_source_everywhere(source: int) -> N
     assert tensor.tolist() == [source, 7]
 
 
+@ranks(2)
+def test_complex_numbers_travel_and_are_added_like_others() -> None:
+    rank = dist.get_rank()
+    mine = torch.tensor([1 + 2j, 3 - 1j], device=device()) * (rank + 1)
+    output = torch.zeros(4, dtype=mine.dtype, device=device())
+    gather(everybody(), output, mine).wait()
+    assert output.tolist() == [1 + 2j, 3 - 1j, 2 + 4j, 6 - 2j]
+    piece = torch.zeros(1, dtype=mine.dtype, device=device())
+    reduce_scatter(everybody(), piece, mine).wait()
+    assert piece.tolist() == [[3 + 6j], [9 - 3j]][rank]
+    broadcast(everybody(), output.mul_(rank))
+    assert not output.any()
+    all_reduce(everybody(), mine).wait()
+    assert mine.tolist() == [3 + 6j, 9 - 3j]
+
+
 @ranks(4)
 def test_the_source_of_a_broadcast_is_a_position_in_the_group_and_no_global_rank() -> None:
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]

@@ -40,8 +40,8 @@ def counted() -> dict[str, Any]:
 
 
 # Measured on torch 2.13, for each unit and step above what the plain model costs, flat / original:
-# FULL_SHARD 102 / 110, SHARD_GRAD_OP 81 / 86, NO_SHARD 73 / 83; torch's FULL_SHARD 734 / 896.
-# fully_shard, freed after forward / kept: 190 / 149, torch's 783 / 608.
+# FULL_SHARD 107 / 117, SHARD_GRAD_OP 91 / 96, NO_SHARD 82 / 95; torch's FULL_SHARD 734 / 896.
+# fully_shard, freed after forward / kept: 179 / 148, torch's 783 / 608.
 MOST = {"flat": 110, "original": 200, "frees": 200, "keeps": 150}
 
 

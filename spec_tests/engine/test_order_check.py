@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.engine import collectives
 from spec_tests.engine.small import Block, Wire, chain, draw, shard_each, train_once
 from spec_tests.harness import device, ranks
 
@@ -49,13 +50,25 @@ def test_after_that_error_the_ranks_may_agree() -> None:
 @pytest.mark.spec("NEW-19")
 @ranks(2)
 def test_each_unit_is_asked_for_once() -> None:
-    model = shard_each(chain())
+    model, gather = shard_each(chain()), collectives.gather
+    issued: list[Any] = []
     counts = []
-    for _ in range(3):
-        with Wire() as wire:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "gather", lambda *args: (issued.append(args), gather(*args))[1])
+        for _ in range(3):
+            issued.clear()
             train_once(model)
-        counts.append(wire.num_gathers)
+            counts.append(len(issued))
     assert counts == [9, 6, 6]
+
+
+@pytest.mark.spec("NEW-19")
+@ranks(2)
+def test_who_counts_collectives_sees_those_of_training_alone() -> None:
+    model = shard_each(chain())
+    with Wire() as wire:
+        train_once(model)
+    assert wire.num_gathers == 6
 
 
 @ranks(2)

@@ -65,7 +65,8 @@ def refused(model: FSDP, state: dict[str, Any], *parts: str, load: Callable[...,
     before = values_of(model)
     with pytest.raises(RuntimeError) as caught:
         (load or model.load_state_dict)(state)
-    for part in (f"rank {dist.get_rank()}: the state dict is refused on every rank", *parts):
+    opening = "Error(s) in loading state_dict for "
+    for part in (f"rank {dist.get_rank()}: {opening}", "the state dict is refused on every rank", *parts):
         assert part in str(caught.value), f"{part!r} is not in: {caught.value}"
     after = values_of(model)
     assert all(torch.equal(after[name], before[name]) for name in before)

@@ -97,7 +97,7 @@ def test_max_norm_may_be_an_int_and_norm_type_a_word() -> None:
 @ranks(4)
 def test_norm_and_clipped_gradients_are_those_of_one_process(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
-    group = model.process_group[0] if strategy in HYBRID_STRATEGIES else group_of(strategy)
+    group = model.process_group if strategy in HYBRID_STRATEGIES else group_of(strategy)
     for step, norm_type in enumerate(NORM_TYPES):
         model.zero_grad()
         iterate(model, step)

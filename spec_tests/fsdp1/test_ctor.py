@@ -677,6 +677,21 @@ def test_it_is_noticed_at_the_very_first_forward_too_and_can_be_put_back(keep: b
             assert_same({name: p.grad for name, p in model.named_parameters()}, mean_gradients(plain))
 
 
+@pytest.mark.spec("CTOR-12", "FWD-05")
+@pytest.mark.parametrize("change", list(CHANGES))
+@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@ranks(2)
+def test_between_forward_and_backward_it_is_noticed_in_backward_before_it_is_written_over(
+    change: str, keep: bool, strategy: ShardingStrategy
+) -> None:
+    model = FSDP(seeded(), sharding_strategy=strategy, use_orig_params=keep)
+    loss = model(batch()).sum()
+    CHANGES[change](model.module.blocks[1].linear)
+    with refused(RuntimeError, "'blocks.1.linear.weight'", "Linear", "summon_full_params"):
+        loss.backward()
+
+
 @pytest.mark.spec("CTOR-12")
 @ranks(2)
 def test_in_a_tree_of_units_the_error_comes_from_the_unit_with_the_name() -> None:

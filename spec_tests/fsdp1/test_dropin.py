@@ -170,6 +170,15 @@ def test_fine_tuning_with_adapters_in_a_frozen_model_prints_the_same_numbers() -
         assert found["units"] == 7
 
 
+@pytest.mark.spec("PAR-03", "NOSYNC-03", "NOSYNC-10", "FWD-06")
+@ranks(2)
+def test_two_models_that_train_each_other_with_closures_print_the_same_numbers() -> None:
+    found = compare_with_torch("adversaries")
+    if found:
+        assert len({*found["judge"], *found["maker"]}) == 10, "both do train"
+        assert found["states"][0] != found["states"][1], "the average trails behind"
+
+
 @pytest.mark.spec("LEGACY-05", "LEGACY-10", "LEGACY-12", "WRAP-12")
 @ranks(2)
 def test_a_script_of_1_13_prints_the_same_numbers() -> None:

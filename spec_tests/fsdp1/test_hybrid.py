@@ -136,11 +136,22 @@ def on_nodes_of_two(strategy: ShardingStrategy) -> FullyShardedDataParallel:
 @ranks(4)
 def test_all_units_of_a_policy_share_one_pair_of_groups() -> None:
     model = on_nodes_of_two(HYBRID_SHARD)
-    pairs = {unit.process_group for unit in FullyShardedDataParallel.fsdp_modules(model)}
+    pairs = {(unit.mesh.shard, unit.mesh.replicate) for unit in FullyShardedDataParallel.fsdp_modules(model)}
     assert len(pairs) == 1
     shard, replicate = pairs.pop()
-    assert tuple(dist.get_process_group_ranks(shard)) == node()
-    assert tuple(dist.get_process_group_ranks(replicate)) == replicas()
+    assert shard.ranks == node()
+    assert replicate.ranks == replicas()
+
+
+@pytest.mark.spec("HYB-02")
+@both
+@ranks(4)
+def test_the_attribute_process_group_is_the_group_that_shards_as_in_torch(strategy: ShardingStrategy) -> None:
+    pair = grid()
+    for model in (sharded(sharding_strategy=strategy, process_group=pair), on_nodes_of_two(strategy)):
+        for unit in FullyShardedDataParallel.fsdp_modules(model):
+            assert tuple(dist.get_process_group_ranks(unit.process_group)) == node()
+            assert (unit.world_size, unit.rank) == (2, dist.get_rank() % 2)
 
 
 # --- what travels where ---

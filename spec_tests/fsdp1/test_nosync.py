@@ -78,6 +78,29 @@ def test_inside_nothing_is_reduced_and_gradients_add_up_locally(strategy: Shardi
 @pytest.mark.spec("NOSYNC-05")
 @flat_strategies
 @ranks(2)
+def test_inside_original_parameters_have_their_unreduced_gradients_also_where_memory_is_kept(
+    strategy: ShardingStrategy,
+) -> None:
+    plain = seeded()
+    model = sharded(sharding_strategy=strategy, use_orig_params=True)
+    with model.no_sync():
+        iterate(model)
+        mine = local_gradients(plain, range(1), dist.get_rank())
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, nn.Parameter), name
+            gradient = mine[name.replace("_fsdp_wrapped_module.", "")]
+            torch.testing.assert_close(parameter.grad.view_as(gradient), gradient)
+        model.zero_grad()
+        iterate(model, 1)
+    iterate(model, 2)
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        seen = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    assert_same(seen, mean_gradients(plain, (1, 2)))
+
+
+@pytest.mark.spec("NOSYNC-05")
+@flat_strategies
+@ranks(2)
 def test_inside_the_gradient_has_the_size_of_the_whole_unit(strategy: ShardingStrategy) -> None:
     plain = seeded()
     model = sharded(sharding_strategy=strategy)
@@ -423,3 +446,40 @@ def test_dropping_unreduced_gradients_makes_a_step_possible_again(
         parameter.grad = expected[name]
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     assert_same(full_values(model), named(plain), bitwise=True)
+
+
+@pytest.mark.spec("NOSYNC-10")
+@pytest.mark.parametrize("by_name", [False, True])
+@flat_strategies
+@ranks(2)
+def test_a_step_with_a_closure_is_judged_by_what_the_closure_leaves_behind(
+    strategy: ShardingStrategy, by_name: bool
+) -> None:
+    plain = seeded()
+    model = sharded(sharding_strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(closure: Callable[[], object]) -> object:
+        return optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+
+    def accumulate() -> None:
+        with model.no_sync():
+            iterate(model, 0)
+
+    before = full_values(model)
+    with pytest.raises(RuntimeError, match=r"SGD\.step\(\) found gradients that were never reduced"):
+        step(accumulate)
+    assert_same(full_values(model), before, bitwise=True)
+    optimizer.zero_grad()
+
+    def last_micro_batch() -> str:
+        iterate(model, 1)
+        return "the loss"
+
+    accumulate()
+    assert step(last_micro_batch) == "the loss"
+    expected = mean_gradients(plain, [0, 1])
+    for name, parameter in plain.named_parameters():
+        parameter.grad = expected[name]
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert_same(full_values(model), named(plain), bitwise=False)

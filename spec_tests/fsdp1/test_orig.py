@@ -61,6 +61,67 @@ def torch_strategy(strategy: ShardingStrategy) -> torch_fsdp.ShardingStrategy:
 
 
 @pytest.mark.spec("ORIG-01")
+@flat_strategies
+@ranks(2)
+def test_a_hook_on_a_flat_parameter_gets_the_unsharded_gradient_and_may_change_it(strategy: ShardingStrategy) -> None:
+    model = sharded(sharding_strategy=strategy)
+    seen: list[torch.Size] = []
+
+    def double(gradient: Tensor) -> Tensor:
+        seen.append(gradient.shape)
+        return 2 * gradient
+
+    for parameter in model.parameters():
+        parameter.register_hook(double)
+    iterate(model)
+    assert sorted(seen) == sorted([torch.Size([56]), *4 * [torch.Size([42])]])
+    expected = {name: 2 * gradient for name, gradient in mean_gradients(seeded()).items()}
+    assert_same(whole(model, group=group_of(strategy))[1], expected)
+
+
+@pytest.mark.spec("ORIG-01", "ORIG-13")
+@flat_strategies
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_what_is_frozen_between_forward_and_backward_gets_no_gradient(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    iterate(model)
+    model.zero_grad()
+    frozen = list(model.parameters())[-2:]
+    loss = loss_of(model(batch(1)))
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    loss.backward()
+    assert [parameter.grad for parameter in frozen] == [None, None]
+    assert any(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.spec("ORIG-01", "ORIG-05")
+@flat_strategies
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_a_hook_that_waits_for_the_gradient_is_called_when_it_is_reduced(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    plain, rate = seeded(), 0.1
+    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+
+    @torch.no_grad()
+    def step(parameter: nn.Parameter) -> None:
+        parameter.sub_(rate * parameter.grad)
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    iterate(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    moved = {name: value - rate * mean_gradients(plain)[name] for name, value in named(plain).items()}
+    assert_same(full_values(model), moved)
+
+
+@pytest.mark.spec("ORIG-01")
 @sharding
 @pytest.mark.parametrize("options", [{}, {"use_orig_params": False}])
 @ranks(2)
@@ -130,7 +191,7 @@ def test_original_names_and_objects_stay(strategy: ShardingStrategy) -> None:
 def test_a_sharded_parameter_is_1d_and_the_parts_of_all_ranks_are_the_whole(strategy: ShardingStrategy) -> None:
     shapes = {name: tensor.shape for name, tensor in named(seeded()).items()}
     model = sharded(sharding_strategy=strategy, use_orig_params=True)
-    group = model.process_group[0] if strategy in HYBRID_STRATEGIES else dist.group.WORLD
+    group = model.process_group if strategy in HYBRID_STRATEGIES else dist.group.WORLD
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = set()
     for step in range(2):
@@ -353,7 +414,7 @@ def test_after_the_forward_of_shard_grad_op_the_unsharded_parameters_are_visible
         loss.backward()
         assert visible(model) == before
         assert any(parameter.grad is not None for parameter in model.parameters())
-    group = model.process_group[0] if strategy in HYBRID_STRATEGIES else None
+    group = model.process_group if strategy in HYBRID_STRATEGIES else None
     gradients = whole(model, group=group)[1]
     assert_same(gradients, mean_gradients(seeded(), [0, 1]), bitwise=False)
 

@@ -928,6 +928,6 @@ def test_evaluation_runs_in_low_precision_too(strategy: ShardingStrategy, use_or
 def test_on_four_ranks_low_precision_gradients_are_near_those_of_full_precision(strategy: ShardingStrategy) -> None:
     model = sharded(sharding_strategy=strategy, mixed_precision=MixedPrecision(param_dtype=BF16, reduce_dtype=FP32))
     iterate(model)
-    group = model.process_group[0] if strategy is HYBRID_SHARD else None
+    group = model.process_group if strategy is HYBRID_SHARD else None
     expected = expected_gradients(BF16, FP32, num_ranks=4)
     torch.testing.assert_close(whole(model, group=group)[1], expected, rtol=1e-5, atol=1e-6)

@@ -235,6 +235,16 @@ def test_flat_parameters_are_told_from_others_by_either_library_s_class(asked: A
     assert isinstance(FlatParameter(torch.zeros(2)), nn.Parameter)
 
 
+@pytest.mark.spec("ORIG-01")
+@ranks(2)
+def test_frameworks_can_tell_an_optimizer_of_flat_parameters_by_the_mark_that_they_look_for() -> None:
+    model = FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(nn.Linear(3, 3)), nn.Linear(3, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert len(owned) == 2
+    assert all(getattr(parameter, "_fsdp_flattened", False) for parameter in owned)
+
+
 @pytest.mark.spec("CTOR-10")
 @ranks(2)
 def test_a_wrapper_can_be_asked_whether_it_is_the_root() -> None:

@@ -68,6 +68,23 @@ def test_without_any_setting_the_dict_is_that_of_the_plain_module(keep: bool) ->
     assert torch.equal(fresh(torch.ones(2, 3)), plain(torch.ones(2, 3)))
 
 
+@pytest.mark.spec("SD-FULL-08", "SD-SHARD-03", "ORIG-09")
+@flat_or_original
+@pytest.mark.parametrize("form", [FULL, SHARDED])
+@ranks(2)
+def test_a_model_can_be_read_right_after_a_forward_that_has_kept_its_parameters(
+    keep: bool, form: StateDictType
+) -> None:
+    model = sharded(plain_model(1), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=keep)
+    other = sharded(plain_model(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=keep)
+    x = torch.ones(2, 3)
+    # With gradients enabled, and no backward after it.
+    model.eval()(x)
+    with FSDP.state_dict_type(model, form), FSDP.state_dict_type(other, form):
+        assert model.load_state_dict(other.state_dict()) == ([], [])
+    assert torch.equal(model(x), other.eval()(x))
+
+
 @pytest.mark.spec("SD-FULL-05", "SD-FULL-03")
 @ranks(2)
 def test_with_rank0_only_the_other_ranks_gather_too_and_get_nothing() -> None:
@@ -115,6 +132,33 @@ def test_a_full_dict_is_loaded_without_a_gather_and_each_rank_keeps_its_part(kee
     assert all(torch.equal(state[key], wanted[key]) for key in wanted)
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict({})
+
+
+class ReadLate:
+    """No tensor, but as good as one to PyTorch's functions; frameworks that read files value by value pass such."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._value, self.shape, self.dtype = value, value.shape, value.dtype
+
+    def size(self) -> torch.Size:
+        return self.shape
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*(arg._value if isinstance(arg, cls) else arg for arg in args), **(kwargs or {}))
+
+
+@pytest.mark.spec("SD-FULL-08", "SD-FULL-09")
+@flat_or_original
+@ranks(2)
+def test_values_that_are_read_only_when_they_are_copied_are_loaded_too(keep: bool) -> None:
+    model = sharded(plain_model(), use_orig_params=keep)
+    wanted = plain_model(7).state_dict()
+    model.load_state_dict({key: ReadLate(value) for key, value in wanted.items()})
+    state = model.state_dict()
+    assert all(torch.equal(state[key], wanted[key]) for key in wanted)
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
+        model.load_state_dict({**wanted, "0.weight": ReadLate(torch.ones(2, 2))})
 
 
 @pytest.mark.spec("SD-FULL-13")

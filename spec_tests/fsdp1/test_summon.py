@@ -582,6 +582,21 @@ def test_gradients_are_summoned_in_their_original_shapes(strategy: ShardingStrat
         assert parameter.grad is None or torch.equal(parameter.grad, before[name])
 
 
+@pytest.mark.spec("SUMMON-15", "NOSYNC-10")
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+@ranks(2)
+def test_gradients_that_were_never_reduced_cannot_be_summoned(strategy: ShardingStrategy) -> None:
+    model = sharded(sharding_strategy=strategy, use_orig_params=True)
+    with model.no_sync():
+        iterate(model)
+    with pytest.raises(RuntimeError, match="never reduced"), summon(model, with_grads=True):
+        raise AssertionError("not to be entered")
+    iterate(model, 1)
+    with summon(model, with_grads=True):
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        assert_same(gradients, mean_gradients(seeded(), (0, 1)))
+
+
 @pytest.mark.spec("SUMMON-15")
 @flat_strategies
 @ranks(2)

@@ -57,7 +57,7 @@ def both(program: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.spec("MIG-21", "PAR-03", "FS2-SYNC-01", "FS2-PREF-03", "FS2-OPT-03", "FS2-MP-06")
-@pytest.mark.parametrize("program", ["language_model", "adapters"])
+@pytest.mark.parametrize("program", ["language_model", "adapters", "filters"])
 @ranks(2)
 def test_a_program_for_torch_prints_the_same_numbers(program: str) -> None:
     ours, theirs = both(program)

@@ -343,6 +343,34 @@ def test_a_model_that_nobody_holds_any_more_is_gone() -> None:
     assert [reference() for reference in gone] == [None] * 5
 
 
+# --- complex numbers ---
+
+
+class Waves(nn.Module):
+    """A filter in the frequency domain, whose weights are complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=WIDTH)
+
+
+@pytest.mark.spec("FS2-16")
+@ranks(2)
+def test_a_unit_of_complex_parameters_is_trained_as_if_it_were_not_sharded() -> None:
+    plain = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Waves()))
+    model = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Waves()))
+    for part in (*model, model):
+        fully_shard(part)
+    loss_of(model(batch(0, dist.get_rank()))).backward()
+    expected = mean_gradients(plain, [0])
+    assert expected["1.filter"].is_complex()
+    for name, gradient in full_gradients(model).items():
+        torch.testing.assert_close(gradient, expected[name])
+
+
 # --- together with tensor parallelism ---
 
 

@@ -528,6 +528,26 @@ def test_freezing_after_the_first_iteration_and_thawing_again_is_followed() -> N
         assert_same(full_gradients(model), mean_gradients(plain))
 
 
+@pytest.mark.spec("FS2-22")
+@pytest.mark.parametrize("evaluates", [True, False])
+@ranks(2)
+def test_what_is_frozen_or_thawed_while_it_is_gathered_stays_so(evaluates: bool) -> None:
+    model, plain = sharded(), seeded()
+    owned = torch.optim.SGD(model.parameters(), lr=0.1)
+    for trains in (False, True):
+        # The root stays gathered after a forward.
+        with torch.set_grad_enabled(not evaluates):
+            model(batch())
+        assert not isinstance(model.enter.weight, DTensor)
+        for each in (model, plain):
+            each.enter.requires_grad_(trains)
+        for step in range(2):
+            owned.zero_grad()
+            iterate(model, step)
+            assert_same(full_gradients(model), mean_gradients(plain, [step]))
+            assert model.enter.weight.requires_grad is trains
+
+
 @pytest.mark.spec("FS2-23", "MIG-17")
 @ranks(2)
 def test_ignored_parameters_stay_as_they_are_and_are_not_reduced() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from minifsdp import trace
 from spec_tests.fsdp2.four_blocks import (
@@ -233,6 +233,43 @@ def test_resharding_by_hand_goes_back_to_the_whole_group() -> None:
     members = {event.unit: event.ranks for event in recorder.events if event.kind == "AG"}
     assert members["blocks.2"] == members["blocks.3"] == (0, 1, 2, 3)
     assert members["blocks.1"] == ((0, 1), (2, 3))[dist.get_rank() // 2]
+
+
+@pytest.mark.spec("NEW-05")
+@pytest.mark.parametrize("rows", [8, 6, 5, 1])
+@pytest.mark.parametrize("dim", [0, 1])
+@ranks(4)
+def test_after_forward_modules_show_their_pieces_among_these_neighbours(rows: int, dim: int) -> None:
+    def build() -> nn.Module:
+        return nn.Linear(8, rows, bias=False)
+
+    model, whole = seeded(build), seeded(build).weight.detach()
+    fully_shard(model, reshard_after_forward=2, shard_placement_fn=lambda _: Shard(dim))
+    owned, second = model.weight, dist.get_rank() % 2
+    loss = loss_of(model(batch()[:, :1].expand(-1, 8)))
+    shown = model.weight
+    assert shown is not owned and isinstance(shown, nn.Parameter) and shown.shape == whole.shape
+    assert shown.placements == (Replicate(), Shard(dim))
+    assert shown.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
+    pieces = whole.chunk(2, dim)
+    assert torch.equal(shown.to_local(), pieces[second] if second < len(pieces) else whole[:0])
+    assert torch.equal(shown.full_tensor(), whole)
+    assert torch.equal(model.state_dict()["weight"].to_local(), owned.to_local())
+    assert model.weight is owned
+    loss.backward()
+    assert model.weight is owned and owned.grad.to_local().shape == owned.to_local().shape
+
+
+@pytest.mark.spec("NEW-05")
+@ranks(4)
+def test_what_rests_is_not_used_after_a_change_either_if_no_backward_came() -> None:
+    model, plain = sharded(reshard_after_forward=2), seeded()
+    owned = list(model.parameters())
+    model(batch())
+    with torch.no_grad():
+        for parameter in (*owned, *plain.parameters()):
+            parameter.mul_(2)
+    torch.testing.assert_close(model(batch()), plain(batch()))
 
 
 @pytest.mark.spec("NEW-05")

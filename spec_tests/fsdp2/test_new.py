@@ -60,10 +60,11 @@ def test_what_forward_frees_can_be_switched_between_iterations() -> None:
 
 
 @pytest.mark.spec("NEW-06")
+@pytest.mark.parametrize("choice", ["yes", 2, None])
 @ranks(2)
-def test_what_forward_frees_is_a_yes_or_no() -> None:
-    with pytest.raises(ValueError, match="reshard_after_forward"):
-        sharded().set_reshard_after_forward("yes")
+def test_what_forward_frees_is_a_yes_or_no(choice: Any) -> None:
+    with pytest.raises(ValueError, match="reshard_after_forward should be a bool"):
+        sharded().set_reshard_after_forward(choice)
 
 
 @pytest.mark.spec("NEW-06")

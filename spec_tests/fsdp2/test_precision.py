@@ -267,3 +267,16 @@ def test_only_parameters_of_the_module_itself_are_seen_without_recursion() -> No
     layer = fully_shard(nn.Linear(2, 2), mp_policy=MixedPrecisionPolicy(BF16))
     layer.unshard()
     assert {p.dtype for p in layer.parameters(recurse=False)} == {BF16}
+
+
+@pytest.mark.spec("FS2-MP-03", "MP-08")
+@pytest.mark.parametrize("factor", [None, 2.0])
+@ranks(2)
+def test_a_model_that_becomes_float16_later_divides_before_the_sum_too(factor: float | None) -> None:
+    model = fully_shard(nn.Linear(4, 4, bias=False)).half()
+    if factor is not None:
+        model.set_gradient_divide_factor(factor)
+    output = model(torch.ones(1, 4, dtype=FP16, device=device()))
+    # The largest number of this dtype is 65504: two of these fit in no sum.
+    output.backward(torch.full_like(output, 40000.0))
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 4), 40000.0, dtype=FP16, device=device()))

@@ -1,0 +1,157 @@
+"""Private names of torch's wrapper that frameworks read, as far as they mean something here.
+
+Accelerate looks at each wrapper's flat parameter before training with mixed precision. A model that was loaded in
+bfloat16 would keep its master weights in bfloat16, where small updates round to nothing, so it widens them::
+
+    if module._has_params:
+        slice = module._flat_param
+        if slice.dtype != torch.float32 and slice.requires_grad:
+            slice.data = slice.data.to(torch.float32)
+            module._handle._orig_param_dtype = torch.float32
+
+Without ``use_orig_params`` there is such a parameter. With it there is none: the slice is memory behind many. Then a
+`Slice` stands in, and what is assigned to its ``data`` reaches the originals.
+
+Worked example, one unit of 3 and 1 elements on two ranks. Rank 0's slice ``[a0 a1]`` is two elements of ``a``, rank 1's
+``[a2 b0]`` one of each. Widened on rank 1, ``a`` and ``b`` both are float32 afterwards, ``a`` with one element there.
+
+The functions of ``torch.distributed.checkpoint.state_dict`` set the form of a state dict by three more names before
+they call ``state_dict()``, in torch's own words; they are translated. With these names the model's part of a
+checkpoint is right whoever asks for it. The optimizer's part is not to be had in this way: torch's code would take a
+`Slice` apart, and is told what to call instead.
+
+*In torch:* ``_has_params``, ``_flat_param``, ``_handle``, ``_state_dict_type``, ``_state_dict_config`` and
+``_optim_state_dict_config`` of ``_FSDPState``.
+
+Spec: NAMES-08, ORIG-01, SD-CFG-02.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.fsdp import api as torch_api
+
+from minifsdp.engine.trouble import trouble
+from minifsdp.fsdp1 import state_dict_options
+from minifsdp.fsdp1.base import WrapperBase
+from minifsdp.fsdp1.build import FlatUnit
+
+__all__ = ["FrameworkNames", "Slice"]
+
+
+class Slice:
+    """This rank's slice of a unit, for who expects a flat parameter where there is none.
+
+    Args:
+        unit: which is sharded.
+
+    Attributes:
+        dtype, device: of the slice.
+        requires_grad: whether any parameter of the unit is trained.
+    """
+
+    def __init__(self, unit: FlatUnit) -> None:
+        self._unit = unit
+        owner = unit.layout.owner
+        self.dtype, self.device, self.requires_grad = owner.shard.dtype, owner.shard.device, owner.requires_grad
+        self._fqns = _names(unit)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuses what only torch's own code asks for.
+
+        Raises:
+            AttributeError: with what to call instead.
+        """
+        raise AttributeError(
+            trouble(
+                "foreign-optimizer-state",
+                f"{name!r} of a flat parameter's handle was asked for, which minifsdp has not. If this comes from "
+                "get_optimizer_state_dict(), get_state_dict() or set_state_dict() of torch.distributed.checkpoint, "
+                "call minifsdp's FullyShardedDataParallel.optim_state_dict(model, optimizer) or "
+                "optim_state_dict_to_load(model, optimizer, state) instead, under the state_dict_type that you want",
+            )
+        )
+
+    @property
+    def data(self) -> torch.Tensor:
+        """1-D, the values."""
+        return self._unit.layout.local_values()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        layout = self._unit.layout
+        for parameter in layout.local_parameters():
+            parameter.data = parameter.data.to(values.device, values.dtype)
+        layout.settle()
+        layout.overwrite_local(values)
+
+
+def _names(unit: FlatUnit) -> tuple[str, ...]:
+    return tuple(owned.path for owned in unit.layout.parameters)
+
+
+class FrameworkNames(WrapperBase):
+    """The private names of torch's wrapper that are read elsewhere."""
+
+    @property
+    def _has_params(self) -> bool:
+        return self._unit is not None
+
+    @property
+    def _flat_param(self) -> Any:
+        unit = self._unit
+        if unit is None:
+            return None
+        if self._use_orig_params:
+            return Slice(unit)
+        (parameter,) = unit.layout.local_parameters()
+        parameter._fqns = _names(unit)  # type: ignore[attr-defined]
+        return parameter
+
+    @property
+    def _handle(self) -> Any:  # type: ignore[override]
+        # What is noted on it is found out anew from the parameters when the next forward begins.
+        return None if self._unit is None else Slice(self._unit)
+
+    # Torch's checkpoint functions compare, set and restore these three, each in torch's own classes.
+
+    @property
+    def _state_dict_type(self) -> Any:
+        chosen = self._state_dict_settings.state_dict_type
+        return None if chosen is None else torch_api.StateDictType[chosen.name]
+
+    @_state_dict_type.setter
+    def _state_dict_type(self, chosen: Any) -> None:
+        ours = state_dict_options.StateDictType[chosen.name]
+        self._state_dict_settings = state_dict_options.settings_for(ours, None, None)
+
+    @property
+    def _state_dict_config(self) -> Any:
+        return _translated(self._state_dict_settings.state_dict_config, torch_api)
+
+    @_state_dict_config.setter
+    def _state_dict_config(self, config: Any) -> None:
+        ours = _translated(config, state_dict_options)
+        self._state_dict_settings = dataclasses.replace(self._state_dict_settings, state_dict_config=ours)
+
+    @property
+    def _optim_state_dict_config(self) -> Any:
+        return _translated(self._state_dict_settings.optim_state_dict_config, torch_api)
+
+    @_optim_state_dict_config.setter
+    def _optim_state_dict_config(self, config: Any) -> None:
+        ours = _translated(config, state_dict_options)
+        self._state_dict_settings = dataclasses.replace(self._state_dict_settings, optim_state_dict_config=ours)
+
+
+def _translated(config: Any, into: Any) -> Any:
+    """A configuration as the class of the same name in the module ``into``; torch hides one of the fields."""
+    if config is None:
+        return None
+    values = {field.name.lstrip("_"): getattr(config, field.name) for field in dataclasses.fields(config)}
+    target = getattr(into, type(config).__name__)
+    names = [field.name for field in dataclasses.fields(target)]
+    return target(**{name: values[name.lstrip("_")] for name in names if name.lstrip("_") in values})

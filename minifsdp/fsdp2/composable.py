@@ -1,0 +1,35 @@
+"""Other functions that parallelise a module in place, and how they and ``fully_shard`` know of each other.
+
+PyTorch has several functions that change a module without wrapping it; ``replicate`` is the one that meets
+``fully_shard``: one layer copied on every rank, the rest sharded. Each leaves its name in a registry on the module, and
+each looks there before it takes parameters::
+
+    replicate(model.embed)      # the registry of `embed` says "replicate"
+    fully_shard(model)          # takes all parameters but those of `embed`, and says "fully_shard"
+    replicate(model)            # reads that, and refuses
+
+*In torch:* the decorator ``contract``, which also keeps the state of each function.
+
+Spec: FS2-09, FS2-11.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+
+__all__ = ["is_replicated", "register"]
+
+
+def register(modules: list[nn.Module]) -> None:
+    """Leaves the name of ``fully_shard`` on each module."""
+    item = RegistryItem()
+    for module in modules:
+        module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = item
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether ``replicate`` has taken ``module``, with all that is inside of it."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, ())

@@ -1,0 +1,210 @@
+"""Private names of torch's wrapper, read as frameworks read them, on torch's wrapper and on ours."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as helpers
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+import minifsdp
+from minifsdp import FullyShardedDataParallel, MixedPrecision, StateDictType
+from spec_tests.fsdp1.four_blocks import (
+    Block,
+    Stack,
+    as_torch,
+    assert_same,
+    full_values,
+    iterate,
+    seeded,
+    sharded,
+)
+from spec_tests.harness import device, ranks
+
+NARROW = torch.bfloat16
+
+
+def widen(wrappers: list[Any]) -> list[tuple[str, ...]]:
+    """What Accelerate does before training with mixed precision; the names that it would print."""
+    widened = []
+    for wrapper in wrappers:
+        if not wrapper._has_params:
+            continue
+        row = wrapper._flat_param
+        if row.dtype != torch.float32 and row.device.type != "meta" and row.requires_grad:
+            widened.append(tuple(row._fqns))
+            row.data = row.data.to(torch.float32)
+            wrapper._handle._orig_param_dtype = torch.float32
+    return widened
+
+
+def trained(model: nn.Module) -> list[float]:
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    return [trained_once(model, optimizer, step) for step in range(3)]
+
+
+def trained_once(model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 0) -> float:
+    loss = iterate(model, step)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@ranks(2)
+def check_widened(use_orig_params: bool) -> None:
+    options: dict[str, Any] = {"use_orig_params": use_orig_params}
+    model = sharded(seeded().to(NARROW), mixed_precision=MixedPrecision(NARROW, NARROW, NARROW), **options)
+    oracle = as_torch(seeded().to(NARROW), mixed_precision=torch_fsdp.MixedPrecision(NARROW, NARROW, NARROW), **options)
+    names = widen(FullyShardedDataParallel.fsdp_modules(model))
+    assert names == widen(torch_fsdp.FullyShardedDataParallel.fsdp_modules(oracle))
+    assert len(names) == 5
+    assert trained(model) == trained(oracle)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    with FullyShardedDataParallel.summon_full_params(model):
+        ours = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch_fsdp.FullyShardedDataParallel.summon_full_params(oracle):
+        theirs = {
+            name.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for name, p in oracle.named_parameters()
+        }
+    assert {p.dtype for p in ours.values()} == {torch.float32}
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.spec("NAMES-08", "ORIG-01")
+def test_a_model_loaded_in_bfloat16_is_widened_by_what_frameworks_do(use_orig_params: bool) -> None:
+    check_widened(use_orig_params=use_orig_params)
+
+
+@ranks(2)
+def check_values_arrive(use_orig_params: bool) -> None:
+    model = sharded(use_orig_params=use_orig_params)
+    inner = FullyShardedDataParallel.fsdp_modules(model)[1]
+    before = inner._flat_param.data.clone()
+    inner._flat_param.data = 2 * before
+    assert torch.equal(inner._flat_param.data, 2 * before)
+    with FullyShardedDataParallel.summon_full_params(inner), torch.no_grad():
+        plain = dict(next(m for m in seeded().modules() if isinstance(m, Block)).named_parameters())
+        assert all(torch.equal(p, 2 * plain[name]) for name, p in inner.named_parameters())
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_values_that_are_assigned_to_the_slice_reach_the_parameters(use_orig_params: bool) -> None:
+    check_values_arrive(use_orig_params=use_orig_params)
+
+
+@ranks(2)
+def check_without_parameters() -> None:
+    model = FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(nn.Linear(2, 2)), nn.ReLU()))
+    assert not model._has_params
+    assert model._flat_param is None
+    assert model._handle is None
+    assert model[0]._has_params
+
+
+def test_a_wrapper_that_was_left_nothing_says_so_and_does_not_show_an_inner_ones() -> None:
+    check_without_parameters()
+
+
+@ranks(2)
+def check_marks() -> None:
+    for flat in sharded().parameters():
+        assert getattr(flat, "_fsdp_flattened", False)
+        assert getattr(flat, "_is_flat_param", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kept = sharded(use_orig_params=True)
+    assert not any(getattr(p, "_is_flat_param", False) for p in kept.parameters())
+
+
+def test_what_an_optimizer_owns_is_marked_as_a_flat_parameter() -> None:
+    check_marks()
+
+
+# --- the functions of torch.distributed.checkpoint.state_dict ---
+
+FORMS = {
+    "sharded": StateDictOptions(),
+    "full": StateDictOptions(full_state_dict=True),
+    "on rank 0": StateDictOptions(full_state_dict=True, cpu_offload=True),
+}
+
+
+@ranks(2)
+def check_model_part(use_orig_params: bool, form: str) -> None:
+    options = FORMS[form]
+    model = sharded(use_orig_params=use_orig_params)
+    state = helpers.get_model_state_dict(model, options=options)
+    whole = seeded().state_dict()
+    if form == "sharded":
+        assert {type(value) for value in state.values()} == {ShardedTensor}
+    elif form == "full" or dist.get_rank() == 0:
+        assert list(state) == list(whole)
+        assert all(torch.equal(state[name], whole[name]) for name in whole)
+    else:
+        assert state == {}
+    # What was set for the call is gone after it.
+    assert FullyShardedDataParallel.get_state_dict_type(model).state_dict_type is StateDictType.FULL_STATE_DICT
+    if form != "on rank 0":
+        other = sharded(Stack().to(device()), use_orig_params=use_orig_params)
+        helpers.set_model_state_dict(other, state, options=options)
+        assert_same(full_values(other), full_values(model), bitwise=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.spec("SD-CFG-02")
+def test_torchs_checkpoint_functions_write_and_read_the_model(use_orig_params: bool, form: str) -> None:
+    check_model_part(use_orig_params=use_orig_params, form=form)
+
+
+@ranks(2)
+def check_optimizer_part_is_refused(use_orig_params: bool) -> None:
+    model = sharded(use_orig_params=use_orig_params)
+    optimizer = torch.optim.Adam(model.parameters())
+    trained_once(model, optimizer)
+    with pytest.raises(AttributeError, match=rf"rank {dist.get_rank()}: .*FullyShardedDataParallel.optim_state_dict"):
+        helpers.get_optimizer_state_dict(model, optimizer)
+    trained_once(model, optimizer)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_optimizers_part_is_refused_with_the_way_to_get_it(use_orig_params: bool) -> None:
+    check_optimizer_part_is_refused(use_orig_params=use_orig_params)
+
+
+@ranks(2)
+def check_in_the_place_of_torchs_names(use_orig_params: bool, full: bool) -> None:
+    options = StateDictOptions(full_state_dict=full)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in minifsdp.__all__:
+            if hasattr(helpers, name):
+                patch.setattr(helpers, name, getattr(minifsdp, name))
+        patch.setattr(helpers, "FSDP", FullyShardedDataParallel)
+        model = sharded(use_orig_params=use_orig_params)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        trained_once(model, optimizer)
+        state = copy.deepcopy(helpers.get_state_dict(model, optimizer, options=options))
+        expected = [trained_once(model, optimizer, step) for step in (1, 2)]
+        resumed = sharded(Stack().to(device()), use_orig_params=use_orig_params)
+        fresh = torch.optim.Adam(resumed.parameters(), lr=1e-3)
+        helpers.set_state_dict(resumed, fresh, model_state_dict=state[0], optim_state_dict=state[1], options=options)
+    assert [trained_once(resumed, fresh, step) for step in (1, 2)] == expected
+    assert_same(full_values(resumed), full_values(model), bitwise=True)
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.spec("OSD-01", "OSD-LOAD-01")
+def test_in_the_place_of_torchs_names_they_resume_a_training(use_orig_params: bool, full: bool) -> None:
+    check_in_the_place_of_torchs_names(use_orig_params=use_orig_params, full=full)

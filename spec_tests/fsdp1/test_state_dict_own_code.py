@@ -1,0 +1,303 @@
+"""Modules and users with code of their own in a state dict: overridden methods, hooks, and a dict asked for in between.
+
+Such code was written for a plain module, so a plain module is what each result is compared with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import ShardedStateDictConfig, StateDictType, trace
+from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests.harness import device, ranks
+
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+
+
+class Upright(nn.Linear):
+    """Stores its weight transposed, beside its norm, and does without a bias in the dict."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight"] = destination[prefix + "weight"].t()
+        destination[prefix + "norm"] = self.weight.detach().norm()
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        state[prefix + "weight"] = state[prefix + "weight"].t()
+        state.pop(prefix + "norm", None)
+        state.setdefault(prefix + "bias", torch.full((5,), 3.0, device=device()))
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class Summed(nn.Linear):
+    """Has an extra state that is made of its weight."""
+
+    found: Any = None
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.weight.detach().sum().clone()
+
+    def set_extra_state(self, state: Any) -> None:
+        self.found = state, self.weight.detach().sum().clone()
+
+
+def plain_model(kind: type[nn.Linear], seed: int = 0) -> nn.Sequential:
+    """A unit inside a unit: the second layer gets its own, the first and the last share the outer one."""
+    torch.manual_seed(seed)
+    return nn.Sequential(kind(3, 5), nn.Sequential(kind(5, 5)), nn.BatchNorm1d(5)).to(device())
+
+
+def sharded(plain: nn.Module, keep: bool) -> FSDP:
+    return FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), use_orig_params=keep)
+
+
+def assert_same(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert list(state) == list(expected)
+    for key, value in state.items():
+        assert type(value) is torch.Tensor and torch.equal(value, expected[key]), key
+
+
+@pytest.mark.spec("SD-FULL-01", "SD-FULL-07", "SD-FULL-08")
+@flat_or_original
+@ranks(2)
+def test_a_module_that_writes_and_reads_by_itself_sees_full_values(keep: bool) -> None:
+    expected = plain_model(Upright).state_dict()
+    model = sharded(plain_model(Upright), keep)
+    state = model.state_dict()
+    assert_same(state, expected)
+    other = sharded(plain_model(Upright, 1), keep)
+    other.load_state_dict(state)
+    assert_same(other.state_dict(), expected)
+    # Nothing that the module has written lies in memory of the unit.
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    assert_same(state, expected)
+
+
+@pytest.mark.spec("SD-SHARD-01", "SD-SHARD-03")
+@ranks(2)
+def test_rows_of_a_sharded_dict_are_cut_from_what_the_module_has_written() -> None:
+    model = sharded(plain_model(Upright), keep=False)
+    expected = plain_model(Upright).state_dict()
+    with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(use_dtensor=True)):
+        state = model.state_dict()
+    assert torch.equal(state["0.weight"].full_tensor(), expected["0.weight"])
+    assert state["0.weight"].to_local().shape == ((2, 5), (1, 5))[dist.get_rank()]
+    assert torch.equal(state["0.norm"], expected["0.norm"])
+
+
+@pytest.mark.spec("SD-FULL-13", "SD-FULL-09")
+@flat_or_original
+@ranks(2)
+def test_a_key_that_the_module_fills_in_may_be_missing(keep: bool) -> None:
+    model = sharded(plain_model(Upright), keep)
+    state = model.state_dict()
+    del state["0.bias"], state["1.0.bias"]
+    assert model.load_state_dict(state) == ([], [])
+    assert model.state_dict()["1.0.bias"].tolist() == [3.0] * 5
+    del state["0.weight"]
+    with pytest.raises(KeyError):
+        model.load_state_dict(state)
+    # And the model is of use afterwards: what was lent has been given back.
+    model(torch.ones(2, 3, device=device())).sum().backward()
+
+
+@pytest.mark.spec("SD-FULL-01", "SD-FULL-08")
+@flat_or_original
+@pytest.mark.parametrize("form", [FULL, SHARDED])
+@ranks(2)
+def test_an_extra_state_may_be_made_of_parameters(keep: bool, form: StateDictType) -> None:
+    model = sharded(plain_model(Summed), keep)
+    with FSDP.state_dict_type(model, form):
+        state = model.state_dict()
+        model.load_state_dict(state)
+    expected = plain_model(Summed)[0].get_extra_state()
+    assert torch.equal(state["0._extra_state"], expected)
+    found, seen = model.module[0].found
+    assert torch.equal(found, expected) and torch.equal(seen, expected)
+
+
+@pytest.mark.spec("SD-FULL-08", "SD-FULL-13")
+@flat_or_original
+@pytest.mark.parametrize("where", ["the unit", "a unit further out", "the wrapper"])
+@ranks(2)
+def test_a_hook_may_rename_keys_of_an_older_version(keep: bool, where: str) -> None:
+    plain = plain_model(nn.Linear, 1)
+    model = sharded(plain, keep)
+
+    def rename(state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for key in [key for key in state if "old_" in key]:
+            state[key.replace("old_", "")] = state.pop(key)
+
+    {"the unit": plain[1][0], "a unit further out": plain, "the wrapper": model}[
+        where
+    ]._register_load_state_dict_pre_hook(rename)
+    new = plain_model(nn.Linear).state_dict()
+    old = {key.replace("1.0.", "1.0.old_"): value for key, value in new.items()}
+    assert model.load_state_dict(old) == ([], [])
+    assert_same(model.state_dict(), new)
+
+
+@pytest.mark.spec("SD-FULL-09")
+@ranks(2)
+def test_a_value_that_an_outer_hook_has_spoiled_is_refused() -> None:
+    plain = plain_model(nn.Linear)
+    model = sharded(plain, keep=False)
+    state = model.state_dict()
+
+    def spoil(state: dict[str, Any], prefix: str, *_: Any) -> None:
+        key = next(key for key in state if key.endswith("1.0.weight"))
+        state[key] = state[key][:, :2]
+
+    plain._register_load_state_dict_pre_hook(spoil)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict(state)
+
+
+@pytest.mark.spec("SD-FULL-08")
+@flat_or_original
+@ranks(2)
+def test_assigning_where_a_module_reads_by_itself_keeps_the_unit_whole(keep: bool) -> None:
+    model = sharded(plain_model(Upright), keep)
+    state = model.state_dict()
+    other = sharded(plain_model(Upright, 1), keep)
+    other.load_state_dict(state, assign=True)
+    assert_same(other.state_dict(), state)
+    x = torch.ones(2, 3, device=device())
+    assert torch.equal(other(x), model(x))
+
+
+@pytest.mark.spec("SD-FULL-01")
+@flat_or_original
+@ranks(2)
+def test_hooks_of_the_user_on_a_wrapper_find_the_finished_dict(keep: bool) -> None:
+    model = sharded(plain_model(nn.Linear), keep)
+    seen = []
+
+    def note(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        seen.append((prefix, {key: value.clone() for key, value in state.items()}))
+
+    def rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> dict[str, Any]:
+        return {"new." + key: value for key, value in state.items()}
+
+    model.register_state_dict_post_hook(note)
+    model._register_state_dict_hook(rename)
+    expected = plain_model(nn.Linear).state_dict()
+    assert_same(model.state_dict(), {"new." + key: value for key, value in expected.items()})
+    [(prefix, state)] = seen
+    assert prefix == ""
+    assert_same(state, expected)
+
+
+@pytest.mark.spec("SD-FULL-01", "SD-FULL-03")
+@flat_or_original
+@ranks(2)
+def test_a_hook_on_one_rank_only_does_not_make_the_others_wait(keep: bool) -> None:
+    plain = plain_model(nn.Linear)
+    model = sharded(plain, keep)
+    seen: list[torch.Size] = []
+    if dist.get_rank() == 1:
+        plain.register_state_dict_post_hook(lambda m, state, prefix, _: seen.append(state[prefix + "0.weight"].shape))
+        plain._register_load_state_dict_pre_hook(
+            lambda state, prefix, *_: seen.append(state[prefix + "0.weight"].shape)
+        )
+    state = model.state_dict()
+    model.load_state_dict(state)
+    assert seen == ([] if dist.get_rank() == 0 else [(5, 3)] * 2)
+    assert_same(model.state_dict(), plain_model(nn.Linear).state_dict())
+
+
+@pytest.mark.spec("SD-FULL-06")
+@ranks(2)
+def test_who_has_no_code_of_his_own_is_gathered_one_unit_at_a_time() -> None:
+    model = sharded(plain_model(nn.Linear), keep=False)
+    with trace.record() as r:
+        model.state_dict()
+    assert r.order("AG", "FREE") == ["AG Sequential", "FREE Sequential"] * 2
+
+
+# ---- inside summon_full_params --------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("SUMMON-02", "SD-FULL-01", "SD-FULL-07")
+@flat_or_original
+@ranks(2)
+def test_a_summoned_model_can_be_written_as_it_is_shown(keep: bool) -> None:
+    model = sharded(plain_model(nn.Linear), keep)
+    with FSDP.summon_full_params(model):
+        for parameter in model.parameters():
+            parameter.data.fill_(2.0)
+        state, inner = model.state_dict(), model.module.state_dict()
+    assert state["0.weight"].tolist() == [[2.0] * 3] * 5
+    assert_same(inner, state)
+    assert_same(model.state_dict(), state)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    assert state["1.0.weight"].tolist() == [[2.0] * 5] * 5
+
+
+@pytest.mark.spec("SUMMON-02", "SD-FULL-03")
+@flat_or_original
+@pytest.mark.parametrize("rank0_only", [False, True])
+@ranks(2)
+def test_a_summoned_model_can_be_written_by_one_rank_alone(keep: bool, rank0_only: bool) -> None:
+    model = sharded(plain_model(nn.Linear), keep)
+    with (
+        FSDP.summon_full_params(model, writeback=False, rank0_only=rank0_only),
+        trace.record() as r,
+    ):
+        if dist.get_rank() == 0:
+            assert_same(model.state_dict(), plain_model(nn.Linear).state_dict())
+    assert r.count("AG") == 0
+
+
+@pytest.mark.spec("SUMMON-07", "SD-FULL-08")
+@flat_or_original
+@ranks(2)
+def test_what_a_summoned_model_reads_is_kept_like_any_other_change(keep: bool) -> None:
+    model = sharded(plain_model(nn.Linear, 1), keep)
+    new = plain_model(nn.Linear).state_dict()
+    with FSDP.summon_full_params(model):
+        assert model.load_state_dict(new) == ([], [])
+    assert_same(model.state_dict(), new)
+
+
+# ---- through torch.distributed.checkpoint ---------------------------------------------------------------------------
+
+
+@pytest.mark.spec("SD-FULL-08")
+@flat_or_original
+@ranks(2)
+def test_the_helper_for_dicts_reads_buffers_extra_states_and_what_is_in_checkpoints(keep: bool) -> None:
+    expected = plain_model(Summed).state_dict()
+    expected["2.running_mean"] += 1
+    model = sharded(plain_model(Summed, 1), keep)
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+    options = StateDictOptions(full_state_dict=True)
+    assert set_model_state_dict(model, dict(expected), options=options) == ([], [])
+    assert_same(model.state_dict(), expected)
+
+
+@pytest.mark.spec("SD-FULL-13")
+@flat_or_original
+@ranks(2)
+def test_the_helper_for_dicts_may_be_given_one_that_lacks_a_key(keep: bool) -> None:
+    model = sharded(plain_model(nn.Linear, 1), keep)
+    before = model.state_dict()
+    state = plain_model(nn.Linear).state_dict()
+    del state["0.weight"]
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    result = set_model_state_dict(model, dict(state), options=options)
+    assert result.missing_keys == ["0.weight"] and not result.unexpected_keys
+    after = model.state_dict()
+    assert torch.equal(after.pop("0.weight"), before["0.weight"])
+    assert_same(after, state)

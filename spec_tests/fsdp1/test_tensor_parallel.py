@@ -1,0 +1,303 @@
+"""Parameters that tensor parallelism has cut already: four ranks, two that share a unit times two that share a layer.
+
+The oracle is the same model in one process. Ranks 0 and 1 are one model together and see one batch, ranks 2 and 3 are
+another one and see the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as checkpoints
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import MixedPrecision, ShardingStrategy, StateDictType
+from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests.fsdp1.four_blocks import FLAT_STRATEGIES, FULL_SHARD, HYBRID_SHARD, SHARD_GRAD_OP, assert_same, seeded
+from spec_tests.harness import device, ranks
+
+WIDTH, HIDDEN = 4, 8
+either = pytest.mark.parametrize("use_orig_params", [False, True])
+
+
+class Layer(nn.Module):
+    """A norm, which stays whole, and two layers, which are cut along and across."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.layers = nn.Linear(WIDTH, WIDTH), nn.Sequential(Layer(), Layer())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(self.enter(x))
+
+
+def meshes(*sizes: int) -> DeviceMesh:
+    return init_device_mesh(device().type, sizes, mesh_dim_names=("replicate", "shard", "cut")[-len(sizes) :])
+
+
+def cut(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for layer in model.layers:
+        parallelize_module(layer, mesh["cut"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def built(mesh: DeviceMesh | None = None, **options: Any) -> FSDP:
+    mesh = meshes(2, 2) if mesh is None else mesh
+    options.setdefault("auto_wrap_policy", ModuleWrapPolicy({Layer}))
+    options.setdefault("device_mesh", mesh["shard"])
+    return FSDP(cut(seeded(Tower), mesh), **options)
+
+
+def batch(step: int, copy: int) -> Tensor:
+    dice = torch.Generator().manual_seed(100 * step + copy)
+    return torch.randn(6, WIDTH, generator=dice).to(device())
+
+
+def mine(step: int) -> Tensor:
+    return batch(step, dist.get_rank() // 2)
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def train(model: nn.Module, batches: Any, num_steps: int = 3) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        for part in batches(step):
+            loss = loss_of(model(part)) / len(batches(step))
+            loss.backward()
+        optimizer.step()
+
+
+def alone(num_steps: int = 3) -> nn.Module:
+    model = seeded(Tower)
+    train(model, lambda step: [batch(step, 0), batch(step, 1)], num_steps)
+    return model
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def full_values(model: FSDP) -> dict[str, Tensor]:
+    with FSDP.summon_full_params(model, writeback=False):
+        return {
+            name.replace("_checkpoint_wrapped_module.", ""): whole(parameter.detach()).clone()
+            for name, parameter in model.named_parameters()
+        }
+
+
+def expect(model: FSDP, other: nn.Module) -> None:
+    assert_same(full_values(model), {name: value.detach() for name, value in other.named_parameters()})
+
+
+@pytest.mark.spec("NEW-01", "PAR-01")
+@pytest.mark.parametrize(("strategy", "num_units"), [(FULL_SHARD, 1), *((strategy, 3) for strategy in FLAT_STRATEGIES)])
+@either
+@ranks(4)
+def test_a_model_cut_both_ways_trains_as_in_one_process(
+    strategy: ShardingStrategy, num_units: int, use_orig_params: bool
+) -> None:
+    policy = None if num_units == 1 else ModuleWrapPolicy({Layer})
+    model = built(sharding_strategy=strategy, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    assert len(FSDP.fsdp_modules(model)) == num_units
+    train(model, lambda step: [mine(step)])
+    expect(model, alone())
+
+
+@pytest.mark.spec("NEW-01", "HYB-05")
+@ranks(4)
+def test_replicas_of_a_model_that_is_cut_average_their_gradients() -> None:
+    mesh = meshes(2, 1, 2)
+    model = built(mesh, device_mesh=mesh["replicate", "shard"], sharding_strategy=HYBRID_SHARD)
+    train(model, lambda step: [mine(step)])
+    expect(model, alone())
+
+
+@pytest.mark.spec("NEW-01", "PAR-07")
+@pytest.mark.parametrize("impl", list(checkpoints.CheckpointImpl))
+@either
+@ranks(4)
+def test_it_trains_with_activation_checkpointing(impl: checkpoints.CheckpointImpl, use_orig_params: bool) -> None:
+    model = built(use_orig_params=use_orig_params)
+    checkpoints.apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=functools.partial(checkpoints.checkpoint_wrapper, checkpoint_impl=impl),
+        check_fn=lambda module: isinstance(module, Layer),
+    )
+    train(model, lambda step: [mine(step)])
+    expect(model, alone())
+
+
+@pytest.mark.spec("NEW-01", "MP-02")
+@either
+@ranks(4)
+def test_modules_compute_in_low_precision_on_what_they_would_have_without_the_wrapper(use_orig_params: bool) -> None:
+    seen: list[Any] = []
+    mesh = meshes(2, 2)
+    plain = cut(seeded(Tower), mesh)
+    plain.layers[0].up.register_forward_hook(lambda module, *_: seen.append(module.weight))
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = FSDP(plain, device_mesh=mesh["shard"], mixed_precision=precision, use_orig_params=use_orig_params)
+    loss_of(model(mine(0))).backward()
+    (weight,) = seen
+    assert isinstance(weight, DTensor)
+    assert weight.dtype is torch.bfloat16
+    assert (weight.shape, weight.placements, weight.device_mesh) == ((HIDDEN, WIDTH), (Shard(0),), mesh["cut"])
+
+
+@pytest.mark.spec("NEW-01", "NOSYNC-02")
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+@ranks(4)
+def test_gradients_accumulate_and_can_be_summoned(strategy: ShardingStrategy) -> None:
+    model, plain = built(use_orig_params=True, sharding_strategy=strategy), seeded(Tower)
+    with model.no_sync():
+        loss_of(model(mine(0))).backward()
+    loss_of(model(mine(1))).backward()
+    for step in range(2):
+        for copy in range(2):
+            (loss_of(plain(batch(step, copy))) / 2).backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        seen = {name: whole(parameter.grad).clone() for name, parameter in model.named_parameters()}
+    assert_same(seen, {name: parameter.grad for name, parameter in plain.named_parameters()})
+
+
+@pytest.mark.spec("NEW-01", "SUMMON-02", "SUMMON-07")
+@either
+@ranks(4)
+def test_summoned_parameters_are_those_that_tensor_parallelism_made_and_changes_persist(use_orig_params: bool) -> None:
+    plain = cut(seeded(Tower), meshes(2, 2))
+    shapes = {name: (type(p.data), p.shape) for name, p in plain.named_parameters()}
+    model = built(use_orig_params=use_orig_params)
+    before = full_values(model)
+    with FSDP.summon_full_params(model), torch.no_grad():
+        assert {name: (type(p.data), p.shape) for name, p in model.named_parameters()} == shapes
+        assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    assert_same(full_values(model), {name: 2 * value for name, value in before.items()}, bitwise=True)
+    other = seeded(Tower)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2)
+    torch.testing.assert_close(model(mine(0)), other(mine(0)))
+
+
+@pytest.mark.spec("NEW-01", "ORIG-03")
+@ranks(4)
+def test_between_computations_original_parameters_are_ordinary_slices() -> None:
+    model = built(use_orig_params=True)
+    for _ in range(2):
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, nn.Parameter), name
+            assert not isinstance(parameter, DTensor), name
+            assert parameter.dim() == 1, name
+        loss_of(model(mine(0))).backward()
+
+
+@pytest.mark.spec("NEW-01", "CLIP-02", "CLIP-03")
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, "inf"])
+@either
+@ranks(4)
+def test_the_norm_counts_every_element_once_also_those_of_other_parts(norm_type: Any, use_orig_params: bool) -> None:
+    plain = seeded(Tower)
+    for copy in range(2):
+        (loss_of(plain(batch(0, copy))) / 2).backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, float(norm_type))
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    model = built(use_orig_params=use_orig_params)
+    loss_of(model(mine(0))).backward()
+    torch.testing.assert_close(model.clip_grad_norm_(0.1, norm_type), expected)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    expect(model, plain)
+
+
+@pytest.mark.spec("NEW-01", "SYNC-02")
+@ranks(4)
+def test_the_first_rank_of_each_part_sends_its_values() -> None:
+    mesh = meshes(2, 2)
+    plain = seeded(Tower)
+    if dist.get_rank() >= 2:
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.zero_()
+    model = FSDP(cut(plain, mesh), device_mesh=mesh["shard"], sync_module_states=True)
+    expect(model, seeded(Tower))
+
+
+# --- checkpoints ---
+
+
+def zeroed(**options: Any) -> FSDP:
+    model = built(**options)
+    with FSDP.summon_full_params(model), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model
+
+
+@pytest.mark.spec("NEW-01", "SD-FULL-01")
+@either
+@ranks(4)
+def test_a_full_dict_has_the_parameters_that_tensor_parallelism_made(use_orig_params: bool) -> None:
+    state = built(use_orig_params=use_orig_params).state_dict()
+    plain = seeded(Tower)
+    assert list(state) == list(plain.state_dict())
+    assert_same({name: whole(value) for name, value in state.items()}, plain.state_dict(), bitwise=True)
+    assert isinstance(state["layers.0.up.weight"], DTensor)
+
+
+@pytest.mark.spec("NEW-01", "SD-SHARD-01", "SD-SHARD-03")
+@either
+@ranks(4)
+def test_a_sharded_dict_speaks_of_both_meshes_and_can_be_read(use_orig_params: bool) -> None:
+    model, other = built(use_orig_params=use_orig_params), zeroed(use_orig_params=use_orig_params)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = model.state_dict()
+    assert state["layers.0.up.weight"].device_mesh.mesh_dim_names == ("shard", "cut")
+    assert state["layers.0.up.weight"].to_local().shape == (HIDDEN // 4, WIDTH)
+    assert state["layers.0.norm.weight"].to_local().shape == (WIDTH // 2,)
+    assert_same({name: whole(value) for name, value in state.items()}, seeded(Tower).state_dict(), bitwise=True)
+    with FSDP.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
+        other.load_state_dict(state)
+    expect(other, seeded(Tower))
+
+
+@pytest.mark.spec("NEW-01", "OSD-06")
+@ranks(4)
+def test_training_goes_on_from_a_sharded_dict_of_model_and_optimizer() -> None:
+    def steps(model: FSDP, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+        for step in numbers:
+            optimizer.zero_grad()
+            loss_of(model(mine(step))).backward()
+            optimizer.step()
+
+    model, other = built(use_orig_params=True), zeroed(use_orig_params=True)
+    first, second = (torch.optim.AdamW(m.parameters(), lr=0.05) for m in (model, other))
+    steps(model, first, range(2))
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state, of_optimizer = model.state_dict(), FSDP.optim_state_dict(model, first)
+    with FSDP.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
+        other.load_state_dict(state)
+        second.load_state_dict(FSDP.optim_state_dict_to_load(other, second, of_optimizer))
+    steps(other, second, range(2, 4))
+    expect(other, alone(4))

@@ -1,0 +1,119 @@
+"""``torch.compile`` around a sharded model, around its blocks, and inside of them.
+
+The compilers used here record graphs and run them as they are ("eager"), or split them into forward and backward first
+("aot_eager"). Both would show a gather that got into a graph. The numbers must be those of the uncompiled model to the
+last bit, and equal blocks must share one graph.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import tqdm
+from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from spec_tests.fsdp2.four_blocks import Block, assert_same, batch, full_values, iterate, loss_of, seeded, sharded
+from spec_tests.fsdp2.subject import FSDPModule, fully_shard
+from spec_tests.harness import ranks
+
+
+def fresh() -> None:
+    """Forgets what was compiled before; torch's progress bars share a lock that would outlive a rank."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    tqdm.tqdm.set_lock(threading.RLock())
+
+
+def num_graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def trained(model: Any, called: Any = None) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and final values of three steps, in which ``called`` is called in the model's place."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        losses.append(iterate(model if called is None else called, step))
+        optimizer.step()
+    return losses, full_values(model)
+
+
+def assert_same_training(ours: tuple[list[float], Any], expected: tuple[list[float], Any]) -> None:
+    assert ours[0] == expected[0]
+    assert_same(ours[1], expected[1], bitwise=True)
+
+
+@pytest.mark.spec("TRAIN-25")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@ranks(2, timeout=120)
+def test_a_compiled_model_trains_like_an_eager_one(backend: str) -> None:
+    fresh()
+    expected = trained(sharded())
+    model = sharded()
+    assert_same_training(trained(model, torch.compile(model, backend=backend)), expected)
+    assert num_graphs() >= 1
+
+
+@pytest.mark.spec("TRAIN-25")
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+@ranks(2, timeout=120)
+def test_equal_blocks_that_are_compiled_in_place_share_one_graph(reshard_after_forward: bool | None) -> None:
+    fresh()
+    options = {"reshard_after_forward": reshard_after_forward}
+    expected = trained(sharded(**options))
+    model = seeded()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    assert_same_training(trained(sharded(model, **options)), expected)
+    assert num_graphs() == 1
+
+
+@pytest.mark.spec("TRAIN-25")
+@pytest.mark.parametrize("comes_first", ["compile", "fully_shard"])
+@ranks(2, timeout=120)
+def test_a_block_may_be_wrapped_by_the_compiler_before_or_after_it_is_sharded(comes_first: str) -> None:
+    fresh()
+    expected = trained(sharded())
+    model = seeded()
+    for index, block in enumerate(model.blocks):
+        if comes_first == "compile":
+            model.blocks[index] = fully_shard(torch.compile(block, backend="aot_eager"))
+        else:
+            model.blocks[index] = torch.compile(fully_shard(block), backend="aot_eager")
+    losses, values = trained(fully_shard(model))
+    assert_same_training((losses, {name.replace("_orig_mod.", ""): value for name, value in values.items()}), expected)
+    assert num_graphs() >= 1
+
+
+@pytest.mark.spec("TRAIN-25")
+@ranks(2, timeout=120)
+def test_a_compiled_block_may_be_checkpointed() -> None:
+    fresh()
+    expected = trained(sharded())
+    model = seeded()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(block)
+        model.blocks[index].compile(backend="aot_eager")
+    losses, values = trained(sharded(model))
+    prefix = "_checkpoint_wrapped_module."
+    assert_same_training((losses, {name.replace(prefix, ""): value for name, value in values.items()}), expected)
+
+
+@pytest.mark.spec("TRAIN-25")
+@ranks(2, timeout=120)
+def test_a_forward_that_must_be_one_graph_is_one() -> None:
+    fresh()
+    plain, model = seeded(Block), seeded(Block)
+    model.compile(backend="aot_eager", fullgraph=True)
+    fully_shard(model)
+    assert isinstance(model, FSDPModule)
+    for step in range(2):
+        output = model(batch(step))
+        assert torch.equal(output, plain(batch(step)))
+        loss_of(output).backward()
+    assert num_graphs() == 1
