@@ -470,12 +470,22 @@ _NOTHING = _Nothing()
 
 
 def check_uniform_dtype(home: nn.Module, parameters: Mapping[nn.Parameter, OwnedParameter]) -> None:
-    """One tensor has one dtype.
+    """One tensor has one dtype, and autograd knows what to do with it.
 
     Raises:
-        ValueError: the parameters have several.
+        ValueError: the parameters have several, or it is one of whole numbers.
     """
     dtypes = sorted({str(original.dtype) for original in parameters})
+    whole = [o.path for p, o in parameters.items() if not (p.is_floating_point() or p.is_complex())]
+    if whole and len(dtypes) == 1:
+        raise ValueError(
+            trouble(
+                "integer-parameters",
+                f"the unit {type(home).__name__} has parameters of an integer dtype only ({dtypes[0]}: "
+                f"{', '.join(whole)}), which cannot be flattened because nothing about them is trained; pass them as "
+                "ignored_states, or make them buffers",
+            )
+        )
     if len(dtypes) > 1:
         raise ValueError(
             trouble(

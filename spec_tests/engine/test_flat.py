@@ -309,6 +309,15 @@ def test_parameters_of_several_dtypes_in_one_unit_raise_with_the_dtypes(original
         lay_out(block, keep_originals=original)
 
 
+@pytest.mark.parametrize("original", [False, True])
+@ranks(2)
+def test_a_unit_of_whole_numbers_only_raises_with_their_names_and_the_remedy(original: bool) -> None:
+    module = nn.Module()
+    module.counts = nn.Parameter(torch.arange(4), requires_grad=False)
+    with pytest.raises(ValueError, match=rf"rank {dist.get_rank()}: .*torch.int64: counts.*ignored_states"):
+        lay_out(module, keep_originals=original)
+
+
 @ranks(2)
 def test_a_unit_of_one_element_leaves_a_rank_with_padding_alone_and_trains() -> None:
     class Scale(nn.Module):

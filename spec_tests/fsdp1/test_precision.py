@@ -931,3 +931,23 @@ def test_on_four_ranks_low_precision_gradients_are_near_those_of_full_precision(
     group = model.process_group if strategy is HYBRID_SHARD else None
     expected = expected_gradients(BF16, FP32, num_ranks=4)
     torch.testing.assert_close(whole(model, group=group)[1], expected, rtol=1e-5, atol=1e-6)
+
+
+@ranks(2)
+def check_made_double(use_orig_params: bool) -> None:
+    model = sharded(use_orig_params=use_orig_params).double()
+    plain = seeded().double()
+    x = [batch(rank=rank).double() for rank in range(2)]
+    for one, inputs in ((model, x[dist.get_rank()]), (plain, torch.cat(x))):
+        optimizer = torch.optim.SGD(one.parameters(), lr=1.0)
+        one(inputs).square().mean().backward()
+        optimizer.step()
+    with FullyShardedDataParallel.summon_full_params(model):
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.spec("MP-05")
+def test_gradients_of_a_model_made_double_after_wrapping_travel_in_double(use_orig_params: bool) -> None:
+    check_made_double(use_orig_params=use_orig_params)
