@@ -174,7 +174,7 @@ class OriginalOwnership(Ownership):
         """A new shard of the dtype and device that the originals have now; their values are collected into it."""
         first = self.originals[0]
         if first.dtype is not self.shard.dtype or first.device != self.shard.device:
-            self.shard = self.shard.to(first.device, first.dtype)
+            self.shard = torch.zeros_like(self.shard, device=first.device, dtype=first.dtype)
             self.collect()
 
     def overwrite(self, piece: torch.Tensor) -> None:

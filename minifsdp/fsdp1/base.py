@@ -30,6 +30,7 @@ from minifsdp.engine.mesh import Mesh
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.root import Root
 from minifsdp.engine.trouble import trouble
+from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1 import build, compiling
 from minifsdp.fsdp1.options import BackwardPrefetch, ShardingStrategy
 from minifsdp.fsdp1.state_dict_options import StateDictSettings
@@ -129,9 +130,11 @@ class WrapperBase(nn.Module, _FSDPState):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Dtype or device may have changed: the next forward finds the tree anew, and every layout settles again.
+        # Dtype or device may have changed: the layout settles, and the next forward finds the tree anew.
         if self._tree is not None and not self._tree.is_dissolved:
             self._tree.dissolve()
+        if self._unit is not None and self._unit.phase is Phase.IDLE:
+            self._unit.layout.settle()
         return self
 
     def _only_on_the_root(self, what: str) -> None:

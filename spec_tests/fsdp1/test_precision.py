@@ -951,3 +951,23 @@ def check_made_double(use_orig_params: bool) -> None:
 @pytest.mark.spec("MP-05")
 def test_gradients_of_a_model_made_double_after_wrapping_travel_in_double(use_orig_params: bool) -> None:
     check_made_double(use_orig_params=use_orig_params)
+
+
+@ranks(2)
+def check_made_double_and_written(use_orig_params: bool) -> None:
+    model = sharded(use_orig_params=use_orig_params).double()
+    plain = seeded().double()
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    written = model.state_dict()
+    assert all(torch.equal(written[name], value) for name, value in plain.state_dict().items())
+    assert {value.dtype for value in written.values()} == {torch.float64}
+    with FullyShardedDataParallel.summon_full_params(model):
+        assert {p.dtype for p in model.parameters()} == {torch.float64}
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.spec("SD-FULL-01")
+def test_a_model_made_double_after_wrapping_is_written_in_double_also_before_its_first_forward(
+    use_orig_params: bool,
+) -> None:
+    check_made_double_and_written(use_orig_params=use_orig_params)
