@@ -129,7 +129,10 @@ def test_one_group_means_what_it_meant_and_a_pair_means_a_hybrid() -> None:
     assert one.process_group is pair[0]
     assert one.world_size == 2
     two = FSDP(seeded(), pair, ShardingStrategy.HYBRID_SHARD, auto_wrap_policy=ModuleWrapPolicy({Block}))
-    assert [*two.process_group] == [*pair]
+    assert two.mesh.shard is not None
+    assert two.mesh.replicate is not None
+    assert (two.mesh.shard.process_group, two.mesh.replicate.process_group) == pair
+    assert two.process_group is pair[0]
     with trace.record() as recorder:
         iterate(two)
     assert recorder.count("AR") == 5
