@@ -230,7 +230,8 @@ def test_units_made_by_a_policy_inherit_the_arguments_of_the_outer_call() -> Non
         use_orig_params=True,
     )
     for unit in FSDP.fsdp_modules(model):
-        assert unit.process_group == groups
+        assert (unit.mesh.shard.process_group, unit.mesh.replicate.process_group) == groups
+        assert unit.process_group is groups[0]
         assert unit.sharding_strategy is HYBRID_SHARD
         assert unit.cpu_offload == CPUOffload(offload_params=True)
         assert unit.backward_prefetch is BackwardPrefetch.BACKWARD_POST
