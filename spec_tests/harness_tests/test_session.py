@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
@@ -105,6 +106,8 @@ def test_no_rank_survives_its_session(word: signal.Signals, tmp_path: pathlib.Pa
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        # A shell starts what it puts into the background with Ctrl-C switched off, and children inherit that.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     try:
         files = [tmp_path / "rank-0", tmp_path / "rank-1"]
@@ -119,6 +122,7 @@ def test_no_rank_survives_its_session(word: signal.Signals, tmp_path: pathlib.Pa
     finally:
         if session.poll() is None:
             session.kill()
+            session.wait()
 
 
 # ---- the accounting by itself ---------------------------------------------------------------------------------------
