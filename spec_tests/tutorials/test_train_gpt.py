@@ -10,6 +10,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 import weakref
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -269,7 +270,10 @@ def test_the_counter_knows_the_calls_the_bytes_and_the_peak_of_a_known_sequence(
         group.allreduce([torch.ones(100)]).wait()
         first = torch.empty(200)
         group._allgather_base(first, piece).wait()
-        del first  # Freed by dropping it, as DDP's and FSDP2's buffers are.
+        held = weakref.ref(first.untyped_storage())
+        del first  # Freed by dropping it, as DDP's and FSDP2's buffers are,
+        while held() is not None:  # as soon as gloo's thread has let go of it, too.
+            time.sleep(0.001)
         second, third = torch.empty(200), torch.empty(100)
         dist.all_gather(list(second.chunk(2)), piece)  # 800 bytes, as a list of views of one memory.
         second.untyped_storage().resize_(0)  # Freed by shrinking it, as FSDP1's are.
