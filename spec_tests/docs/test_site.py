@@ -188,7 +188,10 @@ def test_the_player_works_from_a_disk(site: Path, tab: Tab) -> None:
 
 def find_the_error_of_mixed_tensors(tab: Tab) -> None:
     tab.click(".md-search__input")
+    tab.wait_for("document.querySelector('.md-search-result__meta').textContent.includes('Type to start')", 120)
     tab.type("mixed torch.Tensor and DTensor")
+    # The search listens for keys that go up; pasted text alone it would notice at the next one.
+    tab.press("End")
     tab.wait_for("!!document.querySelector('.md-search-result__link[href*=troubleshoot]')", 120)
     assert tab.complaints() == []
 
