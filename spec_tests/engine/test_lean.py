@@ -6,14 +6,11 @@ Counted in a process of its own, see ``count_calls.py``.
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from spec_tests.engine.apart import said_apart
 
 WRAPPED = [
     f"{strategy} {kind}" for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD") for kind in ("flat", "original")
@@ -24,18 +21,7 @@ KEYS = WRAPPED + IN_PLACE
 
 @functools.cache
 def counted() -> dict[str, Any]:
-    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
-    done = subprocess.run(
-        [sys.executable, "-m", "spec_tests.engine.count_calls"],
-        cwd=Path(__file__).parents[2],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    answer: dict[str, Any] = said_apart("spec_tests.engine.count_calls")
     return answer
 
 
