@@ -85,6 +85,9 @@ class Root:
             unit.name = unit.layout.name = name
             unit.is_kept_root = unit is outermost and keeps_outermost
             unit.layout.settle()
+            if unit.precision.reduce is None:
+                # The model may have been converted since.
+                unit.plan.use(unit.layout.dtype)
             unit.join(self.lanes, self.limiter)
         self.cycle = Cycle(
             self.units,

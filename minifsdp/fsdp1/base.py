@@ -112,9 +112,6 @@ class WrapperBase(nn.Module, _FSDPState):
         for _, member in members:
             member._tree = tree
             member._is_tree_root = member is self
-            if member._unit is not None and member._precision.reduce is None:
-                # The model may have been converted since.
-                member._unit.plan.use(member._unit.layout.dtype)
             member._cast_buffers()
         return tree
 

@@ -235,9 +235,6 @@ class Member:
         grouped = [member for member in found if len(member.modules) > 1]
         for member in found:
             member.tree, member._grouped = tree, grouped
-            if member.unit is not None and member.policy.reduce_dtype is None:
-                # The model may have been converted since.
-                member.unit.plan.use(member.unit.layout.dtype)
         return tree
 
     # --- by hand ---
