@@ -316,12 +316,17 @@ def _document(width: int, height: float, title: str, elements: list[str]) -> str
 
 
 def _draw_heading(sheet: _Sheet, title: str, events: Sequence[Event], *, shared_zero: bool) -> float:
-    """Title, caption and legend, which explains only what occurs; returns where they end."""
+    """Title, caption and legend; returns where they end."""
     sheet.text(20, 30, title, "title")
     zero = "the end of a barrier that all ranks shared" if shared_zero else "each rank's own first event"
     sheet.text(20, 50, f"Milliseconds of the CPU clock since {zero}.", "soft")
     sheet.text(20, 66, "A collective lasts from its issue until somebody waited for it.", "soft")
-    x, y = 20.0, 88.0
+    return _draw_legend(sheet, 88.0, events)
+
+
+def _draw_legend(sheet: _Sheet, y: float, events: Sequence[Event]) -> float:
+    """What the kinds mean, of those that occur; returns where it ends."""
+    x = 20.0
     for kind, meaning in MEANINGS.items():
         if not any(event.kind == kind for event in events):
             continue

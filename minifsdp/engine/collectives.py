@@ -17,10 +17,13 @@ The functions call the methods of the ``ProcessGroup`` itself, with option objec
 ``torch.distributed`` look up the group, check dtypes and wrap exceptions in each call, which for tiny units costs more
 than the rest of the engine; profilers and dispatch modes see the same ``c10d`` operators either way.
 
+Each returns a promise, whatever the backend hands back: gloo a ``Work`` to wait for, NCCL nothing at all. There the
+kernel runs on the stream on which it was issued, and what is issued there later runs after it without being told.
+
 *In torch:* FSDP1 calls the public functions in ``_flat_param.py`` and ``_runtime_utils.py``; FSDP2 has
 ``_fsdp_collectives.py`` with pluggable allocators. The division rule is theirs.
 
-Spec: SHARD-06, SHARD-11, HYB-04, HYB-05, PAR-04.
+Spec: SHARD-06, SHARD-11, HYB-04, HYB-05, PAR-04, STREAM-01.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions, ReduceScatterOptions
 
-from minifsdp.engine.lanes import Promise
+from minifsdp.engine.lanes import NOTHING, Promise
 from minifsdp.engine.mesh import Group
 
 __all__ = ["Scaling", "all_reduce", "broadcast", "gather", "reduce_scatter"]
@@ -40,7 +43,7 @@ __all__ = ["Scaling", "all_reduce", "broadcast", "gather", "reduce_scatter"]
 
 def _on_current_stream(options: Any) -> Any:
     # On CUDA a synchronous call puts the collective on the current stream, which is the lane's, instead of a hidden
-    # one, and does not stop the CPU. Gloo hands back a Work in both cases.
+    # one, does not stop the CPU, and returns None. Gloo hands back a Work in both cases.
     options.asyncOp = False
     return options
 
@@ -67,7 +70,7 @@ def gather(group: Group, output: torch.Tensor, piece: torch.Tensor) -> Promise:
     """
     if output.is_complex():
         output, piece = torch.view_as_real(output), torch.view_as_real(piece)
-    promise: Promise = getattr(group.process_group, _GATHER_METHOD)(output, piece, _GATHER)
+    promise: Promise = getattr(group.process_group, _GATHER_METHOD)(output, piece, _GATHER) or NOTHING
     return promise
 
 
@@ -79,7 +82,7 @@ def reduce_scatter(group: Group, piece: torch.Tensor, whole: torch.Tensor) -> Pr
     """
     if whole.is_complex():
         piece, whole = torch.view_as_real(piece), torch.view_as_real(whole)
-    promise: Promise = getattr(group.process_group, _REDUCE_SCATTER_METHOD)(piece, whole, _REDUCE_SCATTER)
+    promise: Promise = getattr(group.process_group, _REDUCE_SCATTER_METHOD)(piece, whole, _REDUCE_SCATTER) or NOTHING
     return promise
 
 
@@ -87,17 +90,18 @@ def all_reduce(group: Group, tensor: torch.Tensor) -> Promise:
     """All-reduce: ``tensor`` becomes, in place, the sum over the group. Every rank of the group must call it."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    promise: Promise = group.process_group.allreduce([tensor], _ALL_REDUCE)
+    promise: Promise = group.process_group.allreduce([tensor], _ALL_REDUCE) or NOTHING
     return promise
 
 
 def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
     """``tensor`` becomes, in place, what it is on position ``source`` of the group; waits. Every rank must call it."""
-    options = BroadcastOptions()
+    options = _on_current_stream(BroadcastOptions())
     options.rootRank = source
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    group.process_group.broadcast([tensor], options).wait()
+    promise: Promise = group.process_group.broadcast([tensor], options) or NOTHING
+    promise.wait()
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ Such a parameter has a row for itself, with the verbs of ``Row``:
 
 1. the shard is padded before it is asked, so that all ranks send equally much whatever its class does;
 2. the first time, the second method makes a tensor; it becomes the leaf, for good. From then on it is asked to fill it;
-3. the memory of what arrived, and of the inner tensors that the class named, lasts from gather to free.
+3. the memory of what arrived, and of the inner tensors that the class named, lasts from gather to free. What else the
+   first method gave along is the class's own; it is kept until the compute stream is done with it.
 
 *In torch:* branches in ``FSDPParam`` and ``foreach_all_gather``.
 
-Spec: FS2-EXT-01 to FS2-EXT-04.
+Spec: FS2-EXT-01 to FS2-EXT-04, STREAM-04.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch import nn
 
 from minifsdp.engine import collectives, lifetime
 from minifsdp.engine.cut import Cut
-from minifsdp.engine.lanes import Lane, Promise
+from minifsdp.engine.lanes import NOTHING, Lane, Promise
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.trouble import trouble
 
@@ -73,17 +74,6 @@ def is_extended(tensor: torch.Tensor, path: str) -> bool:
     return bool(has)
 
 
-class _Complete:
-    """All of several promises."""
-
-    def __init__(self, promises: Sequence[Promise]) -> None:
-        self._promises = promises
-
-    def wait(self) -> None:
-        for promise in self._promises:
-            promise.wait()
-
-
 class ExtendedRow:
     """One parameter whose class has the two methods; see `Row` for the verbs and attributes."""
 
@@ -112,6 +102,7 @@ class ExtendedRow:
         self._outputs: list[torch.Tensor] = []
         self._inner: list[tuple[torch.Tensor, int]] = []
         self._metadata: Any = None
+        self._lane: Lane
 
     def _pad(self, part: torch.Tensor) -> None:
         # 1. Of the class of the parameter, with memory of its own.
@@ -129,8 +120,9 @@ class ExtendedRow:
         """Never the same: what is inside of a class of its own can change unseen."""
         return object()
 
-    def gather(self, lane: Lane) -> Promise | None:
+    def gather(self, lane: Lane) -> list[Promise]:
         """Asks the shard what to send, and sends it."""
+        self._lane = lane
         shard = self._padded if self._home == self.device else self._padded.to(self.device, non_blocking=True)
         tensors, self._metadata = self._ask(shard)
         sent = [tensor.contiguous() for tensor in tensors]
@@ -140,12 +132,13 @@ class ExtendedRow:
         promises = []
         for tensor, output in zip(sent, self._outputs, strict=True):
             output.untyped_storage().resize_(output.numel() * output.element_size())
+            work = NOTHING
             if self._group is None:
                 output.copy_(tensor)
             else:
                 work = collectives.gather(self._group, output.view(-1), tensor.view(-1))
-                promises.append(lane.promise(work))
-        return _Complete(promises) if promises else None
+            promises.append(lane.promise(work))
+        return promises
 
     def _ask(self, shard: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
         before, shape = getattr(shard, BEFORE), self._cut.shape
@@ -180,6 +173,7 @@ class ExtendedRow:
         for tensor in [*self._outputs, *(one for one, _ in self._inner)]:
             if tensor.untyped_storage().size():
                 lifetime.release(tensor)
+        self._lane.hold(self._metadata)
 
     def rest(self, group: Group) -> None:
         """Refuses: what the class makes of a gathered parameter cannot be cut again."""

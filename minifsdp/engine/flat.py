@@ -26,10 +26,14 @@ The unsharded tensor is as long-lived as the shard (see ``unsharded.py``). There
 evaluation shall run in full precision, a second one for that; only one of them has memory at a time.
 
 *In torch:* ``FlatParamHandle``, 2834 lines in ``_flat_param.py``. Its parameter switches between sharded, padded,
-unsharded, low-precision and CPU data; here the shard and the unsharded leaf are two tensors for good. Alignment padding
-between parameters is left out.
+unsharded, low-precision and CPU data; here the shard and the unsharded leaf are two tensors for good. Where original
+parameters stay visible torch pads between them, so that views begin at multiples of 16 bytes. Left out: a slice has
+``ceil(total / N)`` elements (SHARD-02), and local state dicts and the optimizer's state are slices of just that size,
+so that gaps would make those of earlier versions unreadable. What a gather fills and what a slice is are one memory
+here, so the one cannot have gaps without the other.
 
-Spec: SHARD-02, SHARD-03, SHARD-09, SHARD-13, FWD-04, ORIG-12, ORIG-15, MP-02, MP-03, OFF-02.
+Spec: SHARD-02, SHARD-03, SHARD-09, SHARD-13, FWD-04, ORIG-12, ORIG-15, MP-02, MP-03, OFF-02, STREAM-05, STREAM-10,
+STREAM-12.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ from torch.utils.hooks import RemovableHandle
 from minifsdp.engine import collectives
 from minifsdp.engine.absent import ForwardGuard
 from minifsdp.engine.flat_parameter import FlatOwnership
-from minifsdp.engine.lanes import Lanes, Promise
+from minifsdp.engine.lanes import NOTHING, Lanes, Promise
 from minifsdp.engine.layout import Gradient, LendingLayout, OwnedParameter, rebound
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.loan import Loan
@@ -208,7 +212,9 @@ class FlatLayout(LendingLayout):
 
     def gather(self, lanes: Lanes) -> Promise | None:
         """Fills the unsharded tensor, from this rank's slice if nothing is sharded, else from everybody's."""
-        self.owner.collect()
+        if self.owner.collect():
+            # Just copied, and so after the lane has last followed the main road.
+            lanes.gather.follow()
         self._gathered_at = self.owner.stamp()
         now, shard, group = self._now, self.owner.shard.data, self.mesh.shard
         if now.is_borrowed:
@@ -221,9 +227,7 @@ class FlatLayout(LendingLayout):
                 # A cast or a copy to the device needs a place to go; the right one is where the gather will want it.
                 piece = now.alias[self.partition.piece(self.mesh.shard_index)]
                 piece.copy_(shard, non_blocking=True)
-            if group is None:
-                return None if lane.stream is None else lane.promise(_NOTHING)
-            return lane.promise(collectives.gather(group, now.alias, piece))
+            return lane.promise(NOTHING if group is None else collectives.gather(group, now.alias, piece))
 
     def free(self) -> ReleaseEvent | None:
         """Gives the unsharded tensor's memory back."""
@@ -328,6 +332,11 @@ class FlatLayout(LendingLayout):
     def pack(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
         """Packed it is already."""
         return gradient.parts[0].to(dtype) if gradient.parts[0].dtype is not dtype else gradient.parts[0]
+
+    def copy_to_host(self, piece: torch.Tensor) -> torch.Tensor:
+        """Cast first, for the CPU cannot cast what is not there yet; PyTorch pins what such a copy goes to."""
+        dtype = piece.dtype if self.owner.keep_reduce_dtype else self.owner.shard.dtype
+        return piece.to(dtype).to(self.owner.shard.device, non_blocking=True)
 
     def accept_gradient(self, gradient: Gradient, piece: torch.Tensor) -> None:
         """Adds a reduced slice to the flat parameter's gradient."""
@@ -459,14 +468,6 @@ def _hooked(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     return gradient
-
-
-class _Nothing:
-    def wait(self) -> None:
-        return None
-
-
-_NOTHING = _Nothing()
 
 
 def check_uniform_dtype(home: nn.Module, parameters: Mapping[nn.Parameter, OwnedParameter]) -> None:

@@ -124,8 +124,9 @@ class FlatOwnership(Ownership):
         """The flat parameter is listed again."""
         self.home.register_parameter(FLAT_NAME, self.shard)
 
-    def collect(self) -> None:
+    def collect(self) -> bool:
         """Nothing to do: the flat parameter is looked up afresh for each gather, wherever its memory is."""
+        return False
 
     def add_reduced(self, piece: torch.Tensor) -> None:
         """Adds this rank's piece of a reduced gradient to what the optimizer will see; nothing, if frozen by now."""
@@ -133,8 +134,6 @@ class FlatOwnership(Ownership):
             return
         if piece.dtype is not self.shard.dtype and not self.keep_reduce_dtype:
             piece = piece.to(self.shard.dtype)
-        if piece.device != self.shard.device:
-            piece = piece.to(self.shard.device)
         before = self.shard.grad
         if before is None:
             assign_gradient(self.shard, piece)

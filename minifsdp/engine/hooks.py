@@ -318,6 +318,8 @@ class Cycle:
             if unit.phase is not Phase.IDLE or unit.state is not State.SHARDED:
                 self._close(unit)
             unit.awaits_backward, unit.num_uses, unit.num_pending = False, 0, 0
+        # Else what was copied out of the last gathers would lie in memory during the optimizer step.
+        self.units[0].lanes.gather.let_go()
         self.schedule.end_iteration()
         self._lingering = None
         self._spans.clear()

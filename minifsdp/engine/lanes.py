@@ -12,12 +12,14 @@ CPU a lane is only a name. Collectives of gloo run in threads of their own and h
 stop the calling thread, but what happened between issue and wait was overlap all the same. Both kinds of promise have
 one method, ``wait()``, and nothing else in the engine asks which kind it is.
 
-Two rules keep the lanes correct on CUDA:
+Three rules keep the lanes correct on CUDA:
 
 1. a lane follows the main road up to the point where what it reads was written: the gather lane once in an iteration,
    behind the optimizer step that changed the shards, the reduce lane for each gradient. Following more often than
    that would be correct and slow: a gather that waits for the compute issued before it does not overlap with it;
-2. nobody waits for a whole lane, only for the event of the one thing that is needed.
+2. nobody waits for a whole lane, only for the event of the one thing that is needed;
+3. a stream is always asked for by its device. Without one PyTorch answers with a stream of the *current* device, which
+   is another one where ``device_id`` was given and ``set_device`` never called.
 
 Trade-off: more lanes, more overlap, but collectives of one group execute in the order of their issue on any lane,
 so a lane for each unit would buy nothing. There are three: gather, reduce, and all_reduce for the copies of a hybrid
@@ -26,7 +28,7 @@ mesh, whose traffic takes another network.
 *In torch:* FSDP1 has ``_init_streams`` (five streams) and waits for whole streams; FSDP2's ``FSDPCommContext`` has the
 same and waits for events, as here.
 
-Spec: PREF-10, PREF-14, HYB-04.
+Spec: PREF-10, PREF-14, HYB-04, STREAM-02, STREAM-03, STREAM-07.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Lane", "Lanes", "Promise", "passed"]
+__all__ = ["NOTHING", "Lane", "Lanes", "Promise", "current_stream", "passed"]
 
 
 class Promise(Protocol):
@@ -47,23 +49,40 @@ class Promise(Protocol):
         ...
 
 
-class _EventPromise:
-    """A promise of a CUDA lane: the main road waits for the event, the CPU goes on."""
+class _Nothing:
+    """The promise of what needs no waiting: nothing was sent, or it runs on the stream of who would wait for it."""
 
-    __slots__ = ("_event", "_module")
-
-    def __init__(self, module: Any, event: Any) -> None:
-        self._module, self._event = module, event
+    __slots__ = ()
 
     def wait(self) -> None:
-        self._module.current_stream().wait_event(self._event)
+        return None
+
+
+NOTHING: Promise = _Nothing()
+
+
+class _EventPromise:
+    """A promise of a CUDA lane: the stream of who waits, nearly always the main road's, waits for the event."""
+
+    __slots__ = ("_device", "_event")
+
+    def __init__(self, device: torch.device, event: Any) -> None:
+        self._device, self._event = device, event
+
+    def wait(self) -> None:
+        current_stream(self._device).wait_event(self._event)
+
+
+def current_stream(device: torch.device) -> Any:
+    """Rule 3: the stream of an accelerator on which the caller's work on ``device`` runs."""
+    return torch.get_device_module(device).current_stream(device)
 
 
 def passed(device: torch.device) -> Any:
     """An event for all that the main road of ``device`` has been given so far; ``None`` on the CPU: all is done."""
     if device.type in ("cpu", "meta"):
         return None
-    return torch.get_device_module(device).current_stream().record_event()
+    return current_stream(device).record_event()
 
 
 class Lane:
@@ -74,22 +93,20 @@ class Lane:
         device: the compute device.
     """
 
-    __slots__ = ("_context", "_held", "_module", "name", "stream")
+    __slots__ = ("_context", "_device", "_held", "name", "stream")
 
     def __init__(self, name: str, device: torch.device) -> None:
-        self.name = name
+        self.name, self._device = name, device
         self._context: Any = None
-        self._module: Any = None
         self.stream: Any = None
-        self._held: list[tuple[torch.Tensor, Any]] = []
+        self._held: list[tuple[Any, Any]] = []
         if device.type != "cpu":
-            self._module = torch.get_device_module(device)
             # Collectives go first: they are short for the GPU and somebody always waits for them.
-            self.stream = self._module.Stream(device=device, priority=-1)
+            self.stream = torch.get_device_module(device).Stream(device=device, priority=-1)
 
     def __enter__(self) -> Lane:
         if self.stream is not None:
-            self._context = self._module.stream(self.stream)
+            self._context = torch.get_device_module(self._device).stream(self.stream)
             self._context.__enter__()
         return self
 
@@ -107,15 +124,17 @@ class Lane:
         """
         if self.stream is None:
             return
-        if event is not None:
-            self.stream.wait_event(event)
-        else:
-            self.stream.wait_stream(self._module.current_stream())
+        self.stream.wait_event(passed(self._device) if event is None else event)
 
-    def hold(self, memory: torch.Tensor) -> None:
+    def synchronize(self) -> None:
+        """Stops the CPU until all that was issued on the lane is done; where there is no stream, it is."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def hold(self, memory: Any) -> None:
         """Keeps ``memory`` of this lane alive until what the main road has been given so far is done with it."""
         if self.stream is not None:
-            self._held.append((memory, self._module.current_stream().record_event()))
+            self._held.append((memory, passed(self._device)))
 
     def let_go(self) -> None:
         """Gives back what is held; what is issued on the lane from now on may get that memory, and so runs after it."""
@@ -123,15 +142,17 @@ class Lane:
             self.stream.wait_event(event)
         self._held.clear()
 
-    def promise(self, work: Promise) -> Promise:
-        """The promise that ``work``, just issued on this lane, will be complete.
+    def promise(self, work: Promise = NOTHING) -> Promise:
+        """The promise that what was issued on this lane, last of all ``work``, will be complete; call it inside.
 
-        On the CPU that is the ``Work`` itself. On CUDA the collective runs on the lane's own stream, so the ``Work``
-        says nothing new, and rule 2 asks for an event.
+        On the CPU that is the ``Work`` itself. On CUDA rule 2 asks for an event, also if there is no ``work``: copies
+        and casts run on the lane as well. NCCL's collective runs on the lane's own stream; a backend with threads of
+        its own, as gloo has for an accelerator's tensors, too, is waited for before the event.
         """
         if self.stream is None:
             return work
-        return _EventPromise(self._module, self.stream.record_event())
+        work.wait()
+        return _EventPromise(self._device, self.stream.record_event())
 
 
 class Lanes:

@@ -272,6 +272,18 @@ class Layout(ABC):
         """``gradient`` as a reduction wants it: 1-D, of ``dtype``, the pieces of all ranks one after the other."""
 
     @abstractmethod
+    def copy_to_host(self, piece: torch.Tensor) -> torch.Tensor:
+        """A copy of a reduced piece where shards live if that is the CPU, made by the current stream; nobody waits.
+
+        What cannot be copied without waiting is returned as it is, and `accept_gradient` does it.
+        """
+
+    @property
+    def reads_gradient(self) -> bool:
+        """Whether a reduced gradient is read when it is accepted: to be added to another, or by hooks of the user."""
+        return any(p.grad is not None or p._post_accumulate_grad_hooks for p in self.local_parameters())
+
+    @abstractmethod
     def accept_gradient(self, gradient: Gradient, piece: torch.Tensor) -> None:
         """Adds this rank's piece of the reduced ``gradient`` to what the optimizer will see."""
 

@@ -34,6 +34,7 @@ from typing import Any, Protocol
 import torch
 
 from minifsdp import trace
+from minifsdp.engine.lanes import current_stream
 
 __all__ = ["DONE", "RateLimiter", "release"]
 
@@ -71,8 +72,7 @@ def release(storage_owner: torch.Tensor) -> ReleaseEvent:
     """
     event: ReleaseEvent = DONE
     if storage_owner.device.type != "cpu":
-        module: Any = torch.get_device_module(storage_owner.device)
-        main_road = module.current_stream()
+        main_road = current_stream(storage_owner.device)
         # The allocator must not hand the block out again before the main road has passed this point.
         storage_owner.record_stream(main_road)
         event = main_road.record_event()

@@ -19,7 +19,7 @@ for nothing; the slice of the gradient that belongs to a frozen one is dropped.
 
 *In torch:* ``_use_sharded_views``, ``_use_sharded_grad_views`` and ``_writeback_orig_params`` of ``FlatParamHandle``.
 
-Spec: ORIG-02 to ORIG-05, ORIG-08 to ORIG-10, ORIG-13, NOSYNC-05.
+Spec: ORIG-02 to ORIG-05, ORIG-08 to ORIG-10, ORIG-13, NOSYNC-05, STREAM-05.
 """
 
 from __future__ import annotations
@@ -145,12 +145,13 @@ class OriginalOwnership(Ownership):
         """
         return misuse.num_steps(), [(original._version, original.data_ptr()) for original in self.originals]
 
-    def collect(self) -> None:
-        """Copies into the shard what the user has given other memory, and makes it a slice again.
+    def collect(self) -> bool:
+        """Copies into the shard what the user has given other memory, and makes it a slice again; whether any was.
 
         Raises:
             RuntimeError: the new tensor has another number of elements.
         """
+        has_copied = False
         for index, original in enumerate(self.originals):
             part = self._slices[index]
             if part.start == part.stop and original.numel() == 0:
@@ -169,6 +170,8 @@ class OriginalOwnership(Ownership):
                 )
             mine.copy_(original.data.reshape(-1))
             original.data = self._own_views(self.shard)[index]
+            has_copied = True
+        return has_copied
 
     def settle(self) -> None:
         """A new shard of the dtype and device that the originals have now; their values are collected into it."""
@@ -194,8 +197,6 @@ class OriginalOwnership(Ownership):
         """Adds each trained parameter's part of a reduced piece to its gradient."""
         if piece.dtype is not self.shard.dtype and not self.keep_reduce_dtype:
             piece = piece.to(self.shard.dtype)
-        if piece.device != self.shard.device:
-            piece = piece.to(self.shard.device)
         for original, part in zip(self.originals, self._own_views(piece), strict=True):
             if not original.requires_grad or part.numel() == 0:
                 continue

@@ -11,7 +11,7 @@ The flat layout asks one of them and does not care which.
 
 *In torch:* ``use_orig_params`` is a question that is asked in more than fifty places of ``_flat_param.py``.
 
-Spec: ORIG-01, ORIG-02.
+Spec: ORIG-01, ORIG-02, STREAM-08.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ class Ownership(ABC):
 
     Attributes:
         shard: 1-D, this rank's slice in the stored dtype; a parameter itself, or the memory behind several.
+        keep_reduce_dtype: whether a reduced gradient may stay in another dtype than the shard's.
         stand_ins: for each original parameter what to show in its place while the unit is not gathered.
         hides_originals: whether the original parameters are out of sight between computations.
     """
 
     shard: torch.Tensor
+    keep_reduce_dtype: bool
     stand_ins: Sequence[torch.Tensor]
     hides_originals: bool
 
@@ -64,8 +66,8 @@ class Ownership(ABC):
     # --- values ---
 
     @abstractmethod
-    def collect(self) -> None:
-        """Fetches into the shard what the user has put elsewhere; called before each gather."""
+    def collect(self) -> bool:
+        """Fetches into the shard what the user has put elsewhere, if anything; called before each gather."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -112,11 +114,11 @@ class Ownership(ABC):
 
 
 def assign_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """``parameter.grad = gradient``, also where shape or dtype differ.
+    """``parameter.grad = gradient``, also where shape, dtype or device differ.
 
     PyTorch refuses such an assignment. So for its moment the parameter's data are the gradient's own.
     """
-    if gradient.shape == parameter.shape and gradient.dtype is parameter.dtype:
+    if gradient.shape == parameter.shape and gradient.dtype is parameter.dtype and gradient.device == parameter.device:
         parameter.grad = gradient
         return
     data = parameter.data

@@ -26,7 +26,7 @@ optimizer; in exchange no tensor is anonymous, and frozen and trained parameters
 
 *In torch:* ``FSDPParam`` and ``FSDPParamGroup``, 2053 lines.
 
-Spec: FS2-04 to FS2-08, FS2-13, FS2-19, FS2-22, FS2-MP-02, FS2-MP-03, FS2-SYNC-02, FS2-META-03.
+Spec: FS2-04 to FS2-08, FS2-13, FS2-19, FS2-22, FS2-MP-02, FS2-MP-03, FS2-SYNC-02, FS2-META-03, STREAM-05, STREAM-10.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class PerParameterLayout(Layout):
     ) -> None:
         self._extension_arguments = extension_arguments
         self.resting_mesh: DeviceMesh | None = None
-        self.mesh, self.device, self.offloads = mesh, device, offload
+        self.mesh, self.device, self.offloads, self._pins = mesh, device, offload, pin
         self.parameters = list(parameters.values())
         self._compute_dtype, self._unreduced_dtype = compute_dtype, unreduced_dtype
         originals = list(parameters)
@@ -165,6 +165,7 @@ class PerParameterLayout(Layout):
                 # Remembered by its place: `to()` and others swap what is in a DTensor, if nobody has a reference to it.
                 misuse.note_place(slot.module, slot.name, entry.owned.path)
         self._gathered_at: object = None
+        self._has_copied = False
         self._resting: list[torch.Tensor] | None = None
         self._describe()
         self._show(self._sharded)
@@ -243,9 +244,13 @@ class PerParameterLayout(Layout):
     def gather(self, lanes: Lanes) -> Promise | None:
         """Issues one gather for each row, nearly always one."""
         self._gathered_at = self._stamp()
+        if self._has_copied:
+            # Since the lane has last followed the main road.
+            lanes.gather.follow()
+            self._has_copied = False
         with lanes.gather as lane:
             lane.let_go()
-            promises = [promise for row in self._rows if (promise := row.gather(lane)) is not None]
+            promises = [promise for row in self._rows for promise in row.gather(lane)]
         return _Arrival(promises, self, lanes.gather)
 
     def arrive(self, lane: Lane) -> None:
@@ -334,6 +339,7 @@ class PerParameterLayout(Layout):
                     )
                 )
             row.replace(new, self._compute_dtype_of(new[0].dtype))
+            self._has_copied = True
             for entry, piece in zip(entries, row.pieces, strict=True):
                 entry.piece = piece
                 set_piece(entry.parameter, piece)
@@ -427,15 +433,25 @@ class PerParameterLayout(Layout):
         torch._chunk_cat(parts, dim=0, num_chunks=num, out=row.view(num, -1))
         return row
 
+    def copy_to_host(self, piece: torch.Tensor) -> torch.Tensor:
+        """All parameters at once, if they are of one dtype. Without pinned memory there is no copy but to wait for."""
+        dtypes = {entry.piece.dtype for entry in self._entries}
+        if len(dtypes) > 1 or not self._pins:
+            return piece
+        # Cast first, for the CPU cannot cast what is not there yet; PyTorch pins what such a copy goes to.
+        return piece.to(dtypes.pop()).to(self._entries[0].piece.device, non_blocking=True)
+
     def accept_gradient(self, gradient: Gradient, piece: torch.Tensor) -> None:
         """3. DTensors around the parts of ``piece``."""
+        # What could not be sent ahead is waited for here, once for all parameters.
+        piece = piece.to(self._entries[0].piece.device)
         start = 0
         for number in gradient.numbers:
             entry = self._entries[number]
             part = piece[start : start + entry.piece.numel()].view(entry.piece.shape)
             start += entry.sharding.cut.chunk_numel
-            if part.dtype is not entry.piece.dtype or part.device != entry.piece.device:
-                part = part.to(entry.piece.device, entry.piece.dtype)
+            if part.dtype is not entry.piece.dtype:
+                part = part.to(entry.piece.dtype)
             before = entry.parameter.grad
             if before is None:
                 entry.parameter.grad = entry.sharding.wrap(part)

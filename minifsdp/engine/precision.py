@@ -21,7 +21,7 @@ Inputs are cast as well, floating-point tensors only: token numbers and masks me
 
 *In torch:* FSDP1 switches ``flat_param.data`` between a full and a low-precision storage; FSDP2 has the two variables.
 
-Spec: MP-02 to MP-17, DEV-08.
+Spec: MP-02 to MP-17, DEV-08, STREAM-13.
 """
 
 from __future__ import annotations
@@ -116,5 +116,5 @@ def cast_floating(dtype: torch.dtype, args: Any) -> Any:
 
 
 def move(device: torch.device, args: Any) -> Any:
-    """``args`` with every tensor on ``device``; on an accelerator the copy is asynchronous if the source is pinned."""
-    return map_tensors(lambda t: t if t.device == device else t.to(device, non_blocking=True), args)
+    """``args`` with every tensor on ``device``. The copy has read its source on return: the caller may write there."""
+    return map_tensors(lambda t: t.to(device), args)

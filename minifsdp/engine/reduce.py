@@ -24,10 +24,26 @@ backward computes; it is completed when the next reduction has been issued, or a
 flight overlaps with compute; a second one would wait for the first on the same wire and hold another unsharded
 gradient meanwhile.
 
+Where each stage runs. A thread of the CPU that waits cannot do anything else, so there only stages 1 to 3 are issued,
+and the rest follows at completion. A stream can wait without stopping anybody, so on an accelerator all is issued at
+once, and the compute stream has nothing to do but to wait::
+
+    compute stream       B2 -----  B1 -----------  w B0 -----------  w         w = until the reduction before is done
+    reduce stream                  1 2 3             1 2 3
+    all-reduce stream                    4 5 copy          4 5 copy
+
+Stages 4 and 5 have a stream of their own where there are replicas, else they stay on the reduce stream. If gradients
+live on the CPU, a copy to pinned memory follows there. The CPU stops for all of them together at the end of backward;
+earlier only if it reads a gradient, to add it to another or to give it to the user's hooks.
+
+What a stream reads must not be given to others meanwhile. `_InFlight` holds all of it (the unsharded gradient, the sum,
+its slice, a partial sum that was taken along) until the compute stream has waited for the last stage.
+
 *In torch:* FSDP1's ``_reduce_grad`` and ``_post_backward_final_callback``, FSDP2's ``foreach_reduce`` (254 lines). On
 the CPU both wait for each collective on the spot.
 
-Spec: SHARD-04, SHARD-06, SHARD-11, HYB-04, HYB-05, MP-05 to MP-08, HOOK-02, HOOK-03.
+Spec: SHARD-04, SHARD-06, SHARD-11, HYB-04, HYB-05, MP-05 to MP-08, HOOK-02, HOOK-03, STREAM-03, STREAM-06, STREAM-09
+to STREAM-11.
 """
 
 from __future__ import annotations
@@ -41,7 +57,7 @@ import torch
 from minifsdp import trace
 from minifsdp.engine import collectives
 from minifsdp.engine.collectives import Scaling
-from minifsdp.engine.lanes import Lanes, Promise
+from minifsdp.engine.lanes import NOTHING, Lanes, Promise, current_stream
 from minifsdp.engine.layout import Gradient, Layout
 from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.trouble import trouble
@@ -88,27 +104,55 @@ class ReducePlan:
 
 
 class _InFlight:
-    """One reduction that was issued and not completed yet. It keeps its input alive: the collective still reads it."""
+    """One reduction that was issued and not completed yet. It keeps alive all that its stages still read.
 
-    __slots__ = ("all_reduced", "event", "gradient", "layout", "name", "piece", "plan", "promise", "whole")
+    Attributes:
+        all_reduces: whether stage 4 sends, as the plan said at the beginning.
+        promise: of what was issued last.
+        result: what the layout will get; ``None`` for a partial sum.
+        copied: an accelerator's event after the copy to the host, if there is one.
+        partial: the partial sum that was taken along.
+        handed: what a hook was given, also if the hook has given the tensor other memory since.
+    """
+
+    __slots__ = (
+        "all_reduces",
+        "copied",
+        "event",
+        "gradient",
+        "handed",
+        "layout",
+        "name",
+        "partial",
+        "piece",
+        "plan",
+        "promise",
+        "result",
+        "whole",
+    )
 
     def __init__(self, name: str, layout: Layout, plan: ReducePlan, gradient: Gradient) -> None:
         self.name, self.layout, self.plan, self.gradient = name, layout, plan, gradient
         # 1. Packed in the lane, so that the main road can go on.
         self.whole = self.piece = layout.pack(gradient, plan.dtype)
-        self.promise: Promise | None = None
+        self.all_reduces = plan.all_reduces
+        self.promise: Promise = NOTHING
         self.event: trace.Event | None = None
-        self.all_reduced = False
+        self.result: torch.Tensor | None = None
+        self.copied: Any = None
+        self.partial: torch.Tensor | None = None
+        self.handed: torch.Tensor | None = None
 
 
 class Reducer:
     """Reduces the gradients of all units of one tree, one in flight at a time."""
 
-    __slots__ = ("_in_flight", "_lanes")
+    __slots__ = ("_has_copied", "_in_flight", "_lanes")
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._in_flight: _InFlight | None = None
+        self._has_copied = False
 
     def reduce(self, name: str, layout: Layout, plan: ReducePlan, gradient: Gradient) -> None:
         """Issues the reduction of a unit's unsharded gradient, then completes the one before it.
@@ -121,19 +165,19 @@ class Reducer:
             if lane.stream is None:
                 # Packed at once; nobody reads the parts any more.
                 gradient.parts.clear()
-            if plan.hook is not None:
-                _run_hook(new)
-            else:
-                self._issue(new)
+            new.promise = lane.promise(self._issue(new))
+        if lane.stream is not None:
+            self._issue_end(new)
         before, self._in_flight = self._in_flight, new
         if before is not None:
             self._complete(before)
 
     def finish(self) -> None:
-        """Completes what is in flight; afterwards the main road may read every gradient."""
+        """Completes what is in flight; afterwards the main road, and the host, may read every gradient."""
         last, self._in_flight = self._in_flight, None
         if last is not None:
             self._complete(last)
+        self._wait_for_copies()
 
     def drop(self) -> None:
         """Waits for what is in flight, since other ranks take part in it, and forgets the result.
@@ -141,75 +185,96 @@ class Reducer:
         It belongs to a backward that was broken off. The user may have cleared all gradients since.
         """
         last, self._in_flight = self._in_flight, None
-        if last is not None and last.promise is not None:
+        if last is not None:
             last.promise.wait()
+        self._wait_for_copies()
 
-    def _issue(self, new: _InFlight) -> None:
-        plan, shard = new.plan, new.plan.mesh.shard
+    def _wait_for_copies(self) -> None:
+        # The compute stream has waited for each of them, so one stop of the CPU is enough.
+        if self._has_copied:
+            current_stream(self._lanes.device).synchronize()
+            self._has_copied = False
+
+    def _issue(self, new: _InFlight) -> Promise:
+        plan, shard, replicas = new.plan, new.plan.mesh.shard, new.plan.mesh.replicate
+        if plan.hook is not None:
+            _run_hook(new)
+            return NOTHING
         # 2. Before the sum.
         plan.scaling.prepare(new.whole)
         if shard is not None:
             # 3. Of a sharded unit only the own slice of the sum is wanted.
             new.piece = new.whole.new_empty(new.whole.numel() // shard.size)
             new.event = _traced("RS", new, shard, "reduce")
-            work = collectives.reduce_scatter(shard, new.piece, new.whole)
-            new.promise = self._lanes.reduce.promise(work)
-            if plan.mesh.replicate is not None and plan.all_reduces and self._lanes.all_reduce.stream is not None:
-                # One stream can wait for another without stopping anybody; a thread of the CPU cannot.
-                self._all_reduce(new, plan.mesh.replicate)
-        elif plan.mesh.replicate is not None and plan.all_reduces:
+            return collectives.reduce_scatter(shard, new.piece, new.whole)
+        if replicas is not None and new.all_reduces:
             # 4. Without a shard group the all-reduce is all there is, so it can be issued at once.
             _add_partial(new)
-            new.event = _traced("AR", new, plan.mesh.replicate, "reduce")
-            work = collectives.all_reduce(plan.mesh.replicate, new.piece)
-            new.promise = self._lanes.reduce.promise(work)
+            new.event = _traced("AR", new, replicas, "reduce")
+            return collectives.all_reduce(replicas, new.piece)
+        return NOTHING
+
+    def _issue_end(self, new: _InFlight) -> None:
+        """On an accelerator: the stages that a CPU leaves for later."""
+        mesh = new.plan.mesh
+        # Another network than the reduce-scatter's, hence a lane of its own.
+        is_hybrid = mesh.shard is not None and mesh.replicate is not None
+        with self._lanes.all_reduce if is_hybrid else self._lanes.reduce as lane:
+            new.promise.wait()
+            _end(new)
+            new.promise = lane.promise()
+            if new.result is not None and new.result is not new.piece:
+                new.copied = lane.stream.record_event()
+                self._has_copied = True
 
     def _complete(self, old: _InFlight) -> None:
-        if old.promise is not None:
-            old.promise.wait()
+        old.promise.wait()
         if trace.recorder is not None:
             trace.recorder.finish(old.event)
-        plan = old.plan
-        if plan.hook is None:
-            if plan.mesh.replicate is not None and not plan.all_reduces:
-                _add_partial(old)
-                plan.partial = (old.gradient.numbers, old.piece)
-                return
-            if plan.mesh.shard is not None and plan.mesh.replicate is not None and not old.all_reduced:
-                self._all_reduce(old, plan.mesh.replicate)
-                assert old.promise is not None
-                old.promise.wait()
-            # 5. After the sum.
-            plan.scaling.complete(old.piece)
-            if plan.after is not None:
-                self._call_after(plan.after, old)
-        if trace.recorder is not None and old.layout.offloads:
-            trace.recorder.begin("D2H", old.name, num_bytes=old.piece.numel() * old.piece.element_size())
-        # 6. The layout knows what the optimizer owns.
-        old.layout.accept_gradient(old.gradient, old.piece)
-
-    def _call_after(self, after: Callable[[torch.Tensor], None], old: _InFlight) -> None:
-        lane = old.plan.after_lane
-        if lane is None:
-            after(old.piece)
+        if self._lanes.reduce.stream is None:
+            _end(old)
+        if old.result is None:
             return
-        module: Any = torch.get_device_module(old.piece.device)
-        lane.wait_stream(module.current_stream())
-        with module.stream(lane):
-            after(old.piece)
-        module.current_stream().wait_stream(lane)
+        if old.copied is not None and old.layout.reads_gradient:
+            old.copied.synchronize()
+        # 6. The layout knows what the optimizer owns.
+        old.layout.accept_gradient(old.gradient, old.result)
 
-    def _all_reduce(self, old: _InFlight, replicas: Group) -> None:
-        # 4. Over the replicas; another network than the reduce-scatter's, hence a lane of its own.
-        event = _traced("AR", old, replicas, "all_reduce")
-        with self._lanes.all_reduce as lane:
-            assert old.promise is not None
-            old.promise.wait()
-            _add_partial(old)
-            old.promise = lane.promise(collectives.all_reduce(replicas, old.piece))
-        old.all_reduced = True
+
+def _end(item: _InFlight) -> None:
+    """Stages 4 and 5, when the promise of what came before was waited for."""
+    plan, replicas = item.plan, item.plan.mesh.replicate
+    if plan.hook is None:
+        if replicas is not None and (plan.mesh.shard is not None or not item.all_reduces):
+            _add_partial(item)
+            if not item.all_reduces:
+                plan.partial = (item.gradient.numbers, item.piece)
+                return
+            event = _traced("AR", item, replicas, "all_reduce")
+            # 4. Over the replicas.
+            collectives.all_reduce(replicas, item.piece).wait()
+            if trace.recorder is not None:
+                trace.recorder.finish(event)
+        # 5. After the sum.
+        plan.scaling.complete(item.piece)
+        if plan.after is not None:
+            _call_after(plan.after, plan.after_lane, item.piece)
+    item.result = item.piece
+    if item.layout.offloads:
         if trace.recorder is not None:
-            trace.recorder.finish(event)
+            trace.recorder.begin("D2H", item.name, num_bytes=item.piece.numel() * item.piece.element_size())
+        item.result = item.layout.copy_to_host(item.piece)
+
+
+def _call_after(after: Callable[[torch.Tensor], None], stream: Any, piece: torch.Tensor) -> None:
+    if stream is None:
+        after(piece)
+        return
+    here = current_stream(piece.device)
+    stream.wait_stream(here)
+    with torch.get_device_module(piece.device).stream(stream):
+        after(piece)
+    here.wait_stream(stream)
 
 
 def _add_partial(item: _InFlight) -> None:
@@ -228,11 +293,14 @@ def _add_partial(item: _InFlight) -> None:
             )
         )
     item.piece.add_(row)
+    item.partial = row
 
 
 def _run_hook(new: _InFlight) -> None:
     hook, shard = new.plan.hook, new.plan.mesh.shard
     assert hook is not None
+    # Hooks that compress give the tensor other memory, while what it had is still read.
+    new.handed = new.whole.detach()
     if shard is None:
         hook(new.whole)
         return

@@ -17,13 +17,15 @@ A collective wants one tensor; the optimizer and autograd want many. So the many
 3. The leaves, what autograd owns, are made once. Each is a view of ``whole`` with a version counter of its own, and
    ``whole`` has memory only from gather to free: one resize gives it to all of them.
 4. A row that nobody shares and nobody casts needs no second memory: its leaves look at the pieces themselves.
+5. On an accelerator the leaves begin at multiples of 16 bytes, as many as one load of a kernel takes: others are slower
+   there, and some refuse. What travels has no gaps.
 
 Instead of going back to its own piece of the whole world's row, a unit may rest on a larger piece that only a few
 ranks, say those of one node, put together again (`rest`). The gather for backward then stays inside of these few.
 
 *In torch:* each parameter has memory of its own on both sides, with a copy in and a copy out for each gather.
 
-Spec: FS2-04 to FS2-08, FS2-26, NEW-05.
+Spec: FS2-04 to FS2-08, FS2-26, NEW-05, STREAM-04, STREAM-12.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from torch import nn
 
 from minifsdp.engine import collectives
 from minifsdp.engine.cut import Cut
-from minifsdp.engine.lanes import Lane, Promise, passed
+from minifsdp.engine.lanes import NOTHING, Lane, Promise, passed
 from minifsdp.engine.mesh import Group
 
 __all__ = ["VERSION", "Row"]
@@ -84,7 +86,7 @@ class Row:
         pieces: this rank's piece of each parameter, in the memory of `local`.
         leaves: each parameter whole; without memory unless gathered.
         dtype: of the leaves.
-        num_bytes: of the whole.
+        num_bytes: of the whole, without the gaps.
     """
 
     def __init__(
@@ -101,7 +103,9 @@ class Row:
     ) -> None:
         self.cuts, self.index, self.device = cuts, index, device
         home = torch.device("cpu") if offload and device.type != "meta" else device
-        self.local = torch.zeros(sum(cut.chunk_numel for cut in cuts), dtype=values[0].dtype, device=home)
+        # Where nobody shares, nothing travels.
+        self._sizes = [cut.chunk_numel if group is not None else self._aligned(cut.chunk_numel) for cut in cuts]
+        self.local = torch.zeros(sum(self._sizes), dtype=values[0].dtype, device=home)
         if pin and home.type == "cpu" and device.type != "cpu":
             self.local = self.local.pin_memory()
         self.pieces = self._pieces_of(self.local)
@@ -110,8 +114,12 @@ class Row:
         self._group = group
         self._make_leaves(dtype or self.local.dtype)
 
+    def _aligned(self, numel: int) -> int:
+        # 5. 16 elements are a multiple of 16 bytes in every dtype, so that a cast finds the gaps where they were.
+        return numel if self.device.type == "cpu" else -(-numel // 16) * 16
+
     def _pieces_of(self, local: torch.Tensor) -> list[torch.Tensor]:
-        chunks = local.split([cut.chunk_numel for cut in self.cuts])
+        chunks = local.split(self._sizes)
         shapes = [cut.local_shape(self.index) for cut in self.cuts]
         return [_cut_out(chunk[: shape.numel()].view(shape)) for chunk, shape in zip(chunks, shapes, strict=True)]
 
@@ -120,22 +128,24 @@ class Row:
         group, local = self._group, self.local
         # 4. Computed on where it is stored.
         self.is_borrowed = group is None and dtype is local.dtype and local.device == self.device
-        numel = sum(cut.padded_numel for cut in self.cuts)
-        whole = local if self.is_borrowed else torch.empty(numel, dtype=dtype, device=self.device)
-        self.num_bytes = numel * dtype.itemsize
+        num = 1 if group is None else group.size
+        rooms = [self._aligned(num * size) for size in self._sizes]
+        whole = local if self.is_borrowed else torch.empty(sum(rooms), dtype=dtype, device=self.device)
+        self.num_bytes = sum(cut.padded_numel for cut in self.cuts) * dtype.itemsize
         self._storage, self._whole = whole.untyped_storage(), whole.data
-        self._regions = list(self._whole.split([cut.padded_numel for cut in self.cuts]))
+        self._regions = [room[: num * size] for room, size in zip(self._whole.split(rooms), self._sizes, strict=True)]
         # 3. `.data` is what gives each leaf a version counter of its own: a gather must not look like an edit.
         self.leaves = [
             nn.Parameter(region.data[: cut.shape.numel()].view(cut.shape), requires_grad=False)
             for region, cut in zip(self._regions, self.cuts, strict=True)
         ]
-        self._own = _Source(group, local, [cut.chunk_numel for cut in self.cuts])
+        self._own = _Source(group, local, self._sizes)
         self._source = self._own
         # What comes from nobody else arrives sorted; so does a single parameter. But on an accelerator its memory would
         # have to come from the gather lane then, and who may reuse that is told by the copy out.
-        is_sorted = len(self.cuts) == 1 and self.cuts[0].dim == 0 and self.device.type == "cpu"
-        self._copies = group is not None and not is_sorted
+        is_sorted = group is None or (len(self.cuts) == 1 and self.cuts[0].dim == 0)
+        self._copies = not is_sorted or self.device.type != "cpu"
+        self._is_split_only = group is None or not any(cut.dim for cut in self.cuts)
         self._targets = self._targets_for(self._own)
         self._buffer: torch.Tensor | None = None
         self._rested_at: Any = None
@@ -156,10 +166,10 @@ class Row:
 
     # --- gather ---
 
-    def gather(self, lane: Lane) -> Promise | None:
-        """Issues the gather on ``lane``; `arrive` must be called once the promise was waited for."""
+    def gather(self, lane: Lane) -> list[Promise]:
+        """Issues the gather on ``lane``; `arrive` must be called once the promises were waited for."""
         if self.is_borrowed:
-            return None
+            return []
         source = self._source
         if source is not self._own:
             # Cut out on the main road, after this lane has last followed it.
@@ -167,7 +177,7 @@ class Row:
         piece, num = source.piece, source.num_pieces
         if not self._copies:
             # 2. Nothing to sort.
-            self._storage.resize_(self.num_bytes)
+            self._storage.resize_(self._whole.nbytes)
             buffer = self._whole
         else:
             buffer = torch.empty(num * piece.numel(), dtype=self.dtype, device=self.device)
@@ -178,19 +188,17 @@ class Row:
             mine = buffer[position * piece.numel() : (position + 1) * piece.numel()]
             mine.copy_(piece, non_blocking=True)
             piece = mine
-        if source.group is None:
-            return None
-        return lane.promise(collectives.gather(source.group, buffer, piece))
+        return [lane.promise(NOTHING if source.group is None else collectives.gather(source.group, buffer, piece))]
 
     def arrive(self) -> torch.Tensor | None:
         """Copies out what has arrived. Returns the buffer if it came from the lane, to be kept until that is done."""
         buffer, self._buffer = self._buffer, None
         if buffer is None or not self._copies:
             return None
-        self._storage.resize_(self.num_bytes)
+        self._storage.resize_(self._whole.nbytes)
         source = self._source
         sorted_by_rank = buffer.view(source.num_pieces, -1)
-        if source is not self._own or not any(cut.dim for cut in self.cuts):
+        if source is not self._own or self._is_split_only:
             torch.split_with_sizes_copy(sorted_by_rank, source.sizes, dim=1, out=self._targets)
         else:
             self._concatenate(sorted_by_rank)

@@ -34,7 +34,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 
 from minifsdp.engine.mesh import Group, Mesh
@@ -177,9 +176,9 @@ def _wait_for_all(group: Group, call: str, raises_hand: bool) -> bool:
 
 def _time_limit(group: Group) -> timedelta:
     """The group's own: what was passed to ``init_process_group`` or ``new_group``."""
-    kind = "cuda" if dist.get_backend(group.process_group) == "nccl" else "cpu"
+    process_group: Any = group.process_group
     try:
-        limit: timedelta = group.process_group._get_backend(torch.device(kind)).options._timeout
-    except (AttributeError, RuntimeError):
+        limit: timedelta = process_group._get_backend(process_group._device_types[0]).options._timeout
+    except (AttributeError, IndexError, RuntimeError):
         return timedelta(minutes=30)
     return limit

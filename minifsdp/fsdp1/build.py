@@ -15,6 +15,7 @@ Spec: CTOR-02, CTOR-06 to CTOR-09, CTOR-14, PREF-01, HYB-02, HYB-03, HYB-07, HYB
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -173,15 +174,17 @@ def _is_group(candidate: Any) -> bool:
     return all(callable(getattr(candidate, method, None)) for method in ("rank", "size"))
 
 
-def compute_device(module: nn.Module, device_id: Any) -> torch.device:
+def compute_device(module: nn.Module, device_id: Any, ignored: Collection[nn.Parameter] = ()) -> torch.device:
     """Where the unit computes: ``device_id``, else where the module is, else the current accelerator, else the CPU.
+
+    Parameters that are ``ignored`` may be anywhere.
 
     Raises:
         TypeError: ``device_id`` is neither an index nor a device.
         ValueError: it is not the accelerator that the module is on.
         RuntimeError: the module is spread over several devices.
     """
-    found = {p.device for p in module.parameters() if p.device.type != "meta"}
+    found = {p.device for p in module.parameters() if p.device.type != "meta" and p not in ignored}
     accelerators = {device for device in found if device.type != "cpu"}
     if len(accelerators) > 1 or (accelerators and len(found) > 1 and device_id is None):
         raise RuntimeError(

@@ -23,7 +23,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -120,7 +120,7 @@ def _assembled(mine: list[LocalShard], metadata: ShardedTensorMetadata, group: G
 def as_dtensor(full: torch.Tensor, group: Group, mesh: DeviceMesh, device: torch.device) -> DTensor:
     """This rank's rows of ``full`` as a ``DTensor``, sharded over the last axis of ``mesh``, without communication."""
     placements: list[Placement] = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-    rows = rows_of(local_part(full), group.rank, group.size).to(device, copy=True)
+    rows = rows_of(local_part(full), group.rank, group.size).clone()
     if isinstance(full, DTensor):
         num_cuts = full._spec.num_shards_map[0]
         if num_cuts > 1:
@@ -128,7 +128,9 @@ def as_dtensor(full: torch.Tensor, group: Group, mesh: DeviceMesh, device: torch
             placements[-1] = _StridedShard(0, split_factor=num_cuts)
         mesh = DeviceMesh._concatenate([mesh, full.device_mesh])
         placements += full.placements
-    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+    sharded = DTensor.from_local(rows, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+    # `from_local` moves what it is given to the device of the mesh, so whoever wants it elsewhere must say so after it.
+    return cast(DTensor, sharded.to(device))
 
 
 def device_mesh_for(

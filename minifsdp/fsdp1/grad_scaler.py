@@ -62,7 +62,11 @@ class ShardedGradScaler(GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         # float16 gradients are allowed: keep_low_precision_grads leaves them to an optimizer that can take them.
-        found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        wanted, none_found = inv_scale, found_inf
+        if _has_gradients_on_the_cpu(optimizer):
+            # The base class would send both there without waiting for the copies, and use them at once.
+            wanted, none_found = inv_scale.cpu(), found_inf.cpu()
+        found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(optimizer, wanted, none_found, True)
         return self._agreed(found, found_inf)
 
     def _agreed(self, found: dict[torch.device, torch.Tensor], none_found: torch.Tensor) -> dict[torch.device, Any]:
@@ -71,3 +75,8 @@ class ShardedGradScaler(GradScaler):
         anywhere = torch.stack(flags).amax(dim=0)
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self.process_group)
         return {device: anywhere.to(device) for device in found} or {anywhere.device: anywhere}
+
+
+def _has_gradients_on_the_cpu(optimizer: torch.optim.Optimizer) -> bool:
+    gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+    return any(gradient is not None and gradient.device.type == "cpu" for gradient in gradients)

@@ -15,7 +15,10 @@ drift apart without a word.
 
 *In torch:* the method ``clip_grad_norm_``, with one all-reduce over the root's group for all units.
 
-Spec: CLIP-01 to CLIP-10, HYB-09, NOSYNC-10.
+Offloaded gradients are on the CPU. Each tensor that goes from there to an accelerator, or comes back, makes the CPU
+wait; so all norms of one device go together, and the factor comes back once.
+
+Spec: CLIP-01 to CLIP-10, HYB-09, NOSYNC-10, STREAM-14.
 """
 
 from __future__ import annotations
@@ -75,15 +78,20 @@ def clip_gradients(
         return norm
     # As in torch: the small number keeps a norm of 0 from dividing, the clamp keeps small gradients as they are.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    places = {(gradient.device, gradient.dtype) for gradient in every}
+    factors = {place: factor.to(*place) for place in places}
     for gradient in every:
-        gradient.mul_(factor.to(gradient.device, gradient.dtype))
+        gradient.mul_(factors[gradient.device, gradient.dtype])
     return norm.to(functools.reduce(torch.promote_types, (gradient.dtype for gradient in every)))
 
 
 def _norm(gradients: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    norms = [torch.linalg.vector_norm(g.detach(), norm_type, dtype=torch.float32).to(device) for g in gradients]
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros((), device=device)]), norm_type)
-    return norm
+    of_devices: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        one = torch.linalg.vector_norm(gradient.detach(), norm_type, dtype=torch.float32)
+        of_devices.setdefault(gradient.device, []).append(one)
+    norms = [torch.stack(of_one).to(device) for of_one in of_devices.values()] or [torch.zeros(1, device=device)]
+    return torch.as_tensor(torch.linalg.vector_norm(torch.cat(norms), norm_type))
 
 
 def _sum_over(group: Group, local: torch.Tensor, norm_type: float) -> torch.Tensor:

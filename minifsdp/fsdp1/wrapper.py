@@ -114,7 +114,9 @@ class FullyShardedDataParallel(NameMethods, StateDictMethods, OptimStateMethods,
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         process_group = build.groups_of(device_mesh, process_group, strategy)
         self.device_mesh = device_mesh
-        self.compute_device = build.compute_device(module, device_id)
+        ignored = find_ignored(module, ignored_modules, ignored_states, is_wrapper)
+        self._ignored_modules, self._ignored_parameters = ignored
+        self.compute_device = build.compute_device(module, device_id, ignored[1])
         self.mesh, groups = build.choose_mesh(
             process_group, strategy, has_policy=auto_wrap_policy is not None, device=self.compute_device
         )
@@ -135,8 +137,6 @@ class FullyShardedDataParallel(NameMethods, StateDictMethods, OptimStateMethods,
         self._buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self._is_inner = self._is_tree_root = False
         self._shows_clean_names = False
-        ignored = find_ignored(module, ignored_modules, ignored_states, is_wrapper)
-        self._ignored_modules, self._ignored_parameters = ignored
         if auto_wrap_policy is not None:
             inner_arguments = {
                 "process_group": groups if device_mesh is None else None,

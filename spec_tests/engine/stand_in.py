@@ -1,0 +1,89 @@
+"""Streams that only note who waits for whom, for code that asks an accelerator for streams.
+
+Nothing is computed on them: tensors stay on the CPU, and every line of the log is an order that was given::
+
+    reduce waits for compute, all_reduce waits for reduce, compute waits for all_reduce, CPU waits for compute
+
+The device is the second of its kind. Who asks for a stream without saying so would get that of the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from minifsdp.engine.lanes import Lanes
+
+DEVICE = torch.device("cuda", 1)
+
+
+class Event:
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def synchronize(self) -> None:
+        self.stream.machine.log.append(f"CPU waits for an event of {self.stream.name}")
+
+
+class Stream:
+    def __init__(self, machine: StandIn, name: str) -> None:
+        self.machine, self.name = machine, name
+
+    def record_event(self) -> Event:
+        return Event(self)
+
+    def wait_event(self, event: Event) -> None:
+        if event.stream is not self:
+            self.machine.log.append(f"{self.name} waits for {event.stream.name}")
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        self.machine.log.append(f"CPU waits for {self.name}")
+
+
+class StandIn:
+    """What ``torch.get_device_module`` returns.
+
+    Attributes:
+        log: what was ordered, in order.
+    """
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self._current = [Stream(self, "compute")]
+        self._names = iter(["gather", "reduce", "all_reduce", "extra"])
+
+    def Stream(self, *, device: torch.device, priority: int) -> Stream:
+        assert device == DEVICE
+        return Stream(self, next(self._names))
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        self._current.append(stream)
+        yield
+        self._current.pop()
+
+    def current_stream(self, device: torch.device | None = None) -> Stream:
+        assert device is not None, "whose stream?"
+        return self._current[-1]
+
+    def note(self, what: str) -> None:
+        """Something was issued, on the current stream."""
+        self.log.append(f"{self._current[-1].name}: {what}")
+
+    def lanes(self) -> Lanes:
+        return Lanes(DEVICE)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A stand-in that is asked for the duration of the test."""
+    made = StandIn()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: made)
+    return made

@@ -1,0 +1,542 @@
+"""Who waits for whom on an accelerator, as far as streams that only take notes can show it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minifsdp import CPUOffload, fully_shard
+from minifsdp.engine import collectives, lifetime
+from minifsdp.engine.collectives import Scaling
+from minifsdp.engine.cut import Cut
+from minifsdp.engine.extension import ExtendedRow, ExtensionContext
+from minifsdp.engine.flat import FlatLayout
+from minifsdp.engine.lanes import NOTHING, Lane, Lanes
+from minifsdp.engine.layout import Gradient, owned_parameters
+from minifsdp.engine.mesh import Group, Mesh, default_group
+from minifsdp.engine.ownership import assign_gradient
+from minifsdp.engine.precision import move
+from minifsdp.engine.reduce import ReducePlan, Reducer
+from minifsdp.engine.row import Row
+from minifsdp.fsdp1.training_aids import clip_gradients
+from spec_tests.engine.small import chain, draw, shard_each, train_once, units_of
+from spec_tests.engine.stand_in import DEVICE, StandIn, machine
+from spec_tests.fsdp2.int8_shards import Int8Shards
+from spec_tests.harness import device, ranks
+
+# Stand-ins take the places of streams and groups; on an accelerator spec_tests/streams asks real ones.
+pytestmark = pytest.mark.cpu
+
+__all__ = ["machine"]
+
+ANYTHING: Any = None
+PAIR = Group(ANYTHING, 2, 0, (0, 1))
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+# --- a backend that returns nothing, and one that returns a Work ---
+
+
+class Quiet:
+    """A group whose collectives are complete, and return nothing, as NCCL's look to who issues them."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self._group, name)
+        if name not in ("all_gather_single", "_allgather_base", "reduce_scatter_single", "_reduce_scatter_base",
+                        "allreduce", "broadcast"):  # fmt: skip
+            return real
+        return lambda *args: real(*args).wait() and None
+
+
+def quiet_of(kind: type[Group], process_group: Any) -> Group:
+    group = process_group._group if isinstance(process_group, Quiet) else process_group
+    return kind(ANYTHING if group is None else Quiet(group), group.size(), group.rank(), (0, 1))
+
+
+@pytest.mark.spec("STREAM-01")
+@ranks(2)
+def test_collectives_that_return_nothing_can_be_waited_for() -> None:
+    group, mine = quiet_of(Group, default_group()), torch.ones(2, device=device())
+    whole = torch.zeros(4, device=device())
+    collectives.gather(group, whole, mine).wait()
+    assert whole.tolist() == [1.0] * 4
+    collectives.reduce_scatter(group, mine, whole).wait()
+    collectives.all_reduce(group, mine).wait()
+    assert mine.tolist() == [4.0, 4.0]
+    collectives.broadcast(group, mine)
+
+
+@pytest.mark.spec("STREAM-01")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_a_model_trains_and_is_summoned_where_collectives_return_nothing(use_orig_params: bool) -> None:
+    expected = shard_each(chain(), use_orig_params=use_orig_params)
+    train_once(expected)
+    with mock.patch.object(Group, "of", classmethod(quiet_of)):
+        model = shard_each(chain(), use_orig_params=use_orig_params)
+        train_once(model)
+        with model.summon_full_params(model, with_grads=use_orig_params):
+            found = [parameter.clone() for parameter in model.parameters()]
+    with expected.summon_full_params(expected):
+        for mine, value in zip(found, expected.parameters(), strict=True):
+            assert torch.equal(mine, value)
+
+
+@pytest.mark.pure
+@pytest.mark.spec("STREAM-02")
+def test_a_work_of_an_accelerator_is_waited_for_on_the_communication_stream_and_before_its_event(
+    machine: StandIn,
+) -> None:
+    class Work:
+        def wait(self) -> None:
+            machine.note("Work")
+
+    real = Lane("gather", DEVICE)
+    recorded = real.stream.record_event
+    real.stream.record_event = lambda: machine.note("event") or recorded()
+    with real as lane:
+        promise = lane.promise(Work())
+    promise.wait()
+    assert machine.log == ["gather: Work", "gather: event", "compute waits for gather"]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("STREAM-07")
+def test_every_stream_is_asked_for_by_its_device(machine: StandIn) -> None:
+    class Memory:
+        device = DEVICE
+        record_stream, untyped_storage = mock.Mock(), mock.Mock()
+
+    memory: Any = Memory()
+    lanes = machine.lanes()
+    lanes.gather.follow()
+    lanes.gather.hold(memory)
+    lanes.gather.let_go()
+    lifetime.release(memory)
+    assert machine.log == ["gather waits for compute"] * 2
+    assert memory.record_stream.call_args.args[0].name == "compute"
+
+
+# --- reductions ---
+
+
+class Kept:
+    """The end of a layout where reduced gradients arrive."""
+
+    offloads = reads_gradient = False
+
+    def __init__(self, machine: StandIn) -> None:
+        self.machine = machine
+
+    def pack(self, gradient: Gradient, dtype: torch.dtype) -> Tensor:
+        return gradient.parts[0]
+
+    def copy_to_host(self, piece: Tensor) -> Tensor:
+        self.machine.note("copy to the host")
+        return piece.clone()
+
+    def accept_gradient(self, gradient: Gradient, piece: Tensor) -> None:
+        self.machine.note("accept")
+
+
+class Noted(Scaling):
+    """A division that says on which stream it runs."""
+
+    machine: StandIn
+
+    def complete(self, piece: Tensor) -> None:
+        self.machine.note("divide")
+
+
+@pytest.fixture
+def plan(machine: StandIn, monkeypatch: pytest.MonkeyPatch) -> Callable[[Mesh], ReducePlan]:
+    """Makes plans whose stages are noted."""
+
+    def noted(what: str) -> Any:
+        return lambda *_: machine.note(what) or NOTHING
+
+    monkeypatch.setattr(collectives, "reduce_scatter", noted("reduce-scatter"))
+    monkeypatch.setattr(collectives, "all_reduce", noted("all-reduce"))
+    monkeypatch.setattr(Noted, "machine", machine, raising=False)
+    return lambda mesh: ReducePlan(mesh, F32, Noted(1.0, 2.0))
+
+
+def reduce_once(machine: StandIn, plan: ReducePlan, **facts: Any) -> list[str]:
+    """One reduction, from its issue to the end of backward; what was ordered."""
+    one, kept = Reducer(machine.lanes()), Kept(machine)
+    vars(kept).update(facts)
+    target: Any = kept
+    one.reduce("unit", target, plan, Gradient([torch.ones(4)]))
+    one.finish()
+    return machine.log
+
+
+def on_hook(*_: Any) -> None:
+    """Combines nothing."""
+
+
+@pytest.mark.pure
+@pytest.mark.spec("STREAM-03")
+@pytest.mark.parametrize(
+    ("mesh", "hook"),
+    [(Mesh(None, None), None), (Mesh.sharded(PAIR), on_hook), (Mesh.replicated(PAIR), on_hook)],
+    ids=["one rank", "a hook of a sharded unit", "a hook of a replicated unit"],
+)
+def test_a_reduction_that_sends_nothing_itself_is_waited_for_all_the_same(
+    machine: StandIn, plan: Callable[[Mesh], ReducePlan], mesh: Mesh, hook: Any
+) -> None:
+    one = plan(mesh)
+    one.hook = hook
+    log = reduce_once(machine, one)
+    assert log[0] == "reduce waits for compute"
+    assert log[-2:] == ["compute waits for reduce", "compute: accept"]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("STREAM-09")
+def test_the_compute_stream_does_not_divide(machine: StandIn, plan: Callable[[Mesh], ReducePlan]) -> None:
+    assert reduce_once(machine, plan(Mesh.sharded(PAIR))) == [
+        "reduce waits for compute",
+        "reduce: reduce-scatter",
+        "reduce: divide",
+        "compute waits for reduce",
+        "compute: accept",
+    ]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("STREAM-09")
+def test_with_replicas_the_rest_runs_on_their_stream_and_nobody_else_waits_for_it_in_between(
+    machine: StandIn, plan: Callable[[Mesh], ReducePlan]
+) -> None:
+    assert reduce_once(machine, plan(Mesh.hybrid(PAIR, PAIR))) == [
+        "reduce waits for compute",
+        "reduce: reduce-scatter",
+        "all_reduce waits for reduce",
+        "all_reduce: all-reduce",
+        "all_reduce: divide",
+        "compute waits for all_reduce",
+        "compute: accept",
+    ]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("STREAM-09")
+def test_a_hook_with_a_stream_of_its_own_runs_between_the_division_and_the_compute_stream(
+    machine: StandIn, plan: Callable[[Mesh], ReducePlan]
+) -> None:
+    one = plan(Mesh.sharded(PAIR))
+    machine.lanes()  # Three names are taken, the fourth is the user's stream.
+    one.after, one.after_lane = lambda _: machine.note("after"), machine.Stream(device=DEVICE, priority=0)
+    machine._names = iter(["gather", "reduce", "all_reduce"])
+    log = reduce_once(machine, one)
+    assert log[2:] == [
+        "reduce: divide",
+        "extra waits for reduce",
+        "extra: after",
+        "reduce waits for extra",
+        "compute waits for reduce",
+        "compute: accept",
+    ]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("STREAM-06")
+def test_a_partial_sum_lives_until_the_compute_stream_has_waited_for_the_all_reduce_that_took_it_along(
+    machine: StandIn, plan: Callable[[Mesh], ReducePlan]
+) -> None:
+    one, reducer, kept = plan(Mesh.hybrid(PAIR, PAIR)), Reducer(machine.lanes()), Kept(machine)
+    target: Any = kept
+    one.all_reduces = False
+    reducer.reduce("unit", target, one, Gradient([torch.ones(4)]))
+    reducer.finish()
+    assert one.partial is not None
+    partial = weakref.ref(one.partial[1].untyped_storage())
+    assert "compute: accept" not in machine.log
+    one.all_reduces = True
+    reducer.reduce("unit", target, one, Gradient([torch.ones(4)]))
+    assert one.partial is None
+    assert partial() is not None, "the all-reduce stream may not have read it yet"
+    reducer.finish()
+    assert partial() is None
+
+
+@pytest.mark.pure
+@pytest.mark.spec("STREAM-10")
+def test_gradients_are_copied_to_the_host_on_the_stream_that_reduced_them_with_one_stop_at_the_end(
+    machine: StandIn, plan: Callable[[Mesh], ReducePlan]
+) -> None:
+    reducer, kept = Reducer(machine.lanes()), Kept(machine)
+    kept.offloads = True
+    target: Any = kept
+    for mesh in (Mesh.sharded(PAIR), Mesh.hybrid(PAIR, PAIR), Mesh(None, None)):
+        reducer.reduce("unit", target, plan(mesh), Gradient([torch.ones(4)]))
+    assert [line for line in machine.log if "copy" in line] == [
+        "reduce: copy to the host",
+        "all_reduce: copy to the host",
+        "reduce: copy to the host",
+    ]
+    assert not [line for line in machine.log if line.startswith("CPU")]
+    reducer.finish()
+    assert [line for line in machine.log if line.startswith("CPU")] == ["CPU waits for compute"]
+    # By then that stream has waited for all of them.
+    assert machine.log[-3:] == ["compute waits for reduce", "compute: accept", "CPU waits for compute"]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("STREAM-11")
+def test_before_the_host_reads_a_gradient_it_waits_for_that_copy_alone(
+    machine: StandIn, plan: Callable[[Mesh], ReducePlan]
+) -> None:
+    log = reduce_once(machine, plan(Mesh.sharded(PAIR)), offloads=True, reads_gradient=True)
+    assert log[-4:-1] == ["compute waits for reduce", "CPU waits for an event of reduce", "compute: accept"]
+
+
+# --- layouts ---
+
+
+def flat(**options: Any) -> FlatLayout:
+    module = nn.Linear(3, 2)
+    return FlatLayout(module, owned_parameters([("", module)], set()), Mesh(None, None), torch.device("cpu"), **options)
+
+
+@pytest.mark.pure
+@pytest.mark.spec("STREAM-11")
+@pytest.mark.parametrize("keep_originals", [False, True])
+def test_a_gradient_is_read_where_there_is_one_already_or_a_hook_waits_for_it(keep_originals: bool) -> None:
+    layout = flat(keep_originals=keep_originals)
+    assert not layout.reads_gradient
+    parameter = layout.local_parameters()[0]
+    parameter.grad = torch.zeros_like(parameter)
+    assert layout.reads_gradient
+    parameter.grad = None
+    parameter.register_post_accumulate_grad_hook(lambda _: None)
+    assert layout.reads_gradient
+
+
+@pytest.mark.pure
+@pytest.mark.spec("STREAM-10")
+@pytest.mark.parametrize(("keeps", "dtype"), [(False, F32), (True, BF16)])
+def test_a_gradient_travels_home_in_the_dtype_in_which_it_will_be_stored(keeps: bool, dtype: torch.dtype) -> None:
+    layout = flat(offload=True, keep_reduce_dtype=keeps)
+    assert layout.copy_to_host(torch.ones(8, dtype=BF16)).dtype is dtype
+
+
+@pytest.mark.spec("STREAM-10")
+@ranks(2)
+def test_a_unit_of_several_dtypes_or_without_pinned_memory_sends_nothing_ahead() -> None:
+    layer = nn.Linear(4, 4, device=device())
+    layer.bias = nn.Parameter(layer.bias.to(BF16))
+    mixed, plain = units_of_two(layer), units_of_two(nn.Linear(4, 4, device=device()))
+    piece = torch.ones(10, dtype=BF16, device=device())
+    mixed._pins = plain._pins = True
+    assert mixed.copy_to_host(piece) is piece
+    assert plain.copy_to_host(piece).dtype is F32
+    plain._pins = False
+    assert plain.copy_to_host(piece) is piece
+
+
+def units_of_two(layer: nn.Module) -> Any:
+    """The layout of a layer that is sharded in place."""
+    from minifsdp.fsdp2.member import member_of
+
+    member = member_of(fully_shard(layer))
+    assert member is not None
+    assert member.unit is not None
+    return member.unit.layout
+
+
+class Following(Lane):
+    """A lane that counts how often it was told to follow."""
+
+    num = 0
+
+    def follow(self, event: Any = None) -> None:
+        self.num += 1
+
+
+def num_follows(layout: Any) -> int:
+    lanes = Lanes(device())
+    lanes.gather = lane = Following("gather", device())
+    layout.gather(lanes).wait()
+    layout.free()
+    return lane.num
+
+
+@pytest.mark.spec("STREAM-05")
+@ranks(2)
+def test_the_gather_follows_a_copy_that_was_made_for_it_and_only_such_a_one() -> None:
+    model = shard_each(chain(1), use_orig_params=True)
+    layout = units_of(model)[-1].layout
+    assert num_follows(layout) == 0
+    for parameter in layout.local_parameters():
+        parameter.data = parameter.data * 2
+    assert num_follows(layout) == 1
+    assert num_follows(layout) == 0
+
+
+@pytest.mark.spec("STREAM-05")
+@ranks(2)
+def test_the_gather_follows_the_copy_of_a_tensor_that_was_put_in_place_of_another() -> None:
+    layer = nn.Linear(4, 4, device=device())
+    layout = units_of_two(layer)
+    assert num_follows(layout) == 0
+    layer.load_state_dict({name: value * 2 for name, value in layer.state_dict().items()}, assign=True)
+    layout.notice_edits()
+    assert num_follows(layout) == 1
+    assert num_follows(layout) == 0
+
+
+@pytest.mark.pure
+@pytest.mark.spec("STREAM-04")
+def test_a_gather_of_one_rank_is_waited_for(machine: StandIn) -> None:
+    cut, value = Cut(torch.Size([4, 2]), 0, 1), torch.ones(4, 2)
+    cast = Row([cut], [value], 0, None, torch.device("cpu"), dtype=BF16, offload=False, pin=False)
+    context = ExtensionContext(None, None, nn.Identity())
+    extended = ExtendedRow(cut, Int8Shards(value), 0, None, torch.device("cpu"), context, dtype=None, offload=False)
+    lane = machine.lanes().gather
+    for row, num in ((cast, 1), (extended, 2)):
+        machine.log.clear()
+        with lane:
+            promises = row.gather(lane)
+        for promise in promises:
+            promise.wait()
+        row.arrive()
+        assert machine.log == ["compute waits for gather"] * num
+    machine.log.clear()
+    extended.free()
+    lane.let_go()
+    assert machine.log == ["gather waits for compute"], "before what the class gave along is given to others"
+
+
+def aligned(group: Group | None, dtype: torch.dtype | None) -> Row:
+    meta = torch.device("meta")
+    shapes = [torch.Size([3, 1]), torch.Size([5]), torch.Size([1, 7])]
+    cuts = [Cut(shape, 0, 1 if group is None else group.size) for shape in shapes]
+    values = [torch.empty(shape, device=meta) for shape in shapes]
+    return Row(cuts, values, 0, group, meta, dtype=dtype, offload=False, pin=False)
+
+
+@pytest.mark.pure
+@pytest.mark.spec("STREAM-12")
+@pytest.mark.parametrize("group", [None, PAIR], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize("dtype", [None, BF16, torch.uint8], ids=str)
+def test_leaves_begin_at_multiples_of_16_bytes_and_what_travels_has_no_gaps(
+    group: Group | None, dtype: torch.dtype | None
+) -> None:
+    row = aligned(group, dtype)
+    assert [leaf.storage_offset() * leaf.itemsize % 16 for leaf in row.leaves] == [0, 0, 0]
+    assert [leaf.numel() for leaf in row.leaves] == [3, 5, 7]
+    if group is not None:
+        assert row.local.numel() == 2 + 3 + 7
+    assert row.num_bytes == (3 + 5 + 7 if group is None else 4 + 6 + 14) * row.dtype.itemsize
+
+
+@pytest.mark.pure
+@pytest.mark.spec("STREAM-12")
+@pytest.mark.parametrize("dtype", [None, BF16], ids=str)
+def test_gaps_between_the_leaves_of_one_rank_stay_where_they_are_when_values_are_cast(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None
+) -> None:
+    monkeypatch.setattr(Row, "_aligned", lambda self, numel: -(-numel // 16) * 16)
+    values = [torch.arange(3.0), torch.arange(3.0, 8.0).view(5, 1)]
+    cuts = [Cut(value.shape, 0, 1) for value in values]
+    row = Row(cuts, values, 0, None, torch.device("cpu"), dtype=dtype, offload=False, pin=False)
+    row.gather(Lanes(torch.device("cpu")).gather)
+    row.arrive()
+    for leaf, value in zip(row.leaves, values, strict=True):
+        assert torch.equal(leaf, value.to(leaf.dtype))
+
+
+# --- gradients and inputs across devices ---
+
+
+class Strict:
+    """A parameter on the CPU that takes no gradient of another device, as torch's does not."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data, self._grad = data, data
+
+    shape = property(lambda self: self.data.shape)
+    dtype = property(lambda self: self.data.dtype)
+    device = property(lambda self: self.data.device)
+
+    @property
+    def grad(self) -> Tensor:
+        return self._grad
+
+    @grad.setter
+    def grad(self, gradient: Tensor) -> None:
+        assert gradient.device == self.data.device
+        self._grad = gradient
+
+
+@pytest.mark.pure
+@pytest.mark.spec("STREAM-08")
+def test_a_gradient_of_the_same_shape_on_another_device_is_assigned() -> None:
+    parameter: Any = Strict(torch.ones(3))
+    gradient = torch.empty(3, device="meta")
+    assign_gradient(parameter, gradient)
+    assert parameter.grad is gradient
+    assert parameter.device.type == "cpu"
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies between devices, by the device they go to, and those that nobody waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to: list[str] = []
+        self.num_asynchronous = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.device != args[0].device:
+            self.to.append(result.device.type)
+            self.num_asynchronous += bool((kwargs or {}).get("non_blocking"))
+        return result
+
+
+@pytest.mark.pure
+@pytest.mark.spec("STREAM-13")
+def test_inputs_have_been_read_when_their_copy_returns() -> None:
+    with Copies() as copies:
+        move(torch.device("meta"), (torch.ones(2), [torch.ones(3)]))
+    assert copies.to == ["meta", "meta"]
+    assert copies.num_asynchronous == 0
+
+
+@pytest.mark.pure
+@pytest.mark.spec("STREAM-14")
+def test_clipping_offloaded_gradients_takes_one_copy_to_the_device_and_one_back() -> None:
+    with FakeTensorMode(), Copies() as copies:
+        gradients = [torch.ones(3), torch.ones(2, dtype=BF16), torch.ones(4), torch.ones(4, device="cuda")]
+        copies.to.clear()
+        clip_gradients([((), gradient) for gradient in gradients], 1.0, 2.0, torch.device("cuda", 0))
+    assert copies.to.count("cuda") == 1
+    assert copies.to.count("cpu") == 2, "the factor, in each of the two dtypes"
+
+
+@pytest.mark.spec("STREAM-10")
+@ranks(2)
+def test_offloaded_gradients_are_those_of_a_model_that_is_not() -> None:
+    models = [shard_each(chain(), cpu_offload=CPUOffload(offload)) for offload in (False, True)]
+    for model in models:
+        for step in range(2):
+            model(draw(dist.get_rank(), step)).sum().backward()
+    for mine, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert mine.grad is not None
+        assert other.grad is not None
+        assert torch.equal(mine.grad.cpu(), other.grad)
