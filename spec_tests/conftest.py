@@ -14,16 +14,24 @@ import pytest
 import torch
 
 from spec_tests.harness import pool, worker
-from spec_tests.harness.accounting import Accounting
+from spec_tests.harness.accounting import Accounting, rows_of_accelerators
 
 pytest.register_assert_rewrite(*worker.REWRITTEN)
 
 ACCOUNTING = pytest.StashKey[Accounting]()
 
+# Folders whose tests start processes, which would compute on the CPU.
+STARTS_PROGRAMS = ("tutorials", "docs", "harness_tests")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     there = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.addoption("--device", choices=["cpu", "cuda"], default=there, help="where the ranks compute")
+    parser.addoption("--device", choices=["cpu", "simulated", "cuda"], default=there, help="where the ranks compute")
+    parser.addoption(
+        "--every-row",
+        action="store_true",
+        help="with --device simulated: also tests of rows that a CPU shows as well (an hour on two cores)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,14 +51,63 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not item.get_closest_marker("ranks"):
             item.add_marker("pure")
     yield
-    if config.getoption("--device") == "cpu":
-        leave_out(config, items, "gpu tests not run (no --device cuda)", lambda item: item.get_closest_marker("gpu"))
+    leave_out_by_device(config, items)
     for package in sorted({marker.args[0] for item in items for marker in item.iter_markers("needs")}):
         if importlib.util.find_spec(package) is None:
             why = f"tests not run ({package} is not installed)"
             leave_out(config, items, why, lambda item: (package,) in [m.args for m in item.iter_markers("needs")])
     if not config.option.collectonly and any(item.get_closest_marker("ranks") for item in items):
         pool.start_early()
+
+
+def leave_out_by_device(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What a device cannot show, or need not show again."""
+    device = config.getoption("--device")
+    here = f"--device {device}"
+    if device == "cpu":
+        leave_out(
+            config,
+            items,
+            "tests of an accelerator not run (--device simulated or cuda)",
+            lambda item: item.get_closest_marker("accelerator"),
+        )
+    else:
+        leave_out(config, items, f"tests about the CPU not run ({here})", lambda item: item.get_closest_marker("cpu"))
+    if device != "cuda":
+        leave_out(config, items, f"tests of real GPUs not run ({here})", lambda item: item.get_closest_marker("gpu"))
+    if device != "simulated":
+        what = "tests of the simulation not run (--device simulated)"
+        leave_out(config, items, what, lambda item: item.get_closest_marker("simulated"))
+    else:
+        for why in sorted({marker.args[0] for item in items for marker in item.iter_markers("not_simulated")}):
+            leave_out(config, items, f"tests not run ({here}: {why})", lambda item: why in reasons_of(item))
+        what = f"tests that start programs of their own not run ({here})"
+        leave_out(config, items, what, lambda item: item.path.parent.name in STARTS_PROGRAMS)
+        leave_out(
+            config,
+            items,
+            f"tests without ranks not run again ({here})",
+            lambda item: not (item.get_closest_marker("ranks") or item.get_closest_marker("accelerator")),
+        )
+        if not config.getoption("--every-row"):
+            rows = rows_of_accelerators()
+            what = f"tests of rows that a CPU shows as well not run ({here}, without --every-row)"
+            leave_out(config, items, what, lambda item: not (is_marked(item) or rows & set(rows_proven_by(item))))
+
+
+def is_marked(item: pytest.Item) -> bool:
+    """Whether a test was written for an accelerator."""
+    return bool(item.get_closest_marker("accelerator") or item.get_closest_marker("simulated"))
+
+
+def rows_proven_by(item: pytest.Item) -> list[str]:
+    """The rows that a test carries."""
+    return [row for marker in item.iter_markers("spec") for row in marker.args]
+
+
+def reasons_of(item: pytest.Item) -> list[str]:
+    """Why a test is not run on the simulated device; none if it is."""
+    return [marker.args[0] for marker in item.iter_markers("not_simulated")]
 
 
 def leave_out(

@@ -20,7 +20,7 @@ import torch
 
 from spec_tests.harness import pool, worker
 
-__all__ = ["device", "ranks"]
+__all__ = ["device", "plain_tensor", "rank_among_invented", "ranks"]
 
 HANG_LIMIT = 60.0
 
@@ -31,6 +31,26 @@ def ranks(num_ranks: int, timeout: float = HANG_LIMIT) -> Callable[[Callable[...
     Raises:
         TypeError: the body is no function at the top of a module, so that a rank could not find it by name.
     """
+    return _on_a_pool(num_ranks, timeout, is_alone=False)
+
+
+def rank_among_invented(
+    num_ranks: int, timeout: float = HANG_LIMIT
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Runs the test's body on one process, rank 0 of a group whose other ranks are invented; simulated device only.
+
+    There a log can be executed again in other orders, and any ``num_ranks`` costs the same.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        return pytest.mark.simulated(_on_a_pool(num_ranks, timeout, is_alone=True)(body))  # type: ignore[no-any-return]
+
+    return decorate
+
+
+def _on_a_pool(
+    num_ranks: int, timeout: float, *, is_alone: bool
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         if body.__qualname__ != body.__name__:
@@ -43,7 +63,7 @@ def ranks(num_ranks: int, timeout: float = HANG_LIMIT) -> Callable[[Callable[...
             __tracebackhide__ = True
             failure: str | None = None
             try:
-                pool.run(num_ranks, body.__module__, body.__name__, arguments, timeout)
+                pool.run(num_ranks, body.__module__, body.__name__, arguments, timeout, is_alone=is_alone)
             except pool.Failure as error:
                 failure = str(error)
             # Outside of the handler and without a traceback: the ranks' own is the one to look at.
@@ -59,3 +79,8 @@ def ranks(num_ranks: int, timeout: float = HANG_LIMIT) -> Callable[[Callable[...
 def device() -> torch.device:
     """The device that this rank computes on."""
     return worker.device_here
+
+
+def plain_tensor() -> type[torch.Tensor]:
+    """The class of tensors on that device that nobody has made anything special of."""
+    return type(torch.empty(0, device=device()))

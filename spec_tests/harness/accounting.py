@@ -9,7 +9,7 @@ backend, and what follows from that::
     {
       "SHARD-04": {
         "statement": "...",
-        "results": {"cpu-gloo": "proven", "cuda-nccl": "unproven"},
+        "results": {"cpu-gloo": "proven", "simulated": "proven", "cuda-nccl": "unproven"},
         "tests": {"spec_tests/fsdp1/test_shard.py::test_...": {"cpu-gloo": "passed"}}
       },
       ...
@@ -36,11 +36,11 @@ from typing import Any
 
 import pytest
 
-__all__ = ["BACKENDS", "Accounting", "read_rows", "section_of", "verdict"]
+__all__ = ["BACKENDS", "Accounting", "read_rows", "rows_of_accelerators", "section_of", "verdict"]
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ROW = re.compile(r"^\| ((?:[A-Z0-9]+-)+\d+) \| (.*)")
-BACKENDS = {"cpu": "cpu-gloo", "cuda": "cuda-nccl"}
+BACKENDS = {"cpu": "cpu-gloo", "simulated": "simulated", "cuda": "cuda-nccl"}
 
 
 def read_rows(path: pathlib.Path = ROOT / "docs" / "spec.md") -> dict[str, str]:
@@ -54,6 +54,12 @@ def read_rows(path: pathlib.Path = ROOT / "docs" / "spec.md") -> dict[str, str]:
     if twice:
         raise ValueError(f"{path} has more than one row {', '.join(twice)}; an ID is never used again")
     return {match[1]: match[2].split(" | ")[0].strip() for match in matches}
+
+
+def rows_of_accelerators(path: pathlib.Path = ROOT / "docs" / "spec.md") -> set[str]:
+    """The rows that say ``[cuda]``: a CPU shows less of them than an accelerator, and all that is said of streams."""
+    matches = [match for match in map(ROW.match, path.read_text(encoding="utf-8").splitlines()) if match]
+    return {match[1] for match in matches if "[cuda]" in match[2] or section_of(match[1]) == "SIM"}
 
 
 def section_of(row: str) -> str:
@@ -72,7 +78,7 @@ class Accounting:
     """Collects, while the tests run, which row was proven by what.
 
     Args:
-        device: ``"cpu"`` or ``"cuda"``.
+        device: ``"cpu"``, ``"simulated"`` or ``"cuda"``.
         root: folder under which ``build/spec-results.json`` is kept and which test names are relative to.
     """
 

@@ -39,17 +39,17 @@ from typing import Any
 
 import torch
 
-from spec_tests.harness import worker
+from spec_tests.harness import simulated, worker
 from spec_tests.harness.worker import Answer, Seat, Task, serve
 
-__all__ = ["Failure", "RankPool", "close_all", "run", "start_early", "use_device", "use_filters"]
+__all__ = ["Failure", "RankPool", "close_all", "fork_server", "run", "start_early", "use_device", "use_filters"]
 
 GRACE = 3.0  # seconds that the others get when a rank has failed
 START_LIMIT = 120.0  # seconds until a new rank has its default group
 
 _device_kind = "cpu"
 _filters: tuple[str, ...] = ()
-_pools: dict[int, RankPool] = {}
+_pools: dict[tuple[int, bool], RankPool] = {}
 
 
 class Failure(AssertionError):
@@ -57,11 +57,13 @@ class Failure(AssertionError):
 
 
 def use_device(kind: str) -> None:
-    """Which device the ranks compute on, ``"cpu"`` or ``"cuda"``; for the session."""
+    """Which device the ranks compute on, ``"cpu"``, ``"cuda"`` or ``"simulated"``; for the session."""
     global _device_kind
     _device_kind = kind
     # For the tests without ranks, which run in this process.
-    worker.device_here = torch.device("cpu" if kind == "cpu" else "cuda:0")
+    worker.device_here = torch.device("cuda:0" if kind == "cuda" else "cpu")
+    if kind == "simulated":
+        worker.device_here = simulated.install()
 
 
 def use_filters(filters: Iterable[str]) -> None:
@@ -72,29 +74,32 @@ def use_filters(filters: Iterable[str]) -> None:
 
 def start_early() -> None:
     """Lets the fork server import torch while this process does something else."""
-    if _device_kind == "cpu":
-        _context()
+    if _device_kind != "cuda":
+        fork_server()
         forkserver.ensure_running()
 
 
-def run(num_ranks: int, module: str, name: str, arguments: Mapping[str, Any], limit: float) -> None:
-    """Runs one test's body on the pool of ``num_ranks``.
+def run(
+    num_ranks: int, module: str, name: str, arguments: Mapping[str, Any], limit: float, *, is_alone: bool = False
+) -> None:
+    """Runs one test's body on the pool of ``num_ranks``; if it is alone, on a single process with invented peers.
 
     Raises:
         Failure: some rank raised, died or hung, or the ranks are out of step.
         TypeError: an argument cannot be sent to another process.
     """
     task = Task(module, name, _pickled(arguments), limit, _filters)
-    if num_ranks not in _pools:
-        _pools[num_ranks] = RankPool(num_ranks, _device_kind)
-    pool = _pools[num_ranks]
+    key = (num_ranks, is_alone)
+    if key not in _pools:
+        _pools[key] = RankPool(num_ranks, _device_kind, is_alone=is_alone)
+    pool = _pools[key]
     reusable = False
     try:
         reusable = pool.run(task)
     finally:
         if not reusable:
             # After a failure nobody knows what the other ranks are waiting for.
-            _pools.pop(num_ranks).close()
+            _pools.pop(key).close()
 
 
 def close_all() -> None:
@@ -107,17 +112,19 @@ atexit.register(close_all)
 
 
 class RankPool:
-    """``num_ranks`` processes with a default process group."""
+    """``num_ranks`` processes with a default process group, or one that is alone in such a group."""
 
-    def __init__(self, num_ranks: int, kind: str = "cpu") -> None:
-        self.num_ranks = num_ranks
+    def __init__(self, num_ranks: int, kind: str = "cpu", *, is_alone: bool = False) -> None:
+        self.num_ranks = 1 if is_alone else num_ranks
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="ranks-"))
         port = _free_port()
-        self.seats = [Seat(rank, num_ranks, kind, self.folder, port) for rank in range(num_ranks)]
+        self.seats = [
+            Seat(rank, num_ranks, kind, self.folder, port, is_alone=is_alone) for rank in range(self.num_ranks)
+        ]
         self.pipes: list[multiprocessing.connection.Connection] = []
         self.processes: list[mp.process.BaseProcess] = []
         try:
-            self._start(_context() if kind == "cpu" else mp.get_context("spawn"))
+            self._start(mp.get_context("spawn") if kind == "cuda" else fork_server())
         except BaseException:
             self.close()
             raise
@@ -229,7 +236,8 @@ class RankPool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _context() -> Any:
+def fork_server() -> Any:
+    """A context whose processes are copies of one that has imported torch and nothing of the package."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["spec_tests.harness.worker"])
     return context

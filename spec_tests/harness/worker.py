@@ -59,6 +59,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import debug
 from torch.distributed.tensor._redistribute import _gen_transform_infos
 
+from spec_tests.harness import simulated
+
 __all__ = ["REWRITTEN", "Answer", "Seat", "Task", "serve"]
 
 # Modules beside the tests proper whose assertions are to show values as well.
@@ -74,10 +76,11 @@ class Seat:
     Attributes:
         rank: its rank; local and global are the same.
         num_ranks: size of the default group.
-        kind: ``"cpu"`` or ``"cuda"``.
+        kind: ``"cpu"``, ``"cuda"`` or ``"simulated"``.
         folder: the pool's own, for the rendezvous, output and stacks.
         port: a free one, for a test that leaves the default group and meets again under ``env://``.
         path: ``sys.path`` of the session.
+        is_alone: the other ranks of the group are invented (see ``simulated/nccl.py``).
     """
 
     rank: int
@@ -86,6 +89,7 @@ class Seat:
     folder: pathlib.Path
     port: int
     path: list[str] = field(default_factory=lambda: list(sys.path))
+    is_alone: bool = False
 
     @property
     def output(self) -> pathlib.Path:
@@ -240,8 +244,14 @@ def _join_default_group(seat: Seat) -> None:
     if seat.kind == "cuda":
         device_here = _choose_gpu(seat)
         torch.cuda.set_device(device_here)
+    elif seat.kind == "simulated":
+        device_here = simulated.install()
+    if seat.is_alone:
+        store = simulated.INVENTED_STORE
+        dist.init_process_group("simulated", rank=seat.rank, world_size=seat.num_ranks, store=store)
+        return
     dist.init_process_group(
-        "gloo" if seat.kind == "cpu" else "nccl",
+        {"cpu": "gloo", "cuda": "nccl", "simulated": "simulated"}[seat.kind],
         init_method=f"file://{seat.folder}/store",
         rank=seat.rank,
         world_size=seat.num_ranks,
@@ -273,6 +283,8 @@ def _run(task: Task) -> str | None:
                 _apply_filter(filter_)
             body = _find(task.module, task.name)
             body(**pickle.loads(task.arguments))
+            if device_here.type == "sim":
+                simulated.WORLD.assert_no_race()
         except (pytest.skip.Exception, pytest.xfail.Exception) as outcome:
             return (
                 f"{outcome!r}: a body that runs on ranks either passes or fails. Mark the test, or leave the case out."
@@ -326,7 +338,14 @@ def _destroy_leftover_groups() -> None:
 
 
 # torch 2.14 has made it public and warns about the older name.
-_set_time_limit: Callable[..., None] = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
+_set_torch_time_limit: Callable[..., None] = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
+
+
+def _set_time_limit(limit: timedelta, group: Any) -> None:
+    if device_here.type == "sim":
+        group.set_timeout(limit)
+    else:
+        _set_torch_time_limit(limit, group)
 
 
 class Surroundings:
@@ -345,9 +364,11 @@ class Surroundings:
         torch.manual_seed(0)
         random.seed(0)
         # With NCCL a time-out ends the process and tells less than the stacks do: there, the limit alone counts.
-        if device_here.type == "cpu" and limit != self.limit:
+        if device_here.type != "cuda" and limit != self.limit:
             _set_time_limit(timedelta(seconds=0.75 * limit), dist.group.WORLD)
             self.limit = limit
+        if device_here.type == "sim":
+            simulated.WORLD.begin()
 
     def restore(self) -> None:
         """Puts back what a body may have changed for the whole process."""

@@ -1,0 +1,379 @@
+"""Memory as a caching allocator has it: who has touched which bytes, and who gets them next.
+
+The bytes are real, the CPU's. What is simulated is whose they are. A `Block` is one allocation, from ``empty`` (or a
+storage's ``resize_(n)``) to its last reference (or ``resize_(0)``). It belongs to the stream that was current when it
+was asked for, and goes back to that stream *as soon as Python lets go of it*, whoever is still reading it::
+
+    on the gather stream    a = empty(8)        block 1 of the gather stream
+    on the compute stream   b = a + 1           the compute stream reads block 1
+                            del a               block 1 is the gather stream's again, at once
+    on the gather stream    c = empty(8)        the same bytes: what is written here may be read by `a + 1`
+
+That is what PyTorch's allocator on CUDA does, and the worst of what it may do is done here always: each new block of a
+stream counts as made of everything that was ever given back to that stream. The last accesses of the earlier owners
+(`Block.ghosts`) stay with it until a write that comes after them in all orders.
+
+``record_stream`` is the way to ask for patience: the block is kept until that stream has passed the point where it was
+freed. Nobody gets it meanwhile, but it counts as used: the peak is higher.
+
+Also here: memory of the host that a device copies from or to without waiting. Pinned or not decides whether such a copy
+is one (see ``operators.py``).
+
+*In torch:* ``CUDACachingAllocator.cpp``, which also rounds sizes, splits and merges; none of that changes who may meet
+whom. Peaks here are sums of exact sizes.
+
+Spec: SIM-02.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from spec_tests.harness.simulated.clocks import HOST, Clock, Event, Stream, join
+
+__all__ = ["Access", "Block", "Home", "Memory"]
+
+_numbers = itertools.count(1)
+
+
+@dataclass(slots=True)
+class Access:
+    """One operator that has read or written some bytes.
+
+    Attributes:
+        stream: number of the stream; `HOST` for the CPU.
+        number: which operation of that stream.
+        low, high: the bytes, counted from the beginning of the block; strides count as the span that they cover.
+        is_write: whether it has written.
+        operator: its name.
+        where: the lines of the program that have called it.
+    """
+
+    stream: int
+    number: int
+    low: int
+    high: int
+    is_write: bool
+    operator: str
+    where: str
+
+    def is_before(self, clock: Clock) -> bool:
+        """Whether it is over for an operation that begins with ``clock``."""
+        return clock.get(self.stream, 0) >= self.number
+
+    def meets(self, other: Access) -> bool:
+        """Whether the two touch the same bytes and one of them writes."""
+        return (self.is_write or other.is_write) and self.low < other.high and other.low < self.high
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One allocation.
+
+    Attributes:
+        owner: number of the stream that has asked for it; `HOST` for memory of the host.
+        num_bytes: its size.
+        address: of the real memory.
+        place: which piece of simulated memory it lies in; blocks that follow each other may share one.
+        accesses: those that a later access may still collide with.
+        ghosts: the last accesses to what the memory was before.
+        recorded: numbers of the streams given to ``record_stream``.
+        where: who has asked for it.
+        is_pinned: memory of the host that a device may copy from or to on its own.
+    """
+
+    owner: int
+    num_bytes: int
+    address: int
+    place: int
+    ghosts: list[Access]
+    where: str
+    accesses: list[Access] = field(default_factory=list)
+    recorded: set[int] = field(default_factory=set)
+    is_pinned: bool = False
+
+    def note(self, new: Access, clock: Clock) -> Iterator[tuple[str, Access]]:
+        """Adds an access; yields those that it collides with, each with the kind of collision."""
+        kept = []
+        for old in self.accesses:
+            in_order = old.is_before(clock)
+            if not in_order and old.meets(new):
+                yield "race", old
+            # Whoever will come after the new one comes after this one, too.
+            is_covered = new.low <= old.low and old.high <= new.high and (new.is_write or not old.is_write)
+            if not (in_order and is_covered):
+                kept.append(old)
+        kept.append(new)
+        self.accesses = kept
+        if self.ghosts:
+            for old in self.ghosts:
+                if (old.is_write or new.is_write) and not old.is_before(clock):
+                    yield "reuse", old
+            self.ghosts = [old for old in self.ghosts if not old.is_before(clock)]
+
+
+class Home:
+    """A storage, and the block behind it if it has memory.
+
+    Attributes:
+        block: ``None`` while the storage has no bytes.
+        offset: where in the block the storage begins.
+        is_part: the block belongs to a larger storage that this one was cut out of.
+    """
+
+    __slots__ = ("__weakref__", "_references", "_storage", "block", "index", "is_part", "offset")
+
+    def __init__(self, storage: Any, block: Block | None, offset: int, is_part: bool, index: int) -> None:
+        self._storage = StorageWeakRef(storage)
+        self.block, self.offset, self.is_part, self.index = block, offset, is_part, index
+        self._references: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing holds the storage any more."""
+        gone: bool = self._storage.expired()
+        return gone
+
+    def living_storage(self) -> Any:
+        """The storage itself."""
+        return torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+
+    def watch(self, tensor: torch.Tensor, let_go: Callable[[Home], None]) -> None:
+        """Calls ``let_go`` when the last tensor that was watched is gone, or shows other memory (`unwatch`)."""
+        key = id(tensor)
+        self._references[key] = weakref.ref(tensor, lambda _: self._unwatch(key, let_go))
+
+    def unwatch(self, tensor: torch.Tensor, let_go: Callable[[Home], None]) -> None:
+        """The tensor was given other memory."""
+        self._unwatch(id(tensor), let_go)
+
+    def _unwatch(self, key: int, let_go: Callable[[Home], None]) -> None:
+        self._references.pop(key, None)
+        if not self._references:
+            let_go(self)
+
+
+class Memory:
+    """All blocks of the simulated devices, and those of the host that they copy from and to.
+
+    Attributes:
+        num_bytes: used by living blocks.
+        peak: the largest sum of these and of what ``record_stream`` held back.
+        num_host_blocks: how many blocks of the host are watched; with none, operators on the CPU cost nothing.
+        first_bytes: by place, what was in a block when the open log, if there is one, began or first saw it.
+    """
+
+    def __init__(self, report: Callable[[str, Access, Access | None, Block | None], None]) -> None:
+        self._report = report
+        self.homes: dict[int, Home] = {}
+        # Addresses at which a block of a living storage begins, in order; a storage may be cut out of another one.
+        self._addresses: list[int] = []
+        self._home_at: dict[int, Home] = {}
+        self._maybe_gone: list[Home] = []
+        # By stream: the last access of each stream to anything that was given back to it.
+        self._given_back: dict[int, dict[int, Access]] = defaultdict(dict)
+        # By stream: places that may be used again, the last one given back first.
+        self._free_places: dict[int, list[int]] = defaultdict(list)
+        self.size_of_place: dict[int, int] = {}
+        self._held_back: list[tuple[Block, Event]] = []
+        self.streams: dict[int, Stream] = {}
+        self.num_bytes = self.peak = self.num_host_blocks = 0
+        self.first_bytes: dict[int, torch.Tensor] | None = None
+
+    # --- blocks ---
+
+    def allocate(self, num_bytes: int, address: int, stream: Stream) -> Block:
+        """A block for ``stream``, made of what was given back to it."""
+        self.reap()
+        self._release_held_back()
+        ghosts = [a for a in self._given_back[stream.number].values() if not a.is_before(Stream.host_clock)]
+        block = Block(stream.number, num_bytes, address, self._place(stream.number, num_bytes), ghosts, Stream.where())
+        self.streams[stream.number] = stream
+        self.num_bytes += num_bytes
+        self.peak = max(self.peak, self.used)
+        return block
+
+    @property
+    def used(self) -> int:
+        """Bytes in use or held back."""
+        return self.num_bytes + sum(block.num_bytes for block, _ in self._held_back)
+
+    def _place(self, stream: int, num_bytes: int) -> int:
+        """As a mean allocator would: the place that was given back last, if it is large enough."""
+        free = self._free_places[stream]
+        for i in range(len(free) - 1, -1, -1):
+            if self.size_of_place[free[i]] >= num_bytes:
+                return free.pop(i)
+        place = next(_numbers)
+        self.size_of_place[place] = num_bytes
+        return place
+
+    def free(self, block: Block) -> None:
+        """Gives the block back to its stream, or holds it back for those that ``record_stream`` was told of."""
+        if block.owner == HOST:
+            # Not a device's. The allocator of pinned memory keeps what a copy still reads or writes.
+            self.num_host_blocks -= 1
+            return
+        self.num_bytes -= block.num_bytes
+        ghosts = self._given_back[block.owner]
+        for access in [*block.ghosts, *block.accesses]:
+            if access.stream in block.recorded or access.stream == HOST:
+                continue
+            if access.stream not in ghosts or ghosts[access.stream].number <= access.number:
+                ghosts[access.stream] = access
+        if block.recorded:
+            event = Event()
+            for number in block.recorded:
+                join(event.clock, self.streams[number].record_event().clock)
+            self._held_back.append((block, event))
+        else:
+            self._free_places[block.owner].append(block.place)
+
+    def _release_held_back(self) -> None:
+        waiting = []
+        for block, event in self._held_back:
+            if event.query():
+                self._free_places[block.owner].append(block.place)
+            else:
+                waiting.append((block, event))
+        self._held_back = waiting
+
+    # --- storages ---
+
+    def home_of(self, storage: Any, stream: Stream | None, index: int = 0) -> Home:
+        """What is known of a storage; a new one gets a block of ``stream``, of the host if that is ``None``."""
+        home = self.homes.get(storage._cdata)
+        if home is not None and not home.is_gone:
+            return home
+        if home is not None:
+            self._forget(home)
+        num_bytes, address = storage.nbytes(), storage.data_ptr()
+        larger = self._containing(address, num_bytes) if num_bytes else None
+        if larger is not None:
+            home = Home(storage, larger, address - larger.address, True, index)
+        elif stream is not None:
+            block = self.allocate(num_bytes, address, stream) if num_bytes else None
+            home = Home(storage, block, 0, False, index)
+        else:
+            home = Home(storage, self._host_block(storage), 0, False, index)
+        if not home.is_part:
+            self._settle_at(home)
+        self.homes[storage._cdata] = home
+        return home
+
+    def _containing(self, address: int, num_bytes: int) -> Block | None:
+        place = bisect.bisect_right(self._addresses, address) - 1
+        if place < 0:
+            return None
+        home = self._home_at[self._addresses[place]]
+        block = home.block
+        if home.is_gone or block is None or address + num_bytes > block.address + block.num_bytes:
+            return None
+        return block
+
+    def _settle_at(self, home: Home) -> None:
+        """Remembers where the block of ``home`` lies."""
+        if home.block is not None:
+            address = home.block.address
+            if address not in self._home_at:
+                bisect.insort(self._addresses, address)
+            self._home_at[address] = home
+
+    def _leave(self, home: Home) -> None:
+        block = home.block
+        if block is not None and self._home_at.get(block.address) is home:
+            del self._home_at[block.address]
+            del self._addresses[bisect.bisect_left(self._addresses, block.address)]
+
+    def _host_block(self, storage: Any) -> Block:
+        self.num_host_blocks += 1
+        place = next(_numbers)
+        self.size_of_place[place] = storage.nbytes()
+        if self.first_bytes is not None:
+            # Its values have come from somewhere that is not watched.
+            self.first_bytes[place] = bytes_of(storage)
+        return Block(HOST, storage.nbytes(), storage.data_ptr(), place, [], Stream.where())
+
+    def resized(self, storage: Any, stream: Stream, resize: Callable[[], Any]) -> Any:
+        """A storage of a device is resized: its block ends, and another one begins."""
+        home = self.homes.get(storage._cdata)
+        if home is None or home.is_gone or home.is_part or (home.block is not None and home.block.owner == HOST):
+            return resize()
+        if home.block is not None:
+            self._leave(home)
+            self.free(home.block)
+        result = resize()
+        num_bytes = storage.nbytes()
+        home.block = self.allocate(num_bytes, storage.data_ptr(), stream) if num_bytes else None
+        self._settle_at(home)
+        return result
+
+    def notice_size(self, storage: Any, stream: Stream) -> None:
+        """A storage that C++ has resized, as ``Tensor.resize_`` does, has another block."""
+        home = self.homes.get(storage._cdata)
+        if home is not None and not home.is_part:
+            num_bytes = storage.nbytes()
+            if num_bytes != (0 if home.block is None else home.block.num_bytes):
+                self.resized(storage, stream, lambda: None)
+
+    def let_go(self, home: Home) -> None:
+        """The last tensor of a storage is gone, and so, nearly always, is the storage."""
+        if home.is_gone:
+            self._forget(home)
+        else:
+            self._maybe_gone.append(home)
+
+    def reap(self) -> None:
+        """Storages that something else than a tensor has held a little longer."""
+        waiting, self._maybe_gone = self._maybe_gone, []
+        for home in waiting:
+            if home.is_gone:
+                self._forget(home)
+            elif not home._references:
+                self._maybe_gone.append(home)
+
+    def _forget(self, home: Home) -> None:
+        if self.homes.get(home._storage.cdata) is home:
+            del self.homes[home._storage.cdata]
+        if not home.is_part:
+            self._leave(home)
+        block, home.block = home.block, None
+        if block is not None and not home.is_part:
+            self.free(block)
+
+    # --- accesses ---
+
+    def access(self, home: Home, new: Access, clock: Clock) -> None:
+        """Notes one access, and reports what it collides with."""
+        if home.block is None:
+            self._report("freed", new, None, None)
+            return
+        for kind, old in home.block.note(new, clock):
+            self._report(kind, new, old, home.block)
+
+    def calm(self) -> None:
+        """Everything so far is over, as at the beginning of a test."""
+        self.reap()
+        self._given_back.clear()
+        self._held_back.clear()
+        self._free_places.clear()
+        for home in self.homes.values():
+            if home.block is not None:
+                home.block.accesses, home.block.ghosts = [], []
+                home.block.recorded = set()
+        self.peak = self.num_bytes
+
+
+def bytes_of(storage: Any) -> torch.Tensor:
+    """A copy of what is in a storage."""
+    view = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+    return view.clone()

@@ -1,0 +1,201 @@
+"""The machine itself: devices with their streams, the host's clock, and everything that was noticed.
+
+There is one in each process, `WORLD`, as there is one machine. A test begins with `World.begin`, in which all is over,
+and ends with `World.races`, which should be empty.
+
+Two devices can be named, ``sim:0`` and ``sim:1``, so that "the current device" and "the device of this tensor" can
+differ; training runs on ``sim:0`` alone, since autograd serves one device of a Python backend.
+
+Spec: SIM-01, SIM-03.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from spec_tests.harness.simulated.clocks import HOST, Clock, Stream, join
+from spec_tests.harness.simulated.memory import Access, Block, Memory
+from spec_tests.harness.simulated.races import Race, SimulatedRaceError
+
+__all__ = ["NUM_DEVICES", "WORLD", "World"]
+
+NUM_DEVICES = 2
+PROGRAM = f"{os.sep}minifsdp{os.sep}"  # in the names of its files
+DEPTH = 30  # frames that are looked through for the lines of the program
+NUM_LINES = 3  # of the program, that are shown for an access
+
+
+class World:
+    """One machine.
+
+    Attributes:
+        memory: whose bytes are whose.
+        host: the CPU's clock.
+        races: what has collided, each pair of lines once.
+        stops: how often the host was stopped, by reason and line.
+        num_operations: launched so far.
+        log: the open `Log`, if there is one (see ``replay.py``).
+        is_strict: there are no streams, and what collides all the same raises at once, where it happens.
+        programs: parts of file names whose lines are shown in reports.
+    """
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self.host: Clock = {}
+        Stream.current_index = lambda: self.current_index
+        Stream.current = self.current_stream
+        Stream.host_clock = self.host
+        Stream.host_stops = self.host_stops
+        Stream.where = self.where
+        self.main = [Stream(index, name="compute stream") for index in range(NUM_DEVICES)]
+        self.streams: dict[int, Stream] = {stream.number: stream for stream in self.main}
+        self.memory = Memory(self._report)
+        self.races: dict[Any, Race] = {}
+        self.stops: Counter[tuple[str, str]] = Counter()
+        self.num_operations = 0
+        self.log: Any = None
+        self.is_strict = False
+        self.look_at(PROGRAM)
+
+    # --- where the program is ---
+
+    def look_at(self, *parts: str) -> None:
+        """Until the next test, reports show the lines of files with one of these in their names."""
+        self.programs = parts
+        self._is_program: dict[str, bool] = {}
+
+    @property
+    def current_index(self) -> int:
+        """The current device of this thread."""
+        index: int = getattr(self._local, "index", 0)
+        return index
+
+    @current_index.setter
+    def current_index(self, index: int) -> None:
+        if not 0 <= index < NUM_DEVICES:
+            raise RuntimeError(f"sim: invalid device ordinal {index}; there are {NUM_DEVICES} simulated devices")
+        self._local.index = index
+
+    def current_stream(self, index: int) -> Stream:
+        """The current stream of a device in this thread."""
+        if self.is_strict:
+            return self.main[index]
+        chosen: dict[int, Stream] | None = getattr(self._local, "streams", None)
+        return self.main[index] if chosen is None else chosen.get(index) or self.main[index]
+
+    def use_stream(self, stream: Stream) -> None:
+        """Makes ``stream`` the current one of its device in this thread."""
+        self.streams[stream.number] = stream
+        self._local.__dict__.setdefault("streams", {})[stream.index] = stream
+
+    def where(self) -> str:
+        """The innermost lines of the program under test, the innermost first."""
+        frame: Any = sys._getframe(2)
+        found: list[str] = []
+        is_program = self._is_program
+        for _ in range(DEPTH):
+            if frame is None:
+                break
+            name = frame.f_code.co_filename
+            if is_program.get(name) or (name not in is_program and self._look_at(name)):
+                found.append(f"{os.path.basename(name)}:{frame.f_lineno}")
+                if len(found) == NUM_LINES:
+                    break
+            frame = frame.f_back
+        return " < ".join(found) or "the user's program"
+
+    def _look_at(self, name: str) -> bool:
+        found = self._is_program[name] = any(part in name for part in self.programs)
+        return found
+
+    # --- the host ---
+
+    def host_stops(self, reason: str) -> None:
+        """The CPU waits for the device."""
+        self.stops[reason, self.where()] += 1
+
+    def stop_for(self, stream: Stream, reason: str) -> None:
+        """The CPU waits until the stream has done all that it was given."""
+        self.host_stops(reason)
+        join(self.host, stream.clock)
+
+    def synchronize(self) -> None:
+        """The CPU waits for everything."""
+        for stream in list(self.streams.values()):
+            join(self.host, stream.clock)
+
+    # --- operations ---
+
+    def begin_operation(self, stream: Stream | None) -> tuple[int, int, Clock]:
+        """Stream, number and clock of an operation that is launched now; on the CPU if there is no stream."""
+        self.num_operations += 1
+        if stream is None:
+            self.host[HOST] = self.host.get(HOST, 0) + 1
+            return HOST, self.host[HOST], dict(self.host)
+        self.streams[stream.number] = stream
+        number, clock = stream.begin_operation()
+        return stream.number, number, clock
+
+    def name_of(self, stream: int) -> str:
+        """For reports."""
+        return "the CPU" if stream == HOST else self.streams[stream].name
+
+    def _report(self, kind: str, new: Access, old: Access | None, block: Block | None) -> None:
+        key = (kind, new.operator, new.where, new.is_write, old and (old.operator, old.where))
+        if key in self.races:
+            return
+        race = self.races[key] = Race.of(self, kind, new, old, block)
+        if self.is_strict:
+            raise SimulatedRaceError(str(race))
+
+    @contextmanager
+    def strict(self) -> Iterator[None]:
+        """A device that refuses, for a ``with`` block: it has one queue, which hides no mistake of who waits for whom.
+
+        What is left to do wrong raises at once: the host reads what a copy has not brought yet, or writes what one
+        still reads; as ever, the CPU's memory beside the device's in one operator, and an index that is not there.
+        """
+        self.is_strict = True
+        try:
+            yield
+        finally:
+            self.is_strict = False
+
+    # --- tests ---
+
+    def assert_no_race(self) -> None:
+        """The end of a test.
+
+        Raises:
+            AssertionError: something has collided.
+        """
+        if self.races:
+            shown = [str(race) for race in list(self.races.values())[:5]]
+            raise AssertionError("\n".join([f"{len(self.races)} collisions on the simulated device:", *shown]))
+
+    def begin(self) -> None:
+        """The beginning of a test: all is over, nothing was noticed."""
+        self.synchronize()
+        self.memory.calm()
+        self.races.clear()
+        self.stops.clear()
+        self.num_operations = 0
+        self.log = None
+        self.is_strict = False
+        self.look_at(PROGRAM)
+        self._local.__dict__.clear()
+        alive = {stream.number for stream in self.main}
+        for number in [number for number in self.streams if number not in alive]:
+            del self.streams[number]
+        torch.manual_seed(0)
+
+
+WORLD = World()
