@@ -31,6 +31,9 @@ WIDTH = 64
 UNIT = 2 * WIDTH * WIDTH * 4  # bytes of one unit in float32: 32 KiB
 # Activations, and numbers such as an optimizer's step: less than a tenth of a unit. Half a unit's shard would show.
 SLACK = UNIT // 9
+# Units. On an accelerator the CPU runs ahead, so in backward there may also be what communication streams still read:
+# the gradients of two units, which have been packed for their reduction, and what the last gather has brought.
+IN_FLIGHT = 3
 
 
 class Pair(nn.Module):
@@ -311,7 +314,8 @@ def assert_as_priced(found: dict[str, float], priced: Cost) -> None:
     """Within activations, and never less than what was said."""
     expected = {name: getattr(priced, name) for name in found}
     apart = {name: (found[name] - expected[name]) / UNIT for name in found}
-    assert all(-0.01 < units < SLACK / UNIT for units in apart.values()), (
+    most = {"peak_backward": 0 if device().type == "cpu" else IN_FLIGHT}
+    assert all(-0.01 < units < most.get(name, 0) + SLACK / UNIT for name, units in apart.items()), (
         f"in units: apart by {apart}, found {_in_units(found)}, priced {_in_units(expected)}"
     )
 
@@ -503,20 +507,25 @@ def test_across_hosts_a_hybrid_strategy_sends_what_was_counted_and_not_what_the_
     assert sent != formulas.hybrid_cross_host_as_printed(num_bytes, 4, 2)
 
 
-# ---- on a GPU -------------------------------------------------------------------------------------------------------
+# ---- on an accelerator ----------------------------------------------------------------------------------------------
 
 MIB = 2**20
 WIDE = 1024  # a unit of 8 MiB: the allocator's rounding to 2 MiB does not blur it
 
 
-@pytest.mark.gpu
+def memory() -> Any:
+    """Who counts an accelerator's bytes."""
+    return torch.get_device_module(device())
+
+
+@pytest.mark.accelerator
 @pytest.mark.spec("COST-01", "COST-02")
 @pytest.mark.parametrize("strategy", [*SHARDED, "NO_SHARD"])
 @ranks(2)
 def test_the_allocator_of_a_gpu_has_what_was_priced_between_steps(strategy: str) -> None:
     num_shards = 1 if strategy == "NO_SHARD" else 2
     job = Job(units=[[(WIDE, WIDE)] * 2] * 4, strategy=strategy, num_shards=num_shards)
-    before = torch.cuda.memory_allocated()
+    before = memory().memory_allocated()
     model = FullyShardedDataParallel(
         Tower(WIDE, has_root=False).to(device()),
         sharding_strategy=ShardingStrategy[strategy],
@@ -524,18 +533,18 @@ def test_the_allocator_of_a_gpu_has_what_was_priced_between_steps(strategy: str)
     )
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
     for _ in range(3):
-        _step_on_gpu(model, optimizer)
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() - before == pytest.approx(cost_of(job).stored, abs=4 * MIB)
+        _step_on_accelerator(model, optimizer)
+    memory().synchronize()
+    assert memory().memory_allocated() - before == pytest.approx(cost_of(job).stored, abs=4 * MIB)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu  # how far the CPU runs ahead of it is a matter of real time
 @pytest.mark.spec("COST-03")
 @pytest.mark.parametrize("strategy", SHARDED)
 @ranks(2)
 def test_the_peak_on_a_gpu_is_at_most_one_unit_above_what_was_priced(strategy: str) -> None:
     job = Job(units=[[(WIDE, WIDE)] * 2] * 4, strategy=strategy, num_shards=2)
-    before = torch.cuda.memory_allocated()
+    before = memory().memory_allocated()
     model = FullyShardedDataParallel(
         Tower(WIDE, has_root=False).to(device()),
         sharding_strategy=ShardingStrategy[strategy],
@@ -543,9 +552,9 @@ def test_the_peak_on_a_gpu_is_at_most_one_unit_above_what_was_priced(strategy: s
     )
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
     for _ in range(3):
-        torch.cuda.reset_peak_memory_stats()
-        _step_on_gpu(model, optimizer)
-    peak = torch.cuda.max_memory_allocated() - before
+        memory().reset_peak_memory_stats()
+        _step_on_accelerator(model, optimizer)
+    peak = memory().max_memory_allocated() - before
     unit = 2 * WIDE * WIDE * 4
     # The CPU runs ahead: up to two units are in flight where the formula has one.
     assert cost_of(job).peak - unit / 2 <= peak <= cost_of(job).peak + unit + 4 * MIB
@@ -564,16 +573,16 @@ def test_a_unit_that_is_larger_than_the_memory_does_not_fit_and_its_parts_do() -
     low = MixedPrecision(param_dtype=torch.float16)
     try:
         with pytest.raises(torch.OutOfMemoryError):
-            _step_on_gpu(FullyShardedDataParallel(_deep(), mixed_precision=low), None)
+            _step_on_accelerator(FullyShardedDataParallel(_deep(), mixed_precision=low), None)
         gc.collect()
         torch.cuda.empty_cache()
         parts = FullyShardedDataParallel(_deep(), mixed_precision=low, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-        _step_on_gpu(parts, None)
+        _step_on_accelerator(parts, None)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @pytest.mark.spec("COST-10")
 @ranks(1)
 def test_memory_of_a_gpu_is_printed() -> None:
@@ -589,7 +598,7 @@ def _deep() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDE, WIDE, bias=False) for _ in range(16))).to(device())
 
 
-def _step_on_gpu(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def _step_on_accelerator(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     model(torch.ones(1, WIDE, device=device())).sum().backward()
     if optimizer is not None:
         optimizer.step()

@@ -132,7 +132,7 @@ def test_every_span_of_a_step_has_ended_when_the_step_has() -> None:
     model = shard_each(chain())
     with trace.record() as recorder:
         train_once(model)
-    moments = {"FREE", "WAIT", "H2D", "D2H", "BCAST"}
+    moments = {"FREE", "H2D", "D2H", "BCAST"}
     for event in recorder.events:
         assert (event.end == event.start) == (event.kind in moments), event
     assert [event.start for event in recorder.events] == sorted(event.start for event in recorder.events)
@@ -146,9 +146,10 @@ def test_a_recording_that_begins_or_ends_in_the_middle_of_a_step_does_no_harm() 
             loss = model(draw(dist.get_rank())).sum()
         with trace.record() as backward:
             loss.backward()
-        assert {event.kind for event in forward.events} == {"AG", "F", "FREE"}
-        assert {event.kind for event in backward.events} == {"AG", "B", "FREE", "RS"}
+        # The CPU may run ahead of an accelerator, and waits for it then.
+        assert {event.kind for event in forward.events} - {"WAIT"} == {"AG", "F", "FREE"}
+        assert {event.kind for event in backward.events} - {"WAIT"} == {"AG", "B", "FREE", "RS"}
         loss = model(draw(dist.get_rank())).sum()
         with trace.record() as only_backward:
             loss.backward()
-        assert only_backward.order() == backward.order()
+        assert only_backward.order("AG", "B", "FREE", "RS") == backward.order("AG", "B", "FREE", "RS")

@@ -15,7 +15,7 @@ from minifsdp.engine.lanes import Lanes
 from minifsdp.engine.layout import owned_parameters
 from minifsdp.engine.mesh import Group, Mesh, default_group
 from spec_tests.engine.small import Block, chain, draw, shard_each, square_loss, train_once, units_of
-from spec_tests.harness import device, ranks
+from spec_tests.harness import device, plain_tensor, ranks
 
 both_kinds = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
 
@@ -32,7 +32,9 @@ def lay_out(module: nn.Module, mesh: Mesh | None = None, **options: Any) -> Flat
 
 
 def gather(layout: FlatLayout) -> None:
-    promise = layout.gather(Lanes(device()))
+    lanes = Lanes(device())
+    lanes.gather.follow()  # as a root does, once in an iteration
+    promise = layout.gather(lanes)
     if promise is not None:
         promise.wait()
 
@@ -102,7 +104,7 @@ def test_a_gather_shows_the_full_values_as_views_and_a_free_takes_their_memory(o
         assert len({tensor.untyped_storage().data_ptr() for tensor in shown}) == 1, "one flat storage"
         for tensor, value in zip(shown, expected, strict=True):
             assert torch.equal(tensor, value)
-            assert type(tensor) is Tensor
+            assert type(tensor) is plain_tensor()
             assert tensor.requires_grad
         layout.show_sharded()
         event = layout.free()

@@ -191,6 +191,11 @@ BACKWARDS = {
 }
 
 
+def without_waits(recorder: trace.Recorder) -> list[str]:
+    """How far the CPU runs ahead of an accelerator is the rate limiter's business, and has tests of its own."""
+    return [word for word in recorder.order() if not word.startswith("WAIT")]
+
+
 @pytest.mark.spec("SHARD-04", "SHARD-05", "PREF-02", "PREF-04", "PREF-06", "PREF-08", "PREF-11")
 @pytest.mark.parametrize("prefetch", BACKWARDS, ids=str)
 @ranks(2)
@@ -199,7 +204,7 @@ def test_a_step_of_full_shard_goes_in_this_order(prefetch: BackwardPrefetch | No
     for _ in range(2):
         with trace.record() as recorder:
             train_once(model)
-        assert ", ".join(recorder.order()) == f"{FORWARD}, {BACKWARDS[prefetch]}"
+        assert ", ".join(without_waits(recorder)) == f"{FORWARD}, {BACKWARDS[prefetch]}"
 
 
 @pytest.mark.spec("SHARD-08", "PREF-15")
@@ -209,7 +214,7 @@ def test_a_step_of_shard_grad_op_keeps_everything_until_its_backward(prefetch: B
     model: Any = with_own_layer(wrapper(sharding_strategy=KEEP, backward_prefetch=prefetch))
     with trace.record() as recorder:
         train_once(model)
-    assert ", ".join(recorder.order()) == (
+    assert ", ".join(without_waits(recorder)) == (
         "AG, F, AG 0, F 0, AG 1, F 1, AG 2, F 2, B, B 2, FREE 2, RS 2, B 1, FREE 1, RS 1, B 0, FREE 0, RS 0, FREE, RS"
     )
 
@@ -224,7 +229,7 @@ def test_forward_prefetch_asks_for_the_next_unit_from_the_second_iteration_on() 
         model.zero_grad()
         with trace.record() as recorder:
             train_once(model)
-        orders.append(", ".join(recorder.order()))
+        orders.append(", ".join(without_waits(recorder)))
     assert_gradients(model, expected)
     assert orders[0] == f"{FORWARD}, {BACKWARDS[BackwardPrefetch.BACKWARD_PRE]}"
     # The backward is as early as without it: views are made when they are used, not when they are asked for.
@@ -433,7 +438,7 @@ def test_a_prefetch_that_was_wrong_is_dropped_at_the_end_of_backward() -> None:
         model.zero_grad()
         with trace.record() as recorder:
             train_once(model, past_the_middle)
-        order = recorder.order()
+        order = without_waits(recorder)
         assert order[order.index("B last") :] == [
             "B last", "AG last", "AG middle", "FREE last", "RS last", "B first", "AG first", "FREE first", "RS first",
             "FREE middle",

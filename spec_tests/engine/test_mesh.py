@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from minifsdp.engine import mesh
 from minifsdp.engine.mesh import Group, Mesh, default_group, node_groups, node_size
-from spec_tests.harness import ranks
+from spec_tests.harness import device, ranks
 
 CPU = torch.device("cpu")
 
@@ -136,7 +136,7 @@ def test_ranks_of_one_node_are_a_row_and_equal_places_of_all_nodes_a_column() ->
     assert (table.num_shards, table.shard_index, table.num_ranks) == (2, rank % 2, 4)
     assert table.is_first is (rank == 0)
     # They are real groups: what is summed over the row and then over the column is summed over all.
-    total = torch.tensor([float(rank)])
+    total = torch.tensor([float(rank)], device=device())
     dist.all_reduce(total, group=row.process_group)
     dist.all_reduce(total, group=column.process_group)
     assert total.item() == 6

@@ -31,6 +31,9 @@ class Kept:
     def pack(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
         return gradient.parts[0].to(dtype)
 
+    def copy_to_host(self, piece: torch.Tensor) -> torch.Tensor:
+        return piece
+
     def accept_gradient(self, gradient: Gradient, piece: torch.Tensor) -> None:
         self.pieces.append(piece.clone())
 

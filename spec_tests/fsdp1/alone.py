@@ -24,11 +24,18 @@ __all__ = ["FullyShardedDataParallel", "as_if_alone"]
 class FullyShardedDataParallel:
     """Gives the module back, with values if it was built without, and with the methods of a wrapper."""
 
-    def __new__(cls, module: nn.Module, *, param_init_fn: Callable[[nn.Module], None] | None = None, **_: Any) -> Any:
+    def __new__(
+        cls,
+        module: nn.Module,
+        *,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: torch.device | None = None,
+        **_: Any,
+    ) -> Any:
         for part in list(module.modules()):
             if param_init_fn is not None and any(t.is_meta for t in [*part._parameters.values(), *part.buffers(False)]):
                 param_init_fn(part)
-        plain: Any = module
+        plain: Any = module if device_id is None else module.to(device_id)
         plain.clip_grad_norm_ = lambda limit: nn.utils.clip_grad_norm_(module.parameters(), limit)
         plain.params_with_grad = list(module.parameters())
         return plain

@@ -26,6 +26,7 @@ __all__ = [
     "assert_same_state",
     "flat_or_original",
     "gathered",
+    "is_plain",
     "make",
     "quiet",
     "step",
@@ -101,10 +102,18 @@ def step(
     return float(loss.detach())
 
 
+def is_plain(value: Any) -> bool:
+    """Whether the value is a tensor as torch makes it on that device, and not a parameter or a tensor of slices."""
+    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+        return False
+    return type(value) is type(torch.empty(0, device=value.device))
+
+
 def gathered(value: Any) -> Tensor:
     """The full tensor behind a value, whatever it is wrapped in. Every rank must call it."""
     if isinstance(value, DTensor):
-        return value.full_tensor()
+        # Offloaded or not: collectives want the device's tensors.
+        return value.to(device()).full_tensor()
     if not isinstance(value, ShardedTensor):
         return value
     pieces: list[Any] = [None] * dist.get_world_size()

@@ -133,10 +133,14 @@ def iterate(model: nn.Module, step: int = 0, **arguments: Any) -> float:
 # --- what was recorded, as one would say it ---
 
 
-def said(events: Iterable[trace.Event]) -> str:
-    """The events as words. The forward and the backward of the root are left out: they surround everything."""
+def said(events: Iterable[trace.Event], *, waits: bool = False) -> str:
+    """The events as words. The forward and the backward of the root are left out: they surround everything.
+
+    Where the limiter holds the CPU back depends on the pace of the device, and is told if ``waits`` asks for it.
+    """
     words = [(event.kind, event.unit.removeprefix("blocks.") or "R") for event in events]
-    return " ".join(kind + unit for kind, unit in words if (kind, unit) not in (("F", "R"), ("B", "R")))
+    left_out = [("F", "R"), ("B", "R")]
+    return " ".join(kind + unit for kind, unit in words if (kind, unit) not in left_out and (kind != "WAIT" or waits))
 
 
 def recorded_iteration(model: FullyShardedDataParallel, step: int = 0) -> str:
@@ -150,8 +154,9 @@ def recorded_iteration(model: FullyShardedDataParallel, step: int = 0) -> str:
 
 
 def of_unit(recorder: trace.Recorder, unit: str, *kinds: str) -> list[str]:
-    """The kinds of one unit's events, in order; all of them or only the given ones."""
-    return [event.kind for event in recorder.events if event.unit == unit and (not kinds or event.kind in kinds)]
+    """The kinds of one unit's events, in order; only the given ones, or all but those of the limiter (see `said`)."""
+    kept = [event.kind for event in recorder.events if event.unit == unit]
+    return [kind for kind in kept if (kind in kinds if kinds else kind != "WAIT")]
 
 
 class Wire(TorchDispatchMode):

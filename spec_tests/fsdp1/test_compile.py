@@ -33,6 +33,7 @@ from spec_tests.fsdp1.refusals import caught_warnings, refused
 from spec_tests.harness import ranks
 
 FSDP = FullyShardedDataParallel
+pytestmark = pytest.mark.not_simulated("torch.compile does not know the simulated device")
 
 
 def trained(model: FSDP, called: Any = None, steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:

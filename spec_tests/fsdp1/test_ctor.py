@@ -593,7 +593,7 @@ def test_instances_nested_by_hand_train_as_those_made_by_a_policy() -> None:
 @pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 @ranks(2)
 def test_printing_shows_every_unit_as_a_layer(keep: bool) -> None:
-    model = FSDP(nn.ModuleDict({"a": sharded(use_orig_params=keep), "b": FSDP(nn.Linear(2, 2))}))
+    model = FSDP(nn.ModuleDict({"a": sharded(use_orig_params=keep), "b": FSDP(nn.Linear(2, 2, device=device()))}))
     assert len(FSDP.fsdp_modules(model)) == 7
     for each in (model, model["a"], model["b"]):
         assert num_printed(each) == len(FSDP.fsdp_modules(each))

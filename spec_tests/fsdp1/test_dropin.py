@@ -27,7 +27,7 @@ import pytest
 import torch.distributed as dist
 
 from spec_tests.fsdp1.alone import as_if_alone
-from spec_tests.harness import ranks
+from spec_tests.harness import device, ranks
 
 PROGRAMS = pathlib.Path(__file__).parent / "dropin"
 TORCH, OURS, ALONE = "torch.distributed.fsdp", "minifsdp", "spec_tests.fsdp1.alone"
@@ -47,6 +47,16 @@ def text_of(program: str, library: str) -> str:
             line = re.sub(r"torch\.distributed\.fsdp(\.\w+)?", instead, line, count=1)
         lines.append(line)
     return "\n".join(lines)
+
+
+def on_this_device(text: str) -> str:
+    """The programs know CUDA and the CPU; another accelerator takes CUDA's place."""
+    if device().type in ("cpu", "cuda"):
+        return text
+    here = text.replace("torch.cuda.is_available()", "True").replace(
+        'torch.device("cuda", rank)', f"torch.{device()!r}"
+    )
+    return here.replace('"cuda"', f'"{device().type}"')
 
 
 @contextlib.contextmanager
@@ -74,7 +84,8 @@ def run(program: str, library: str) -> Any:
         environment.setenv("LOCAL_WORLD_SIZE", "2")
         stack.enter_context(contextlib.redirect_stdout(written))
         namespace: dict[str, Any] = {"__name__": f"{program} with {library}"}
-        exec(compile(text_of(program, library), f"{program}.py", "exec"), namespace)
+        text = on_this_device(text_of(program, library))
+        exec(compile(text, f"{program}.py", "exec"), namespace)
         namespace["main"]()
     return json.loads(written.getvalue()) if written.getvalue() else None
 

@@ -103,7 +103,9 @@ def test_values_that_are_assigned_to_the_slice_reach_the_parameters(use_orig_par
 
 @ranks(2)
 def check_without_parameters() -> None:
-    model = FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(nn.Linear(2, 2)), nn.ReLU()))
+    model = FullyShardedDataParallel(
+        nn.Sequential(FullyShardedDataParallel(nn.Linear(2, 2, device=device())), nn.ReLU())
+    )
     assert not model._has_params
     assert model._flat_param is None
     assert model._handle is None

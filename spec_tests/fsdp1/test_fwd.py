@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minifsdp import FullyShardedDataParallel, ShardingStrategy, trace
 from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests.fsdp1.checkpoints import is_plain
 from spec_tests.fsdp1.four_blocks import (
     FLAT_STRATEGIES,
     FULL_SHARD,
@@ -249,7 +250,7 @@ def test_in_forward_and_backward_parameters_are_plain_views_of_one_flat_tensor(
         layer = blocks[index].linear
         for name, offset in (("weight", 0), ("bias", WIDTH * WIDTH)):
             tensor = getattr(layer, name)
-            assert type(tensor) is Tensor, "neither a parameter nor anything else special"
+            assert is_plain(tensor), "neither a parameter nor anything else special"
             assert tensor._is_view()
             assert tensor.storage_offset() == offset
             assert torch.equal(tensor, values[f"blocks.{index}.linear.{name}"])

@@ -411,7 +411,7 @@ def test_a_compressing_hook_sends_half_the_bytes_and_trains_nearly_as_well(
     assert losses[1][4] < 0.9 * losses[1][0]
 
 
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @pytest.mark.spec("HOOK-07")
 @flat_strategies
 @ranks(2)

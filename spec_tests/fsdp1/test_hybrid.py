@@ -125,8 +125,9 @@ def test_without_groups_the_ranks_of_a_node_shard_and_equal_local_ranks_replicat
 def on_nodes_of_two(strategy: ShardingStrategy) -> FullyShardedDataParallel:
     """Without groups, on what looks like machines with two ranks each."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
+    accelerator = torch.get_device_module(device())
     is_cpu = device().type == "cpu"
-    with contextlib.nullcontext() if is_cpu else mock.patch.object(torch.cuda, "device_count", return_value=2):
+    with contextlib.nullcontext() if is_cpu else mock.patch.object(accelerator, "device_count", return_value=2):
         model = sharded(sharding_strategy=strategy, process_group=None)
     all_connected()
     return model

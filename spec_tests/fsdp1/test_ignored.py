@@ -145,7 +145,7 @@ def test_buffers_below_an_ignored_module_are_left_alone_too(spelling: str, many:
 
 
 @pytest.mark.spec("IGN-01")
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @ranks(2)
 def test_an_ignored_part_stays_on_its_own_device() -> None:
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH, device=device()), nn.Linear(WIDTH, WIDTH))

@@ -124,7 +124,7 @@ def test_a_model_trains_with_and_without_a_device_id(given: bool, strategy: Shar
 
 
 @pytest.mark.spec("DEV-01")
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @ranks(2)
 def test_an_index_selects_the_accelerator() -> None:
     model = sharded(Stack(), device_id=device().index)
@@ -148,7 +148,7 @@ def test_an_accelerator_that_the_module_is_on_is_the_compute_device() -> None:
 
 
 @pytest.mark.spec("DEV-03")
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @ranks(2)
 def test_a_module_on_the_cpu_is_initialised_there_and_computes_on_the_current_device_with_a_warning() -> None:
     computed_on: list[torch.device] = []
@@ -195,16 +195,17 @@ def test_the_move_and_the_sharding_go_unit_by_unit_and_inner_ones_first() -> Non
 
 
 @pytest.mark.spec("DEV-05")
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @ranks(2)
 def test_the_whole_model_is_never_on_the_device_at_once() -> None:
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
     full = sum(parameter.nbytes for parameter in model.parameters())
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    accelerator = torch.get_device_module(device())
+    before = accelerator.memory_allocated()
+    accelerator.reset_peak_memory_stats()
     model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), device_id=device())
     # Half of it stays here; beside that there is room for one layer, and for one row that is about to be cut.
-    assert torch.cuda.max_memory_allocated() - before < 0.9 * full
+    assert accelerator.max_memory_allocated() - before < 0.9 * full
     del model
 
 
@@ -218,10 +219,10 @@ def test_a_device_id_that_is_not_the_accelerator_of_the_module_is_refused_with_b
 
 
 @pytest.mark.spec("DEV-06")
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @ranks(2)
 def test_another_accelerator_than_that_of_the_module_is_refused() -> None:
-    other = torch.device("cuda", device().index + 1)
+    other = torch.device(device().type, device().index + 1)
     with refused(ValueError, str(device()), str(other)):
         FSDP(nn.Linear(2, 2).to(device()), device_id=other, sync_module_states=True)
 
@@ -234,15 +235,16 @@ def test_a_function_that_was_not_called_is_refused() -> None:
 
 
 @pytest.mark.spec("DEV-07")
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @ranks(2)
 def test_a_device_without_an_index_is_the_current_one_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="index"):
-        model = FSDP(nn.Linear(2, 2), device_id=torch.device("cuda"))
+        model = FSDP(nn.Linear(2, 2), device_id=torch.device(device().type))
     assert model.compute_device == device()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert FSDP(nn.Linear(2, 2), device_id=torch.cuda.current_device()).compute_device == device()
+        index = torch.get_device_module(device()).current_device()
+        assert FSDP(nn.Linear(2, 2), device_id=index).compute_device == device()
 
 
 class Pair(NamedTuple):
@@ -314,7 +316,7 @@ def test_parameters_on_the_meta_device_and_on_a_real_one_are_no_mistake() -> Non
 
 
 @pytest.mark.spec("DEV-10")
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @ranks(2)
 def test_a_model_on_the_cpu_and_on_an_accelerator_needs_a_device_id() -> None:
     def mixed() -> nn.Module:
@@ -450,7 +452,7 @@ def test_where_the_cpu_computes_its_state_can_be_sent(given: bool) -> None:
 
 
 @pytest.mark.spec("SYNC-04")
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @ranks(2)
 def test_a_module_on_the_cpu_cannot_be_sent_over_an_accelerators_network() -> None:
     with refused(ValueError, "sync_module_states", "device_id"):
@@ -651,7 +653,7 @@ def test_param_init_fn_sees_every_owner_of_meta_tensors_and_nobody_else() -> Non
         )
 
     model = on_meta(build)
-    model["real"] = nn.Linear(3, 3)
+    model["real"] = nn.Linear(3, 3, device=device())
     before = model["real"].weight.detach().clone()
     inner = Initializer()
     model["unit"] = FSDP(model["unit"], param_init_fn=inner)
@@ -733,15 +735,16 @@ def test_in_the_trace_each_unit_is_made_before_the_next_one_begins() -> None:
 
 
 @pytest.mark.spec("META-10")
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @ranks(2)
 def test_a_meta_model_is_never_in_full_size_on_the_device() -> None:
     model = on_meta(lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))))
     full = sum(parameter.nbytes for parameter in model.parameters())
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    accelerator = torch.get_device_module(device())
+    before = accelerator.memory_allocated()
+    accelerator.reset_peak_memory_stats()
     wrapped = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-    assert torch.cuda.max_memory_allocated() - before < 0.9 * full
+    assert accelerator.max_memory_allocated() - before < 0.9 * full
     assert next(wrapped.parameters()).device == device()
 
 

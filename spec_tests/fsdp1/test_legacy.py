@@ -24,7 +24,7 @@ POLICY = ModuleWrapPolicy({nn.Linear})
 
 
 def two_layers() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(device())
 
 
 @pytest.mark.spec("LEGACY-01")
@@ -238,7 +238,7 @@ def test_what_the_tutorial_imports_is_torch_s_own() -> None:
 
 
 @pytest.mark.spec("LEGACY-06")
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @ranks(2)
 def test_a_module_on_the_cpu_is_not_moved_to_the_accelerator_and_back() -> None:
     plain = nn.Linear(4, 4)

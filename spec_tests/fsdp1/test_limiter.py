@@ -101,7 +101,7 @@ def test_the_third_gather_waits_for_the_oldest_release() -> None:
     model = sharded()
     with slow_device() as slow, trace.record() as recorder, torch.no_grad():
         model(batch())
-    assert said(recorder.events) == (
+    assert said(recorder.events, waits=True) == (
         "AGR AG0 F0 FREE0 AG1 F1 FREE1 WAIT2 AG2 F2 FREE2 WAIT3 AG3 F3 FREE3 FREER"
     )  # fmt: skip
     assert slow.waited_for == [0, 1], "the releases of blocks 0 and 1"
@@ -216,10 +216,10 @@ BLOCK_BYTES = 1024 * 1025 * 4
 
 
 class SlowBlock(Block):
-    """Keeps the GPU busy for some milliseconds, so that the CPU is far ahead."""
+    """Keeps the device busy for some milliseconds, so that the CPU is far ahead."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        torch.cuda._sleep(20_000_000)
+        torch.get_device_module(device())._sleep(20_000_000)
         return super().forward(x)
 
 
@@ -230,22 +230,22 @@ def slow_stack() -> Stack:
     return model
 
 
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @pytest.mark.spec("LIM-02", "LIM-03", "LIM-06")
 @ranks(2)
-def test_on_a_slow_gpu_the_limit_saves_memory_and_shows_as_waiting() -> None:
-    peaks, waits = {}, {}
+def test_on_a_slow_accelerator_the_limit_saves_memory_and_shows_as_waiting() -> None:
+    accelerator, peaks, waits = torch.get_device_module(device()), {}, {}
     for limit_all_gathers in (True, False):
         model = sharded(seeded(slow_stack), limit_all_gathers=limit_all_gathers)
         for _ in range(2):
-            torch.cuda.synchronize(device())
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_stats()["active_bytes.all.current"]
+            accelerator.synchronize(device())
+            accelerator.reset_peak_memory_stats()
+            before = accelerator.memory_stats()["active_bytes.all.current"]
             with trace.record() as recorder:
                 loss_of(model(batch(width=1024)))
-            torch.cuda.synchronize(device())
-        # Active, not allocated: what Python has freed and the GPU still reads counts.
-        peaks[limit_all_gathers] = torch.cuda.memory_stats()["active_bytes.all.peak"] - before
+            accelerator.synchronize(device())
+        # Active, not allocated: what Python has freed and the device still reads counts.
+        peaks[limit_all_gathers] = accelerator.memory_stats()["active_bytes.all.peak"] - before
         waits[limit_all_gathers] = recorder.count("WAIT")
     assert peaks[True] < 3 * BLOCK_BYTES, "two blocks, and what a block computes"
     assert peaks[False] > peaks[True] + 2 * BLOCK_BYTES

@@ -30,7 +30,7 @@ from spec_tests.fsdp1.four_blocks import (
     sharded,
 )
 from spec_tests.fsdp1.refusals import caught_warnings, refused
-from spec_tests.harness import ranks
+from spec_tests.harness import device, ranks
 
 FSDP = FullyShardedDataParallel
 either = pytest.mark.parametrize("use_orig_params", [False, True])
@@ -138,7 +138,7 @@ def test_a_unit_that_the_reducing_backward_did_not_reach_is_noticed_too(use_orig
 @ranks(2)
 def test_an_optimizer_from_before_wrapping_is_noticed_whether_it_has_stepped_or_not(was_used: bool) -> None:
     # A model that was wrapped earlier in this process: optimizers are being watched already.
-    FSDP(nn.Linear(2, 2))
+    FSDP(nn.Linear(2, 2, device=device()))
     plain = seeded()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     if was_used:

@@ -18,6 +18,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch.nn.parallel import DistributedDataParallel
 
 from minifsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, StateDictType, trace
+from spec_tests.fsdp1.checkpoints import is_plain
 from spec_tests.fsdp1.four_blocks import (
     FLAT_STRATEGIES,
     FULL_SHARD,
@@ -112,7 +113,7 @@ def test_an_evaluation_takes_shards_to_the_device_and_brings_nothing_back() -> N
     assert [event.kind for event in recorder.events if event.kind in ("H2D", "AG", "D2H")] == ["H2D", "AG"] * len(UNITS)
 
 
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @pytest.mark.spec("OFF-02", "OFF-03")
 @pairs
 @ranks(2)
@@ -141,7 +142,7 @@ def test_shards_gradients_and_optimizer_state_are_on_the_cpu(strategy: ShardingS
     assert set(seen) == {device()}
 
 
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @pytest.mark.spec("OFF-06")
 @ranks(2)
 def test_inside_no_sync_gradients_are_on_the_device() -> None:
@@ -173,7 +174,8 @@ def test_training_with_offload_is_bit_by_bit_that_without(
             optimizer.step()
             optimizer.zero_grad()
         trained.append(full_values(model))
-    torch.testing.assert_close(trained[0], trained[1], rtol=1e-6, atol=1e-7)
+    # What is whole on each rank is gathered nowhere, and stays where it is kept.
+    torch.testing.assert_close(trained[0], trained[1], rtol=1e-6, atol=1e-7, check_device=False)
     if device().type == "cpu":
         assert_same(trained[0], trained[1], bitwise=True)
     assert not torch.equal(trained[0]["enter.weight"], seeded().enter.weight)
@@ -194,7 +196,7 @@ def test_training_with_offload_is_that_of_distributed_data_parallel(
             optimizer.zero_grad()
             iterate(each, step)
             optimizer.step()
-    torch.testing.assert_close(full_values(model), named(parallel.module), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(full_values(model), named(parallel.module), rtol=1e-5, atol=1e-6, check_device=False)
 
 
 # --- accumulation ---
@@ -268,7 +270,7 @@ def test_clipping_returns_the_right_norm_on_every_rank(strategy: ShardingStrateg
         torch.testing.assert_close(whole(model, group=group)[1], clipped, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @pytest.mark.spec("OFF-07")
 @ranks(2)
 def test_clipping_works_on_gradients_on_the_cpu() -> None:
@@ -289,7 +291,8 @@ def test_what_the_user_changes_on_the_cpu_is_computed_with(strategy: ShardingStr
     model = offloaded(sharding_strategy=strategy, use_orig_params=use_orig_params)
     expected = seeded()
     with torch.no_grad():
-        model(batch())
+        # Who looks at the output has waited for the device, which reads the parameters until then.
+        assert model(batch()).isfinite().all()
         for parameter in (*model.parameters(), *expected.parameters()):
             parameter.mul_(2.0)
         torch.testing.assert_close(model(batch()), expected(batch()))
@@ -322,11 +325,12 @@ def test_state_dicts_of_offloaded_units_are_those_of_others_and_can_be_loaded(
     state, expected = state_of(model), state_of(trained(sharded(**options)))
     assert list(state) == list(expected)
     for name, value in expected.items():
-        assert type(state[name]) is type(value)
+        assert is_plain(state[name]) if is_plain(value) else type(state[name]) is type(value)
         assert state[name].shape == value.shape
     again = offloaded(**options)
     with FullyShardedDataParallel.state_dict_type(again, kind):
         again.load_state_dict(state)
     assert_same(full_values(again), full_values(model), bitwise=True)
-    assert_same(full_values(again), full_values(trained(sharded(**options))), bitwise=True)
+    on_device = {name: value.to(device()) for name, value in full_values(again).items()}
+    assert_same(on_device, full_values(trained(sharded(**options))), bitwise=True)
     assert {parameter.device.type for parameter in again.parameters()} == {"cpu"}

@@ -21,7 +21,7 @@ from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.fsdp1.checkpoints import assert_same_state, flat_or_original, gathered, make, quiet, step, wrapped
 from spec_tests.fsdp1.four_blocks import Wire
 from spec_tests.fsdp1.refusals import caught_warnings
-from spec_tests.harness import ranks
+from spec_tests.harness import device, ranks
 
 OLD_AND_NEW = {
     "full_optim_state_dict": "optim_state_dict",
@@ -104,7 +104,7 @@ def test_the_full_one_equals_torchs() -> None:
     with quiet():
         wrapper = torch_fsdp.FullyShardedDataParallel
         policy = torch_fsdp.wrap.ModuleWrapPolicy({nn.Sequential})
-        other = wrapper(make(), auto_wrap_policy=policy, device_id=torch.device("cpu"))
+        other = wrapper(make(), auto_wrap_policy=policy, device_id=device())
         theirs = adam(other.parameters())
         for number in (0, 1):
             step(other, theirs, number)
@@ -307,7 +307,7 @@ def test_parameters_outside_of_all_units_may_be_missing(keep: bool) -> None:
     full = old("full_optim_state_dict", model, optimizer, rank0_only=False)
 
     more = make()
-    extra = nn.Parameter(torch.ones(3))
+    extra = nn.Parameter(torch.ones(3, device=device()))
     more.register_parameter("extra", extra)
     other = wrapped(more, ignored_states=[extra], use_orig_params=keep)
     restored = adam(other.parameters())

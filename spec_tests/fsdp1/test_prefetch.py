@@ -36,7 +36,7 @@ from spec_tests.fsdp1.four_blocks import (
     seeded,
     sharded,
 )
-from spec_tests.harness import ranks
+from spec_tests.harness import device, ranks
 
 PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
 SETTINGS = (PRE, POST, None)
@@ -154,33 +154,40 @@ def test_at_no_time_of_backward_are_more_blocks_gathered(setting: BackwardPrefet
     assert peak == most
 
 
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @pytest.mark.spec("PREF-03", "PREF-05")
 @ranks(2)
 def test_pre_holds_one_unit_more_than_post_in_memory() -> None:
     block_bytes = 1024 * 1025 * 4
-    peaks = {setting: peak_of_backward(setting) for setting in (PRE, POST)}
-    # Pre: current and next parameters, current gradients. Post: one of the two, and current gradients.
-    assert peaks[PRE] > 2.5 * block_bytes
-    assert peaks[POST] < peaks[PRE] - 0.5 * block_bytes
+    most = {setting: most_in_backward(setting) for setting in (PRE, POST)}
+    # Pre: the parameters of the block that computes and of the next one. Post: those of the one that computes.
+    assert most[PRE] > 1.9 * block_bytes
+    assert 0.9 * block_bytes < most[PRE] - most[POST] < 1.1 * block_bytes
 
 
-def peak_of_backward(setting: BackwardPrefetch) -> int:
-    """The most bytes that were allocated in backward beyond those at its beginning."""
+def most_in_backward(setting: BackwardPrefetch) -> int:
+    """The most bytes beyond those at the beginning of backward that are allocated while a block computes gradients."""
+    accelerator = torch.get_device_module(device())
     plain = seeded(lambda: Stack(1024))
     watch = Watch(plain)
-    # Memory crosses lanes; without this the allocator could not yet give back what the last unit has freed.
-    watch.in_backward = lambda unit: torch.cuda.synchronize()
+    allocated: list[int] = []
+
+    def look(unit: str) -> None:
+        if unit:
+            # Memory crosses lanes; without this the allocator could not yet give back what the last unit has freed.
+            accelerator.synchronize()
+            allocated.append(accelerator.memory_allocated())
+
+    watch.in_backward = look
     model = sharded(plain, backward_prefetch=setting)
     for _ in range(2):
         model.zero_grad(set_to_none=False)
         loss = loss_of(model(batch(width=1024)))
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        accelerator.synchronize()
+        before = accelerator.memory_allocated()
+        allocated.clear()
         loss.backward()
-        torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    return max(allocated) - before
 
 
 @pytest.mark.spec("PREF-07")
@@ -271,7 +278,7 @@ def test_collectives_run_in_the_order_in_which_the_trace_says_they_were_issued(
         assert wire.values == [(event.kind, event.num_bytes // 4) for event in recorder.events if event.ranks]
 
 
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @pytest.mark.spec("PREF-10", "PREF-14")
 @ranks(2)
 def test_gathers_have_a_stream_of_their_own_and_all_of_them_the_same() -> None:
@@ -281,8 +288,8 @@ def test_gathers_have_a_stream_of_their_own_and_all_of_them_the_same() -> None:
     lanes = {unit._unit.lanes for unit in FullyShardedDataParallel.fsdp_modules(model)}
     assert len(lanes) == 1
     (lanes_of_tree,) = lanes
-    streams = [lanes_of_tree.gather.stream, lanes_of_tree.reduce.stream, torch.cuda.current_stream()]
-    assert len({stream.cuda_stream for stream in streams}) == 3
+    streams = [lanes_of_tree.gather.stream, lanes_of_tree.reduce.stream]
+    assert len({*streams, torch.get_device_module(device()).current_stream()}) == 3
 
 
 @pytest.mark.spec("PREF-14")

@@ -24,6 +24,7 @@ PARTS = {1: 0.15, 2: 0.55, 3: 0.1, 4: 0.2}
 
 
 @pytest.mark.ranks
+@pytest.mark.not_simulated("scenarios are drawn for that device, see spec_tests/streams")
 @pytest.mark.spec("SHARD-03", "SHARD-15", "NOSYNC-02", "NOSYNC-03", "OFF-04", "PAR-01", "PAR-06", "PAR-07")
 @pytest.mark.parametrize("num_ranks", PARTS)
 def test_any_training_run_equals_one_process(num_ranks: int) -> None:

@@ -65,7 +65,7 @@ def test_the_strategies_are_these_five() -> None:
 @pytest.mark.spec("SHARD-01")
 @ranks(2)
 def test_no_strategy_means_full_shard() -> None:
-    for model in (FullyShardedDataParallel(nn.Linear(2, 2)), sharded(sharding_strategy=None)):
+    for model in (FullyShardedDataParallel(nn.Linear(2, 2, device=device())), sharded(sharding_strategy=None)):
         for unit in FullyShardedDataParallel.fsdp_modules(model):
             assert unit.sharding_strategy is FULL_SHARD
     # And it behaves so, it is not only called so.
@@ -429,19 +429,20 @@ def test_after_it_was_freed_a_unit_has_no_bytes(strategy: ShardingStrategy) -> N
     assert all(event.num_bytes == sizes[event.unit] for event in recorder.events if event.kind == "FREE")
 
 
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @pytest.mark.spec("SHARD-13")
 @ranks(2)
 def test_allocated_memory_falls_by_what_was_freed() -> None:
     width, block_bytes = 1024, 1024 * 1025 * 4
+    accelerator = torch.get_device_module(device())
     plain = seeded(lambda: Stack(width))
     watch = Watch(plain)
     model = sharded(plain)
     allocated: dict[str, int] = {}
 
     def measure(unit: str) -> None:
-        torch.cuda.synchronize()
-        allocated[unit] = torch.cuda.memory_allocated()
+        accelerator.synchronize()
+        allocated[unit] = accelerator.memory_allocated()
 
     watch.in_forward = measure
     with torch.no_grad():

@@ -29,7 +29,7 @@ from torch import nn
 
 import minifsdp
 from minifsdp import FlatParameter, FullyShardedDataParallel
-from spec_tests.harness import ranks
+from spec_tests.harness import device, ranks
 
 # The public names of torch's module that belong to `fully_shard`.
 SECOND_HALF = {
@@ -227,7 +227,7 @@ def test_the_submodules_are_reachable_after_importing_the_package() -> None:
 @pytest.mark.parametrize("asked", [FlatParameter, torch_fsdp.FlatParameter], ids=["ours", "torch's"])
 @ranks(2)
 def test_flat_parameters_are_told_from_others_by_either_library_s_class(asked: Any, use_orig_params: bool) -> None:
-    model = FullyShardedDataParallel(nn.Linear(3, 3), use_orig_params=use_orig_params)
+    model = FullyShardedDataParallel(nn.Linear(3, 3, device=device()), use_orig_params=use_orig_params)
     answers = [isinstance(parameter, asked) for parameter in model.parameters()]
     assert answers == ([False, False] if use_orig_params else [True])
     assert isinstance(torch_fsdp.FlatParameter(torch.zeros(2)), FlatParameter)
@@ -238,7 +238,9 @@ def test_flat_parameters_are_told_from_others_by_either_library_s_class(asked: A
 @pytest.mark.spec("ORIG-01")
 @ranks(2)
 def test_frameworks_can_tell_an_optimizer_of_flat_parameters_by_the_mark_that_they_look_for() -> None:
-    model = FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(nn.Linear(3, 3)), nn.Linear(3, 2)))
+    model = FullyShardedDataParallel(
+        nn.Sequential(FullyShardedDataParallel(nn.Linear(3, 3, device=device())), nn.Linear(3, 2, device=device()))
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert len(owned) == 2
@@ -248,7 +250,7 @@ def test_frameworks_can_tell_an_optimizer_of_flat_parameters_by_the_mark_that_th
 @pytest.mark.spec("CTOR-10")
 @ranks(2)
 def test_a_wrapper_can_be_asked_whether_it_is_the_root() -> None:
-    model = FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(nn.Linear(3, 3))))
+    model = FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(nn.Linear(3, 3, device=device()))))
     assert [wrapper.check_is_root() for wrapper in FullyShardedDataParallel.fsdp_modules(model)] == [True, False]
     model(torch.ones(1, 3))
     assert [wrapper.check_is_root() for wrapper in FullyShardedDataParallel.fsdp_modules(model)] == [True, False]

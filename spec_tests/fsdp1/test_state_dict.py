@@ -30,6 +30,7 @@ from minifsdp import (
 )
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests.fsdp1.checkpoints import is_plain
 from spec_tests.harness import device, ranks
 from spec_tests.oracles import world_groups_2x2
 
@@ -46,7 +47,7 @@ def plain_model(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 5), nn.Linear(5, 5))
     model[3].weight = model[2].weight
-    return model
+    return model.to(device())
 
 
 def sharded(model: nn.Module, **options: Any) -> FSDP:
@@ -61,11 +62,11 @@ def test_without_any_setting_the_dict_is_that_of_the_plain_module(keep: bool) ->
     state = sharded(copy.deepcopy(plain), use_orig_params=keep).state_dict()
     expected = plain.state_dict()
     assert list(state) == list(expected)
-    assert all(type(value) is torch.Tensor and torch.equal(value, expected[key]) for key, value in state.items())
+    assert all(is_plain(value) and torch.equal(value, expected[key]) for key, value in state.items())
     fresh = plain_model(1)
     fresh.load_state_dict(state, strict=True)
     fresh.eval(), plain.eval()
-    assert torch.equal(fresh(torch.ones(2, 3)), plain(torch.ones(2, 3)))
+    assert torch.equal(fresh(torch.ones(2, 3, device=device())), plain(torch.ones(2, 3, device=device())))
 
 
 @pytest.mark.spec("SD-FULL-08", "SD-SHARD-03", "ORIG-09")
@@ -77,7 +78,7 @@ def test_a_model_can_be_read_right_after_a_forward_that_has_kept_its_parameters(
 ) -> None:
     model = sharded(plain_model(1), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=keep)
     other = sharded(plain_model(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=keep)
-    x = torch.ones(2, 3)
+    x = torch.ones(2, 3, device=device())
     # With gradients enabled, and no backward after it.
     model.eval()(x)
     with FSDP.state_dict_type(model, form), FSDP.state_dict_type(other, form):
@@ -114,7 +115,7 @@ def test_what_was_returned_does_not_change_when_training_goes_on(keep: bool) -> 
     model = sharded(plain_model(), use_orig_params=keep)
     state = {key: value for key, value in model.state_dict().items() if "running" not in key and "num" not in key}
     before = {key: value.clone() for key, value in state.items()}
-    model(torch.ones(2, 3)).sum().backward()
+    model(torch.ones(2, 3, device=device())).sum().backward()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     assert all(torch.equal(state[key], before[key]) for key in state)
 
@@ -186,7 +187,7 @@ def test_a_sharded_dict_holds_rows_and_loads_again(keep: bool, use_dtensor: bool
         rows = slice(0, 3) if dist.get_rank() == 0 else slice(3, 5)
         for key, value in state.items():
             if "running" in key or "num" in key:
-                assert type(value) is torch.Tensor
+                assert is_plain(value)
                 continue
             assert isinstance(value, DTensor if use_dtensor else ShardedTensor)
             local = value.to_local() if isinstance(value, DTensor) else value.local_shards()[0].tensor
@@ -203,7 +204,7 @@ def test_a_sharded_dict_holds_rows_and_loads_again(keep: bool, use_dtensor: bool
 def test_units_that_are_not_sharded_give_plain_tensors() -> None:
     model = sharded(plain_model(), sharding_strategy=ShardingStrategy.NO_SHARD)
     with FSDP.state_dict_type(model, SHARDED):
-        assert all(type(value) is torch.Tensor for value in model.state_dict().values())
+        assert all(is_plain(value) for value in model.state_dict().values())
 
 
 @pytest.mark.spec("SD-LOCAL-01", "SD-LOCAL-02", "SD-LOCAL-03", "SD-LOCAL-04")
@@ -232,7 +233,7 @@ def test_checkpoints_are_in_full_precision_whatever_is_computed_in() -> None:
     precision = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16, _module_classes_to_ignore=())
     model = FSDP(plain_model(), mixed_precision=precision)
     model.eval()
-    model(torch.ones(2, 3))
+    model(torch.ones(2, 3, device=device()))
     assert model.module[1].running_mean.dtype is torch.bfloat16
     for form, dtype in [(FULL, torch.float32), (SHARDED, torch.float32), (LOCAL, torch.bfloat16)]:
         with FSDP.state_dict_type(model, form):
@@ -272,14 +273,14 @@ def test_a_module_without_units_has_no_settings_and_the_context_leaves_it_alone(
 @pytest.mark.spec("SD-CFG-11", "IGN-08")
 @ranks(2)
 def test_a_unit_in_a_plain_module_and_an_ignored_part_are_written_under_plain_names() -> None:
-    plain = nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 2)))
+    plain = nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 2))).to(device())
     expected = copy.deepcopy(plain).state_dict()
     plain[1] = FSDP(plain[1], ignored_states=[plain[1][1]])
     for form in (FULL, SHARDED):
         with FSDP.state_dict_type(plain, form):
             state = plain.state_dict()
         assert list(state) == list(expected)
-        assert type(state["1.1.weight"]) is torch.Tensor
+        assert is_plain(state["1.1.weight"])
         assert torch.equal(state["1.1.weight"], expected["1.1.weight"])
 
 
@@ -366,16 +367,21 @@ def test_settings_are_a_plain_record() -> None:
 
 @pytest.mark.spec("SD-CFG-17", "SD-SHARD-08")
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("form", [FULL, SHARDED, LOCAL])
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [(FULL, {}), (SHARDED, {}), (SHARDED, {"use_dtensor": True}), (LOCAL, {})],
+    ids=["full", "sharded", "dtensor", "local"],
+)
 @flat_or_original
 @ranks(2)
 def test_values_are_on_the_cpu_if_wished_and_else_where_they_were_and_the_same(
-    keep: bool, form: StateDictType, offload: bool
+    keep: bool, form: StateDictType, kind: dict[str, bool], offload: bool
 ) -> None:
-    model = sharded(plain_model().to(device()), use_orig_params=keep)
+    model = sharded(plain_model(), use_orig_params=keep)
     of_model, of_optimizer = CONFIGS[form]
     expected = {name: local_part(value).cpu() for name, value in written(model, form).items()}
-    FSDP.set_state_dict_type(model, form, of_model(offload_to_cpu=offload), of_optimizer(offload_to_cpu=offload))
+    options = {"offload_to_cpu": offload, **kind}
+    FSDP.set_state_dict_type(model, form, of_model(**options), of_optimizer(**options))
     where = torch.device("cpu") if offload else device()
     found = model.state_dict()
     assert found.keys() == expected.keys()
@@ -405,7 +411,7 @@ def local_part(value: Any) -> torch.Tensor:
 @ranks(2)
 def test_a_local_dict_has_buffers_as_they_are_computed_with() -> None:
     precision = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16, _module_classes_to_ignore=())
-    model = FSDP(plain_model().to(device()), mixed_precision=precision)
+    model = FSDP(plain_model(), mixed_precision=precision)
     model(torch.ones(4, 3, device=device()))
     state = written(model, LOCAL)
     assert state["1.running_mean"].dtype is torch.bfloat16
@@ -427,7 +433,7 @@ def test_ignored_parameters_are_plain_in_every_form_and_are_read_again(keep: boo
     model = FSDP(plain, ignored_states=[plain[1].weight, plain[1].bias], use_orig_params=keep)
     FSDP.set_state_dict_type(model, form)
     state = model.state_dict()
-    assert type(state["1.weight"]) is torch.Tensor
+    assert is_plain(state["1.weight"])
     assert torch.equal(state["1.weight"], expected)
     state["1.weight"] = expected + 1
     model.load_state_dict(state)

@@ -286,15 +286,16 @@ def test_on_exit_the_full_memory_is_freed(strategy: ShardingStrategy, writeback:
         assert parameter.untyped_storage().nbytes() <= 4 * 28, f"{name} is not a slice of something large"
 
 
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @pytest.mark.spec("SUMMON-06")
 @ranks(2)
 def test_on_exit_allocated_memory_is_what_it_was() -> None:
     model = sharded(seeded(lambda: Stack(1024)))
-    before = torch.cuda.memory_allocated()
+    accelerator = torch.get_device_module(device())
+    before = accelerator.memory_allocated()
     with summon(model):
-        assert torch.cuda.memory_allocated() > before + 4 * 1024 * 1024 * 4
-    assert torch.cuda.memory_allocated() == before
+        assert accelerator.memory_allocated() > before + 4 * 1024 * 1024 * 4
+    assert accelerator.memory_allocated() == before
 
 
 # --- changes ---
@@ -462,7 +463,8 @@ def check_rank0_only(model: FullyShardedDataParallel, *, is_first: bool) -> None
     for offload_to_cpu in (False, True):
         with summon(model, writeback=False, rank0_only=True, offload_to_cpu=offload_to_cpu):
             if is_first:
-                assert_same(named(model), named(seeded()), bitwise=True)
+                place = "cpu" if offload_to_cpu else device()
+                assert_same(named(model), named(seeded().to(place)), bitwise=True)
             else:
                 assert sorted(parameter.shape for parameter in model.parameters()) == shapes
                 assert_same(dict(zip(before, model.parameters(), strict=True)), before, bitwise=True)
@@ -520,7 +522,7 @@ def test_offloaded_to_the_cpu_the_values_are_right(strategy: ShardingStrategy, u
     with summon(model, writeback=False, rank0_only=True, offload_to_cpu=True):
         if dist.get_rank() == 0:
             assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
-            assert_same(named(model), named(seeded()), bitwise=True)
+            assert_same(named(model), named(seeded().cpu()), bitwise=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with summon(model, offload_to_cpu=True), torch.no_grad():

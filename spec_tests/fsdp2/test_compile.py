@@ -20,6 +20,8 @@ from spec_tests.fsdp2.four_blocks import Block, assert_same, batch, full_values,
 from spec_tests.fsdp2.subject import FSDPModule, fully_shard
 from spec_tests.harness import ranks
 
+pytestmark = pytest.mark.not_simulated("the compiler would trace the simulation itself")
+
 
 def fresh() -> None:
     """Forgets what was compiled before; torch's progress bars share a lock that would outlive a rank."""

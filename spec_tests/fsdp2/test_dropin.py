@@ -28,6 +28,9 @@ IMPORT_LINE = re.compile(r"^from torch\.distributed\.fsdp import ", re.MULTILINE
 QUIET = pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support:UserWarning")
 
 
+pytestmark = pytest.mark.not_simulated("foreign programs choose between CUDA and the CPU")
+
+
 @contextlib.contextmanager
 def a_folder() -> Iterator[str]:
     """One folder, which all ranks see."""

@@ -46,7 +46,7 @@ from spec_tests.fsdp2.subject import (
     UnshardHandle,
     fully_shard,
 )
-from spec_tests.harness import device, ranks
+from spec_tests.harness import device, plain_tensor, ranks
 
 
 def linear(rows: int, columns: int, bias: bool = False) -> nn.Linear:
@@ -60,7 +60,7 @@ def own_types(module: nn.Module) -> set[type]:
     return {type(p.data) for p in module.parameters()}
 
 
-SHARDED, GATHERED = {DTensor}, {Tensor}
+SHARDED = {DTensor}
 
 
 # --- the function and the class ---
@@ -202,7 +202,7 @@ def test_full_tensor_is_the_plain_value_on_every_rank() -> None:
     plain, model = named(seeded()), sharded()
     for name, parameter in model.named_parameters():
         whole = parameter.full_tensor()
-        assert type(whole) is Tensor
+        assert type(whole) is plain_tensor()
         assert torch.equal(whole, plain[name])
 
 
@@ -285,6 +285,7 @@ def test_parameters_and_buffers_move_to_the_device_of_the_mesh() -> None:
     model(torch.ones(3, 3, device=device()))
 
 
+@pytest.mark.cpu
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="about machines without an accelerator")
 @ranks(2)
 def test_a_build_for_gpus_shards_on_the_cpu_where_there_is_none() -> None:
@@ -338,7 +339,8 @@ def test_calling_forward_directly_is_an_error() -> None:
 @ranks(2)
 def test_true_frees_after_forward_false_keeps_and_none_keeps_only_the_root() -> None:
     x = batch()
-    for option, root, block in ((True, SHARDED, SHARDED), (False, GATHERED, GATHERED), (None, GATHERED, SHARDED)):
+    gathered = {plain_tensor()}
+    for option, root, block in ((True, SHARDED, SHARDED), (False, gathered, gathered), (None, gathered, SHARDED)):
         model = sharded(reshard_after_forward=option)
         with trace.record() as recorder:
             output = model(x)
@@ -354,7 +356,8 @@ def test_true_frees_after_forward_false_keeps_and_none_keeps_only_the_root() -> 
 @pytest.mark.spec("FS2-17", "FS2-21")
 @ranks(2)
 def test_an_evaluation_follows_the_same_rule() -> None:
-    for option, root, block in ((True, SHARDED, SHARDED), (False, GATHERED, GATHERED), (None, GATHERED, SHARDED)):
+    gathered = {plain_tensor()}
+    for option, root, block in ((True, SHARDED, SHARDED), (False, gathered, gathered), (None, gathered, SHARDED)):
         model = sharded(reshard_after_forward=option)
         expected = seeded()(batch())
         with torch.no_grad():
@@ -425,16 +428,16 @@ def test_a_mesh_of_three_axes_is_refused() -> None:
 def test_unshard_gathers_the_groups_own_parameters_and_reshard_shards_them_again() -> None:
     model, plain = sharded(), named(seeded())
     model.unshard()
-    assert own_types(model) == GATHERED
+    assert own_types(model) == {plain_tensor()}
     assert all(own_types(block) == SHARDED for block in model.blocks)
     assert torch.equal(model.enter.weight, plain["enter.weight"])
     model.blocks[2].unshard()
-    assert own_types(model.blocks[2]) == GATHERED
+    assert own_types(model.blocks[2]) == {plain_tensor()}
     assert [own_types(model.blocks[i]) for i in (0, 1, 3)] == [SHARDED] * 3
     assert torch.equal(model.blocks[2].linear.weight, plain["blocks.2.linear.weight"])
     model.reshard()
     assert own_types(model) == SHARDED
-    assert own_types(model.blocks[2]) == GATHERED, "nested groups are not touched"
+    assert own_types(model.blocks[2]) == {plain_tensor()}, "nested groups are not touched"
     model.blocks[2].reshard()
     model.blocks[2].reshard()
     assert own_types(model.blocks[2]) == SHARDED
@@ -461,7 +464,7 @@ def test_only_the_asynchronous_unshard_returns_something_to_wait_for() -> None:
     waiting = model.unshard(async_op=True)
     assert isinstance(waiting, UnshardHandle)
     assert waiting.wait() is None
-    assert own_types(model) == GATHERED
+    assert own_types(model) == {plain_tensor()}
     waiting.wait()
     model.reshard()
     model.unshard(async_op=True)
@@ -486,7 +489,7 @@ def test_after_forward_the_root_stays_gathered_and_after_backward_all_is_sharded
     model = sharded()
     for step in range(2):
         loss = loss_of(model(batch(step)))
-        assert own_types(model) == GATHERED
+        assert own_types(model) == {plain_tensor()}
         assert all(own_types(block) == SHARDED for block in model.blocks)
         loss.backward()
         assert {type(p.data) for p in model.parameters()} == SHARDED
@@ -556,7 +559,7 @@ def test_ignored_parameters_stay_as_they_are_and_are_not_reduced() -> None:
     sharded(model, ignored_params=ignored)
     mine = {name: parameter for name, parameter in model.named_parameters() if parameter in ignored}
     assert list(mine) == ["blocks.1.linear.weight", "leave.bias"]
-    assert all(type(parameter) is nn.Parameter for parameter in mine.values())
+    assert not any(isinstance(parameter, DTensor) for parameter in mine.values())
     assert all(isinstance(p, DTensor) for p in model.parameters() if p not in ignored)
     plain = seeded()
     iterate(plain)
@@ -685,16 +688,16 @@ def test_the_processor_is_never_held_back() -> None:
 
 
 @pytest.mark.spec("FS2-26", "MIG-14")
-@pytest.mark.gpu
+@pytest.mark.accelerator
 @ranks(2)
 def test_two_equal_runs_reach_the_same_peak_of_memory() -> None:
     model = sharded(seeded(lambda: Stack(width=256)))
-    peaks = []
+    memory, peaks = torch.get_device_module(device()), []
     for step in range(6):
-        torch.cuda.reset_peak_memory_stats()
+        memory.reset_peak_memory_stats()
         loss_of(model(batch(step, width=256))).backward()
-        torch.cuda.synchronize()
-        peaks.append(torch.cuda.max_memory_allocated())
+        memory.synchronize()
+        peaks.append(memory.max_memory_allocated())
         model.zero_grad()
     assert len(set(peaks[2:])) == 1, peaks
 

@@ -15,6 +15,7 @@ from spec_tests.properties.hunt import hunt
 
 
 @pytest.mark.ranks
+@pytest.mark.not_simulated("scenarios are drawn for that device, see spec_tests/streams")
 @pytest.mark.spec("PAR-05", "PAR-06", "FS2-06", "FS2-13", "FS2-22", "FS2-PREF-08", "FS2-SYNC-01")
 @pytest.mark.parametrize("num_ranks", PARTS)
 def test_any_training_run_equals_one_process(num_ranks: int) -> None:

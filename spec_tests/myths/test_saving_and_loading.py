@@ -69,7 +69,8 @@ class GathersAndCopies(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if "allgather" in func.name():
             gathered = args[0] if isinstance(args[0], torch.Tensor) else args[0][0][0]
-            assert gathered.device == device()
+            # On the simulated device the group refuses other tensors, and gloo underneath is what is seen here.
+            assert gathered.device == device() or device().type == "sim"
             self.order.append(f"AG {gathered.numel()}")
         elif func is torch.ops.aten._to_copy.default and (kwargs or {}).get("device") == torch.device("cpu"):
             self.order.append(f"D2H {result.numel()}")
@@ -154,13 +155,21 @@ def test_a_dict_that_is_sent_as_an_object_is_pickled_and_kept_whole_by_every_ran
     assert as_tensors.num_bytes["broadcast"] == 648 < 2 * 648 < as_object.num_bytes["broadcast"]
 
 
+class LiveValues(LiveBytes):
+    """Of floating-point numbers alone: names and shapes travel as bytes, on an accelerator through its memory."""
+
+    def _note(self, leaf: Any) -> None:
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            super()._note(leaf)
+
+
 @pytest.mark.spec("MYTH-45")
 @ranks(2)
 def test_a_rank_that_is_sent_tensors_never_has_the_whole_dict() -> None:
     state = {name: value + 1 for name, value in net().state_dict().items()}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     model = sharded()
-    with LiveBytes() as live:
+    with LiveValues() as live:
         set_model_state_dict(model, dict(state) if dist.get_rank() == 0 else {}, options=options)
         if dist.get_rank() == 1:
             # One value at a time, and what is not of its rows goes again.

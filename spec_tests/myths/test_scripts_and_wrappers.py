@@ -141,6 +141,7 @@ def num_graphs(model: torch.nn.Module) -> int:
 
 
 @pytest.mark.spec("MYTH-54")
+@pytest.mark.not_simulated("the compiler would trace the simulation itself")
 @ranks(2)
 def test_without_original_parameters_torch_compiles_nothing_and_says_nothing() -> None:
     # Each block is a graph, and so is what the root has left. A warning here would be an error.
@@ -149,6 +150,7 @@ def test_without_original_parameters_torch_compiles_nothing_and_says_nothing() -
 
 
 @pytest.mark.spec("MYTH-54")
+@pytest.mark.not_simulated("the compiler would trace the simulation itself")
 @ranks(2)
 def test_without_original_parameters_compiling_is_answered_with_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"torch\.compile needs use_orig_params=True"):

@@ -40,7 +40,18 @@ from spec_tests.harness import device
 from spec_tests.oracles.gathering import clean_name
 from spec_tests.properties.description import LEAVES, OWN_SHAPES, Description, Node
 
-__all__ = ["DOORS", "PRECISIONS", "Bang", "Clock", "Groups", "Piece", "batch", "plain_model", "units_of"]
+__all__ = [
+    "DOORS",
+    "PRECISIONS",
+    "Bang",
+    "Clock",
+    "Groups",
+    "Piece",
+    "batch",
+    "batch_on_cpu",
+    "plain_model",
+    "units_of",
+]
 
 LOW = torch.bfloat16
 # By name: what is given to MixedPrecision.
@@ -206,9 +217,15 @@ def output_of(node: Node, model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Te
 
 def batch(description: Description, step: int, index: int, rank: int) -> tuple[Tensor, Tensor]:
     """What a rank sees in a step's forward number ``index``."""
+    x, tokens = batch_on_cpu(description, step, index, rank)
+    return x.to(device()), tokens.to(device())
+
+
+def batch_on_cpu(description: Description, step: int, index: int, rank: int) -> tuple[Tensor, Tensor]:
+    """The same, before anybody has moved it."""
     dice = torch.Generator().manual_seed(description.seed + 1000 * step + 100 * index + rank + 1)
     x = torch.randn(description.samples, description.width, generator=dice)
-    return x.to(device()), torch.randint(0, 9, (description.samples,), generator=dice).to(device())
+    return x, torch.randint(0, 9, (description.samples,), generator=dice)
 
 
 def units_of(model: Piece) -> dict[str, tuple[Node, list[str]]]:
@@ -243,7 +260,7 @@ def _wrap_all(model: Piece, wrap: Callable[[Piece], Any]) -> Any:
     return wrap(model)
 
 
-def _fsdp1(library: Any, policies: Any, d: Description, model: Piece, groups: Groups) -> nn.Module:
+def _fsdp1(library: Any, policies: Any, d: Description, model: Piece, groups: Groups, **others: Any) -> nn.Module:
     def strategy(name: str) -> Any:
         return library.ShardingStrategy[name or d.strategy]
 
@@ -257,6 +274,7 @@ def _fsdp1(library: Any, policies: Any, d: Description, model: Piece, groups: Gr
         "forward_prefetch": d.forward_prefetch,
         "limit_all_gathers": d.limits,
         "use_orig_params": d.originals,
+        **others,
     }
     fsdp = library.FullyShardedDataParallel
 
@@ -280,13 +298,14 @@ def pair_of_groups(d: Description, groups: Groups) -> tuple[dist.ProcessGroup, d
     return groups[d.num_replicas]
 
 
-def _fully_shard(library: Any, d: Description, model: Piece, groups: Groups) -> nn.Module:
+def _fully_shard(library: Any, d: Description, model: Piece, groups: Groups, **others: Any) -> nn.Module:
     low = PRECISIONS[d.precision]
     options: dict[str, Any] = {
         "reshard_after_forward": {"FULL_SHARD": True, "SHARD_GRAD_OP": False}.get(d.strategy),
         "mp_policy": library.MixedPrecisionPolicy(**low),
         "offload_policy": library.CPUOffloadPolicy(pin_memory=False) if d.offload else library.OffloadPolicy(),
         "mesh": _mesh(d, groups),
+        **others,
     }
     return _wrap_all(model, lambda module: library.fully_shard(module, **options))
 
@@ -301,11 +320,11 @@ def _mesh(d: Description, groups: Groups) -> Any:
     return DeviceMesh.from_group([column, row], device().type, mesh=table, mesh_dim_names=("replicate", "shard"))
 
 
-def _ours(d: Description, model: Piece, groups: Groups) -> nn.Module:
+def _ours(d: Description, model: Piece, groups: Groups, **others: Any) -> nn.Module:
     import minifsdp
     import minifsdp.wrap
 
-    return _fsdp1(minifsdp, minifsdp.wrap, d, model, groups)
+    return _fsdp1(minifsdp, minifsdp.wrap, d, model, groups, **others)
 
 
 def _torchs(d: Description, model: Piece, groups: Groups) -> nn.Module:
@@ -326,10 +345,10 @@ def _careless(d: Description, model: Piece, groups: Groups) -> nn.Module:
     return wrapped
 
 
-def _our_function(d: Description, model: Piece, groups: Groups) -> nn.Module:
+def _our_function(d: Description, model: Piece, groups: Groups, **others: Any) -> nn.Module:
     import minifsdp
 
-    return _fully_shard(minifsdp, d, model, groups)
+    return _fully_shard(minifsdp, d, model, groups, **others)
 
 
 def _torchs_function(d: Description, model: Piece, groups: Groups) -> nn.Module:
@@ -338,7 +357,7 @@ def _torchs_function(d: Description, model: Piece, groups: Groups) -> nn.Module:
     return _fully_shard(torch.distributed.fsdp, d, model, groups)
 
 
-DOORS: dict[str, Callable[[Description, Piece, Groups], nn.Module]] = {
+DOORS: dict[str, Callable[..., nn.Module]] = {
     "fsdp1": _ours,
     "fully_shard": _our_function,
     "torch_fsdp1": _torchs,
@@ -352,12 +371,17 @@ def is_per_parameter(description: Description) -> bool:
     return "fully_shard" in description.door
 
 
-def sharded(description: Description, model: Piece, groups: Groups) -> nn.Module:
-    """The plain model, sharded. Every rank must call it. The clock of the plain model goes on being looked at."""
+def sharded(description: Description, model: Piece, groups: Groups, **others: Any) -> nn.Module:
+    """The plain model, sharded. Every rank must call it. The clock of the plain model goes on being looked at.
+
+    Args:
+        description, model, groups: what, and who.
+        others: options of the door that descriptions have no word for.
+    """
     with warnings.catch_warnings():
         # Frozen parameters among trained ones; a root that has none; what torch thinks of its older strategies.
         warnings.simplefilter("ignore")
-        return DOORS[description.door](description, model, groups)
+        return DOORS[description.door](description, model, groups, **others)
 
 
 def parameters_here(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -6,7 +6,7 @@ cold one, so they are drawn first, all of them, and run in batches; what fails i
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from spec_tests.properties.build import PRECISIONS
 from spec_tests.properties.description import CONTAINERS, LEAVES, Description, Node, legal
 
-__all__ = ["descriptions", "drawn"]
+__all__ = ["collected", "descriptions", "drawn"]
+
+T = TypeVar("T")
 
 PLAIN = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
@@ -92,15 +94,20 @@ def descriptions(draw: st.DrawFn, num_ranks: int, door: str) -> Description:
 
 def drawn(num: int, number: int, num_ranks: int, door: str) -> list[Description]:
     """``num`` descriptions, the same for the same seed ``number``."""
-    found: list[Description] = []
+    return collected(descriptions(num_ranks, door), num, number)
+
+
+def collected(strategy: st.SearchStrategy[T], num: int, number: int) -> list[T]:
+    """``num`` examples, the same for the same seed ``number``."""
+    found: list[T] = []
 
     @seed(number)
     @settings(
         max_examples=num, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
     )
-    @given(descriptions(num_ranks, door))
-    def keep(description: Any) -> None:
-        found.append(description)
+    @given(strategy)
+    def keep(example: Any) -> None:
+        found.append(example)
 
     keep()
     return found
