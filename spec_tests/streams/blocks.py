@@ -1,0 +1,94 @@
+"""Four equal blocks on the simulated device, a log of their training, and questions to it.
+
+The blocks are told apart by the lines of the package that no operator of theirs has, and by their numbers: what block
+``i`` computes in forward is the ``i``-th matrix product of the forward, and a gather is the gather of what the unit's
+name says. So a test can ask, in words, what may run beside what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import minifsdp
+from spec_tests.harness import device, simulated
+from spec_tests.harness.simulated import WORLD, Operation
+
+__all__ = ["Block", "Log", "flat", "logged", "model", "per_parameter"]
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """One matrix product each way, so that an operator can be named by its block."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x @ self.weight)
+
+
+def model(num_blocks: int = 4, width: int = WIDTH) -> nn.Sequential:
+    """A chain of blocks on the simulated device."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block(width) for _ in range(num_blocks)]).to(device())
+
+
+def flat(num_blocks: int = 4, width: int = WIDTH, **options: Any) -> Any:
+    """Each block a unit of the wrapper; the root has nothing of its own."""
+    policy = minifsdp.wrap.ModuleWrapPolicy({Block})
+    options = {"device_id": device(), "auto_wrap_policy": policy, **options}
+    return minifsdp.FullyShardedDataParallel(model(num_blocks, width), **options)
+
+
+def per_parameter(num_blocks: int = 4, width: int = WIDTH, shape: tuple[int, ...] | None = None, **options: Any) -> Any:
+    """Each block a unit of `fully_shard`; the root has nothing of its own."""
+    blocks = model(num_blocks, width)
+    mesh = init_device_mesh("sim", shape or (torch.distributed.get_world_size(),))
+    for block in blocks:
+        minifsdp.fully_shard(block, mesh=mesh, **options)
+    root = {name: value for name, value in options.items() if name != "reshard_after_forward"}
+    return minifsdp.fully_shard(blocks, mesh=mesh, **root)
+
+
+class Log:
+    """What one training step has launched, with names.
+
+    Attributes:
+        gathers, scatters, reductions: collectives in the order of their launch.
+        products: matrix products in the order of their launch: those of forward, then those of backward.
+    """
+
+    def __init__(self, operations: list[Operation]) -> None:
+        self.operations = operations
+        self.gathers = [o for o in operations if o.name.startswith(("all_gather", "allgather"))]
+        self.scatters = [o for o in operations if o.name.startswith("reduce_scatter")]
+        self.reductions = [o for o in operations if o.name == "allreduce"]
+        self.products = [o for o in operations if o.name in ("mm", "matmul")]
+
+    def on(self, stream: str) -> list[str]:
+        """Names of what was launched on a stream."""
+        return [o.name for o in self.operations if WORLD.name_of(o.stream) == stream]
+
+
+def logged(sharded: nn.Module, step: Callable[[torch.Tensor], Any] | None = None, *, warm_up: int = 1) -> Log:
+    """The log of one step, after some that only record the order."""
+    x = torch.randn(3, next(sharded.parameters()).shape[-1] if step else WIDTH, device=device())
+
+    def train() -> None:
+        sharded(x).sum().backward()
+        for parameter in sharded.parameters():
+            parameter.grad = None
+
+    for _ in range(warm_up):
+        train()
+    WORLD.stops.clear()
+    with simulated.Log() as log:
+        train()
+    return Log(log.operations)

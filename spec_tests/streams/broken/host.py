@@ -1,0 +1,263 @@
+"""The CPU: what it reads and writes beside the device, and what it stops for."""
+
+from __future__ import annotations
+
+from spec_tests.streams.engines import Break
+
+__all__ = ["BREAKS"]
+
+REDUCE, FLAT, ROW, PER_PARAMETER = "engine/reduce.py", "engine/flat.py", "engine/row.py", "engine/per_param.py"
+LAYOUT = "engine/layout.py"
+
+FLAT_COPY = "        return piece.to(dtype).to(self.owner.shard.device, non_blocking=True)\n"
+EACH_COPY = "        return piece.to(dtypes.pop()).to(self._entries[0].piece.device, non_blocking=True)\n"
+READS = "any(p.grad is not None or p._post_accumulate_grad_hooks for p in self.local_parameters())"
+
+BREAKS = [
+    # --- copies to the device ---
+    Break(
+        "shards-given-back-while-they-are-copied",
+        "engine/root.py",
+        "            self.lanes.gather.synchronize()\n",
+        "            pass\n",
+        "After an evaluation the CPU may write to offloaded shards that are still copied to the device.",
+        "each_offload_evaluated_and_changed",
+    ),
+    Break(
+        "nobody-stops-for-the-gather-stream",
+        "engine/lanes.py",
+        "            self.stream.synchronize()\n",
+        "            pass\n",
+        "Stopping for a communication stream does not stop.",
+        "each_offload_evaluated_and_changed",
+    ),
+    # --- copies to the host ---
+    Break(
+        "gradients-read-before-they-arrive",
+        REDUCE,
+        "            current_stream(self._lanes.device).synchronize()\n",
+        "            pass\n",
+        "At the end of backward the CPU does not wait for the copies of the gradients.",
+        "flat_offload",
+    ),
+    Break(
+        "copies-not-noted",
+        REDUCE,
+        "                self._has_copied = True\n",
+        "",
+        "That gradients are being copied to the host is not noted.",
+        "each_offload",
+    ),
+    Break(
+        "copies-not-waited-for-at-the-end",
+        REDUCE,
+        "            self._complete(last)\n        self._wait_for_copies()\n",
+        "            self._complete(last)\n",
+        "The end of backward completes the last reduction, and not the copies.",
+        "flat_offload",
+    ),
+    Break(
+        "copies-not-waited-for-after-an-error",
+        REDUCE,
+        "            last.promise.wait()\n        self._wait_for_copies()\n",
+        "            last.promise.wait()\n",
+        "After an error gradients are there, and their copies are under way.",
+        "flat_offload_after_an_error_in_backward",
+    ),
+    Break(
+        "another-device-synchronized",
+        REDUCE,
+        "            current_stream(self._lanes.device).synchronize()\n",
+        "            torch.get_device_module(self._lanes.device).current_stream().synchronize()\n",
+        "The CPU waits for the current device instead of the unit's. Race 7 of the list.",
+        "flat_offload_on_another_device_after_an_error",
+    ),
+    Break(
+        "accumulates-before-it-arrives",
+        REDUCE,
+        "            old.copied.synchronize()\n",
+        "            pass\n",
+        "The CPU adds a gradient that is still being copied to the one that is there.",
+        "flat_offload_accumulating",
+    ),
+    Break(
+        "accumulates-before-it-arrives-each",
+        LAYOUT,
+        READS,
+        "any(p._post_accumulate_grad_hooks for p in self.local_parameters())",
+        "That a gradient is there already, and will be added to, is overlooked.",
+        "each_offload_accumulating",
+    ),
+    Break(
+        "steps-before-it-arrives",
+        LAYOUT,
+        READS,
+        "any(p.grad is not None for p in self.local_parameters())",
+        "That the user's hooks read the gradient is overlooked.",
+        "each_offload_with_the_optimizer_in_backward",
+    ),
+    Break(
+        "stops-for-each-unit",
+        LAYOUT,
+        f"        return {READS}\n",
+        "        return True\n",
+        "The CPU waits for the copy of each unit.",
+        "flat_offload",
+        "stops",
+    ),
+    Break(
+        "copied-event-of-the-wrong-stream",
+        REDUCE,
+        "                new.copied = lane.stream.record_event()\n",
+        "                new.copied = torch.get_device_module(self._lanes.device).default_stream().record_event()\n",
+        "The event for the CPU is recorded on the compute stream, which does not copy.",
+        "flat_offload_accumulating",
+    ),
+    Break(
+        "copied-event-too-early",
+        REDUCE,
+        """\
+            _end(new)
+            new.promise = lane.promise()
+            if new.result is not None and new.result is not new.piece:
+                new.copied = lane.stream.record_event()
+""",
+        """\
+            copied = lane.stream.record_event()
+            _end(new)
+            new.promise = lane.promise()
+            if new.result is not None and new.result is not new.piece:
+                new.copied = copied
+""",
+        "The event for the CPU is recorded before the copy.",
+        "flat_offload_accumulating",
+    ),
+    Break(
+        "blocking-copies-flat",
+        FLAT,
+        FLAT_COPY,
+        "        return piece.to(dtype).to(self.owner.shard.device)\n",
+        "Each unit's gradient stops the CPU. Point 10 of the list.",
+        "flat_offload",
+        "stops",
+    ),
+    Break(
+        "blocking-copies-each",
+        PER_PARAMETER,
+        EACH_COPY,
+        "        return piece.to(dtypes.pop()).to(self._entries[0].piece.device)\n",
+        "The same with a DTensor for each parameter.",
+        "each_offload",
+        "stops",
+    ),
+    Break(
+        "cast-on-the-host-flat",
+        FLAT,
+        FLAT_COPY,
+        "        return piece.to(self.owner.shard.device, non_blocking=True).to(dtype)\n",
+        "The CPU casts a gradient that has not arrived.",
+        "flat_offload_in_bf16",
+    ),
+    Break(
+        "cast-on-the-host-each",
+        PER_PARAMETER,
+        EACH_COPY,
+        "        return piece.to(self._entries[0].piece.device, non_blocking=True).to(dtypes.pop())\n",
+        "The same with a DTensor for each parameter.",
+        "each_offload_in_bf16",
+    ),
+    Break(
+        "accepted-before-it-arrives",
+        PER_PARAMETER,
+        "        piece = piece.to(self._entries[0].piece.device)\n",
+        "        piece = piece.to(self._entries[0].piece.device, non_blocking=True)\n",
+        "Without pinned memory, too, the copy is not waited for.",
+        "each_offload_not_pinned",
+    ),
+    Break(
+        "one-copy-for-each-parameter",
+        PER_PARAMETER,
+        """\
+        piece = piece.to(self._entries[0].piece.device)
+        start = 0
+        for number in gradient.numbers:
+            entry = self._entries[number]
+            part = piece[start : start + entry.piece.numel()].view(entry.piece.shape)
+""",
+        """\
+        start = 0
+        for number in gradient.numbers:
+            entry = self._entries[number]
+            part = piece[start : start + entry.piece.numel()].view(entry.piece.shape)
+            part = part.to(entry.piece.device)
+""",
+        "Each parameter's gradient stops the CPU.",
+        "each_offload_not_pinned",
+        "stops",
+    ),
+    Break(
+        "gradient-assigned-across-devices",
+        "engine/ownership.py",
+        " and gradient.device == parameter.device:\n",
+        ":\n",
+        "A gradient of the device is assigned to a parameter of the CPU. Race 9 of the list.",
+        "flat_offload_no_sync",
+        "exception",
+    ),
+    Break(
+        "one-norm-at-a-time",
+        "fsdp1/training_aids.py",
+        "    norms = [torch.stack(of_one).to(device) for of_one in of_devices.values()] or "
+        "[torch.zeros(1, device=device)]\n",
+        "    norms = [one.reshape(1).to(device) for of_one in of_devices.values() for one in of_one] or "
+        "[torch.zeros(1, device=device)]\n",
+        "Clipping sends one norm at a time to the device.",
+        "flat_offload_clipping",
+        "stops",
+    ),
+    Break(
+        "one-factor-at-a-time",
+        "fsdp1/training_aids.py",
+        "        gradient.mul_(factors[gradient.device, gradient.dtype])\n",
+        "        gradient.mul_(factor.to(gradient.device, gradient.dtype))\n",
+        "Clipping fetches the factor once for each gradient.",
+        "flat_offload_clipping",
+        "stops",
+    ),
+    # --- copies to the device ---
+    Break(
+        "blocking-copy-of-the-shard-flat",
+        FLAT,
+        "                piece.copy_(shard, non_blocking=True)\n",
+        "                piece.copy_(shard)\n",
+        "The CPU waits for the copy of each offloaded shard.",
+        "flat_offload",
+        "stops",
+    ),
+    Break(
+        "blocking-copy-of-the-shard-each",
+        ROW,
+        "            mine.copy_(piece, non_blocking=True)\n",
+        "            mine.copy_(piece)\n",
+        "The same with a DTensor for each parameter.",
+        "each_offload",
+        "stops",
+    ),
+    Break(
+        "blocking-copy-of-the-shard-extension",
+        "engine/extension.py",
+        "self._padded.to(self.device, non_blocking=True)\n",
+        "self._padded.to(self.device)\n",
+        "The same for a parameter that decides what is sent.",
+        "each_extended_offload",
+        "stops",
+    ),
+    Break(
+        "batch-read-later",
+        "engine/precision.py",
+        "    return map_tensors(lambda t: t.to(device), args)\n",
+        "    return map_tensors(lambda t: t.to(device, non_blocking=True), args)\n",
+        "The caller fills his pinned batch anew while it is still being copied.",
+        "flat_pinned_batch",
+    ),
+]

@@ -1,0 +1,184 @@
+"""Reductions: waits, follows and streams on the way of the gradients."""
+
+from __future__ import annotations
+
+from spec_tests.streams.engines import Break
+
+__all__ = ["BREAKS"]
+
+REDUCE, HOOKS = "engine/reduce.py", "engine/hooks.py"
+
+ISSUE_END = """\
+            new.promise.wait()
+            _end(new)
+            new.promise = lane.promise()
+"""
+
+BREAKS = [
+    Break(
+        "reduces-before-backward",
+        REDUCE,
+        "        self._lanes.reduce.follow()\n",
+        "",
+        "The reduce stream does not wait for the backward that makes the gradient.",
+        "flat_full",
+    ),
+    Break(
+        "follows-inside-of-the-lane",
+        REDUCE,
+        "        self._lanes.reduce.follow()\n        with self._lanes.reduce as lane:\n",
+        "        with self._lanes.reduce as lane:\n            lane.follow()\n",
+        "The reduce stream follows whoever is current when it is current itself: nobody.",
+        "flat_full",
+    ),
+    Break(
+        "reduction-not-waited-for",
+        REDUCE,
+        "    def _complete(self, old: _InFlight) -> None:\n        old.promise.wait()\n",
+        "    def _complete(self, old: _InFlight) -> None:\n",
+        "The compute stream gets a gradient that has not arrived.",
+        "flat_full",
+    ),
+    Break(
+        "hook-not-waited-for",
+        REDUCE,
+        "    def _complete(self, old: _InFlight) -> None:\n        old.promise.wait()\n",
+        "    def _complete(self, old: _InFlight) -> None:\n        if old.plan.hook is None:\n"
+        "            old.promise.wait()\n",
+        "Nobody waits for a communication hook. Race 2 of the list.",
+        "flat_hook",
+    ),
+    Break(
+        "single-rank-not-waited-for",
+        REDUCE,
+        "    def _complete(self, old: _InFlight) -> None:\n        old.promise.wait()\n",
+        "    def _complete(self, old: _InFlight) -> None:\n"
+        "        if old.plan.mesh.shard is not None or old.plan.mesh.replicate is not None:\n"
+        "            old.promise.wait()\n",
+        "Where nothing is sent, nobody waits for packing and casts. Race 3 of the list.",
+        "each_alone_in_bf16",
+    ),
+    Break(
+        "single-rank-not-waited-for-flat",
+        REDUCE,
+        "    def _complete(self, old: _InFlight) -> None:\n        old.promise.wait()\n",
+        "    def _complete(self, old: _InFlight) -> None:\n"
+        "        if old.plan.mesh.shard is not None or old.plan.mesh.replicate is not None:\n"
+        "            old.promise.wait()\n",
+        "The same with flat parameters.",
+        "flat_alone_in_bf16",
+    ),
+    Break(
+        "last-reduction-not-waited-for",
+        REDUCE,
+        "        if last is not None:\n            self._complete(last)\n",
+        "        if last is not None:\n            last.promise = NOTHING\n            self._complete(last)\n",
+        "At the end of backward the last reduction is taken for complete.",
+        "flat_full",
+    ),
+    Break(
+        "last-reduction-forgotten",
+        HOOKS,
+        "        self.reducer.finish()\n",
+        "",
+        "The end of backward does not complete the last reduction.",
+        "flat_full",
+        "wrong values",
+    ),
+    Break(
+        "promise-of-the-first-stage",
+        REDUCE,
+        "            new.promise = lane.promise()\n",
+        "",
+        "Division and copies come after what is waited for.",
+        "flat_full",
+    ),
+    Break(
+        "promise-before-the-last-stage",
+        REDUCE,
+        ISSUE_END,
+        "            new.promise.wait()\n            promise = lane.promise()\n            _end(new)\n"
+        "            new.promise = promise\n",
+        "The event is recorded before the last stages are issued.",
+        "flat_full",
+    ),
+    Break(
+        "all-reduce-before-the-reduce-scatter",
+        REDUCE,
+        ISSUE_END,
+        "            _end(new)\n            new.promise = lane.promise()\n",
+        "The all-reduce stream does not wait for the reduce stream.",
+        "each_hybrid",
+    ),
+    Break(
+        "all-reduce-not-waited-for",
+        REDUCE,
+        "            collectives.all_reduce(replicas, item.piece).wait()\n",
+        "            collectives.all_reduce(replicas, item.piece)\n",
+        "The division does not wait for the all-reduce, where the backend has threads.",
+        "hybrid_over_a_backend_with_threads",
+    ),
+    Break(
+        "all-reduce-returns-nothing",
+        "engine/collectives.py",
+        "    promise: Promise = group.process_group.allreduce([tensor], _ALL_REDUCE) or NOTHING\n",
+        "    promise: Promise = group.process_group.allreduce([tensor], _ALL_REDUCE)\n",
+        "What NCCL returns for an all-reduce is waited for, and it is None. Race 1 of the list.",
+        "each_hybrid",
+        "exception",
+    ),
+    Break(
+        "reduce-scatter-returns-nothing",
+        "engine/collectives.py",
+        "    promise: Promise = getattr(group.process_group, _REDUCE_SCATTER_METHOD)(piece, whole, _REDUCE_SCATTER) or "
+        "NOTHING\n",
+        "    promise: Promise = getattr(group.process_group, _REDUCE_SCATTER_METHOD)(piece, whole, _REDUCE_SCATTER)\n",
+        "The same for a reduce-scatter.",
+        "each_full",
+        "exception",
+    ),
+    Break(
+        "all-reduce-on-the-reduce-stream",
+        REDUCE,
+        "        is_hybrid = mesh.shard is not None and mesh.replicate is not None\n",
+        "        is_hybrid = False\n",
+        "The all-reduce over replicas keeps the next reduce-scatter waiting.",
+        "each_hybrid",
+        "overlap",
+    ),
+    Break(
+        "ends-on-the-compute-stream",
+        REDUCE,
+        "        if lane.stream is not None:\n            self._issue_end(new)\n",
+        "        if lane.stream is not None:\n            new.promise.wait()\n            _end(new)\n",
+        "The compute stream waits for each reduction, and divides on itself.",
+        "flat_full",
+        "overlap",
+    ),
+    Break(
+        "completed-at-once",
+        REDUCE,
+        "        before, self._in_flight = self._in_flight, new\n        if before is not None:\n"
+        "            self._complete(before)\n",
+        "        self._complete(new)\n",
+        "The compute stream waits for each reduction before it goes on.",
+        "flat_full",
+        "overlap",
+    ),
+    Break(
+        "hook-stream-does-not-wait",
+        REDUCE,
+        "    stream.wait_stream(here)\n",
+        "",
+        "A hook on a stream of the user's reads the sum before it has arrived.",
+        "each_with_a_hook_on_its_own_stream",
+    ),
+    Break(
+        "hook-stream-not-waited-for",
+        REDUCE,
+        "    here.wait_stream(stream)\n",
+        "",
+        "Nobody waits for a hook on a stream of the user's.",
+        "each_with_a_hook_on_its_own_stream",
+    ),
+]

@@ -1,0 +1,219 @@
+"""Runs a program on an engine, intact or broken, and says what came out.
+
+A broken engine is a copy of the package in which one passage is another one. A process has room for one engine only, so
+each run has a process of its own, forked from a server that has imported torch and nothing of ours: a copy, a fork and
+the import of the package take about half a second::
+
+    pytest ---- Engine(folder) ---- run(program) ----> process: import minifsdp from the folder, program, Outcome
+                                                <----
+
+What a run is judged by is in its `Outcome`; `findings` compares that of a broken engine with that of the intact one.
+
+Spec: SIM-07.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import importlib
+import os
+import pathlib
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from spec_tests.harness import pool, simulated
+from spec_tests.harness.accounting import ROOT
+
+__all__ = ["PACKAGE", "Break", "Outcome", "broken", "findings", "run"]
+
+PACKAGE = ROOT / "minifsdp"
+LIMIT = 120.0  # seconds for one program
+COLLECTIVES = ("all_gather", "allgather", "reduce_scatter", "allreduce", "broadcast")
+
+WORLD = simulated.WORLD
+
+
+@dataclass(frozen=True)
+class Break:
+    """One way to break the engine.
+
+    Attributes:
+        name: of the break.
+        file: in the package.
+        old: a passage that is exactly once in it.
+        new: what stands there instead.
+        what: what is broken by that, one sentence.
+        program: which of the programs notices.
+        by: how, a key of `findings`.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    what: str
+    program: str
+    by: str = "collision"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one program came to on one engine.
+
+    Attributes:
+        error: the exception that ended it; ``None`` if it came to its end.
+        races: the reports of the checker.
+        schedules: how many other orders were tried.
+        different: names of those that gave other bits.
+        bits: a digest of the results.
+        stops: where the CPU was stopped.
+        peak: bytes.
+        num_overlaps: pairs of a collective and another operation that the streams allow to run at the same time.
+        num_operations: how many there were.
+    """
+
+    error: str | None = None
+    races: list[str] = field(default_factory=list)
+    schedules: int = 0
+    different: list[str] = field(default_factory=list)
+    bits: str = ""
+    stops: list[tuple[str, str]] = field(default_factory=list)
+    peak: int = 0
+    num_overlaps: int = 0
+    num_operations: int = 0
+
+
+def findings(here: Outcome, intact: Outcome) -> dict[str, str]:
+    """What tells the one from the other: how it is found, and the first line of what is said then."""
+    found = {}
+    if here.error is not None:
+        found["exception"] = here.error
+    if here.races:
+        found["collision"] = here.races[0]
+    if here.different:
+        found["other bits"] = f"{len(here.different)} of {here.schedules} schedules, first: {here.different[0]}"
+    if here.error is None and here.bits != intact.bits:
+        found["wrong values"] = "the results are not those of the intact engine"
+    if len(here.stops) != len(intact.stops):
+        found["stops"] = f"the CPU is stopped {len(here.stops)} times, not {len(intact.stops)}"
+    if here.peak > intact.peak:
+        found["peak"] = f"{here.peak} bytes at the peak, not {intact.peak}"
+    if here.num_overlaps < intact.num_overlaps:
+        what = "pairs of a collective and a computation may run at the same time"
+        found["overlap"] = f"{here.num_overlaps} {what}, not {intact.num_overlaps}"
+    return found
+
+
+@contextlib.contextmanager
+def broken(one: Break) -> Iterator[pathlib.Path]:
+    """A folder with a broken copy of the package; it goes at the end.
+
+    Raises:
+        ValueError: the engine was changed, and the break must be written anew.
+    """
+    text = (PACKAGE / one.file).read_text()
+    if text.count(one.old) != 1:
+        times = text.count(one.old)
+        raise ValueError(f"the passage of {one.name!r} is {times} times in minifsdp/{one.file}, not once:\n{one.old}")
+    with tempfile.TemporaryDirectory(prefix="broken-") as folder:
+        shutil.copytree(PACKAGE, pathlib.Path(folder) / PACKAGE.name)
+        (pathlib.Path(folder) / PACKAGE.name / one.file).write_text(text.replace(one.old, one.new))
+        yield pathlib.Path(folder)
+
+
+def run(program: str, folder: pathlib.Path = ROOT, num_schedules: int = 0) -> Outcome:
+    """Runs a program of ``programs.py`` on the package in ``folder``, in a process of its own.
+
+    Raises:
+        RuntimeError: the process has died, or has not come to an end.
+    """
+    context = pool.fork_server()
+    mine, its = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(its, program, str(folder), num_schedules), daemon=True)
+    process.start()
+    its.close()
+    try:
+        if not mine.poll(LIMIT):
+            raise RuntimeError(f"{program} has not come to an end in {LIMIT:g} s")
+        outcome: Outcome = mine.recv()
+    except EOFError as error:
+        process.join()
+        raise RuntimeError(f"{program}: the process died with exit code {process.exitcode}") from error
+    finally:
+        process.kill()
+        process.join()
+        mine.close()
+    return outcome
+
+
+# --- in the process ---
+
+
+def _serve(pipe: Any, program: str, folder: str, num_schedules: int) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    sys.path.insert(0, folder)
+    simulated.install()
+    programs = importlib.import_module("spec_tests.streams.programs")
+    where = str(sys.modules["minifsdp"].__file__)
+    assert where.startswith(folder), f"minifsdp was imported from {where}"
+    gc.collect()
+    gc.freeze()
+    pipe.send(_outcome(programs.PROGRAMS[program], num_schedules))
+    pipe.close()
+    # Not the usual end: what a broken engine has left behind may hinder it.
+    os._exit(0)
+
+
+def _outcome(program: Any, num_schedules: int) -> Outcome:
+    WORLD.begin()
+    dist.init_process_group("simulated", rank=0, world_size=program.num_ranks, store=FakeStore())
+    error, results = None, []
+    with simulated.Log() as log:
+        try:
+            results = program.run()
+        except Exception as caught:  # whatever a broken engine comes to
+            error = f"{type(caught).__name__}: {caught}"
+    stops, peak = [*WORLD.stops.elements()], WORLD.memory.peak
+    races = [str(race) for race in WORLD.races.values()]
+    WORLD.synchronize()
+    different = []
+    if error is None and num_schedules:
+        try:
+            different = log.judge(results, num_schedules).different
+        except AssertionError as wrong:
+            different = [f"that of the program: {wrong}"]
+    return Outcome(
+        error,
+        races,
+        num_schedules,
+        different,
+        _digest(results),
+        stops,
+        peak,
+        _num_overlaps(log.operations),
+        len(log.operations),
+    )
+
+
+def _digest(results: Sequence[torch.Tensor]) -> str:
+    found = hashlib.sha256()
+    for tensor in results:
+        found.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _num_overlaps(operations: Sequence[simulated.Operation]) -> int:
+    sent = [operation for operation in operations if operation.name.startswith(COLLECTIVES)]
+    return sum(one.may_overlap(other) for one in sent for other in operations if other.stream)

@@ -1,0 +1,123 @@
+"""What comes before what in one training step: boxes on the streams, and an arrow for each wait.
+
+A box is a `Moment`. Its column is one more than that of the latest box that must be over before it begins::
+
+    compute     copy   F0              F0 is in column 3, for the copy of column 2 is before it
+    gather  AG0        AG1             AG1 is in column 3 too: it has waited for the copy and for nothing later
+
+So boxes of one column are in no order, and the streams allow them to run at the same time. Boxes of one row are in
+order anyway. Between rows an arrow says that a box waits for another; arrows that follow from others are left out.
+Where the CPU is stopped, arrows lead through it: what it launches later comes after what it has waited for.
+
+A free (a red mark) is a moment of the CPU, which need not be stopped for it. It is drawn behind the last box of the
+compute stream that the CPU had launched before it.
+
+Spec: SIM-11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from xml.sax.saxutils import escape
+
+from minifsdp import timeline
+from minifsdp.trace import Event
+from spec_tests.streams.steps import ROWS, Moment, Step
+
+__all__ = ["arrows", "columns", "picture"]
+
+LEFT, COLUMN, BOX, ROW, GAP = 84, 49, 37, 24, 26  # in pixels
+LEAST_WIDTH = 700  # for the heading
+
+STYLE = "".join(
+    f".minifsdp-timeline .arrow-{kind}{{stroke:var(--{ink});fill:none;stroke-width:1.3}}"
+    f" .minifsdp-timeline .head-{kind}{{fill:var(--{ink})}}\n"
+    for kind, ink in [*((kind, f"{kind}-ink") for kind in timeline.BOXES), ("plain", "soft")]
+) + (
+    ".minifsdp-timeline .plain rect{fill:var(--paper);stroke:var(--soft);stroke-width:.8}"
+    " .minifsdp-timeline .plain text{fill:var(--soft)}\n"
+)
+WORDS = {
+    "copy": "gathered pieces brought into place",
+    "loss": "the loss, and the beginning of backward",
+    "WAIT": "the CPU is stopped by the rate limiter",
+}
+
+
+def columns(boxes: list[Moment]) -> dict[Moment, int]:
+    """The column of each box, from 1."""
+    found: dict[Moment, int] = {}
+    for box in boxes:
+        found[box] = 1 + max((found[other] for other in found if other.is_before(box)), default=0)
+    return found
+
+
+def arrows(boxes: list[Moment]) -> list[tuple[Moment, Moment]]:
+    """Pairs of boxes in different rows, one before the other and nothing between them."""
+    ordered = [(one, other) for one in boxes for other in boxes if one.is_before(other)]
+    before = set(ordered)
+    return [
+        (one, other)
+        for one, other in ordered
+        if one.row != other.row and not any((one, box) in before and (box, other) in before for box in boxes)
+    ]
+
+
+def picture(title: str, step: Step) -> str:
+    """The picture as SVG."""
+    boxes = [moment for moment in step.moments if moment.kind != "FREE"]
+    column = columns(boxes)
+    width = max(LEAST_WIDTH, LEFT + COLUMN * max(column.values()) + 16)
+    sheet = timeline._Sheet(width, 1.0)
+    top = _draw_heading(sheet, title, step)
+    rows = [row for row in ROWS if row == "CPU" or any(box.row == row for box in boxes)]
+    y_of = {row: top + (ROW + GAP) * number for number, row in enumerate(rows)}
+    for row, y in y_of.items():
+        sheet.bands.append(f'<rect class="band" x="{LEFT}" y="{y}" width="{width - LEFT - 8}" height="{ROW}"/>')
+        sheet.text(LEFT - 10, y + 16, row.removesuffix(" stream"), "soft end")
+    place = {box: (LEFT + COLUMN * (column[box] - 1) + 8, y_of[box.row]) for box in boxes}
+    for one, other in arrows(boxes):
+        sheet.add(_arrow(one, place[one], place[other]))
+    for box in boxes:
+        sheet.add(_box(box, *place[box]))
+    _draw_frees(sheet, step, place, y_of["CPU"])
+    drawn = timeline._document(width, y_of[rows[-1]] + ROW + 14, title, sheet.bands + sheet.elements)
+    return drawn.replace("</style>", f"{STYLE}</style>", 1)
+
+
+def _draw_heading(sheet: timeline._Sheet, title: str, step: Step) -> float:
+    sheet.text(20, 30, title, "title")
+    rules = "Boxes of one row run in order; an arrow is a wait. Boxes of one column may run at the same time."
+    sheet.text(20, 50, rules, "soft")
+    return timeline._draw_legend(sheet, 72.0, [Event(m.kind, m.unit, 0.0, 0.0) for m in step.moments])
+
+
+def _box(box: Moment, x: float, y: float) -> str:
+    kind = box.kind if box.kind in timeline.BOXES else "plain"
+    meaning = WORDS.get(box.kind) or timeline.MEANINGS[box.kind]
+    operators = ", ".join(operation.name for operation in box.operations)
+    tip = f"{box.name}: {meaning}" + (f" ({operators})" if operators else "")
+    return (
+        f'<g class="box {kind}"><title>{escape(tip)}</title><rect x="{x}" y="{y + 2}" width="{BOX}" '
+        f'height="{ROW - 4}" rx="2.5"/><text x="{x + BOX / 2}" y="{y + 16}">{box.name}</text></g>'
+    )
+
+
+def _arrow(one: Moment, start: tuple[float, float], end: tuple[float, float]) -> str:
+    """From the box's edge that is nearer to the other row, into the other's left half."""
+    is_down = end[1] > start[1]
+    x1, y1 = start[0] + BOX - 8, start[1] + (ROW - 2 if is_down else 2)
+    x2, y2 = end[0] + 8, end[1] + (2 if is_down else ROW - 2)
+    bend, tip = (10, 5) if is_down else (-10, -5)
+    kind = one.kind if one.kind in timeline.BOXES else "plain"
+    line = f"M{x1} {y1}C{x1} {y1 + bend} {x2} {y2 - tip - bend} {x2} {y2 - tip}"
+    return f'<path class="arrow-{kind}" d="{line}"/><path class="head-{kind}" d="M{x2 - 3} {y2 - tip}h6L{x2} {y2}z"/>'
+
+
+def _draw_frees(sheet: timeline._Sheet, step: Step, place: Mapping[Moment, tuple[float, float]], y: float) -> None:
+    x = float(LEFT)
+    for moment in step.moments:
+        if moment.kind == "FREE":
+            sheet.add(timeline._mark("FREE", x, y + ROW / 2, f"{moment.name}: the memory is given back"))
+        elif moment.row == "compute stream":
+            x = place[moment][0] + BOX + (COLUMN - BOX) / 2

@@ -1,0 +1,68 @@
+"""The same programs with the FSDPs of another version of torch, on top of the one that is installed.
+
+For a person who asks since when, or until when, something collides; no test runs it::
+
+    pip download torch==2.12.0 --no-deps
+    unzip -q torch-2.12.0-*.whl 'torch/distributed/fsdp/*' -d other
+    python -m spec_tests.streams.other_torch other/torch/distributed
+
+Only ``torch.distributed.fsdp`` is the other version's. Programs that it does not know are told by their exception.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import types
+import warnings
+from typing import Any
+
+import torch.distributed as dist
+
+
+def pretend(folder: str) -> None:
+    """Lets ``torch.distributed.fsdp`` come from ``folder``, and adds what it imports from a torch of its age."""
+    dist.__path__.insert(0, folder)
+    there: Any = dist
+    # 2.14 asks for these while it is imported, which `torch._dynamo` does; 2.11 for what follows.
+    there._spmd_no_typecheck = contextlib.nullcontext
+    there._is_spmd_types_available = lambda: False
+    base: Any = types.ModuleType("torch._custom_class_base")
+    base.CustomClassBase = object
+    sys.modules[base.__name__] = base
+    import torch._dynamo
+
+    torch._dynamo.config.__dict__["skip_fsdp_hooks"] = True
+
+
+def main() -> None:
+    """Prints each program in which something collides, and what."""
+    pretend(sys.argv[1])
+    warnings.simplefilter("ignore")
+    import torch.distributed.fsdp
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from spec_tests.harness import simulated
+    from spec_tests.streams.torch_fsdp import PROGRAMS
+    from spec_tests.streams.torch_hazards import HAZARDS
+
+    print(torch.distributed.fsdp.__file__)
+    device, world, store = simulated.install(), simulated.WORLD, FakeStore()
+    programs = {**PROGRAMS, **{name: hazard[:2] for name, hazard in HAZARDS.items()}}
+    for name, (num_ranks, program) in programs.items():
+        dist.init_process_group("simulated", rank=0, world_size=num_ranks, store=store, device_id=device)
+        world.begin()
+        world.look_at(f"{os.sep}fsdp{os.sep}")
+        try:
+            program()
+        except Exception as error:
+            print(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
+        for race in world.races.values():
+            print(f"{name}: {race}")
+        dist.destroy_process_group()
+    print(f"{len(programs)} programs")
+
+
+if __name__ == "__main__":
+    main()

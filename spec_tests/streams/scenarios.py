@@ -1,0 +1,327 @@
+"""From a scenario to its run on the simulated device, and to a verdict.
+
+`play` trains as rank ``scenario.rank`` among invented ones, with a log, and asks both judges: did accesses collide, and
+do the results (parameters, gradients, losses, state dicts, whatever the user has looked at) have the same bits in other
+orders that the streams allow? The user here never stops the CPU without need. A stop orders everything that comes after
+it, and so would hide what is missing.
+
+`finding` says what is wrong with a scenario, `simplest` leaves out of it whatever can be left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import minifsdp
+from spec_tests.harness import device, simulated
+from spec_tests.properties.build import (
+    PRECISIONS,
+    Bang,
+    Groups,
+    Piece,
+    is_per_parameter,
+    output_of,
+    plain_model,
+    sharded,
+)
+from spec_tests.properties.build import batch_on_cpu as batch
+from spec_tests.properties.oracle import loss_of
+from spec_tests.properties.run import EVALUATION, MEANINGLESS
+from spec_tests.streams.scenario import Scenario, simpler, to_json
+from spec_tests.streams.user import HOOKS, edit, optimizer_for, set_switches, state_of
+
+__all__ = ["Outcome", "play", "report", "simplest"]
+
+WORLD = simulated.WORLD
+OTHER_DEVICE = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out of a scenario.
+
+    Attributes:
+        finding: what is wrong; ``None`` if nothing is.
+        num_operations: of the program.
+        num_schedules: in which it was executed again.
+        seconds: in all.
+    """
+
+    finding: str | None
+    num_operations: int
+    num_schedules: int
+    seconds: float
+
+
+def play(scenario: Scenario, num_schedules: int, seed: int = 0) -> Outcome:
+    """Runs a scenario on the simulated device of this process, and judges it."""
+    begin = time.monotonic()
+    _become(scenario.run.num_ranks, scenario.rank)
+    WORLD.begin()
+    log = simulated.Log()
+    finding, num_done = None, 0
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run = _Run(scenario)
+            WORLD.current_index = OTHER_DEVICE if scenario.elsewhere else 0
+            with log:
+                run.train()
+        # The user looks at the end, after a stop.
+        verdict = log.judge([*run.parameters(), *run.seen], num_schedules, seed)
+        num_done = verdict.num_schedules
+        if verdict.different:
+            finding = f"other bits in the schedules {verdict.different}"
+    except Exception:
+        finding = traceback.format_exc()
+    if WORLD.races:
+        finding = "\n".join([*map(str, WORLD.races.values()), finding or ""])
+    run = None
+    WORLD.current_index = 0
+    return Outcome(finding, len(log.operations), num_done, time.monotonic() - begin)
+
+
+def _become(num_ranks: int, rank: int) -> None:
+    """Makes this process that rank of so many, the others being invented."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # What a run before has broken off must not be met again. What is imported stays, and costs nothing frozen.
+    gc.collect()
+    gc.freeze()
+    dist.init_process_group("simulated", rank=rank, world_size=num_ranks, store=simulated.INVENTED_STORE)
+
+
+class _Run:
+    """One training run.
+
+    Attributes:
+        seen: what the user has looked at.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.s, self.d = scenario, scenario.run
+        self.seen: list[Tensor] = []
+        groups: Groups = {}
+        plain = plain_model(self.d)
+        self.clock = plain.clock
+        self.model: Any = sharded(self.d, plain, groups, **self._options())
+        self.units: list[Any] = [m for m in self.model.modules() if isinstance(m, minifsdp.FSDPModule)]
+        self._name_neighbours()
+        self._use_hook()
+        self.optimizer = optimizer_for(scenario, self.model)
+        kind = torch.amp.GradScaler if is_per_parameter(self.d) else minifsdp.ShardedGradScaler
+        self.scaler: Any = kind(device().type, init_scale=2.0**8, enabled=scenario.scales)
+
+    def _options(self) -> dict[str, Any]:
+        if not is_per_parameter(self.d):
+            return {}
+        options: dict[str, Any] = {}
+        if self.d.offload:
+            options["offload_policy"] = minifsdp.CPUOffloadPolicy(pin_memory=self.s.pins)
+        if self.s.among:
+            options["reshard_after_forward"] = self.s.among
+        return options
+
+    def _name_neighbours(self) -> None:
+        for number, unit in enumerate(self.units if self.s.ahead else []):
+            unit.set_modules_to_forward_prefetch(self.units[number + 1 :][: self.s.ahead])
+            unit.set_modules_to_backward_prefetch(self.units[:number][::-1][: self.s.ahead])
+
+    def _use_hook(self) -> None:
+        if not self.s.hook:
+            return
+        if not is_per_parameter(self.d):
+            self.model.register_comm_hook(None, HOOKS[self.s.hook])
+            return
+        stream = torch.get_device_module(device()).Stream(device())
+        for unit in self.units:
+            own = stream if self.s.hook == "async" and not self.d.is_hybrid else None
+            unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5), stream=own)
+
+    def parameters(self) -> Iterable[Tensor]:
+        """Of this rank, as the optimizer has them."""
+        return (_local(parameter) for parameter in self.model.parameters())
+
+    def see(self, *tensors: Tensor) -> None:
+        """The user copies something, at once and where it lies."""
+        self.seen.extend(tensor.detach().clone() for tensor in tensors)
+
+    # --- training ---
+
+    def train(self) -> None:
+        """All steps, as far as the model can be trained at all."""
+        try:
+            for step in range(self.d.steps):
+                self.clock.step = step
+                if not self._step(step):
+                    break
+        except RuntimeError as error:
+            if MEANINGLESS not in str(error):
+                raise
+
+    def _step(self, step: int) -> bool:
+        s, d = self.s, self.d
+        if step == int(s.late):
+            set_switches(s, self.model, self.units)
+        if d.apart >= 0:
+            self._evaluate(step, d.apart)
+        if d.bomb:
+            self._break_off(step)
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=d.clears)
+        for number in range(len(d.micro_batches)):
+            self._by_hand()
+            if not self._micro_batch(step, number):
+                # What strategies keep for a backward, they keep.
+                return False
+        self.see(*(_local(p.grad) for p in self.model.parameters() if p.grad is not None))
+        if d.evaluates == "forgotten":
+            self._evaluate(step, is_recorded=True)
+        self._optimize()
+        if d.evaluates == "after":
+            self._evaluate(step)
+        edit(s, self.model, self.units, self.see)
+        if s.state:
+            self.see(*state_of(s, self.model))
+        if s.optimizer == "event" and self.units:
+            self.model.set_post_optim_event(torch.get_device_module(device()).current_stream(device()).record_event())
+        return True
+
+    def _by_hand(self) -> None:
+        if not self.s.by_hand or self.s.by_hand == "between":
+            return
+        chosen = self.units[self.d.seed % len(self.units)]
+        handles = [
+            unit.unshard(async_op=self.s.by_hand != "unshard")
+            for unit in (self.units if self.s.by_hand == "all" else [chosen])
+        ]
+        if self.s.by_hand == "async_and_wait":
+            handles[0].wait()
+        if self.s.by_hand == "in_vain":
+            chosen.reshard()
+
+    def _micro_batch(self, step: int, number: int) -> bool:
+        s, d = self.s, self.d
+        with contextlib.nullcontext() if d.micro_batches[number] else self._without_sync():
+            outputs = [self._forward(step, number * d.forwards + i) for i in range(d.forwards)]
+            if s.by_hand == "between":
+                self.units[d.seed % len(self.units)].reshard()
+            if d.evaluates == "between":
+                self._evaluate(step)
+            losses = [loss_of([output]) for output in outputs] if s.apart else [loss_of(outputs)]
+            for loss in losses:
+                if not loss.requires_grad:
+                    return False
+                if s.reads:
+                    loss.item()
+                self.see(loss)
+                self.scaler.scale(loss).backward()
+        return True
+
+    def _forward(self, step: int, index: int) -> Tensor:
+        x, tokens = batch(self.d, step, index, self.s.rank)
+        if self.s.batches == "device":
+            x, tokens = x.to(device()), tokens.to(device())
+        elif self.s.batches == "pinned":
+            x, tokens = x.pin_memory(), tokens.pin_memory()
+        if self.d.tracks_input:
+            x.requires_grad_()
+        output = output_of(self.d.model, self.model, (x, tokens))
+        if self.s.batches != "device":
+            # The next batch is read into the same memory.
+            x.data.zero_()
+            tokens.zero_()
+        return output
+
+    @contextlib.contextmanager
+    def _without_sync(self) -> Any:
+        if not is_per_parameter(self.d):
+            with self.model.no_sync():
+                yield
+            return
+        switch = self.model.set_requires_all_reduce if self.s.sums_late else self.model.set_requires_gradient_sync
+        switch(False)
+        self.model.set_is_last_backward(not self.s.goes_on)
+        try:
+            yield
+        finally:
+            switch(True)
+            self.model.set_is_last_backward(True)
+
+    def _break_off(self, step: int) -> None:
+        self.clock.bomb = (self.d.bomb, self.d.bomb_at)
+        with contextlib.suppress(Bang), contextlib.nullcontext() if self.d.micro_batches[0] else self._without_sync():
+            loss = loss_of([self._forward(step, EVALUATION)])
+            if loss.requires_grad:
+                loss.backward()
+        self.clock.bomb = None
+        if self.s.resets:
+            self.model.reset_iter_state()
+
+    def _evaluate(self, step: int, part: int | None = None, *, is_recorded: bool = False) -> None:
+        d, model, node = self.d, self.model, self.d.model
+        x, tokens = (tensor.to(device()) for tensor in batch(d, step, EVALUATION, self.s.rank))
+        if part is not None:
+            root = next(m for m in model.modules() if isinstance(m, Piece))
+            model, node = root.parts[part], node.children[part]
+            # Only the outermost unit is asked to cast its inputs.
+            x = x.to(PRECISIONS[d.precision].get("param_dtype", x.dtype))
+        self.model.eval()
+        with torch.set_grad_enabled(is_recorded):
+            output = output_of(node, model, (x, tokens))
+        self.see(output)
+        if d.offload:
+            # No backward stops the CPU, and pinned shards are still being copied: before he writes to them, as an
+            # optimizer does, the user must have seen what came out. In torch, too.
+            output.sum().item()
+        self.model.train()
+
+    def _optimize(self) -> None:
+        if self.optimizer is None:
+            return
+        if self.d.clips:
+            self.scaler.unscale_(self.optimizer)
+            clip: Callable[..., Tensor] = self.model.clip_grad_norm_
+            self.see(clip(0.1))
+        if self.s.optimizer != "in_backward":
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach()
+
+
+# --- findings ---
+
+
+def simplest(scenario: Scenario, num_schedules: int, seconds: float = 60.0) -> Scenario:
+    """From a scenario that fails, by leaving things out, to one of which nothing can be left out; or time is over."""
+    end = time.monotonic() + seconds
+    while True:
+        for candidate in simpler(scenario):
+            if time.monotonic() > end:
+                return scenario
+            if play(candidate, num_schedules).finding is not None:
+                scenario = candidate
+                break
+        else:
+            return scenario
+
+
+def report(scenario: Scenario, num_schedules: int) -> str:
+    """What a failing scenario ends in: the finding, and the line that shows it again."""
+    finding = play(scenario, num_schedules).finding
+    return f"{finding}\nTo see it again:\npython -m spec_tests.streams.hunt --replay '{to_json(scenario)}'"

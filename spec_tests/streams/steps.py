@@ -1,0 +1,194 @@
+"""One training step on the simulated device, as a picture needs it: few named moments instead of many operators.
+
+The log of a step knows every operator and what was over when it began, but no units. The tracer of the package knows
+units and no streams. Here both are kept at once, and operators that belong together become one `Moment`::
+
+    log                                           tracer            moments
+    stream 3   all_gather_single                  AG 0              AG 0, gather stream
+    stream 1   split_with_sizes_copy                                copy, compute stream
+    stream 1   mm, relu                           F 0               F 0, compute stream
+                                                  FREE 0            FREE 0, CPU
+
+Two moments are ordered if the first is over when the second begins, *in every order that the streams allow*. That is
+asked of the vector clocks, the same that the race checker asks.
+
+Spec: SIM-11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from minifsdp import trace
+from spec_tests.harness import simulated
+from spec_tests.harness.simulated import WORLD, Operation
+from spec_tests.harness.simulated.clocks import Clock
+
+__all__ = ["ROWS", "Moment", "Step", "recorded"]
+
+ROWS = ("CPU", "compute stream", "gather stream", "reduce stream", "all-reduce stream")
+"""Who does something, in the order in which pictures show them."""
+
+COLLECTIVES = {"all_gather": "AG", "allgather": "AG", "reduce_scatter": "RS", "allreduce": "AR"}
+ROW_OF = {"AG": "gather stream", "RS": "reduce stream", "AR": "all-reduce stream"}
+
+
+@dataclass(eq=False)
+class Moment:
+    """What one of the `ROWS` does in one go.
+
+    Attributes:
+        kind: one of the tracer's, or ``"copy"`` for what brings gathered pieces into place, or ``"loss"``.
+        unit: whose; empty where it is nobody's.
+        row: who does it.
+        place: how many operators had been launched before it.
+        operations: what it consists of; nothing for what the CPU does.
+        places: of these among all operators.
+        num_bytes: of the gathered parameters, for ``AG``.
+        known: for a ``WAIT`` of the CPU, what it knows to be over afterwards.
+    """
+
+    kind: str
+    unit: str
+    row: str
+    place: int
+    operations: list[Operation] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    num_bytes: int = 0
+    known: Clock = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """As tables and boxes have it: ``AG2``."""
+        return self.kind + self.unit
+
+    def is_before(self, other: Moment) -> bool:
+        """Whether this one is over when the other begins, in every order."""
+        if not self.operations:
+            # What the CPU has waited for is over for all that it launches later.
+            return self.kind == "WAIT" and self.place <= other.place and self is not other
+        last = self.operations[-1]
+        if not other.operations:
+            return other.known.get(last.stream, 0) >= last.number
+        return last.is_before(other.operations[0])
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        operations: every operator in the order of its launch.
+        moments: the same with names, and what the CPU did in between.
+    """
+
+    operations: list[Operation]
+    moments: list[Moment]
+
+
+class Witness(trace.Recorder):
+    """A tracer that notes for each event how many operators had been launched, and what the CPU knew."""
+
+    def __init__(self, log: simulated.Log) -> None:
+        super().__init__()
+        self.log = log
+        self.notes: list[tuple[int, str, trace.Event, Clock]] = []
+
+    def begin(self, kind: str, unit: str, **details: Any) -> trace.Event:
+        event = super().begin(kind, unit, **details)
+        self._note("begin", event)
+        return event
+
+    def finish(self, event: trace.Event | None) -> None:
+        super().finish(event)
+        if event is not None:
+            self._note("finish", event)
+
+    def _note(self, verb: str, event: trace.Event) -> None:
+        self.notes.append((len(self.log.operations), verb, event, dict(WORLD.host)))
+
+
+def recorded(model: nn.Module, batch: torch.Tensor) -> Step:
+    """The second training step of ``model``; the first is the one in which it learns the order of its units."""
+    for _ in range(2):
+        with simulated.Log() as log:
+            witness = trace.recorder = Witness(log)
+            try:
+                model(batch).sum().backward()
+            finally:
+                trace.recorder = None
+        model.zero_grad()
+    WORLD.assert_no_race()
+    return Step(log.operations, list(_Reader(log.operations, witness.notes).moments()))
+
+
+class _Reader:
+    """Finds the moments in a log and in what the witness has noted."""
+
+    def __init__(self, operations: list[Operation], notes: list[tuple[int, str, trace.Event, Clock]]) -> None:
+        self.operations, self.notes = operations, notes
+        begun = [event for _, verb, event, _ in notes if verb == "begin"]
+        # The collectives of one kind, in the order of their launch.
+        self.events = {kind: iter([event for event in begun if event.kind == kind]) for kind in ROW_OF}
+        self.row_of = {o.stream: ROW_OF[kind] for o in operations if (kind := _collective(o))}
+        self.row_of[WORLD.main[0].number] = "compute stream"
+        self.open: list[trace.Event] = []
+        self.latest: dict[str, Moment] = {}
+
+    def moments(self) -> Iterator[Moment]:
+        for place, operation in enumerate(self.operations):
+            yield from self._of_the_cpu(place)
+            moment = self._with(operation, place)
+            if moment is not None:
+                yield moment
+        yield from self._of_the_cpu(len(self.operations))
+
+    def _of_the_cpu(self, place: int) -> Iterator[Moment]:
+        for at, verb, event, known in self.notes:
+            if at != place:
+                continue
+            if event.kind in ("F", "B"):
+                self.open.append(event) if verb == "begin" else self.open.remove(event)
+            elif (event.kind, verb) == ("FREE", "begin"):
+                yield Moment("FREE", event.unit, "CPU", place)
+            elif (event.kind, verb) == ("WAIT", "finish"):
+                yield Moment("WAIT", "", "CPU", place, known=known)
+
+    def _with(self, operation: Operation, place: int) -> Moment | None:
+        """The moment that begins with an operator; ``None`` if it belongs to the one before it on its stream."""
+        row = self.row_of[operation.stream]
+        found = self._named(operation, row, place)
+        latest = self.latest.get(row)
+        if latest is not None and latest.kind == "":
+            latest.kind, latest.unit, latest.num_bytes = found.kind, found.unit, found.num_bytes
+        elif latest is None or _collective(operation) or latest.name != found.name:
+            self.latest[row] = latest = found
+        latest.operations.append(operation)
+        latest.places.append(place)
+        return found if latest is found else None
+
+    def _named(self, operation: Operation, row: str, place: int) -> Moment:
+        """A moment for an operator; without a name for what prepares a collective that is still to come."""
+        kind = _collective(operation)
+        if kind:
+            event = next(self.events[kind])
+            return Moment(kind, event.unit, row, place, num_bytes=event.num_bytes)
+        if operation.name == "div_" and row in self.latest:
+            # Behind its collective.
+            return Moment(self.latest[row].kind, self.latest[row].unit, row, place)
+        if row != "compute stream":
+            return Moment("", "", row, place)
+        if operation.name == "split_with_sizes_copy":
+            return Moment("copy", "", row, place)
+        return (
+            Moment(self.open[-1].kind, self.open[-1].unit, row, place) if self.open else Moment("loss", "", row, place)
+        )
+
+
+def _collective(operation: Operation) -> str:
+    return next((kind for name, kind in COLLECTIVES.items() if operation.name.startswith(name)), "")

@@ -1,0 +1,82 @@
+"""The intact engine raises no alarm, and each broken one does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from spec_tests.streams import engines
+from spec_tests.streams.breaks import BREAKS, SCHEDULES, unbroken
+from spec_tests.streams.broken import gathers, host, memory, reductions
+from spec_tests.streams.engines import PACKAGE, Break, Outcome
+from spec_tests.streams.programs import PROGRAMS
+
+Run = tuple[str, Break | None]
+"""A program, and the engine that it runs on; ``None`` for the intact one."""
+
+
+def execute(program: str, one: Break | None) -> Outcome:
+    if one is None:
+        return engines.run(program, num_schedules=SCHEDULES)
+    with engines.broken(one) as folder:
+        return engines.run(program, folder)
+
+
+def runs_of(item: Any) -> list[Run]:
+    """What a test below asks for."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    if "name" in params:
+        one = BREAKS[params["name"]]
+        return [(one.program, None), (one.program, one)]
+    return [(params["program"], None)] if "program" in params else []
+
+
+@pytest.fixture(scope="module")
+def outcome_of(request: pytest.FixtureRequest) -> Iterator[Callable[[str, Break | None], Outcome]]:
+    """The outcome of a run. Two processes work ahead of the tests, in their order."""
+    items = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    wanted = dict.fromkeys(run for item in items for run in runs_of(item))
+    executor = ThreadPoolExecutor(2)
+    futures = {run: executor.submit(execute, *run) for run in wanted}
+    yield lambda program, one: futures[program, one].result()
+    executor.shutdown(cancel_futures=True)
+
+
+@pytest.mark.accelerator
+@pytest.mark.simulated
+@pytest.mark.spec("SIM-07")
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_intact_engine_raises_no_alarm(program: str, outcome_of: Any) -> None:
+    outcome = outcome_of(program, None)
+    assert outcome.error is None
+    assert outcome.races == []
+    assert outcome.different == []
+
+
+@pytest.mark.accelerator
+@pytest.mark.simulated
+@pytest.mark.spec("SIM-07")
+@pytest.mark.parametrize("name", BREAKS)
+def test_each_broken_engine_is_found(name: str, outcome_of: Any) -> None:
+    one = BREAKS[name]
+    found = engines.findings(outcome_of(one.program, one), outcome_of(one.program, None))
+    assert one.by in found, f"{one.what} {one.program} should notice by {one.by}, and notices: {found or 'nothing'}"
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_each_passage_to_break_is_in_the_engine_exactly_once(name: str) -> None:
+    one = BREAKS[name]
+    times = (PACKAGE / one.file).read_text().count(one.old)
+    assert times == 1, f"{one.name!r} must be written anew: its passage is {times} times in {one.file}:\n{one.old}"
+
+
+def test_each_line_that_orders_something_on_streams_is_broken_by_somebody() -> None:
+    assert unbroken() == []
+
+
+def test_there_are_at_least_sixty_broken_engines_and_their_names_differ() -> None:
+    assert len(BREAKS) >= 60
+    assert len(BREAKS) == sum(len(one.BREAKS) for one in (gathers, reductions, memory, host))

@@ -1,0 +1,305 @@
+"""What may run beside what, how often the CPU stops, and how much memory is held: asked of the log of a step.
+
+On a CPU these rows can only be looked at by the order of events. Here the question itself is asked: do the streams
+allow the two to run at the same time? Whether a machine makes use of that is a matter of time, and not asked.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import minifsdp
+from minifsdp import BackwardPrefetch
+from spec_tests.harness import device, rank_among_invented, simulated
+from spec_tests.harness.simulated import WORLD
+from spec_tests.streams.blocks import Log, flat, logged, per_parameter
+
+DOORS: dict[str, Callable[..., Any]] = {"wrapper": flat, "function": per_parameter}
+either_door = pytest.mark.parametrize("door", DOORS)
+
+
+def backward_of(log: Log, block: int) -> list[Any]:
+    """The matrix products of a block's backward; the first block has one, since its input asks for no gradient."""
+    of_backward = log.products[4:]
+    return of_backward[6:] if block == 0 else of_backward[2 * (3 - block) : 2 * (4 - block)]
+
+
+def limits() -> list[str]:
+    """The lines at which the rate limiter has stopped the CPU."""
+    return [where for _, where in WORLD.stops if "lifetime.py" in where]
+
+
+# ---- overlap ----
+
+
+@pytest.mark.spec("PREF-14", "FS2-PREF-01", "COST-03")
+@either_door
+@rank_among_invented(2)
+def test_the_next_gather_may_run_beside_the_forward_of_a_block(door: str) -> None:
+    options = {"limit_all_gathers": False} if door == "wrapper" else {}
+    log = logged(DOORS[door](**options))
+    for block in range(3):
+        assert log.gathers[block + 1].may_overlap(log.products[block])
+        assert log.gathers[block].is_before(log.products[block]), "its own it waits for"
+
+
+@pytest.mark.spec("PREF-09")
+@rank_among_invented(2)
+def test_with_backward_pre_the_next_gather_is_launched_before_the_gradients_and_may_run_beside_them() -> None:
+    log = logged(flat(backward_prefetch=BackwardPrefetch.BACKWARD_PRE))
+    for step, block in enumerate((3, 2, 1)):
+        next_gather = log.gathers[5 + step]
+        for product in backward_of(log, block):
+            assert next_gather.may_overlap(product)
+            assert log.operations.index(next_gather) < log.operations.index(product)
+
+
+@pytest.mark.spec("PREF-09")
+@rank_among_invented(2)
+def test_with_backward_post_a_reduction_may_run_beside_the_next_gradients() -> None:
+    log = logged(flat(backward_prefetch=BackwardPrefetch.BACKWARD_POST))
+    for step, block in enumerate((3, 2, 1)):
+        assert log.operations.index(log.gathers[5 + step]) > log.operations.index(backward_of(log, block)[-1])
+        assert log.operations.index(log.gathers[5 + step]) < log.operations.index(log.scatters[step])
+        for product in backward_of(log, block - 1):
+            assert log.scatters[step].may_overlap(product)
+
+
+@pytest.mark.spec("PREF-09")
+@rank_among_invented(2)
+def test_without_prefetch_a_gather_is_launched_behind_the_reduction_before_it() -> None:
+    log = logged(flat(backward_prefetch=None))
+    for step in range(3):
+        # Collectives of one group run in the order of their launch, so the gather that B waits for waits for this one.
+        assert log.operations.index(log.gathers[5 + step]) > log.operations.index(log.scatters[step])
+
+
+@pytest.mark.spec("PREF-10")
+@either_door
+@rank_among_invented(2)
+def test_all_gathers_are_on_one_stream_and_all_reductions_on_another(door: str) -> None:
+    log = logged(DOORS[door]())
+    (gather_stream,) = {o.stream for o in log.gathers}
+    (reduce_stream,) = {o.stream for o in log.scatters}
+    assert len({gather_stream, reduce_stream, WORLD.main[0].number}) == 3
+    assert {o.stream for o in log.products} == {WORLD.main[0].number}
+
+
+@pytest.mark.spec("STREAM-09")
+@either_door
+@rank_among_invented(2)
+def test_the_compute_stream_divides_nothing_and_casts_nothing_of_a_reduction(door: str) -> None:
+    log = logged(DOORS[door]())
+    assert len([o for o in log.operations if o.name == "div_"]) == 4
+    assert not [name for name in log.on("compute stream") if name.startswith(("div", "_chunk_cat", "reduce"))]
+
+
+@pytest.mark.spec("STREAM-09", "HYB-04")
+@rank_among_invented(4)
+def test_the_sum_over_replicas_has_a_stream_of_its_own_and_may_run_beside_the_next_reduction() -> None:
+    log = logged(per_parameter(shape=(2, 2)))
+    (stream,) = {o.stream for o in log.reductions}
+    assert stream not in {o.stream for o in (*log.gathers, *log.scatters)}
+    for step in range(3):
+        assert log.scatters[step].is_before(log.reductions[step])
+        assert log.reductions[step].may_overlap(log.scatters[step + 1])
+
+
+@pytest.mark.spec("NEW-12")
+@pytest.mark.parametrize("given", [True, False], ids=["event", "no event"])
+@rank_among_invented(2)
+def test_the_first_gather_waits_for_the_event_that_it_is_given_and_for_nothing_later(given: bool) -> None:
+    sharded = per_parameter()
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    x, other = torch.randn(3, 8, device=device()), torch.zeros(8, device=device())
+    sharded(x).sum().backward()
+
+    def step(_: Any) -> None:
+        optimizer.step()
+        if given:
+            sharded.set_post_optim_event(torch.get_device_module(device()).current_stream().record_event())
+        # The loader's work, say, that no gather needs to wait for.
+        other.cos_()
+        sharded(x)
+
+    with simulated.Log() as log:
+        step(None)
+    names = Log(log.operations)
+    (later,) = [o for o in log.operations if o.name == "cos_"]
+    updates = [o for o in log.operations if "add" in o.name and o.stream == WORLD.main[0].number]
+    assert updates[-1].is_before(names.gathers[0]), "new weights are gathered"
+    assert names.gathers[0].may_overlap(later) is given
+
+
+@pytest.mark.spec("NEW-17")
+@pytest.mark.parametrize("shared", [True, False])
+@rank_among_invented(2)
+def test_roots_that_share_their_communication_context_share_its_streams(shared: bool) -> None:
+    first, second = per_parameter(), per_parameter()
+    if shared:
+        minifsdp.share_comm_ctx([first, second])
+    x = torch.randn(3, 8, device=device())
+    second(first(x)).sum().backward()
+    with simulated.Log() as log:
+        second(first(x)).sum().backward()
+    names = Log(log.operations)
+    assert len({o.stream for o in names.gathers}) == (1 if shared else 2)
+    assert len({o.stream for o in names.scatters}) == (1 if shared else 2)
+
+
+# ---- stops of the CPU ----
+
+
+@pytest.mark.spec("LIM-02", "LIM-03")
+@pytest.mark.parametrize("limited", [True, False])
+@rank_among_invented(2)
+def test_the_limiter_stops_the_cpu_before_a_third_unit_and_nothing_else_does(limited: bool) -> None:
+    sharded = flat(limit_all_gathers=limited)
+    logged(sharded)
+    assert bool(limits()) is limited
+    # On a device that is done with nothing before it is waited for, each gather but the first two stops the CPU; the
+    # end of backward forgets what is in flight.
+    assert sum(WORLD.stops.values()) == (5 if limited else 0)
+
+
+@pytest.mark.spec("FS2-26", "MIG-14")
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["full", "zero-2"])
+@rank_among_invented(2)
+def test_a_step_of_fully_shard_never_stops_the_cpu_and_never_records_a_stream(options: dict[str, Any]) -> None:
+    sharded = per_parameter(**options)
+    recorded = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(torch.zeros(1, device=device())), "record_stream", lambda *_: recorded.append(1))
+        logged(sharded)
+    assert not WORLD.stops
+    assert not recorded
+
+
+@pytest.mark.spec("STREAM-10", "STREAM-11")
+@either_door
+@rank_among_invented(2)
+def test_with_offload_the_cpu_stops_once_for_all_gradients_however_many_units_there_are(door: str) -> None:
+    stops = []
+    for num_blocks in (2, 6):
+        if door == "wrapper":
+            sharded = flat(num_blocks, cpu_offload=minifsdp.CPUOffload(offload_params=True), limit_all_gathers=False)
+        else:
+            sharded = per_parameter(num_blocks, offload_policy=minifsdp.CPUOffloadPolicy())
+        log = logged(sharded)
+        stops.append(sum(WORLD.stops.values()))
+        copies = [o for o in log.operations if "between devices" in o.name]
+        assert copies
+        assert {WORLD.name_of(o.stream) for o in copies if o.stream == WORLD.main[0].number} == set()
+    assert stops == [1, 1]
+
+
+@pytest.mark.spec("STREAM-15")
+@either_door
+@rank_among_invented(2)
+def test_offloaded_shards_may_be_written_when_an_evaluation_has_returned(door: str) -> None:
+    if door == "wrapper":
+        sharded = flat(cpu_offload=minifsdp.CPUOffload(offload_params=True), limit_all_gathers=False)
+    else:
+        sharded = per_parameter(offload_policy=minifsdp.CPUOffloadPolicy())
+    with torch.no_grad():
+        sharded(torch.randn(3, 8, device=device()))
+        for parameter in sharded.parameters():
+            parameter.mul_(2)
+    WORLD.assert_no_race()
+
+
+@pytest.mark.spec("STREAM-13")
+@pytest.mark.parametrize("pinned", [True, False])
+@rank_among_invented(2)
+def test_a_batch_may_be_overwritten_when_forward_has_begun(pinned: bool) -> None:
+    sharded = flat()
+    batch = torch.randn(3, 8)
+    batch = batch.pin_memory() if pinned else batch
+    sharded(batch)
+    batch.zero_()
+    WORLD.assert_no_race()
+
+
+@pytest.mark.spec("STREAM-14")
+@rank_among_invented(2)
+def test_clipping_offloaded_gradients_stops_the_cpu_as_often_for_many_as_for_few() -> None:
+    stops = []
+    for num_blocks in (2, 6):
+        sharded = flat(num_blocks, cpu_offload=minifsdp.CPUOffload(offload_params=True), use_orig_params=True)
+        sharded(torch.randn(3, 8, device=device())).sum().backward()
+        WORLD.stops.clear()
+        sharded.clip_grad_norm_(0.1)
+        stops.append(sum(WORLD.stops.values()))
+    assert stops[0] == stops[1]
+
+
+# ---- memory ----
+
+WIDE = 64
+UNIT = WIDE * WIDE * 4
+"""Bytes of a gathered block."""
+
+
+def peaks(sharded: Any, num_steps: int = 2, *, trains: bool = True) -> list[int]:
+    """The most bytes in each of some equal steps, above what was there before the first."""
+    module = torch.get_device_module(device())
+    before, found = module.memory_allocated(), []
+    for _ in range(num_steps):
+        module.synchronize()
+        module.reset_peak_memory_stats()
+        with torch.set_grad_enabled(trains):
+            loss = sharded(torch.randn(3, WIDE, device=device())).sum()
+        if trains:
+            loss.backward()
+        for parameter in sharded.parameters():
+            parameter.grad = None
+        found.append(int(module.max_memory_allocated() - before))
+    return found
+
+
+def peak(sharded: Any, *, trains: bool = True) -> int:
+    """That of the second step."""
+    return peaks(sharded, trains=trains)[-1]
+
+
+@pytest.mark.spec("PREF-03", "PREF-05")
+@rank_among_invented(2)
+def test_backward_pre_holds_one_unit_more_than_backward_post() -> None:
+    pre = peak(flat(8, WIDE, backward_prefetch=BackwardPrefetch.BACKWARD_PRE))
+    post = peak(flat(8, WIDE, backward_prefetch=BackwardPrefetch.BACKWARD_POST))
+    assert UNIT <= pre - post < 2 * UNIT
+
+
+@pytest.mark.spec("LIM-02", "LIM-06")
+@rank_among_invented(2)
+def test_without_the_limit_a_slow_device_has_every_unit_in_memory_at_once() -> None:
+    assert 2 * UNIT <= peak(flat(8, WIDE), trains=False) < 3 * UNIT
+    assert 8 * UNIT <= peak(flat(8, WIDE, limit_all_gathers=False), trains=False) < 9 * UNIT
+
+
+@pytest.mark.spec("FS2-PREF-05")
+@rank_among_invented(2)
+def test_each_unit_that_is_prefetched_more_is_one_unit_more_in_memory() -> None:
+    found = []
+    for ahead in (1, 2, 3):
+        sharded = per_parameter(8, WIDE)
+        blocks = list(sharded)
+        for number, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + ahead])
+        found.append(peak(sharded, trains=False))
+    assert [later - earlier for earlier, later in itertools.pairwise(found)] == [UNIT, UNIT]
+
+
+@pytest.mark.spec("FS2-26")
+@rank_among_invented(2)
+def test_equal_steps_of_fully_shard_reach_the_same_peak_and_more_blocks_only_store_more() -> None:
+    small, large = (peaks(per_parameter(num_blocks, WIDE), 4) for num_blocks in (4, 8))
+    assert len(set(small[1:])) == len(set(large[1:])) == 1
+    # A sharded gradient and the activations for each block more.
+    activations = 3 * 3 * WIDE * 4
+    assert large[-1] - small[-1] <= 4 * (UNIT // 2 + activations)

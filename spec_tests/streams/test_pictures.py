@@ -1,0 +1,114 @@
+"""The pictures of streams: that the order they show is the log's, and that the checked-in ones are today's."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from minifsdp.timeline import peak_gathered_bytes
+from spec_tests.harness import device, rank_among_invented, simulated
+from spec_tests.harness.accounting import ROOT
+from spec_tests.streams import blocks, order, pictures, steps, timelines
+from spec_tests.streams.steps import Moment, Step
+
+
+def step_of(door: str = "wrapper") -> Step:
+    make = {"wrapper": blocks.flat, "function": blocks.per_parameter}[door]
+    return steps.recorded(make(3), torch.randn(3, blocks.WIDTH, device=device()))
+
+
+def names(moments: list[Moment], row: str) -> list[str]:
+    return [moment.name for moment in moments if moment.row == row]
+
+
+@pytest.mark.spec("SIM-11")
+@rank_among_invented(pictures.NUM_RANKS)
+def test_the_pictures_in_the_docs_are_those_of_the_engine_as_it_is() -> None:
+    written = {path.stem: path.read_text(encoding="utf-8") for path in pictures.FOLDER.glob("*.svg")}
+    stale = sorted(name for name, text in pictures.drawn() if written.pop(name, None) != text)
+    assert not stale, "if the new order is meant: python -m spec_tests.streams.pictures"
+    assert not written, "pictures that nobody draws"
+
+
+@pytest.mark.spec("SIM-03")
+@rank_among_invented(2)
+def test_the_example_of_a_race_in_the_docs_is_reported_in_these_words() -> None:
+    page = (ROOT / "docs" / "streams.md").read_text(encoding="utf-8")
+    program, report = (page.split(f"```{kind}\n")[1].split("```")[0] for kind in ("python", "text"))
+    module = torch.get_device_module(device())
+    gather_stream = module.Stream()
+    gather_stream.name = "gather stream"
+    weight, arrived, x = (torch.zeros(8, 8, device=device()) for _ in range(3))
+    gather_stream.wait_stream(module.current_stream())
+    names = {"device": module, "gather_stream": gather_stream, "weight": weight, "arrived": arrived, "x": x}
+    exec(program.replace("torch.cuda", "device"), names)
+    (race,) = simulated.WORLD.races.values()
+    assert str(race) == report.strip()
+    simulated.WORLD.races.clear()
+    # And with the wait that the page names.
+    gather_stream.wait_stream(module.current_stream())
+    copy, product = program.rsplit("\n", 2)[:2]
+    wait = "torch.cuda.current_stream().wait_stream(gather_stream)"
+    assert f"`{wait}`" in page
+    exec(f"{copy}\n{wait}\n{product}\n".replace("torch.cuda", "device"), names)
+
+
+@pytest.mark.spec("SIM-11")
+@rank_among_invented(4)
+def test_every_operator_of_a_step_is_in_one_moment_of_its_stream() -> None:
+    for door in ("wrapper", "function"):
+        step = step_of(door)
+        assert sorted(place for moment in step.moments for place in moment.places) == [*range(len(step.operations))]
+        assert names(step.moments, "gather stream") == ["AG0", "AG1", "AG2", "AG2", "AG1", "AG0"]
+        assert names(step.moments, "reduce stream") == ["RS2", "RS1", "RS0"]
+        computes = [name for name in names(step.moments, "compute stream") if name != "copy"]
+        assert computes == ["F0", "F1", "F2", "loss", "B2", "B1", "B0"]
+
+
+@pytest.mark.spec("SIM-11")
+@rank_among_invented(4)
+def test_arrows_and_columns_give_back_the_order_of_the_log() -> None:
+    boxes = [moment for moment in step_of().moments if moment.kind != "FREE"]
+    steps_on: dict[Moment, list[Moment]] = {box: [] for box in boxes}
+    for one, other in order.arrows(boxes):
+        steps_on[one].append(other)
+    for row in steps.ROWS:
+        of_row = [box for box in boxes if box.row == row]
+        for one, other in itertools.pairwise(of_row):
+            steps_on[one].append(other)
+    column = order.columns(boxes)
+
+    def reaches(one: Moment, other: Moment) -> bool:
+        return any(box is other or reaches(box, other) for box in steps_on[one])
+
+    for one in boxes:
+        for other in boxes:
+            assert reaches(one, other) is one.is_before(other)
+            assert not (one.is_before(other) and column[one] >= column[other])
+
+
+@pytest.mark.spec("SIM-11")
+@rank_among_invented(4)
+def test_a_timeline_keeps_every_wait_of_the_log() -> None:
+    step = pictures.wide()
+    run = timelines.played(step)
+    for place, (operation, (start, end)) in enumerate(zip(step.operations, run.ran, strict=True)):
+        assert run.launched[place] < start < end
+        for earlier, (_, earlier_end) in zip(step.operations[:place], run.ran, strict=False):
+            assert earlier_end <= start or not earlier.is_before(operation)
+    # The CPU goes on only when what it waits for is over.
+    (begun, ended), *_ = run.stops.values()
+    first_forward = next(moment for moment in step.moments if moment.name == "F0")
+    assert begun < ended == run.ran[first_forward.places[-1]][1]
+
+
+@pytest.mark.spec("SIM-11")
+@rank_among_invented(4)
+def test_without_the_limiter_the_cpu_is_not_stopped_and_more_is_gathered() -> None:
+    limited, free = (timelines.played(pictures.wide(limit_all_gathers=value)) for value in (True, False))
+    assert limited.stops
+    assert not free.stops
+    peaks = [peak_gathered_bytes(timelines._memory(run)) for run in (limited, free)]
+    assert peaks[0] < peaks[1]

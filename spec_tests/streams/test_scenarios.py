@@ -1,0 +1,41 @@
+"""Some hundreds of scenarios that nobody has thought of: no collision, and equal bits in every sampled schedule.
+
+More of them, or others: ``python -m spec_tests.streams.hunt --number 3000 --seed 17``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from spec_tests.harness import rank_among_invented
+from spec_tests.streams.scenario import SHAPES, drawn, from_json
+from spec_tests.streams.scenarios import play, report, simplest
+
+NUM_SCHEDULES = 3
+NUM_SCENARIOS = {"1": 15, "2": 40, "4": 25, "2x2": 30}
+
+
+# Each scenario becomes one of as many ranks as it wants.
+@pytest.mark.spec("SIM-06")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("door", ["fsdp1", "fully_shard"])
+@rank_among_invented(1, timeout=300.0)
+def test_any_scenario_ends_without_a_collision_and_with_equal_bits_in_other_schedules(door: str, shape: str) -> None:
+    for scenario in drawn(NUM_SCENARIOS[shape], 0, shape, door):
+        if play(scenario, NUM_SCHEDULES).finding is not None:
+            pytest.fail(report(simplest(scenario, NUM_SCHEDULES), NUM_SCHEDULES), pytrace=False)
+
+
+# What hunts have found, made small; by what was wrong.
+FOUND = {
+    "the CPU unscales offloaded gradients before it has been told the scale": (
+        '{"run":{"model":{"kind":"chain","children":[{"unit":true}]},"offload":true},"scales":true}'
+    ),
+}
+
+
+@pytest.mark.spec("SIM-06")
+@pytest.mark.parametrize("story", FOUND)
+@rank_among_invented(1)
+def test_what_scenarios_have_found_once_is_right_now(story: str) -> None:
+    assert play(from_json(FOUND[story]), 8).finding is None

@@ -1,0 +1,158 @@
+"""Timelines of an accelerator: where its lengths come from, and how several runs are drawn to one time axis.
+
+The simulated device keeps no time. It knows the order in which the CPU launches operators, what each of them waits for,
+and where the CPU is stopped; all of that is real. How long an operator takes is a model of three numbers:
+
+* the CPU needs `LAUNCH` seconds to launch an operator, whatever it is;
+* an operator on the compute stream takes its bytes, read and written, divided by `COMPUTE`;
+* a collective takes its bytes divided by `LINK`. Collectives run one at a time and in the order of their launch, as
+  those of one group do.
+
+An operator begins when it has been launched, its stream is free, and all is over that its clock names::
+
+    launched at 10 us, its stream free at 25 us, waits for a gather that ends at 40 us: begins at 40 us
+
+The rates are far below those of a GPU, since the tensors are small; what counts is that a gather takes about as long as
+the forward of a block. Memory that ``record_stream`` keeps counts until the compute stream is done with it.
+
+Spec: SIM-11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from minifsdp import timeline
+from minifsdp.trace import Event
+from spec_tests.harness.simulated.clocks import HOST, Clock
+from spec_tests.streams.steps import ROWS, Moment, Step
+
+__all__ = ["COMPUTE", "LAUNCH", "LINK", "Played", "comparison", "played"]
+
+LAUNCH = 5e-6
+COMPUTE = 20e9
+LINK = 5e9
+
+WIDTH = 840
+ROOM = 24  # in pixels: for the name of a panel
+
+
+@dataclass(frozen=True)
+class Played:
+    """A step with times, in seconds.
+
+    Attributes:
+        step: the step.
+        launched: for each operator, when the CPU began to launch it; and when the CPU was through with all.
+        ran: for each operator, when it began and ended.
+        stops: for each ``WAIT``, when it began and ended, by its place.
+    """
+
+    step: Step
+    launched: list[float]
+    ran: list[tuple[float, float]]
+    stops: dict[int, tuple[float, float]]
+
+    @property
+    def end(self) -> float:
+        """When all is over."""
+        return max(self.launched[-1], *(end for _, end in self.ran))
+
+    def release(self, moment: Moment) -> float:
+        """When the memory of a ``FREE`` can be used again: all that had been launched to compute is over."""
+        freed = self.launched[moment.place - 1] + LAUNCH
+        computing = [m.places[-1] for m in self.step.moments if m.row == "compute stream" and m.place < moment.place]
+        return max([freed, *(self.ran[place][1] for place in computing)])
+
+
+def played(step: Step) -> Played:
+    """Gives each operator the earliest time that the model allows."""
+    stops = {moment.place: moment.known for moment in step.moments if moment.kind == "WAIT"}
+    collectives = {place for m in step.moments if m.kind in ("AG", "RS", "AR") for place in m.places}
+    ends: dict[tuple[int, int], float] = {}
+    free_at: dict[object, float] = {}
+    result = Played(step, [], [], {})
+    cpu = 0.0
+    for place, operation in enumerate(step.operations):
+        if place in stops:
+            begin, cpu = cpu, max(cpu, _over(stops[place], ends))
+            result.stops[place] = (begin, cpu)
+        result.launched.append(cpu)
+        cpu += LAUNCH
+        queues: list[object] = [operation.stream]
+        rate = COMPUTE
+        if place in collectives:
+            queues.append("the link")
+            rate = LINK
+        start = max(cpu, _over(operation.clock, ends), *(free_at.get(queue, 0.0) for queue in queues))
+        end = ends[operation.stream, operation.number] = start + operation.num_bytes / rate
+        free_at.update(dict.fromkeys(queues, end))
+        result.ran.append((start, end))
+    result.launched.append(cpu)
+    return result
+
+
+def _over(clock: Clock, ends: dict[tuple[int, int], float]) -> float:
+    """When all that a clock knows is over; what was before the step is over at 0."""
+    return max((ends.get(item, 0.0) for item in clock.items() if item[0] != HOST), default=0.0)
+
+
+# --- drawing ---
+
+
+def comparison(title: str, panels: Sequence[tuple[str, Step]]) -> str:
+    """Several steps below each other, to one time axis, as SVG."""
+    runs = [(name, played(step)) for name, step in panels]
+    sheet = timeline._Sheet(WIDTH, max(run.end for _, run in runs))
+    rows = [row for row in ROWS if any(row == moment.row for _, run in runs for moment in run.step.moments)]
+    stairs = {name: _memory(run) for name, run in runs}
+    largest = max(timeline.peak_gathered_bytes(events) for events in stairs.values())
+    top = y = _draw_heading(sheet, title, [event for _, run in runs for row in rows for event in _events(run, row)])
+    for name, run in runs:
+        sheet.text(20, y + 15, f"{name}: {1e3 * run.end:.2f} ms", "rank")
+        y += ROOM
+        for row in rows:
+            y = timeline._draw_lane(sheet, y, row.removesuffix(" stream"), _events(run, row))
+        y = timeline._draw_memory(sheet, y, stairs[name], largest) + 10
+    elements = sheet.bands + timeline._grid(sheet, top, y) + sheet.elements
+    return timeline._document(WIDTH, y + 34, title, elements)
+
+
+def _draw_heading(sheet: timeline._Sheet, title: str, events: Sequence[Event]) -> float:
+    sheet.text(20, 30, title, "title")
+    sheet.text(20, 50, "Simulated: order and waits are real, lengths are a model:", "soft")
+    model = f"{1e6 * LAUNCH:.0f} us of the CPU for each operator, {COMPUTE / 1e9:.0f} GB/s computing,"
+    sheet.text(20, 66, f"{model} {LINK / 1e9:.0f} GB/s between ranks, one collective at a time.", "soft")
+    return timeline._draw_legend(sheet, 88.0, events)
+
+
+def _events(run: Played, row: str) -> list[Event]:
+    """What a row shows. The CPU's boxes are what it launches; under them it is stopped."""
+    events = []
+    for moment in run.step.moments:
+        places = moment.places
+        if row == "CPU" and moment.kind == "WAIT":
+            events.append(Event("WAIT", "", *run.stops[moment.place]))
+        elif moment.kind not in timeline.BOXES:
+            continue
+        elif row == "CPU":
+            events.append(Event(moment.kind, moment.unit, run.launched[places[0]], run.launched[places[-1]] + LAUNCH))
+        elif row == moment.row:
+            events.append(Event(moment.kind, moment.unit, run.ran[places[0]][0], run.ran[places[-1]][1]))
+    return events
+
+
+def _memory(run: Played) -> list[Event]:
+    """Gathers and frees by the time at which memory is taken and can be taken again; each gather has its own name."""
+    events: list[Event] = []
+    numbers: dict[str, int] = {}
+    for moment in run.step.moments:
+        if moment.kind == "AG":
+            numbers[moment.unit] = numbers.get(moment.unit, 0) + 1
+            taken = run.launched[moment.place]
+            events.append(Event("AG", f"{moment.unit}#{numbers[moment.unit]}", taken, taken, moment.num_bytes))
+        elif moment.kind == "FREE":
+            free = run.release(moment)
+            events.append(Event("FREE", f"{moment.unit}#{numbers[moment.unit]}", free, free))
+    return sorted(events, key=lambda event: event.start)

@@ -1,0 +1,201 @@
+"""Programs in which something collides in torch's FSDPs, 2.13 or older; the shortest that were found.
+
+`HAZARDS` are those of torch 2.13.0 as it is, each with the number of its ranks and what collides: the later operator
+and the earlier one that it is not ordered after. What can go wrong on a GPU is said at each. The rest takes away
+something that torch has added, to see what it was for.
+
+Spec: SIM-09, SIM-10.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffload, fully_shard, share_comm_ctx
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from spec_tests.streams.torch_fsdp import (
+    HALF_REDUCED,
+    OFFLOADED,
+    Block,
+    Program,
+    batch,
+    sharded,
+    train,
+    units,
+    wrapped,
+)
+
+__all__ = ["HAZARDS", "by_chunks", "forgetting", "with_head", "without_keeping_reduce_scatter_inputs"]
+
+
+# ---- torch 2.13 as it is ----
+
+
+def all_reduced_by_a_hook(own_stream: bool = False, **options: Any) -> None:
+    """The hook and what follows it run on a stream of their own, on memory of the reduce-scatter stream.
+
+    For a mesh with replicas torch keeps the reduced gradient alive (``_all_reduce_state``); behind
+    ``set_all_reduce_hook`` without them nobody does. It is freed when it was cast, copied to the CPU or added to an
+    earlier gradient, and the next reduce-scatter writes into it while that may still be under way: wrong gradients.
+    """
+    stream = torch.get_device_module("sim").Stream() if own_stream else None
+    model = sharded(**options)
+    for unit in units(model):
+        unit.set_all_reduce_hook(dist.all_reduce, stream=stream)
+    train(model, None if options else lambda *_: None)
+
+
+class Branches(nn.Module):
+    """Two results; a loss of one does not need the blocks of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Block(), Block()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.left(x), self.right(x)
+
+
+def two_losses() -> None:
+    """A prefetch in vain is dropped at the end of a backward whose next one gathers at once.
+
+    ``right`` prefetches ``left``, which its loss does not need. At the end of that backward the compute stream waits
+    for the all-gather, and its output is freed; but it is memory of the copy-in stream, which does not wait. The
+    copy-in of the second backward may get the same memory while the first all-gather still writes it: wrong weights in
+    the second backward. (Between steps nothing happens: a forward lets the copy-in stream wait for all.)
+    """
+    model = sharded(model=Branches())
+    left, right = model(batch())
+    right.sum().backward()
+    left.sum().backward()
+
+
+def written_after_a_forward(model: Any) -> None:
+    """Offloaded parameters are copied from pinned memory, and nobody tells the CPU when that is over.
+
+    After a backward torch stops the CPU. After a forward alone it does not: an optimizer's step, or
+    ``load_state_dict``, right behind an evaluation overwrites what the device may still have to read. Whoever reads the
+    evaluation's result before has waited.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch()).sum().backward()
+    with torch.no_grad():
+        model(batch())
+    optimizer.step()
+
+
+def a_second_root_begins_later() -> None:
+    """``share_comm_ctx``: the first forward of the second model makes the common streams anew.
+
+    With them goes the list that keeps the inputs of reduce-scatters alive. If the first model was not in its last
+    backward, one of them is still read: its memory goes to the next computation, and wrong gradients are reduced.
+    """
+    first, second = sharded(), sharded()
+    share_comm_ctx([first, second])
+    first.set_is_last_backward(False)
+    first(batch()).sum().backward()
+    second(batch())
+
+
+CAST, TO_CPU = "_to_copy", "_to_copy between devices"
+FORWARD = ("fsdp::split_with_sizes_copy", "addmm", "relu", "add")
+SCATTER, GATHER, COPY_IN = "reduce_scatter_single", "all_gather_single", "fsdp::all_gather_copy_in"
+
+HAZARDS: dict[str, tuple[int, Program, set[tuple[str, str]]]] = {
+    "hook, bf16 reduction": (2, lambda: all_reduced_by_a_hook(**HALF_REDUCED), {(SCATTER, CAST)}),
+    "hook, its own stream": (2, lambda: all_reduced_by_a_hook(True, **HALF_REDUCED), {(SCATTER, CAST)}),
+    "hook, offload": (2, lambda: all_reduced_by_a_hook(**OFFLOADED), {(SCATTER, TO_CPU)}),
+    "hook, accumulation": (2, all_reduced_by_a_hook, {(SCATTER, "add_")}),
+    "two losses": (2, two_losses, {(COPY_IN, GATHER)}),
+    "written after a forward": (2, lambda: written_after_a_forward(sharded(**OFFLOADED)), {("add_", TO_CPU)}),
+    "written after a forward, FullyShardedDataParallel": (
+        2,
+        lambda: written_after_a_forward(wrapped(cpu_offload=CPUOffload(True))),
+        {("add_", TO_CPU)},
+    ),
+    "a second root begins later": (2, a_second_root_begins_later, {(later, SCATTER) for later in FORWARD}),
+}
+
+
+# ---- torch 2.13 with something taken away ----
+
+
+@contextlib.contextmanager
+def forgetting(attribute: str) -> Iterator[None]:
+    """Parameter groups that forget at once what they are to keep as ``attribute``."""
+    setattr(FSDPParamGroup, attribute, property(lambda self: None, lambda self, value: None))
+    try:
+        yield
+    finally:
+        delattr(FSDPParamGroup, attribute)
+
+
+class Forgetful(list[Any]):
+    def append(self, kept: Any) -> None:
+        """Keeps nothing."""
+
+
+def without_keeping_reduce_scatter_inputs(model: Any) -> None:
+    """The list is made in the first forward, which must be over."""
+    for unit in units(model):
+        unit._get_fsdp_state()._comm_ctx.reduce_scatter_states = Forgetful()
+
+
+class Head(nn.Module):
+    """A head that is called by hand, for one chunk of the result after the other, to save memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = Block(), nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.body(x))  # type: ignore[no-any-return]
+
+
+class One(tuple[nn.Module, ...]):
+    """Modules that look like one, so that torch does not know a part of a group when it sees it."""
+
+    def __len__(self) -> int:
+        return 1
+
+
+def with_head(replicas: int = 1, **options: Any) -> Any:
+    """A `Head` whose norm and head are one group, of which a call of the head alone is a part."""
+    model = Head()
+    group = [model.norm, model.head]
+    if "offload_policy" not in options:
+        model.to("sim")
+    sizes = (replicas, 2) if replicas > 1 else (2,)
+    mesh = init_device_mesh("sim", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+    for part in (model.body, group, model):
+        fully_shard(part, mesh=mesh, **options)
+    return model
+
+
+def by_chunks(model: Any, *, waits: bool = True, keeps: bool = True) -> None:
+    """Two steps in which the head's backward runs three times in parts, and then that of the body.
+
+    ``waits``: torch lets the compute stream wait for the whole reduction of a part of a group. ``keeps``: it keeps the
+    inputs of reduce-scatters alive until the compute stream has waited for them.
+    """
+    if not waits:
+        state = model.head._get_fsdp_state()
+        state._fsdp_param_groups[0].modules = One(state._fsdp_param_groups[0].modules)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        whole = model(batch())
+        if not keeps:
+            without_keeping_reduce_scatter_inputs(model)
+        result = whole.detach().requires_grad_()
+        for chunk in result.chunk(3):
+            model.head(chunk).square().sum().backward()
+        whole.backward(result.grad)
+        optimizer.step()
+        optimizer.zero_grad()
