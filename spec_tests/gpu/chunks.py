@@ -1,0 +1,202 @@
+"""A chunk: a command in a process of its own, with a limit, and the end of all that it has started.
+
+A chunk ends in one of four ways:
+
+* ``passed``: status 0;
+* ``failed``: another status; its own words say why;
+* ``crashed``: a signal ended it, as a fault inside CUDA or a lack of memory does;
+* ``hung``: its limit passed. It is stopped, its processes write down where each of their threads is, and are killed.
+
+What belongs to a chunk is told by a variable in its environment, which children inherit. A process group would not do:
+``torchrun`` starts its workers in sessions of their own, and one that lives on keeps its memory on the GPU.
+
+Two ranks that wait for each other, and what the log holds in the end::
+
+    pytest       is stopped first, so that it does not start the next test when its ranks die
+    rank 0, 1    SIGABRT: the fault handler writes all stacks into the rank's output, which is copied into the log
+    pytest       SIGABRT and SIGCONT: its own stacks go into the log
+    all          SIGKILL
+
+The kit is for Linux, as NCCL is: processes are looked up in ``/proc``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ROOT", "Chunk", "Outcome", "end_leftovers", "run_chunk"]
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "MINIFSDP_KIT"  # in the environment: the folder of the run that a process belongs to
+FINDINGS = "MINIFSDP_KIT_FINDINGS"  # in the environment: where to leave findings, a line of JSON each
+PATIENCE = 5.0  # seconds to write down stacks
+LAST_LINES = 60
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A command, and the seconds that it may take; the name is also its place below the folder of the run."""
+
+    name: str
+    command: list[str]
+    limit: float
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a chunk ended.
+
+    Attributes:
+        word: ``passed``, ``failed``, ``crashed`` or ``hung``.
+        seconds: that it took.
+        reason: one line; empty if it passed.
+        last_lines: of its log; empty if it passed.
+        findings: what it has left behind, in its order.
+    """
+
+    word: str
+    seconds: float
+    reason: str = ""
+    last_lines: str = ""
+    findings: list[dict[str, Any]] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain values."""
+        return asdict(self)
+
+
+def run_chunk(chunk: Chunk, folder: Path) -> Outcome:
+    """Runs a chunk of the run that keeps its files in ``folder``. Ctrl-C ends the chunk, and goes on from here."""
+    home = folder / chunk.name
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir(parents=True)
+    log, findings = home / "log.txt", home / "findings.jsonl"
+    # Somewhere short: a path of a socket has at most 107 characters.
+    scratch = Path(tempfile.mkdtemp(prefix="kit-"))
+    environment = {**os.environ, MARK: str(folder), FINDINGS: str(findings), "TMPDIR": str(scratch)}
+    environment |= {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **chunk.environment}
+    begin = time.monotonic()
+    try:
+        with log.open("wb") as file:
+            # In a session of its own, so that Ctrl-C reaches the kit alone.
+            leader = subprocess.Popen(
+                chunk.command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        hung = not _wait(lambda: leader.poll() is not None, chunk.limit)
+        if hung:
+            _write_down_stacks(leader, folder, scratch, log)
+    finally:
+        end_leftovers(folder)
+        shutil.rmtree(scratch, ignore_errors=True)
+    leader.wait()
+    return _outcome(leader.returncode, hung, time.monotonic() - begin, chunk, log, findings)
+
+
+def end_leftovers(folder: Path) -> None:
+    """Kills what chunks of this run have started and left, also those of a run that was killed itself."""
+    for _ in range(10):  # one that was just starting another may be there in the second round
+        left = _processes(folder)
+        for process in left:
+            _signal(process, signal.SIGKILL)
+        if not left:
+            return
+        _wait(lambda: not _processes(folder), PATIENCE)
+
+
+def _processes(folder: Path) -> list[int]:
+    """The running processes that carry the mark of this run."""
+    mark = f"{MARK}={folder}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended by now, or is somebody else's
+            if mark in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+def _write_down_stacks(leader: subprocess.Popen[bytes], folder: Path, scratch: Path, log: Path) -> None:
+    leader.send_signal(signal.SIGSTOP)
+    others = [process for process in _processes(folder) if process != leader.pid]
+    for process in others:
+        _signal(process, signal.SIGABRT)
+    _wait(lambda: not set(others) & set(_processes(folder)), PATIENCE)
+    with log.open("a") as file:
+        file.write("\n--- the limit has passed; where every thread was ---\n")
+        # The pool of ranks keeps what a rank writes in files of this name.
+        for output in sorted(scratch.glob("ranks-*/output-*")):
+            file.write(f"--- {output.parent.name}, {output.name} ---\n{output.read_text(errors='replace')}\n")
+    leader.send_signal(signal.SIGABRT)
+    leader.send_signal(signal.SIGCONT)
+    _wait(lambda: leader.poll() is not None, PATIENCE)
+
+
+def _signal(process: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, number)
+
+
+def _wait(condition: Callable[[], bool], seconds: float) -> bool:
+    """Until the condition holds, which it returns, or the time is over."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+# ---- how it went ----------------------------------------------------------------------------------------------------
+
+
+def _outcome(status: int, hung: bool, seconds: float, chunk: Chunk, log: Path, findings: Path) -> Outcome:
+    found = _read_lines(findings)
+    seconds = round(seconds, 1)
+    if status == 0 and not hung:
+        return Outcome("passed", seconds, findings=found)
+    text = _without_private_paths(log.read_text(errors="replace"))
+    running = f"; it was in {found[-1]['started']}" if found and "started" in found[-1] else ""
+    if hung:
+        word, reason = "hung", f"did not end within {chunk.limit:g} s{running}"
+    elif status < 0:
+        word, reason = "crashed", f"ended by {signal.Signals(-status).name}{running}"
+    else:
+        word, reason = "failed", _first_error(text)
+    return Outcome(word, seconds, reason, "\n".join(text.splitlines()[-LAST_LINES:]), found)
+
+
+def _read_lines(findings: Path) -> list[dict[str, Any]]:
+    """The findings; a last line that a crash has cut off is left out."""
+    found = []
+    for line in findings.read_text().splitlines() if findings.exists() else []:
+        with suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
+
+
+def _first_error(text: str) -> str:
+    """The line that names the exception: pytest begins it with an E, Python ends with it."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = [line[1:].strip() for line in lines if line.startswith("E  ")]
+    return (named or lines[-1:] or ["it has written nothing"])[0]
+
+
+def _without_private_paths(text: str) -> str:
+    """A report may be shown to anybody."""
+    for path, word in ((str(ROOT), "."), (sys.prefix, "<python>"), (str(Path.home()), "~")):
+        if len(path) > 1:
+            text = text.replace(path, word)
+    return text

@@ -1,0 +1,288 @@
+"""A hunt for races with real delays: do the bits stay the same, however late a stream is?
+
+The package puts collectives on streams of their own, beside the stream that computes, and says with events who waits
+for whom. A wait that is missing is seldom seen, because the one who should have been waited for is usually done by
+then. So he is made late. Before an operator, drawn at random, the current stream is kept busy for a while::
+
+    communication stream   [ delay ][ all-gather ]
+    compute stream              wait ^            [ forward ]      the event is waited for: late, and right
+    compute stream         [ forward ]                             it is not: computes with what was there before
+
+Seed by seed, in turn, the communication streams are late, the compute stream is, or both are; each rank draws delays of
+its own. Values are right if they equal, bit by bit, those of a *reference*, in which the device is synchronised after
+every operator, so that nothing runs beside anything. The reference is trained twice. If the two differ, then kernels
+of this machine are not deterministic, nothing can be said, and the chunk fails with that.
+
+A delay is put in by a dispatch mode, which sees each operator, a collective as well, on the stream on which it is
+issued, in forward, in backward and in the optimizer.
+
+Price: what is found is a fact, what is not found may still be there. How many delays there were stands in the report.
+
+Spec: KIT-06.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import minifsdp
+from minifsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
+from spec_tests.gpu.on_ranks import on_ranks
+from spec_tests.gpu.platforms import Platform, find
+from spec_tests.gpu.smoke import own_device
+from spec_tests.harness import device, pool
+
+__all__ = ["CONFIGURATIONS", "LATE", "Delays", "Trained", "first_difference", "train", "work"]
+
+NUM_STEPS = 4
+MICRO_BATCHES = 2  # in a step that accumulates
+WIDTH, NUM_BLOCKS, NUM_ROWS = 192, 4, 16
+LATE = ("communication streams", "compute stream", "all streams")
+AGAIN = -1  # the seed of the finding that tells whether two references are equal
+SHARE = 0.2  # of the operators of a late stream
+LONGEST = 2.0  # milliseconds
+
+Trained = list[dict[str, Tensor]]  # for each step, what it has left on this rank, by name
+Build = Callable[[nn.Module], nn.Module]
+
+
+def work(
+    platform: Platform, configuration: str, num_ranks: int, num_seeds: int, hang_limit: float
+) -> Iterator[dict[str, Any]]:
+    """One finding for each seed, after one for the reference."""
+    # For sums in a fixed order inside cuBLAS; the ranks inherit it, and it must be there before their first kernel.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    about = {"configuration": configuration, "ranks": num_ranks}
+    arguments = {"name": platform.name, "configuration": configuration, "num_seeds": num_seeds}
+    try:
+        by_rank = on_ranks(platform, num_ranks, hunt, hang_limit, **arguments)
+    except pool.Failure as failure:
+        yield {**about, "outcome": "failed", "text": f"{configuration} on {num_ranks} ranks:\n{failure}"}
+        return
+    for seed, findings in enumerate(zip(*by_rank, strict=True), start=AGAIN):
+        joined = {**about, "seed": seed, **_joined(findings)}
+        if joined["outcome"] == "failed":
+            joined["text"] = f"{configuration}, {num_ranks} ranks, seed {seed}, {joined['text']}"
+        yield joined
+        if joined["outcome"] == "failed" and seed == AGAIN:
+            return
+
+
+def _joined(findings: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the ranks have found with one seed, as one finding; the first of them that saw a difference tells it."""
+    told = next((finding for finding in findings if finding["outcome"] == "failed"), findings[0])
+    return {**told, "delays": sum(finding["delays"] for finding in findings)}
+
+
+# ---- on a rank ------------------------------------------------------------------------------------------------------
+
+
+def hunt(name: str, configuration: str, num_seeds: int) -> list[dict[str, Any]]:
+    """A finding for the reference trained once more, and one for each seed."""
+    platform = find(name)
+    reference = train(configuration, Synchronised(platform))
+    again = train(configuration, Synchronised(platform))
+    findings = [_finding("no delays: the kernels are not deterministic, so nothing can be said", 0, reference, again)]
+    for seed in range(num_seeds):
+        delays = Delays(platform, seed, dist.get_rank())
+        found = train(configuration, delays)
+        findings.append(_finding(f"{delays.late} late", delays.num_delays, reference, found))
+    return findings
+
+
+def _finding(circumstances: str, num_delays: int, reference: Trained, found: Trained) -> dict[str, Any]:
+    """Whether two trainings are equal, as this rank sees it."""
+    difference = first_difference(reference, found)
+    if not difference:
+        return {"outcome": "passed", "delays": num_delays}
+    text = f"rank {dist.get_rank()}, {circumstances}: {difference}"
+    return {"outcome": "failed", "delays": num_delays, "text": text}
+
+
+def first_difference(reference: Trained, found: Trained) -> str:
+    """The step and the name where two trainings first differ, in words; empty if they are equal bit by bit."""
+    for step, (right, mine) in enumerate(zip(reference, found, strict=True)):
+        for name, value in right.items():
+            if not torch.equal(_bits(value), _bits(mine[name])):
+                num = int((_bits(value) != _bits(mine[name])).sum())
+                return f"step {step}, {name}: {num} of {_bits(value).numel()} bytes differ"
+    return ""
+
+
+def _bits(value: Tensor) -> Tensor:
+    # As bytes, because nan is not equal to itself.
+    return value.contiguous().view(-1).view(torch.uint8)
+
+
+def train(configuration: str, mode: TorchDispatchMode) -> Trained:
+    """Trains a small model under a mode; the loss, and the local shards of all parameters, after each step."""
+    torch.manual_seed(0)
+    model = CONFIGURATIONS[configuration](build_model().to(device()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    accumulates = configuration.endswith("accumulation")
+    trained: Trained = []
+    with mode:
+        for step in range(NUM_STEPS):
+            losses = []
+            for micro in range(MICRO_BATCHES if accumulates else 1):
+                with _no_sync(model) if accumulates and micro == 0 else contextlib.nullcontext():
+                    loss = model(_batch(step, micro)).square().mean()
+                    loss.backward()
+                losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            # Copied where they are: reading them here would stop the CPU until all streams are done.
+            shards = {name: _local(parameter).clone() for name, parameter in model.named_parameters()}
+            trained.append({"loss": torch.stack(losses)} | shards)
+    return [{name: value.cpu() for name, value in step.items()} for step in trained]
+
+
+def _local(parameter: Tensor) -> Tensor:
+    local: Tensor = parameter.detach()
+    return local.to_local() if hasattr(local, "to_local") else local
+
+
+def _batch(step: int, micro: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + dist.get_rank())
+    return torch.randn(NUM_ROWS, WIDTH, generator=generator).to(device())
+
+
+@contextlib.contextmanager
+def _no_sync(model: nn.Module) -> Iterator[None]:
+    if isinstance(model, minifsdp.FullyShardedDataParallel):
+        with model.no_sync():
+            yield
+    else:
+        assert isinstance(model, minifsdp.FSDPModule)
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+
+class Delays(TorchDispatchMode):
+    """Makes streams late.
+
+    Args:
+        platform: where.
+        seed: which streams are late, and which of their operators.
+        rank: ranks differ.
+    """
+
+    def __init__(self, platform: Platform, seed: int, rank: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.platform = platform
+        self.late = LATE[seed % len(LATE)]
+        self.random = random.Random(1000 * seed + rank)
+        self.compute_stream = platform.current_stream()
+        self.num_delays = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        computes = self.platform.current_stream() == self.compute_stream
+        is_late = self.late in (LATE[1] if computes else LATE[0], LATE[2])
+        if is_late and self.random.random() < SHARE:
+            self.num_delays += 1
+            self.platform.sleep(LONGEST * self.random.random())
+        return func(*args, **(kwargs or {}))
+
+
+class Synchronised(TorchDispatchMode):
+    """Waits for the whole device after each operator: nothing runs beside anything."""
+
+    def __init__(self, platform: Platform) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.platform = platform
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.platform.synchronize()
+        return result
+
+
+# ---- what is trained ------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Two layers and a shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The shape of ``x``."""
+        output: Tensor = x + self.narrow(F.gelu(self.widen(x)))
+        return output
+
+
+def build_model() -> nn.Module:
+    """Blocks, and a last layer that belongs to the root."""
+    return nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)), nn.Linear(WIDTH, 8))
+
+
+def _wrapper(**options: Any) -> Build:
+    """Front door 1."""
+    policy = minifsdp.wrap.ModuleWrapPolicy({Block})
+
+    def build(model: nn.Module) -> nn.Module:
+        mesh = _grid() if "HYBRID" in str(options.get("sharding_strategy")) else None
+        return minifsdp.FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, device_id=own_device(), device_mesh=mesh, **options
+        )
+
+    return build
+
+
+def _function(hybrid: bool = False, **options: Any) -> Build:
+    """Front door 2."""
+
+    def build(model: nn.Module) -> nn.Module:
+        mesh = _grid() if hybrid else init_device_mesh(device().type, (dist.get_world_size(),))
+        for block in model.children():
+            if isinstance(block, Block):
+                minifsdp.fully_shard(block, mesh=mesh, **options)
+        return minifsdp.fully_shard(model, mesh=mesh, **options)
+
+    return build
+
+
+def _grid() -> Any:
+    """Two copies of the model, each sharded over half of the ranks."""
+    names = ("replicate", "shard")
+    return init_device_mesh(device().type, (2, dist.get_world_size() // 2), mesh_dim_names=names)
+
+
+_BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+_BF16_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+CONFIGURATIONS: dict[str, Build] = {
+    "wrapper": _wrapper(),
+    "wrapper, original parameters": _wrapper(use_orig_params=True),
+    "wrapper, SHARD_GRAD_OP": _wrapper(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
+    "wrapper, HYBRID_SHARD": _wrapper(sharding_strategy=ShardingStrategy.HYBRID_SHARD),
+    "wrapper, NO_SHARD": _wrapper(sharding_strategy=ShardingStrategy.NO_SHARD),
+    "wrapper, bfloat16": _wrapper(mixed_precision=_BF16),
+    "wrapper, bfloat16, original parameters": _wrapper(mixed_precision=_BF16, use_orig_params=True),
+    "wrapper, forward prefetch": _wrapper(forward_prefetch=True),
+    "wrapper, no limiter": _wrapper(limit_all_gathers=False),
+    "wrapper, offload": _wrapper(cpu_offload=CPUOffload(offload_params=True)),
+    "wrapper, accumulation": _wrapper(),
+    "function": _function(),
+    "function, kept after forward": _function(reshard_after_forward=False),
+    "function, hybrid": _function(hybrid=True),
+    "function, bfloat16": _function(mp_policy=_BF16_POLICY),
+    "function, hybrid, bfloat16": _function(hybrid=True, mp_policy=_BF16_POLICY),
+    "function, offload": _function(offload_policy=CPUOffloadPolicy()),
+    "function, hybrid, offload": _function(hybrid=True, offload_policy=CPUOffloadPolicy()),
+    "function, accumulation": _function(),
+}

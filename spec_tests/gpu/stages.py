@@ -1,0 +1,119 @@
+"""Which chunks a stage consists of."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spec_tests.gpu.chunks import ROOT, Chunk
+from spec_tests.gpu.platforms import Platform
+
+__all__ = ["STAGES", "Settings", "Stage", "pytest_chunk"]
+
+# Folders of tests that never touch a device: those of the harness, of the site, and the clocks, which are a stage.
+NOT_FOR_A_DEVICE = ("harness_tests", "docs", "benchmarks")
+QUICK_FILES = ("engine/test_collectives.py", "fsdp1/test_agreement.py", "fsdp2/test_counts.py")
+FIRST_LIMIT = 180.0  # seconds for a chunk that tells whether anything works
+BENCHMARKS_LIMIT = 3600.0
+NUM_SEEDS, NUM_QUICK_SEEDS = 12, 3
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user has asked for.
+
+    Attributes:
+        platform: where.
+        folder: for all files of this run.
+        limit: seconds for one file of tests, or for one configuration of the race hunt.
+        quick: less of everything.
+    """
+
+    platform: Platform
+    folder: Path
+    limit: float = 900.0
+    quick: bool = False
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A name, what it asks, its chunks, and whether nothing after it makes sense when it has failed."""
+
+    name: str
+    question: str
+    chunks: Callable[[Settings], list[Chunk]]
+    is_vital: bool = False
+
+
+def _piece(name: str, settings: Settings, limit: float, **arguments: Any) -> Chunk:
+    module = name.split("/")[0]
+    words = [module, settings.platform.name, json.dumps(arguments)]
+    return Chunk(name, [sys.executable, "-m", "spec_tests.gpu.piece", *words], limit)
+
+
+def _hardware(settings: Settings) -> list[Chunk]:
+    return [_piece("hardware/all", settings, FIRST_LIMIT)]
+
+
+def _collectives(settings: Settings) -> list[Chunk]:
+    return [
+        _piece(f"collectives/{size}-ranks", settings, FIRST_LIMIT, num_ranks=size)
+        for size in settings.platform.world_sizes()
+    ]
+
+
+def _smoke(settings: Settings) -> list[Chunk]:
+    return [
+        _piece(f"smoke/{size}-ranks", settings, FIRST_LIMIT, num_ranks=size)
+        for size in (1, *settings.platform.world_sizes())
+    ]
+
+
+def pytest_chunk(name: str, path: Path, settings: Settings, *options: str) -> Chunk:
+    """One file of tests."""
+    words = [str(path), "--device", settings.platform.name, "-p", "spec_tests.gpu.note", "-q", "--tb=short", "-ra"]
+    return Chunk(name, [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words, *options], settings.limit)
+
+
+def _suite(settings: Settings) -> list[Chunk]:
+    tests = ROOT / "spec_tests"
+    files = [path.relative_to(tests) for path in sorted(tests.rglob("test_*.py"))]
+    names = [str(file) for file in files if file.parts[0] not in NOT_FOR_A_DEVICE]
+    chosen = [name for name in names if name in QUICK_FILES] if settings.quick else names
+    return [pytest_chunk(f"suite/{name}", tests / name, settings) for name in chosen]
+
+
+def _benchmarks(settings: Settings) -> list[Chunk]:
+    options = ["-p", "spec_tests.gpu.note", *(["--quick"] if settings.quick else [])]
+    return [Chunk("benchmarks/all", [sys.executable, "-m", "spec_tests.benchmarks", *options], BENCHMARKS_LIMIT)]
+
+
+def _races(settings: Settings) -> list[Chunk]:
+    from spec_tests.gpu.races import CONFIGURATIONS  # here, because it imports the package
+
+    num_seeds = NUM_QUICK_SEEDS if settings.quick else NUM_SEEDS
+    sizes = settings.platform.world_sizes()
+    pairs = [(size, name) for size in sizes for name in CONFIGURATIONS]
+    # Two copies of two shards: four ranks, also where they share a device.
+    pairs += [(4, name) for name in CONFIGURATIONS if "hybrid" in name.lower() and 4 not in sizes]
+    return [_race(settings, size, name, num_seeds) for size, name in pairs]
+
+
+def _race(settings: Settings, size: int, configuration: str, num_seeds: int) -> Chunk:
+    # Ranks that hang are given up before the chunk is: their stacks side by side tell more.
+    arguments = {"configuration": configuration, "num_seeds": num_seeds, "hang_limit": settings.limit / 2}
+    return _piece(f"races/{size}-ranks/{configuration}", settings, settings.limit, num_ranks=size, **arguments)
+
+
+STAGES = (
+    Stage("hardware", "what is there", _hardware, is_vital=True),
+    Stage("collectives", "do collectives work by themselves", _collectives, is_vital=True),
+    Stage("smoke", "do both front doors train, and agree with a single process", _smoke, is_vital=True),
+    Stage("suite", "the tests of the spec", _suite),
+    Stage("benchmarks", "beside torch's own FSDPs", _benchmarks),
+    Stage("races", "do the bits stay the same when streams are delayed", _races),
+)
