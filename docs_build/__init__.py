@@ -5,6 +5,7 @@ here, while the site is built::
 
     {{ code engine/unit.py Unit.wait }}        the function as it is now, with a link to its page
     {{ timeline fsdp1-pre-4 | A caption. }}    a picture of a recorded run
+    {{ simulated prefetch | A caption. }}      a picture of a step that was logged on the simulated accelerator
     {{ proof SHARD-04 PREF-02 }}               rows of the spec, their tests, and how these went last
     {{ exercise zero_stage_3 }}                a question, and an answer that a function has computed
 
@@ -27,6 +28,7 @@ The rooms, from the bottom up:
 ``myths``        wrong claims, what is true, and the tests that show it
 ``player``       recorded runs as scripts for the step player
 ``specpage``     the page of the spec
+``streams``      what is shown of streams: pictures of logged steps, broken engines, what collides in torch
 ``verbs``        the table of verbs and layouts; the way of one parameter through a training step
 ``directives``   the lines in double braces
 ``links``        follows every link of the built site

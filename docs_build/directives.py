@@ -8,7 +8,7 @@ from html import escape
 
 from mkdocs.utils import get_relative_url
 
-from docs_build import exercises, fragments, pictures, results, values
+from docs_build import exercises, fragments, pictures, results, streams, values
 from docs_build.markup import to_html
 
 __all__ = ["badges", "counted", "expand", "put_back"]
@@ -104,6 +104,11 @@ def _table(rest: str, start: str) -> str:
     return values.table(rest.strip())
 
 
+def _simulated(rest: str, _: str) -> str:
+    name, _, caption = rest.partition(" | ")
+    return _raw(streams.figure(name.strip(), caption.strip()))
+
+
 def _html(name: str) -> Callable[[str, str], str]:
     def make(rest: str, start: str) -> str:
         from docs_build import myths, troubles, verbs
@@ -135,6 +140,9 @@ VERBS: dict[str, Callable[[str, str], str]] = {
     "exercise": _exercise,
     "picture": _picture,
     "table": _table,
+    "simulated": _simulated,
+    "breaks": lambda rest, start: _raw(streams.breaks()),
+    "findings": lambda rest, start: streams.findings(),
     "verbs": _html("verbs"),
     "path": _html("path"),
     "myths": _html("myths"),

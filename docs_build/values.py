@@ -123,6 +123,7 @@ def _proven(backend: str) -> str:
 VALUES: dict[str, Callable[[], str]] = {
     "num-rows": lambda: str(len(results.all_rows())),
     "proven-cpu": lambda: _proven("cpu-gloo"),
+    "proven-simulated": lambda: _proven("simulated"),
     "proven-cuda": lambda: _proven("cuda-nccl"),
 }
 TABLES: dict[str, Callable[[], str]] = {
