@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import debug
+from torch.distributed.tensor._redistribute import _gen_transform_infos
 
 import minifsdp
 from spec_tests.harness import device, simulated
@@ -96,6 +98,9 @@ def _become(num_ranks: int, rank: int) -> None:
     """Makes this process that rank of so many, the others being invented."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    # DTensor remembers results together with their mesh, whose groups have just gone.
+    debug._clear_sharding_prop_cache()
+    _gen_transform_infos.cache_clear()
     # What a run before has broken off must not be met again. What is imported stays, and costs nothing frozen.
     gc.collect()
     gc.freeze()

@@ -42,6 +42,8 @@ def run(name: str) -> None:
 
 
 @pytest.mark.spec("SIM-10")
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning")
+@pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated:FutureWarning")
 @names(1)
 @rank_among_invented(1)
 def test_nothing_collides_in_torchs_fsdps_on_one_rank(name: str) -> None:
@@ -49,6 +51,8 @@ def test_nothing_collides_in_torchs_fsdps_on_one_rank(name: str) -> None:
 
 
 @pytest.mark.spec("SIM-10")
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning")
+@pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated:FutureWarning")
 @names(2)
 @rank_among_invented(2)
 def test_nothing_collides_in_torchs_fsdps_on_two_ranks(name: str) -> None:
