@@ -319,7 +319,8 @@ class Cycle:
                 self._close(unit)
             unit.awaits_backward, unit.num_uses, unit.num_pending = False, 0, 0
         # Else what was copied out of the last gathers would lie in memory during the optimizer step.
-        self.units[0].lanes.gather.let_go()
+        for unit in self.units[:1]:
+            unit.lanes.gather.let_go()
         self.schedule.end_iteration()
         self._lingering = None
         self._spans.clear()

@@ -72,7 +72,7 @@ def test_an_unknown_row_stops_the_collection_and_is_named_with_its_test(tmp_path
 
 def test_a_session_writes_what_it_has_proven_and_counts_gpu_tests_as_not_run(tmp_path: pathlib.Path) -> None:
     session = run_session(tmp_path, CARRYING)
-    assert "1 gpu tests not run (no --device cuda)" in session.stdout
+    assert "1 tests of real GPUs not run (--device cpu)" in session.stdout
     assert "because a test failed: CTOR-02" in session.stdout
     results = json.loads((tmp_path / "build" / "spec-results.json").read_text())
     assert list(results) == list(read_rows())
@@ -167,7 +167,7 @@ def test_a_run_on_one_backend_keeps_what_the_other_said(tmp_path: pathlib.Path) 
     carried = {"test_it.py::test_a": ["CTOR-01"]}
     account(tmp_path, "cuda", {"test_it.py::test_a": "passed"}, carried)
     row = account(tmp_path, "cpu", {"test_it.py::test_a": "failed"}, carried)["CTOR-01"]
-    assert row["results"] == {"cpu-gloo": "failed", "cuda-nccl": "proven"}
+    assert row["results"] == {"cpu-gloo": "failed", "simulated": "unproven", "cuda-nccl": "proven"}
 
 
 def test_a_run_of_a_part_keeps_what_the_other_tests_said(tmp_path: pathlib.Path) -> None:

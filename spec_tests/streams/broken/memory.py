@@ -146,8 +146,8 @@ BREAKS = [
     Break(
         "held-during-the-optimizer-step",
         HOOKS,
-        "        self.units[0].lanes.gather.let_go()\n",
-        "",
+        "            unit.lanes.gather.let_go()\n",
+        "            pass\n",
         "What was copied out of the last gathers lies in memory during the optimizer step.",
         "each_with_a_large_step",
         "peak",
