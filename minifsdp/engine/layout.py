@@ -281,7 +281,12 @@ class Layout(ABC):
     @property
     def reads_gradient(self) -> bool:
         """Whether a reduced gradient is read when it is accepted: to be added to another, or by hooks of the user."""
-        return any(p.grad is not None or p._post_accumulate_grad_hooks for p in self.local_parameters())
+        return self.has_gradient_hooks or any(p.grad is not None for p in self.local_parameters())
+
+    @property
+    def has_gradient_hooks(self) -> bool:
+        """Whether the user's post-accumulate hooks run when a reduced gradient is accepted."""
+        return any(p._post_accumulate_grad_hooks for p in self.local_parameters())
 
     @abstractmethod
     def accept_gradient(self, gradient: Gradient, piece: torch.Tensor) -> None:

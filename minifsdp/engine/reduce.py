@@ -239,9 +239,7 @@ class Reducer:
             old.copied.synchronize()
         # 6. The layout knows what the optimizer owns.
         old.layout.accept_gradient(old.gradient, old.result)
-        if self._lanes.gather.stream is not None and any(
-            parameter._post_accumulate_grad_hooks for parameter in old.layout.local_parameters()
-        ):
+        if self._lanes.gather.stream is not None and old.layout.has_gradient_hooks:
             # A hook may have stepped, and the unit may be gathered once more in this backward.
             self._lanes.gather.follow()
 

@@ -23,7 +23,7 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 class Kept:
     """The end of a layout where reduced gradients arrive."""
 
-    offloads = False
+    offloads = has_gradient_hooks = False
 
     def __init__(self) -> None:
         self.pieces: list[torch.Tensor] = []

@@ -135,7 +135,7 @@ def test_every_stream_is_asked_for_by_its_device(machine: StandIn) -> None:
 class Kept:
     """The end of a layout where reduced gradients arrive."""
 
-    offloads = reads_gradient = False
+    offloads = reads_gradient = has_gradient_hooks = False
 
     def __init__(self, machine: StandIn) -> None:
         self.machine = machine
@@ -214,6 +214,15 @@ def test_the_compute_stream_does_not_divide(machine: StandIn, plan: Callable[[Me
         "compute waits for reduce",
         "compute: accept",
     ]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("STREAM-05")
+def test_what_a_hook_has_done_to_parameters_is_followed_by_the_next_gather(
+    machine: StandIn, plan: Callable[[Mesh], ReducePlan]
+) -> None:
+    log = reduce_once(machine, plan(Mesh.sharded(PAIR)), has_gradient_hooks=True)
+    assert log[-2:] == ["compute: accept", "gather waits for compute"]
 
 
 @pytest.mark.pure
