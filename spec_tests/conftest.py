@@ -1,17 +1,11 @@
-"""The suite's options, the end of the pools, and where the spec accounting is fed."""
+"""What runs on which device, the end of the pools, and where the spec accounting is fed."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-
-# Before torch is imported anywhere: one thread for each rank, or two ranks fight over two cores.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 from collections.abc import Callable, Generator
 
 import pytest
-import torch
 
 from spec_tests.harness import pool, worker
 from spec_tests.harness.accounting import Accounting, rows_of_accelerators
@@ -22,16 +16,6 @@ ACCOUNTING = pytest.StashKey[Accounting]()
 
 # Folders whose tests start processes, which would compute on the CPU.
 STARTS_PROGRAMS = ("tutorials", "docs", "harness_tests")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    there = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.addoption("--device", choices=["cpu", "simulated", "cuda"], default=there, help="where the ranks compute")
-    parser.addoption(
-        "--every-row",
-        action="store_true",
-        help="with --device simulated: also tests of rows that a CPU shows as well (an hour on two cores)",
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

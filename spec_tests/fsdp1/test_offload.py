@@ -284,15 +284,14 @@ def test_clipping_works_on_gradients_on_the_cpu() -> None:
     torch.testing.assert_close(after.norm().cpu(), torch.tensor(0.1), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.spec("OFF-04")
+@pytest.mark.spec("OFF-04", "STREAM-15")
 @pairs
 @ranks(2)
 def test_what_the_user_changes_on_the_cpu_is_computed_with(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     model = offloaded(sharding_strategy=strategy, use_orig_params=use_orig_params)
     expected = seeded()
     with torch.no_grad():
-        # Who looks at the output has waited for the device, which reads the parameters until then.
-        assert model(batch()).isfinite().all()
+        model(batch())
         for parameter in (*model.parameters(), *expected.parameters()):
             parameter.mul_(2.0)
         torch.testing.assert_close(model(batch()), expected(batch()))

@@ -331,10 +331,17 @@ def _destroy_leftover_groups() -> None:
     for group in leftover:
         dist.destroy_process_group(group)
     if leftover:
-        # DTensor remembers results together with their mesh, and a mesh of the next test may equal one whose groups
-        # have just gone ("could not resolve the process group registered under the name ...").
-        debug._clear_sharding_prop_cache()
-        _gen_transform_infos.cache_clear()
+        forget_meshes()
+
+
+def forget_meshes() -> None:
+    """To be called when groups have gone.
+
+    DTensor remembers results together with their mesh, and a mesh to come may equal one that is no more ("could not
+    resolve the process group registered under the name ...").
+    """
+    debug._clear_sharding_prop_cache()
+    _gen_transform_infos.cache_clear()
 
 
 # torch 2.14 has made it public and warns about the older name.

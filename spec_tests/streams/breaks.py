@@ -58,8 +58,6 @@ ORDERS = re.compile(
 )
 # Not broken, and why.
 LEFT_OUT = {
-    "engine/reduce.py: self._lanes.gather.follow()": "an optimizer in backward, on a unit that is gathered once more "
-    "in it: drawn scenarios notice, test_scenarios[fully_shard-2x2] does",
     "engine/unit.py: self.wait()": "on streams a gather that nobody wants may be freed at once: its memory goes back "
     "to the stream that still writes there. Gloo's has to be waited for",
     "fsdp1/agreement.py: store.wait(": "waits for other ranks, which are invented here",

@@ -642,6 +642,15 @@ def each_with_the_optimizer_in_backward() -> Any:
     return step_in_backward(each())
 
 
+@program(2)
+def each_used_often_with_the_optimizer_in_backward() -> Any:
+    """The gradients of the last use are stepped with, and the block is gathered for those of the first."""
+    model = chain(CheckpointedReentrantly, num_blocks=1)
+    for _ in range(3):
+        model.insert(1, model[1])
+    return step_in_backward(each(model))
+
+
 def step_in_backward(model: nn.Module) -> nn.Module:
     def step(parameter: Tensor) -> None:
         torch.optim.SGD([parameter], lr=0.1).step()

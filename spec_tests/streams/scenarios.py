@@ -22,11 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import debug
-from torch.distributed.tensor._redistribute import _gen_transform_infos
 
 import minifsdp
-from spec_tests.harness import device, simulated
+from spec_tests.harness import device, simulated, worker
 from spec_tests.properties.build import (
     PRECISIONS,
     Bang,
@@ -98,9 +96,7 @@ def _become(num_ranks: int, rank: int) -> None:
     """Makes this process that rank of so many, the others being invented."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    # DTensor remembers results together with their mesh, whose groups have just gone.
-    debug._clear_sharding_prop_cache()
-    _gen_transform_infos.cache_clear()
+    worker.forget_meshes()
     # What a run before has broken off must not be met again. What is imported stays, and costs nothing frozen.
     gc.collect()
     gc.freeze()
@@ -112,6 +108,7 @@ class _Run:
 
     Attributes:
         seen: what the user has looked at.
+        batches: inputs and tokens by step and number, on the device.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -127,6 +124,12 @@ class _Run:
         self.optimizer = optimizer_for(scenario, self.model)
         kind = torch.amp.GradScaler if is_per_parameter(self.d) else minifsdp.ShardedGradScaler
         self.scaler: Any = kind(device().type, init_scale=2.0**8, enabled=scenario.scales)
+        # Copied before training begins: copies from memory that is not pinned stop the CPU.
+        self.batches = {
+            (step, index): tuple(tensor.to(device()) for tensor in batch(self.d, step, index, scenario.rank))
+            for step in range(self.d.steps)
+            for index in (*range(len(self.d.micro_batches) * self.d.forwards), EVALUATION)
+        }
 
     def _options(self) -> dict[str, Any]:
         if not is_per_parameter(self.d):
@@ -235,13 +238,14 @@ class _Run:
         return True
 
     def _forward(self, step: int, index: int) -> Tensor:
-        x, tokens = batch(self.d, step, index, self.s.rank)
         if self.s.batches == "device":
-            x, tokens = x.to(device()), tokens.to(device())
-        elif self.s.batches == "pinned":
-            x, tokens = x.pin_memory(), tokens.pin_memory()
+            x, tokens = self.batches[step, index]
+        else:
+            x, tokens = batch(self.d, step, index, self.s.rank)
+            if self.s.batches == "pinned":
+                x, tokens = x.pin_memory(), tokens.pin_memory()
         if self.d.tracks_input:
-            x.requires_grad_()
+            x = x.detach().requires_grad_()
         output = output_of(self.d.model, self.model, (x, tokens))
         if self.s.batches != "device":
             # The next batch is read into the same memory.
@@ -276,7 +280,7 @@ class _Run:
 
     def _evaluate(self, step: int, part: int | None = None, *, is_recorded: bool = False) -> None:
         d, model, node = self.d, self.model, self.d.model
-        x, tokens = (tensor.to(device()) for tensor in batch(d, step, EVALUATION, self.s.rank))
+        x, tokens = self.batches[step, EVALUATION]
         if part is not None:
             root = next(m for m in model.modules() if isinstance(m, Piece))
             model, node = root.parts[part], node.children[part]
@@ -286,8 +290,8 @@ class _Run:
         with torch.set_grad_enabled(is_recorded):
             output = output_of(node, model, (x, tokens))
         self.see(output)
-        if d.offload:
-            # No backward stops the CPU, and pinned shards are still being copied: before he writes to them, as an
+        if is_recorded and d.offload:
+            # A backward might follow, so pinned shards are still being copied: before he writes to them, as an
             # optimizer does, the user must have seen what came out. In torch, too.
             output.sum().item()
         self.model.train()

@@ -11,7 +11,7 @@ LAYOUT = "engine/layout.py"
 
 FLAT_COPY = "        return piece.to(dtype).to(self.owner.shard.device, non_blocking=True)\n"
 EACH_COPY = "        return piece.to(dtypes.pop()).to(self._entries[0].piece.device, non_blocking=True)\n"
-READS = "any(p.grad is not None or p._post_accumulate_grad_hooks for p in self.local_parameters())"
+HOOKED, GIVEN = "self.has_gradient_hooks", "any(p.grad is not None for p in self.local_parameters())"
 
 BREAKS = [
     # --- copies to the device ---
@@ -83,23 +83,23 @@ BREAKS = [
     Break(
         "accumulates-before-it-arrives-each",
         LAYOUT,
-        READS,
-        "any(p._post_accumulate_grad_hooks for p in self.local_parameters())",
+        f"{HOOKED} or {GIVEN}",
+        HOOKED,
         "That a gradient is there already, and will be added to, is overlooked.",
         "each_offload_accumulating",
     ),
     Break(
         "steps-before-it-arrives",
         LAYOUT,
-        READS,
-        "any(p.grad is not None for p in self.local_parameters())",
+        f"{HOOKED} or {GIVEN}",
+        GIVEN,
         "That the user's hooks read the gradient is overlooked.",
         "each_offload_with_the_optimizer_in_backward",
     ),
     Break(
         "stops-for-each-unit",
         LAYOUT,
-        f"        return {READS}\n",
+        f"        return {HOOKED} or {GIVEN}\n",
         "        return True\n",
         "The CPU waits for the copy of each unit.",
         "flat_offload",

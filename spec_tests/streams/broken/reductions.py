@@ -86,6 +86,14 @@ BREAKS = [
         "wrong values",
     ),
     Break(
+        "stepped-in-backward-not-followed",
+        REDUCE,
+        "            self._lanes.gather.follow()\n",
+        "            pass\n",
+        "A hook of the user's has stepped, and the unit is gathered once more in the same backward.",
+        "each_used_often_with_the_optimizer_in_backward",
+    ),
+    Break(
         "promise-of-the-first-stage",
         REDUCE,
         "            new.promise = lane.promise()\n",
