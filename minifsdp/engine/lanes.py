@@ -126,6 +126,11 @@ class Lane:
             return
         self.stream.wait_event(passed(self._device) if event is None else event)
 
+    def join(self) -> None:
+        """Rule 2 for all that was issued on the lane: what the main road is given from now on runs after it."""
+        if self.stream is not None:
+            current_stream(self._device).wait_stream(self.stream)
+
     def synchronize(self) -> None:
         """Stops the CPU until all that was issued on the lane is done; where there is no stream, it is."""
         if self.stream is not None:

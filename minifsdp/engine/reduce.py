@@ -145,14 +145,20 @@ class _InFlight:
 
 
 class Reducer:
-    """Reduces the gradients of all units of one tree, one in flight at a time."""
+    """Reduces the gradients of all units of one tree, one in flight at a time.
 
-    __slots__ = ("_has_copied", "_in_flight", "_lanes")
+    Args:
+        lanes: of the tree.
+        offloads: whether some unit keeps its shard and its gradient on the CPU.
+    """
 
-    def __init__(self, lanes: Lanes) -> None:
-        self._lanes = lanes
+    __slots__ = ("_arriving", "_in_flight", "_lanes", "_offloads")
+
+    def __init__(self, lanes: Lanes, offloads: bool = False) -> None:
+        self._lanes, self._offloads = lanes, offloads
         self._in_flight: _InFlight | None = None
-        self._has_copied = False
+        # On their way to the CPU, which would find them in .grad too early if a backward broke off.
+        self._arriving: list[tuple[Layout, Gradient, torch.Tensor]] = []
 
     def reduce(self, name: str, layout: Layout, plan: ReducePlan, gradient: Gradient) -> None:
         """Issues the reduction of a unit's unsharded gradient, then completes the one before it.
@@ -178,6 +184,9 @@ class Reducer:
         if last is not None:
             self._complete(last)
         self._wait_for_copies()
+        for layout, gradient, result in self._arriving:
+            layout.accept_gradient(gradient, result)
+        self._arriving.clear()
 
     def drop(self) -> None:
         """Waits for what is in flight, since other ranks take part in it, and forgets the result.
@@ -188,12 +197,16 @@ class Reducer:
         if last is not None:
             last.promise.wait()
         self._wait_for_copies()
+        self._arriving.clear()
 
     def _wait_for_copies(self) -> None:
-        # The compute stream has waited for each of them, so one stop of the CPU is enough.
-        if self._has_copied:
+        """With offload the one stop of the CPU: gradients are there, and shards may be written that gathers have read.
+
+        The compute stream has waited for each reduction. A gather that was prefetched in vain nobody has waited for.
+        """
+        if self._offloads and self._lanes.gather.stream is not None:
+            self._lanes.gather.join()
             current_stream(self._lanes.device).synchronize()
-            self._has_copied = False
 
     def _issue(self, new: _InFlight) -> Promise:
         plan, shard, replicas = new.plan, new.plan.mesh.shard, new.plan.mesh.replicate
@@ -225,7 +238,6 @@ class Reducer:
             new.promise = lane.promise()
             if new.result is not None and new.result is not new.piece:
                 new.copied = lane.stream.record_event()
-                self._has_copied = True
 
     def _complete(self, old: _InFlight) -> None:
         old.promise.wait()
@@ -235,13 +247,27 @@ class Reducer:
             _end(old)
         if old.result is None:
             return
-        if old.copied is not None and old.layout.reads_gradient:
+        if old.copied is not None:
+            if not old.layout.reads_gradient:
+                old.gradient.parts.clear()
+                self._arriving.append((old.layout, old.gradient, old.result))
+                return
             old.copied.synchronize()
         # 6. The layout knows what the optimizer owns.
-        old.layout.accept_gradient(old.gradient, old.result)
-        if self._lanes.gather.stream is not None and old.layout.has_gradient_hooks:
-            # A hook may have stepped, and the unit may be gathered once more in this backward.
-            self._lanes.gather.follow()
+        if self._lanes.gather.stream is None or not old.layout.has_gradient_hooks:
+            old.layout.accept_gradient(old.gradient, old.result)
+        else:
+            self._accept_with_hooks(old.layout, old.gradient, old.result)
+
+    def _accept_with_hooks(self, layout: Layout, gradient: Gradient, result: torch.Tensor) -> None:
+        """A hook may be an optimizer: it writes after gathers that were issued before it, and before those to come."""
+        gather = self._lanes.gather
+        if layout.offloads:
+            gather.synchronize()
+        else:
+            gather.join()
+        layout.accept_gradient(gradient, result)
+        gather.follow()
 
 
 def _end(item: _InFlight) -> None:

@@ -91,7 +91,7 @@ class Root:
             unit.join(self.lanes, self.limiter)
         self.cycle = Cycle(
             self.units,
-            Reducer(self.lanes),
+            Reducer(self.lanes, offloads=any(unit.layout.offloads for unit in self.units)),
             OrderCheck(self.units, device),
             backward_prefetch=backward_prefetch,
             forward_prefetch=forward_prefetch,

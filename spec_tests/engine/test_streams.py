@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -175,9 +175,9 @@ def plan(machine: StandIn, monkeypatch: pytest.MonkeyPatch) -> Callable[[Mesh], 
 
 def reduce_once(machine: StandIn, plan: ReducePlan, **facts: Any) -> list[str]:
     """One reduction, from its issue to the end of backward; what was ordered."""
-    one, kept = Reducer(machine.lanes()), Kept(machine)
+    kept = Kept(machine)
     vars(kept).update(facts)
-    target: Any = kept
+    one, target = Reducer(machine.lanes(), kept.offloads), cast(Any, kept)
     one.reduce("unit", target, plan, Gradient([torch.ones(4)]))
     one.finish()
     return machine.log
@@ -217,12 +217,22 @@ def test_the_compute_stream_does_not_divide(machine: StandIn, plan: Callable[[Me
 
 
 @pytest.mark.pure
-@pytest.mark.spec("STREAM-05")
-def test_what_a_hook_has_done_to_parameters_is_followed_by_the_next_gather(
+@pytest.mark.spec("STREAM-16")
+def test_a_hook_writes_to_shards_between_the_gathers_before_it_and_those_after_it(
     machine: StandIn, plan: Callable[[Mesh], ReducePlan]
 ) -> None:
     log = reduce_once(machine, plan(Mesh.sharded(PAIR)), has_gradient_hooks=True)
-    assert log[-2:] == ["compute: accept", "gather waits for compute"]
+    assert log[-3:] == ["compute waits for gather", "compute: accept", "gather waits for compute"]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("STREAM-16")
+def test_a_hook_that_writes_to_shards_on_the_cpu_comes_when_gathers_have_read_them(
+    machine: StandIn, plan: Callable[[Mesh], ReducePlan]
+) -> None:
+    facts = {"offloads": True, "reads_gradient": True, "has_gradient_hooks": True}
+    log = reduce_once(machine, plan(Mesh.sharded(PAIR)), **facts)
+    assert log[-6:-3] == ["CPU waits for an event of reduce", "CPU waits for gather", "compute: accept"]
 
 
 @pytest.mark.pure
@@ -287,7 +297,7 @@ def test_a_partial_sum_lives_until_the_compute_stream_has_waited_for_the_all_red
 def test_gradients_are_copied_to_the_host_on_the_stream_that_reduced_them_with_one_stop_at_the_end(
     machine: StandIn, plan: Callable[[Mesh], ReducePlan]
 ) -> None:
-    reducer, kept = Reducer(machine.lanes()), Kept(machine)
+    reducer, kept = Reducer(machine.lanes(), offloads=True), Kept(machine)
     kept.offloads = True
     target: Any = kept
     for mesh in (Mesh.sharded(PAIR), Mesh.hybrid(PAIR, PAIR), Mesh(None, None)):
@@ -301,7 +311,10 @@ def test_gradients_are_copied_to_the_host_on_the_stream_that_reduced_them_with_o
     reducer.finish()
     assert [line for line in machine.log if line.startswith("CPU")] == ["CPU waits for compute"]
     # By then that stream has waited for all of them.
-    assert machine.log[-3:] == ["compute waits for reduce", "compute: accept", "CPU waits for compute"]
+    assert machine.log[-6:-3] == ["compute waits for reduce", "compute waits for gather", "CPU waits for compute"]
+    # A backward that breaks off before leaves nothing in .grad that is still on its way.
+    assert machine.log[-3:] == ["compute: accept"] * 3
+    assert machine.log.count("compute: accept") == 3
 
 
 @pytest.mark.pure
@@ -310,7 +323,7 @@ def test_before_the_host_reads_a_gradient_it_waits_for_that_copy_alone(
     machine: StandIn, plan: Callable[[Mesh], ReducePlan]
 ) -> None:
     log = reduce_once(machine, plan(Mesh.sharded(PAIR)), offloads=True, reads_gradient=True)
-    assert log[-4:-1] == ["compute waits for reduce", "CPU waits for an event of reduce", "compute: accept"]
+    assert log[-5:-2] == ["compute waits for reduce", "CPU waits for an event of reduce", "compute: accept"]
 
 
 # --- layouts ---

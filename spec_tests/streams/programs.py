@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from minifsdp import (
+    BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
     MixedPrecision,
@@ -268,13 +269,15 @@ def flat_offload_clipping() -> Any:
 
 
 @program(2)
-def flat_offload_after_an_error_in_backward() -> Any:
-    model = flat(cpu_offload=CPUOffload(True))
-    train(model, 1)
+def originals_offload_after_an_error_in_backward() -> Any:
+    """What the user assigns is collected into shards that the backward which broke off had sent to the device."""
+    model = flat(cpu_offload=CPUOffload(True), use_orig_params=True)
+    optimizer = train(model, 1)
     fail_in_backward(model)
-    # As a program does that goes on with the gradients of the units that had their turn.
-    gradients = [parameter.grad for parameter in model.parameters()]
-    return [*shown(model), *[gradient.clone() for gradient in gradients if gradient is not None]]
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+    train(model, 1, optimizer)
+    return model
 
 
 # --- FSDP1: what users do ---
@@ -502,9 +505,9 @@ def trained_again(model: Any, optimizer: Any) -> Any:
 
 
 @program(2)
-def flat_offload_on_another_device_after_an_error() -> Any:
+def originals_offload_on_another_device_after_an_error() -> Any:
     torch.get_device_module(DEVICE).set_device(1)
-    return flat_offload_after_an_error_in_backward()
+    return originals_offload_after_an_error_in_backward()
 
 
 @program(2)
@@ -649,6 +652,51 @@ def each_used_often_with_the_optimizer_in_backward() -> Any:
     for _ in range(3):
         model.insert(1, model[1])
     return step_in_backward(each(model))
+
+
+class Recomputed(nn.Module):
+    """Blocks that are computed again in backward, hooks and all; as often as they are used."""
+
+    def __init__(self, num_blocks: int, num_uses: int = 1) -> None:
+        super().__init__()
+        self.inner, self.num_uses = nn.Sequential(*[Block() for _ in range(num_blocks)]), num_uses
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.num_uses):
+            x = torch.as_tensor(checkpoint(self.inner, x, use_reentrant=True, preserve_rng_state=False))
+        return x
+
+
+def recomputed(**options: Any) -> nn.Module:
+    with torch.device(DEVICE):
+        model = nn.Sequential(nn.Linear(5, 5), Recomputed(2, num_uses=2))
+    prefetch = BackwardPrefetch.BACKWARD_POST
+    return flat(model, use_orig_params=True, backward_prefetch=prefetch, **options)
+
+
+@program(2)
+def originals_used_twice_with_the_optimizer_in_backward() -> Any:
+    """A block is gathered for its first use while the gradients of its second are stepped with."""
+    return step_in_backward(recomputed())
+
+
+@program(2)
+def originals_offload_used_twice_with_the_optimizer_in_backward() -> Any:
+    return step_in_backward(recomputed(cpu_offload=CPUOffload(True)))
+
+
+@program(2)
+def each_offload_prefetching_in_vain() -> Any:
+    """What is computed again asks for a block that has had its turn in backward."""
+    with torch.device(DEVICE):
+        model = each(nn.Sequential(nn.Linear(5, 5), Recomputed(1), Block()), offload_policy=CPUOffloadPolicy())
+    again, last = blocks(model)
+    again.set_modules_to_forward_prefetch([last])
+    train(model, 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    return model
 
 
 def step_in_backward(model: nn.Module) -> nn.Module:

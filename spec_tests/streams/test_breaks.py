@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spec_tests.streams import engines
-from spec_tests.streams.breaks import BREAKS, SCHEDULES, unbroken
+from spec_tests.streams.breaks import BREAKS, ROWS, SCHEDULES, unbroken
 from spec_tests.streams.broken import gathers, host, memory, reductions
 from spec_tests.streams.engines import PACKAGE, Break, Outcome
 from spec_tests.streams.programs import PROGRAMS
@@ -23,6 +23,10 @@ def execute(program: str, one: Break | None) -> Outcome:
         return engines.run(program, num_schedules=SCHEDULES)
     with engines.broken(one) as folder:
         return engines.run(program, folder)
+
+
+def rows_of(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.spec(row) for row, names in ROWS.items() if name in names]
 
 
 def runs_of(item: Any) -> list[Run]:
@@ -59,7 +63,7 @@ def test_the_intact_engine_raises_no_alarm(program: str, outcome_of: Any) -> Non
 @pytest.mark.accelerator
 @pytest.mark.simulated
 @pytest.mark.spec("SIM-07")
-@pytest.mark.parametrize("name", BREAKS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=rows_of(name)) for name in BREAKS])
 def test_each_broken_engine_is_found(name: str, outcome_of: Any) -> None:
     one = BREAKS[name]
     found = engines.findings(outcome_of(one.program, one), outcome_of(one.program, None))
@@ -78,5 +82,6 @@ def test_each_line_that_orders_something_on_streams_is_broken_by_somebody() -> N
 
 
 def test_there_are_at_least_sixty_broken_engines_and_their_names_differ() -> None:
+    assert {name for names in ROWS.values() for name in names} <= set(BREAKS)
     assert len(BREAKS) >= 60
     assert len(BREAKS) == sum(len(one.BREAKS) for one in (gathers, reductions, memory, host))

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import minifsdp
 from minifsdp import BackwardPrefetch
-from spec_tests.harness import device, rank_among_invented, simulated
+from spec_tests.harness import device, rank_among_invented, ranks, simulated
 from spec_tests.harness.simulated import WORLD
 from spec_tests.streams.blocks import Log, flat, logged, per_parameter
 
@@ -303,3 +305,19 @@ def test_equal_steps_of_fully_shard_reach_the_same_peak_and_more_blocks_only_sto
     # A sharded gradient and the activations for each block more.
     activations = 3 * 3 * WIDE * 4
     assert large[-1] - small[-1] <= 4 * (UNIT // 2 + activations)
+
+
+# ---- addresses ----
+
+
+@pytest.mark.accelerator
+@pytest.mark.spec("STREAM-12")
+@ranks(2)
+def test_parameters_of_a_gathered_unit_begin_at_multiples_of_16_bytes() -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1), nn.Linear(1, 7)).to(device())
+    found = []
+    for part in model:
+        part.register_forward_hook(lambda module, *_: found.extend(p.data_ptr() % 16 for p in module.parameters()))
+    minifsdp.fully_shard(model, mesh=init_device_mesh(device().type, (2,)))
+    model(torch.ones(2, 3, device=device())).sum().backward()
+    assert found == [0] * 6

@@ -31,6 +31,25 @@ FOUND = {
     "the CPU unscales offloaded gradients before it has been told the scale": (
         '{"run":{"model":{"kind":"chain","children":[{"unit":true}]},"offload":true},"scales":true}'
     ),
+    "after an error in backward the CPU zeroes gradients that are still on their way to it": (
+        '{"run":{"model":{"kind":"chain","children":[{"kind":"own"},{"kind":"own","unit":true},{"unit":true}]},'
+        '"offload":true,"clears":false,"bomb":"backward"},"batches":"plain","hook":"plain","state":"full"}'
+    ),
+    "where no gradient was reduced the CPU writes to shards that are still copied to the device": (
+        '{"run":{"model":{"kind":"chain","children":[{"kind":"embedding","frozen":true}]},"originals":true,'
+        '"offload":true,"tracks_input":true},"edits":"data"}'
+    ),
+    "an optimizer in backward writes to a shard that a prefetched gather still reads": (
+        '{"run":{"model":{"kind":"chain","children":[{"kind":"chain","times":2,"checkpoint":"reentrant","children":'
+        '[{"kind":"norm","unit":true},{"kind":"norm","unit":true}]}]},"originals":true,"backward_prefetch":'
+        '"BACKWARD_POST","micro_batches":[true,true,true],"samples":1,"clears":false,"tracks_input":true,"seed":2},'
+        '"reads":true,"optimizer":"in_backward","edits":"read","late":true}'
+    ),
+    "the CPU writes to a shard that was prefetched in vain": (
+        '{"run":{"model":{"kind":"chain","children":[{"unit":true,"checkpoint":"reentrant"},{"unit":true}]},'
+        '"door":"fully_shard","originals":true,"backward_prefetch":"","offload":true},"edits":"write","pins":true,'
+        '"ahead":2}'
+    ),
 }
 
 

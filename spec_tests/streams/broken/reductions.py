@@ -88,10 +88,26 @@ BREAKS = [
     Break(
         "stepped-in-backward-not-followed",
         REDUCE,
-        "            self._lanes.gather.follow()\n",
-        "            pass\n",
+        "        gather.follow()\n",
+        "",
         "A hook of the user's has stepped, and the unit is gathered once more in the same backward.",
         "each_used_often_with_the_optimizer_in_backward",
+    ),
+    Break(
+        "steps-while-gathers-read",
+        REDUCE,
+        "            gather.join()\n",
+        "            pass\n",
+        "A hook of the user's steps while a gather that was prefetched reads the shard.",
+        "originals_used_twice_with_the_optimizer_in_backward",
+    ),
+    Break(
+        "joining-a-stream-does-nothing",
+        "engine/lanes.py",
+        "            current_stream(self._device).wait_stream(self.stream)\n",
+        "            pass\n",
+        "The compute stream never joins a communication stream.",
+        "originals_used_twice_with_the_optimizer_in_backward",
     ),
     Break(
         "promise-of-the-first-stage",
