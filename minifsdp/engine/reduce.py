@@ -183,7 +183,7 @@ class Reducer:
         last, self._in_flight = self._in_flight, None
         if last is not None:
             self._complete(last)
-        self._wait_for_copies()
+        self._let_cpu_go_on()
         for layout, gradient, result in self._arriving:
             layout.accept_gradient(gradient, result)
         self._arriving.clear()
@@ -196,13 +196,13 @@ class Reducer:
         last, self._in_flight = self._in_flight, None
         if last is not None:
             last.promise.wait()
-        self._wait_for_copies()
+        self._let_cpu_go_on()
         self._arriving.clear()
 
-    def _wait_for_copies(self) -> None:
-        """With offload the one stop of the CPU: gradients are there, and shards may be written that gathers have read.
+    def _let_cpu_go_on(self) -> None:
+        """With offload its one stop: it may read gradients then, and write to shards, which gathers have read.
 
-        The compute stream has waited for each reduction. A gather that was prefetched in vain nobody has waited for.
+        The compute stream has waited for each reduction. For a unit that was prefetched in vain it may not have waited.
         """
         if self._offloads and self._lanes.gather.stream is not None:
             self._lanes.gather.join()

@@ -155,6 +155,8 @@ class Root:
     def end_forward(self) -> None:
         """Called when the outermost of the calls has returned."""
         self._forward_is_open = False
+        # If no backward follows, the optimizer may write next to a shard that was prefetched in vain.
+        self.lanes.gather.join()
         if not self.cycle.is_recorded and any(unit.layout.offloads for unit in self.units):
             # No backward will wait for the copies of the shards, and the user may write to them next.
             self.lanes.gather.synchronize()

@@ -82,7 +82,12 @@ ROWS = {
     "STREAM-06": ("partial-sum-dropped",),
     "STREAM-07": ("stream-of-another-device", "current-stream-of-another-device", "another-device-synchronized"),
     "STREAM-08": ("gradient-assigned-across-devices",),
-    "STREAM-15": ("shards-given-back-while-they-are-copied", "prefetched-in-vain-and-not-waited-for"),
+    "STREAM-15": (
+        "shards-given-back-while-they-are-copied",
+        "prefetched-in-vain-and-not-waited-for",
+        "optimizer-writes-while-gathers-read",
+        "optimizer-writes-while-gathers-read-forward",
+    ),
     "STREAM-16": (
         "steps-while-gathers-read",
         "steps-on-the-cpu-while-gathers-read",
@@ -97,8 +102,6 @@ ORDERS = re.compile(
 )
 # Not broken, and why.
 LEFT_OUT = {
-    "engine/unit.py: self.wait()": "on streams a gather that nobody wants may be freed at once: its memory goes back "
-    "to the stream that still writes there. Gloo's has to be waited for",
     "fsdp1/agreement.py: store.wait(": "waits for other ranks, which are invented here",
     "fsdp1/chunks.py: collectives.gather(": "loading a sharded state dict begins with a roll call of all ranks",
     "fsdp1/optim_state_names.py: collectives.gather(": "the optimizer's state begins with a roll call of all ranks",

@@ -428,6 +428,17 @@ def flat_with_blocks_left_out() -> Any:
 
 
 @program(2)
+def flat_loss_abandoned_with_a_block_left_out() -> Any:
+    """The optimizer writes what was prefetched for it."""
+    model = flat(Shortened(*chain()), forward_prefetch=True)
+    optimizer = train(model, 1)
+    loss_of(model).backward()
+    model(batch(), num_blocks=1)
+    optimizer.step()
+    return model
+
+
+@program(2)
 def flat_after_an_error() -> Any:
     model = flat()
     optimizer = train(model, 1)
@@ -685,14 +696,24 @@ def originals_offload_used_twice_with_the_optimizer_in_backward() -> Any:
     return step_in_backward(recomputed(cpu_offload=CPUOffload(True)))
 
 
-@program(2)
-def each_offload_prefetching_in_vain() -> Any:
+def prefetching_in_vain(**options: Any) -> nn.Module:
     """What is computed again asks for a block that has had its turn in backward."""
     with torch.device(DEVICE):
-        model = each(nn.Sequential(nn.Linear(5, 5), Recomputed(1), Block()), offload_policy=CPUOffloadPolicy())
-    again, last = blocks(model)
+        model: nn.Module = nn.Sequential(nn.Linear(5, 5), Recomputed(1), Block())
+    again, last = blocks(each(model, **options))
     again.set_modules_to_forward_prefetch([last])
     train(model, 1)
+    return model
+
+
+@program(2)
+def each_prefetching_in_vain() -> Any:
+    return prefetching_in_vain()
+
+
+@program(2)
+def each_offload_prefetching_in_vain() -> Any:
+    model = prefetching_in_vain(offload_policy=CPUOffloadPolicy())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)

@@ -45,6 +45,10 @@ FOUND = {
         '"BACKWARD_POST","micro_batches":[true,true,true],"samples":1,"clears":false,"tracks_input":true,"seed":2},'
         '"reads":true,"optimizer":"in_backward","edits":"read","late":true}'
     ),
+    "after a forward without a backward the optimizer writes to a shard that was prefetched in vain": (
+        '{"run":{"model":{"kind":"chain","children":[{"kind":"own","unit":true,"every":2},{"kind":"unused"}]},'
+        '"forward_prefetch":true,"clears":false,"evaluates":"forgotten","tracks_input":true}}'
+    ),
     "the CPU writes to a shard that was prefetched in vain": (
         '{"run":{"model":{"kind":"chain","children":[{"unit":true,"checkpoint":"reentrant"},{"unit":true}]},'
         '"door":"fully_shard","originals":true,"backward_prefetch":"","offload":true},"edits":"write","pins":true,'

@@ -102,6 +102,22 @@ BREAKS = [
         "originals_used_twice_with_the_optimizer_in_backward",
     ),
     Break(
+        "optimizer-writes-while-gathers-read",
+        "engine/unit.py",
+        "            return\n        self.wait()\n",
+        "            return\n",
+        "After backward the optimizer writes to a shard that was prefetched in vain.",
+        "each_prefetching_in_vain",
+    ),
+    Break(
+        "optimizer-writes-while-gathers-read-forward",
+        "engine/root.py",
+        "        self.lanes.gather.join()\n",
+        "",
+        "The same after a forward that no backward follows.",
+        "flat_loss_abandoned_with_a_block_left_out",
+    ),
+    Break(
         "joining-a-stream-does-nothing",
         "engine/lanes.py",
         "            current_stream(self._device).wait_stream(self.stream)\n",
