@@ -76,11 +76,12 @@ def counted(number: int, word: str) -> str:
 def badges(row: results.SpecRow) -> str:
     """The verdict on each backend that has one, as small labels."""
     shown = [b for b in results.BACKENDS if row.results.get(b, "unproven") != "unproven"] or ["no backend"]
-    return " ".join(
-        f'<span class="badge badge-{row.results.get(b, "unproven")}">{row.results.get(b, "unproven")}'
-        f"<i>{escape(b)}</i></span>"
-        for b in shown
-    )
+    return " ".join(_badge(row.results.get(b, "unproven"), row.kinds.get(b, ""), b) for b in shown)
+
+
+def _badge(verdict: str, kind: str, backend: str) -> str:
+    how = f" by {kind}" if kind not in ("", results.KINDS[0]) else ""
+    return f'<span class="badge badge-{verdict}">{verdict}{how}<i>{escape(backend)}</i></span>'
 
 
 def _exercise(rest: str, start: str) -> str:

@@ -19,14 +19,15 @@ from typing import Any
 
 from docs_build.order import ROOT
 
-__all__ = ["BACKENDS", "ROW_ID", "SpecRow", "all_rows", "machine", "recorded", "sections"]
+__all__ = ["BACKENDS", "KINDS", "ROW_ID", "SpecRow", "all_rows", "css_class", "machine", "recorded", "sections"]
 
 SPEC = ROOT / "docs" / "spec.md"
 FRESH = ROOT / "build" / "spec-results.json"
 RECORD = ROOT / "docs" / "data" / "spec-results.json"
 BACKENDS = ("cpu-gloo", "simulated", "cuda-nccl")
 ROW_ID = re.compile(r"\b(?:[A-Z][A-Z0-9]*-)+\d{2}\b")
-WORSE = ("passed", "skipped", "not run", "failed")
+KINDS = ("behaviour", "order only", "arithmetic", "text")
+WORSE = ("passed", *(f"passed ({kind})" for kind in KINDS[1:]), "skipped", "not run", "failed")
 LINE = re.compile(r"^\| ((?:[A-Z0-9]+-)+\d+) \| (.*) \|$")
 
 
@@ -39,6 +40,7 @@ class SpecRow:
         section: the headline above it.
         cells: the other cells of its line, the statement first.
         results: verdict on each backend: ``"proven"``, ``"failed"`` or ``"unproven"``.
+        kinds: of the proof, on each backend that has one; one of `KINDS`.
         tests: outcome on each backend, for each test that carries the row.
     """
 
@@ -46,6 +48,7 @@ class SpecRow:
     section: str
     cells: list[str]
     results: dict[str, str] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
     tests: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @property
@@ -97,7 +100,8 @@ def all_rows() -> dict[str, SpecRow]:
         if found:
             known = of_record.get(found[1], {})
             results = {backend: known.get("results", {}).get(backend, "unproven") for backend in BACKENDS}
-            rows[found[1]] = SpecRow(found[1], section, found[2].split(" | "), results, known.get("tests", {}))
+            cells, kinds = found[2].split(" | "), known.get("kinds", {})
+            rows[found[1]] = SpecRow(found[1], section, cells, results, kinds, known.get("tests", {}))
     return rows
 
 
@@ -114,7 +118,10 @@ def _as_record(path: Path) -> dict[str, Any]:
     when = datetime.fromtimestamp(path.stat().st_mtime, UTC).strftime("%Y-%m-%d")
     run = {"date": when, "machine": machine()}
     backends = {b for row in results.values() for outcomes in row["tests"].values() for b in outcomes}
-    rows = {name: {"results": row["results"], "tests": _joined(row["tests"])} for name, row in results.items()}
+    rows = {
+        name: {"results": row["results"], "kinds": row["kinds"], "tests": _joined(row["tests"])}
+        for name, row in results.items()
+    }
     return {"runs": dict.fromkeys(sorted(backends), run), "rows": rows}
 
 
@@ -126,6 +133,11 @@ def _joined(tests: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
         for backend, outcome in outcomes.items():
             one[backend] = max(one.get(backend, outcome), outcome, key=WORSE.index)
     return joined
+
+
+def css_class(outcome: str) -> str:
+    """The end of a badge's class: ``not-run``, or ``passed`` for a test that has ``passed (text)``."""
+    return outcome.partition(" (")[0].replace(" ", "-")
 
 
 def write_record() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from html import escape
 
 from docs_build import directives, results
@@ -49,16 +50,20 @@ def _summary() -> str:
         f"Every behaviour that minifsdp promises, in {len(rows)} rows. A test names the rows that it proves; a row",
         "that no test has proven on any backend is *unproven* and shown so.",
         "",
-        "| backend | proven | failed | unproven | last run |",
-        "|---|---|---|---|---|",
+        "Most proofs show the behaviour. Some see only what is asked for, and in which order; some compute, or ask",
+        "torch, and no line of minifsdp takes part; some read a page.",
+        "",
+        f"| backend | proven | {' | '.join(f'by {kind}' for kind in results.KINDS)} | failed | unproven | last run |",
+        "|---" * (len(results.KINDS) + 5) + "|",
     ]
     for backend in results.BACKENDS:
-        counts = [
-            sum(row.results.get(backend) == verdict for row in rows) for verdict in ("proven", "failed", "unproven")
-        ]
+        verdicts = Counter(row.results.get(backend) for row in rows)
+        kinds = Counter(row.kinds.get(backend) for row in rows)
+        by_kind = " | ".join(str(kinds[kind]) for kind in results.KINDS)
         run = runs.get(backend)
         when = f"{run['date']}; {run['machine']}" if run else "no run is recorded"
-        lines.append(f"| `{backend}` | {counts[0]} | {counts[1]} | {counts[2]} | {when} |")
+        counts = f"{verdicts['proven']} | {by_kind} | {verdicts['failed']} | {verdicts['unproven']}"
+        lines.append(f"| `{backend}` | {counts} | {when} |")
     return "\n".join(lines)
 
 
@@ -102,6 +107,6 @@ def _test(name: str, outcomes: dict[str, str]) -> str:
     file, _, test = name.partition("::")
     words = escape(test.removeprefix("test_").replace("_", " "))
     shown = " ".join(
-        f'<span class="badge badge-{o.replace(" ", "-")}">{o}<i>{b}</i></span>' for b, o in outcomes.items()
+        f'<span class="badge badge-{results.css_class(o)}">{o}<i>{b}</i></span>' for b, o in outcomes.items()
     )
     return f"<li>{words} {shown}<br><small>{escape(file)}</small></li>"

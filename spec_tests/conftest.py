@@ -36,10 +36,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("pure")
     yield
     leave_out_by_device(config, items)
-    for package in sorted({marker.args[0] for item in items for marker in item.iter_markers("needs")}):
+    for package in sorted({package for item in items for package in needs_of(item)}):
         if importlib.util.find_spec(package) is None:
             why = f"tests not run ({package} is not installed)"
-            leave_out(config, items, why, lambda item: (package,) in [m.args for m in item.iter_markers("needs")])
+            leave_out(config, items, why, lambda item: package in needs_of(item), in_need=True)
     if not config.option.collectonly and any(item.get_closest_marker("ranks") for item in items):
         pool.start_early()
 
@@ -94,13 +94,23 @@ def reasons_of(item: pytest.Item) -> list[str]:
     return [marker.args[0] for marker in item.iter_markers("not_simulated")]
 
 
+def needs_of(item: pytest.Item) -> list[str]:
+    """The packages that a test cannot do without."""
+    return [marker.args[0] for marker in item.iter_markers("needs")]
+
+
 def leave_out(
-    config: pytest.Config, items: list[pytest.Item], why: str, concerned: Callable[[pytest.Item], object]
+    config: pytest.Config,
+    items: list[pytest.Item],
+    why: str,
+    concerned: Callable[[pytest.Item], object],
+    *,
+    in_need: bool = False,
 ) -> None:
     """Takes tests out of the session, and says so at its end: what cannot run here must not look like passed."""
     left_out = [item for item in items if concerned(item)]
     items[:] = [item for item in items if item not in left_out]
-    config.stash[ACCOUNTING].not_run([item.nodeid for item in left_out], why)
+    config.stash[ACCOUNTING].not_run([item.nodeid for item in left_out], why, in_need=in_need)
     config.hook.pytest_deselected(items=left_out)
 
 

@@ -9,6 +9,8 @@ import pytest
 
 PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "choosing.md"
 
+pytestmark = pytest.mark.proof("text")
+
 
 def says(*patterns: str) -> bool:
     text = " ".join(PAGE.read_text().split())

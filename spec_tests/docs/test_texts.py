@@ -9,6 +9,8 @@ import pytest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
+pytestmark = pytest.mark.proof("text")
+
 
 def says(page: str, *patterns: str) -> bool:
     text = " ".join((DOCS / page).read_text(encoding="utf-8").split())

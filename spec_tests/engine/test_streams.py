@@ -96,6 +96,7 @@ def test_a_model_trains_and_is_summoned_where_collectives_return_nothing(use_ori
 
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-02")
+@pytest.mark.proof("order only")
 def test_a_work_of_an_accelerator_is_waited_for_on_the_communication_stream_and_before_its_event(
     machine: StandIn,
 ) -> None:
@@ -114,6 +115,7 @@ def test_a_work_of_an_accelerator_is_waited_for_on_the_communication_stream_and_
 
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-07")
+@pytest.mark.proof("order only")
 def test_every_stream_is_asked_for_by_its_device(machine: StandIn) -> None:
     class Memory:
         device = DEVICE
@@ -189,6 +191,7 @@ def on_hook(*_: Any) -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-03")
+@pytest.mark.proof("order only")
 @pytest.mark.parametrize(
     ("mesh", "hook"),
     [(Mesh(None, None), None), (Mesh.sharded(PAIR), on_hook), (Mesh.replicated(PAIR), on_hook)],
@@ -206,6 +209,7 @@ def test_a_reduction_that_sends_nothing_itself_is_waited_for_all_the_same(
 
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-09")
+@pytest.mark.proof("order only")
 def test_the_compute_stream_does_not_divide(machine: StandIn, plan: Callable[[Mesh], ReducePlan]) -> None:
     assert reduce_once(machine, plan(Mesh.sharded(PAIR))) == [
         "reduce waits for compute",
@@ -218,6 +222,7 @@ def test_the_compute_stream_does_not_divide(machine: StandIn, plan: Callable[[Me
 
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-16")
+@pytest.mark.proof("order only")
 def test_a_hook_writes_to_shards_between_the_gathers_before_it_and_those_after_it(
     machine: StandIn, plan: Callable[[Mesh], ReducePlan]
 ) -> None:
@@ -227,6 +232,7 @@ def test_a_hook_writes_to_shards_between_the_gathers_before_it_and_those_after_i
 
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-16")
+@pytest.mark.proof("order only")
 def test_a_hook_that_writes_to_shards_on_the_cpu_comes_when_gathers_have_read_them(
     machine: StandIn, plan: Callable[[Mesh], ReducePlan]
 ) -> None:
@@ -237,6 +243,7 @@ def test_a_hook_that_writes_to_shards_on_the_cpu_comes_when_gathers_have_read_th
 
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-09")
+@pytest.mark.proof("order only")
 def test_with_replicas_the_rest_runs_on_their_stream_and_nobody_else_waits_for_it_in_between(
     machine: StandIn, plan: Callable[[Mesh], ReducePlan]
 ) -> None:
@@ -253,6 +260,7 @@ def test_with_replicas_the_rest_runs_on_their_stream_and_nobody_else_waits_for_i
 
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-09")
+@pytest.mark.proof("order only")
 def test_a_hook_with_a_stream_of_its_own_runs_between_the_division_and_the_compute_stream(
     machine: StandIn, plan: Callable[[Mesh], ReducePlan]
 ) -> None:
@@ -273,6 +281,7 @@ def test_a_hook_with_a_stream_of_its_own_runs_between_the_division_and_the_compu
 
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-06")
+@pytest.mark.proof("order only")
 def test_a_partial_sum_lives_until_the_compute_stream_has_waited_for_the_all_reduce_that_took_it_along(
     machine: StandIn, plan: Callable[[Mesh], ReducePlan]
 ) -> None:
@@ -294,6 +303,7 @@ def test_a_partial_sum_lives_until_the_compute_stream_has_waited_for_the_all_red
 
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-10")
+@pytest.mark.proof("order only")
 def test_gradients_are_copied_to_the_host_on_the_stream_that_reduced_them_with_one_stop_at_the_end(
     machine: StandIn, plan: Callable[[Mesh], ReducePlan]
 ) -> None:
@@ -319,6 +329,7 @@ def test_gradients_are_copied_to_the_host_on_the_stream_that_reduced_them_with_o
 
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-11")
+@pytest.mark.proof("order only")
 def test_before_the_host_reads_a_gradient_it_waits_for_that_copy_alone(
     machine: StandIn, plan: Callable[[Mesh], ReducePlan]
 ) -> None:
@@ -423,6 +434,7 @@ def test_the_gather_follows_the_copy_of_a_tensor_that_was_put_in_place_of_anothe
 
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-04")
+@pytest.mark.proof("order only")
 def test_a_gather_of_one_rank_is_waited_for(machine: StandIn) -> None:
     cut, value = Cut(torch.Size([4, 2]), 0, 1), torch.ones(4, 2)
     cast = Row([cut], [value], 0, None, torch.device("cpu"), dtype=BF16, offload=False, pin=False)

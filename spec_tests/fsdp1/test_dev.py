@@ -34,6 +34,7 @@ def two_modules() -> tuple[nn.Module, list[tuple[str, nn.Module]]]:
 
 
 @pytest.mark.spec("DEV-03", "LEGACY-06")
+@pytest.mark.proof("order only")
 @pytest.mark.pure
 def test_on_the_cpu_without_a_device_id_the_model_is_cut_there_and_only_its_buffers_move(moved: Any) -> None:
     # 1.13 moved the model to the accelerator for this, and back.
@@ -46,6 +47,7 @@ def test_on_the_cpu_without_a_device_id_the_model_is_cut_there_and_only_its_buff
 
 
 @pytest.mark.spec("DEV-03")
+@pytest.mark.proof("order only")
 @pytest.mark.pure
 def test_many_units_say_it_in_the_same_words_so_that_it_is_shown_once(moved: Any) -> None:
     said = set()
@@ -57,6 +59,7 @@ def test_many_units_say_it_in_the_same_words_so_that_it_is_shown_once(moved: Any
 
 
 @pytest.mark.spec("DEV-03", "DEV-09", "SYNC-04")
+@pytest.mark.proof("order only")
 @pytest.mark.parametrize("sends", [False, True])
 @pytest.mark.parametrize("place", ["where it computes", "on the CPU", "nothing left"])
 @pytest.mark.pure

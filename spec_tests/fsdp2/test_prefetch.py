@@ -278,6 +278,7 @@ def test_what_was_gathered_in_vain_is_gone_after_backward_and_not_stale_in_the_n
 
 
 @pytest.mark.spec("FS2-PREF-09")
+@pytest.mark.proof("order only")
 @ranks(2)
 def test_an_explicit_gather_is_issued_a_layer_earlier_than_an_implicit_one() -> None:
     implicit, explicit = words_of(sharded()), words_of(ahead(sharded(), 1))

@@ -99,10 +99,10 @@ def _counts(findings: Sequence[dict[str, Any]]) -> dict[str, int]:
 
 def _rows(findings: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
     """The rows of the spec that are proven, and those that have failed."""
-    outcomes: dict[str, list[str]] = {}
-    for test in _tests(findings).values():
+    outcomes: dict[str, dict[str, str | None]] = {}
+    for name, test in _tests(findings).items():
         for row in test["rows"]:
-            outcomes.setdefault(row, []).append(test["outcome"])
+            outcomes.setdefault(row, {})[name] = test["outcome"]
     verdicts = {row: verdict(outcomes[row]) for row in read_rows() if row in outcomes}
     return {word: [row for row, said in verdicts.items() if said == word] for word in ("proven", "failed")}
 

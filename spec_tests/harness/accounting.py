@@ -10,6 +10,7 @@ backend, and what follows from that::
       "SHARD-04": {
         "statement": "...",
         "results": {"cpu-gloo": "proven", "simulated": "proven", "cuda-nccl": "unproven"},
+        "kinds": {"cpu-gloo": "behaviour", "simulated": "behaviour"},
         "tests": {"spec_tests/fsdp1/test_shard.py::test_...": {"cpu-gloo": "passed"}}
       },
       ...
@@ -17,8 +18,12 @@ backend, and what follows from that::
 
 * A test ``passed``, ``failed``, was ``skipped``, or was ``not run``: one marked ``gpu`` without ``--device cuda``, or
   one that ``needs`` a package that is not installed.
-* A row is ``proven`` on a backend if a test that carries it passed there and none failed; ``failed`` if one failed;
-  else ``unproven``.
+* A row is ``proven`` on a backend if a test that carries it passed there, all of its variants, and none failed;
+  ``failed`` if one failed; else ``unproven``.
+* Proofs differ in kind. Most show the ``behaviour``. ``@pytest.mark.proof("order only")`` says that a test sees what is
+  asked for, and in which order, and not that it happens; ``"arithmetic"`` that it computes, or asks torch, and no line
+  of the package takes part; ``"text"`` that a page says so. Such a test has not ``passed`` but ``passed (text)``. The
+  best kind that a row has counts.
 
 A run of a part of the suite updates the tests that it ran and leaves the others as they were; what an earlier run on
 the other backend said stays, too. A test that is gone (renamed, or it no longer names the row) is dropped once its
@@ -31,15 +36,17 @@ import json
 import pathlib
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-__all__ = ["BACKENDS", "Accounting", "read_rows", "rows_of_accelerators", "section_of", "verdict"]
+__all__ = ["BACKENDS", "KINDS", "Accounting", "read_rows", "rows_of_accelerators", "section_of", "verdict"]
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ROW = re.compile(r"^\| ((?:[A-Z0-9]+-)+\d+) \| (.*)")
+# Of proofs, the best first.
+KINDS = ("behaviour", "order only", "arithmetic", "text")
 BACKENDS = {"cpu": "cpu-gloo", "simulated": "simulated", "cuda": "cuda-nccl"}
 
 
@@ -67,11 +74,24 @@ def section_of(row: str) -> str:
     return row.rsplit("-", 1)[0]
 
 
-def verdict(outcomes: Collection[str | None]) -> str:
-    """What the outcomes of the tests that carry a row say about it, on one backend."""
-    if "failed" in outcomes:
+def verdict(outcomes: Mapping[str, str | None]) -> str:
+    """What the outcomes of the tests that carry a row, by their names, say about it on one backend."""
+    if "failed" in outcomes.values():
         return "failed"
-    return "proven" if "passed" in outcomes else "unproven"
+    return "proven" if kind_of_proof(outcomes) else "unproven"
+
+
+def kind_of_proof(outcomes: Mapping[str, str | None]) -> str | None:
+    """The best kind among the tests of which all variants have passed; ``None`` if there is no such test."""
+    variants: dict[str, set[str | None]] = {}
+    for test, outcome in outcomes.items():
+        variants.setdefault(test.partition("[")[0], set()).add(outcome)
+    found = [kind for kind in KINDS if {_passed(kind)} in variants.values()]
+    return found[0] if found else None
+
+
+def _passed(kind: str) -> str:
+    return "passed" if kind == KINDS[0] else f"passed ({kind})"
 
 
 class Accounting:
@@ -87,17 +107,23 @@ class Accounting:
         self.root = root
         self.rows = read_rows()
         self.carried: dict[str, list[str]] = {}
+        self.kinds: dict[str, str] = {}
         self.complete_files: set[str] = set()
         self.outcomes: dict[str, str] = {}
         self.num_not_run: dict[str, int] = {}
+        self.in_need: set[str] = set()
 
     def collect(self, items: list[pytest.Item], whole_files: bool) -> None:
         """Reads the markers; ``whole_files`` says that no file was collected in part.
 
         Raises:
-            pytest.UsageError: a marker names no row.
+            pytest.UsageError: a marker names no row, or no kind of proof.
         """
         for item in items:
+            for marker in item.iter_markers("proof"):
+                if marker.args[0] not in KINDS:
+                    raise pytest.UsageError(f"{item.nodeid} is a proof by {marker.args[0]!r}, not one of {KINDS}")
+                self.kinds[item.nodeid] = marker.args[0]
             for marker in item.iter_markers("spec"):
                 for row in marker.args or ("",):
                     if row not in self.rows:
@@ -106,8 +132,16 @@ class Accounting:
         if whole_files:
             self.complete_files = {_file_of(item.nodeid) for item in items}
 
-    def not_run(self, tests: list[str], what: str) -> None:
-        """Takes tests that this machine cannot run; ``what`` says which they are, and why, for the end of the table."""
+    def not_run(self, tests: list[str], what: str, *, in_need: bool = False) -> None:
+        """Takes tests that this machine cannot run.
+
+        Args:
+            tests: their names.
+            what: which they are, and why, for the end of the table.
+            in_need: of a package; then the table names the rows that miss them.
+        """
+        if in_need:
+            self.in_need.update(tests)
         self.num_not_run[what] = self.num_not_run.get(what, 0) + len(tests)
         self.outcomes |= dict.fromkeys((test for test in tests if test in self.carried), "not run")
 
@@ -115,7 +149,8 @@ class Accounting:
         """Takes one test's result; the worst of its set-up, call and tear-down counts."""
         if report.nodeid in self.carried and (report.when == "call" or report.outcome != "passed"):
             worst = "failed" in (report.outcome, self.outcomes.get(report.nodeid))
-            self.outcomes[report.nodeid] = "failed" if worst else report.outcome
+            outcome = _passed(self.kinds.get(report.nodeid, KINDS[0])) if report.passed else report.outcome
+            self.outcomes[report.nodeid] = "failed" if worst else outcome
 
     def write(self) -> dict[str, Any]:
         """Merges this run into the file, and returns what the file says now."""
@@ -127,8 +162,12 @@ class Accounting:
             for test, outcome in self.outcomes.items():
                 if row in self.carried[test]:
                     tests.setdefault(test, {})[self.backend] = outcome
-            said = {name: verdict([of_test.get(name) for of_test in tests.values()]) for name in BACKENDS.values()}
-            results[row] = {"statement": statement, "results": said, "tests": tests}
+            by_backend = {
+                name: {test: outcomes.get(name) for test, outcomes in tests.items()} for name in BACKENDS.values()
+            }
+            said = {name: verdict(outcomes) for name, outcomes in by_backend.items()}
+            kinds = {name: kind_of_proof(by_backend[name]) for name, word in said.items() if word == "proven"}
+            results[row] = {"statement": statement, "results": said, "kinds": kinds, "tests": tests}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results, indent=1))
         return results
@@ -144,10 +183,10 @@ class Accounting:
 
     def summary(self) -> list[str]:
         """The table for the end of the run: what this run has proven."""
-        outcomes_of: dict[str, set[str]] = {}
+        outcomes_of: dict[str, dict[str, str]] = {}
         for test, outcome in self.outcomes.items():
             for row in self.carried[test]:
-                outcomes_of.setdefault(row, set()).add(outcome)
+                outcomes_of.setdefault(row, {})[test] = outcome
         verdicts = {row: verdict(outcomes) for row, outcomes in outcomes_of.items()}
         proven = [row for row in self.rows if verdicts.get(row) == "proven"]
         total, done = Counter(map(section_of, self.rows)), Counter(map(section_of, proven))
@@ -156,11 +195,19 @@ class Accounting:
         lines.append(
             f"{'all':12s} {len(proven):3d} / {len(self.rows):3d}  rows of docs/spec.md proven on {self.backend}"
         )
+        kinds = Counter(kind_of_proof(outcomes_of[row]) for row in proven)
+        lines.append(", ".join(f"{kinds[kind]} by {kind}" for kind in KINDS if kinds[kind]) or "none by anything")
         failed = [row for row in self.rows if verdicts.get(row) == "failed"]
         if failed:
             lines.append(f"not proven, because a test failed: {', '.join(failed)}")
         lines += [f"{number} {what}" for what, number in self.num_not_run.items() if number]
+        lines += [f"so not proven here: {', '.join(rows)}" for rows in [self._only_in_need(verdicts)] if rows]
         return lines
+
+    def _only_in_need(self, verdicts: Mapping[str, str]) -> list[str]:
+        """The rows that would be proven if packages were there."""
+        rows = {row for test in self.in_need for row in self.carried.get(test, [])}
+        return [row for row in self.rows if row in rows and verdicts.get(row) == "unproven"]
 
 
 def _file_of(test: str) -> str:

@@ -202,7 +202,16 @@ def test_after(): pass
 @pytest.mark.spec("KIT-04")
 def test_a_crash_names_the_test_in_which_it_came_and_keeps_what_was_proven_before(run: Kit, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(CRASHING)
-    options = ["-p", "spec_tests.conftest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
+    options = [
+        "-p",
+        "conftest",
+        "-p",
+        "spec_tests.conftest",
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        "--rootdir",
+        str(tmp_path),
+    ]
     crashing = stages.pytest_chunk("suite/crashes", tmp_path / "test_it.py", run.settings, *options)
     assert run.run([stage("suite", crashing, python("suite/next", ""))]) == 1
     outcome = run.progress.outcomes["suite/crashes"]

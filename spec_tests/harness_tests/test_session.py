@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from spec_tests.harness.accounting import ROOT, Accounting, read_rows, section_of, verdict
+from spec_tests.harness.accounting import ROOT, Accounting, kind_of_proof, read_rows, section_of, verdict
 
 HANGING = """
 import os, pathlib, time
@@ -42,13 +42,21 @@ def test_skipped(): pytest.skip("not today")
 @pytest.mark.gpu
 @pytest.mark.spec("CTOR-04")
 def test_on_gpu(): pass
+
+@pytest.mark.proof("text")
+@pytest.mark.spec("CTOR-05")
+def test_of_a_page(): pass
+
+@pytest.mark.needs("no_such_package")
+@pytest.mark.spec("CTOR-06")
+def test_in_need(): pass
 """
 
 
 def command(folder: pathlib.Path, test: str, *arguments: str) -> list[str]:
     (folder / "test_it.py").write_text(test)
     return [
-        *(sys.executable, "-m", "pytest", "-p", "spec_tests.conftest", "-p", "no:cacheprovider"),
+        *(sys.executable, "-m", "pytest", "-p", "conftest", "-p", "spec_tests.conftest", "-p", "no:cacheprovider"),
         *("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), "test_it.py", *arguments),
     ]
 
@@ -80,6 +88,13 @@ def test_a_session_writes_what_it_has_proven_and_counts_gpu_tests_as_not_run(tmp
     assert said == {"CTOR-01": "proven", "CTOR-02": "failed", "CTOR-03": "unproven", "CTOR-04": "unproven"}
     assert results["CTOR-02"]["tests"]["test_it.py::test_bad"] == {"cpu-gloo": "failed"}
     assert results["CTOR-04"]["tests"]["test_it.py::test_on_gpu"] == {"cpu-gloo": "not run"}
+    assert results["CTOR-05"]["tests"]["test_it.py::test_of_a_page"] == {"cpu-gloo": "passed (text)"}
+    assert [results[row]["kinds"] for row in ("CTOR-01", "CTOR-05")] == [
+        {"cpu-gloo": "behaviour"},
+        {"cpu-gloo": "text"},
+    ]
+    assert "1 by behaviour, 1 by text" in session.stdout
+    assert "1 tests not run (no_such_package is not installed)\nso not proven here: CTOR-06" in session.stdout
     assert results["CTOR-01"]["statement"].startswith("The constructor takes")
 
 
@@ -143,16 +158,23 @@ def test_a_row_that_stands_twice_in_the_spec_is_an_error(tmp_path: pathlib.Path)
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "word"),
+    ("outcomes", "word", "kind"),
     [
-        ([], "unproven"),
-        ([None, "skipped", "not run"], "unproven"),
-        (["passed", "skipped", "not run", None], "proven"),
-        (["passed", "failed"], "failed"),
+        ({}, "unproven", None),
+        ({"a": None, "b": "skipped", "c": "not run"}, "unproven", None),
+        ({"a": "passed", "b": "skipped", "c": "not run", "d": None}, "proven", "behaviour"),
+        ({"a": "passed", "b": "failed"}, "failed", "behaviour"),
+        ({"a[1]": "passed", "a[2]": "not run"}, "unproven", None),
+        ({"a[1]": "passed", "a[2]": "passed"}, "proven", "behaviour"),
+        ({"a": "passed (text)", "b": "passed (order only)"}, "proven", "order only"),
+        ({"a": "passed (text)", "b[1]": "passed", "b[2]": "skipped"}, "proven", "text"),
     ],
 )
-def test_a_row_is_proven_when_a_test_passed_and_none_failed(outcomes: list[str | None], word: str) -> None:
+def test_a_row_is_proven_when_all_variants_of_a_test_passed_and_none_of_any_failed(
+    outcomes: dict[str, str | None], word: str, kind: str | None
+) -> None:
     assert verdict(outcomes) == word
+    assert kind_of_proof(outcomes) == kind
 
 
 def account(root: pathlib.Path, device: str, outcomes: dict[str, str], carried: dict[str, list[str]]) -> dict[str, Any]:

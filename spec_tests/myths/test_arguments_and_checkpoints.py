@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,8 @@ from minifsdp import (
     CPUOffload,
     FullStateDictConfig,
     FullyShardedDataParallel,
+    MixedPrecision,
+    ShardedGradScaler,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
@@ -44,8 +47,9 @@ def test_the_types_of_state_dicts_are_not_attributes_of_the_class() -> None:
 
 @pytest.mark.spec("MYTH-30")
 def test_the_keyword_of_the_scaler_is_device() -> None:
-    with pytest.raises(TypeError, match="device_type"):
-        torch.amp.GradScaler(device_type="cuda")  # type: ignore[call-arg]
+    for scaler in (torch.amp.GradScaler, ShardedGradScaler):
+        with pytest.raises(TypeError, match="device_type"):
+            scaler(device_type="cuda")  # type: ignore[call-arg]
 
 
 @pytest.mark.spec("MYTH-34", "MYTH-46", "MYTH-50")
@@ -66,6 +70,7 @@ def test_the_dim_and_checkpointing_are_not_arguments_of_the_wrapper() -> None:
 
 
 @pytest.mark.spec("MYTH-36")
+@pytest.mark.proof("arithmetic")
 @ranks(2)
 def test_broadcasting_objects_returns_nothing_and_fills_the_list() -> None:
     box = [{"epoch": 3} if dist.get_rank() == 0 else None]
@@ -162,20 +167,34 @@ def test_clipping_sends_norms_and_no_gradients() -> None:
 
 
 @pytest.mark.spec("MYTH-75")
+@ranks(2)
 def test_bfloat16_computes_on_this_machine_without_an_ampere_gpu() -> None:
-    x = torch.randn(4, 4).to(device()).bfloat16()
-    assert (x @ x).dtype is torch.bfloat16
+    computed_in = []
+    model = wrapped(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    model.module.register_forward_hook(lambda module, args, output: computed_in.append(output.dtype))
+    model(batch()).float().sum().backward()
+    assert computed_in == [torch.bfloat16]
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.spec("MYTH-69")
+@ranks(2)
 def test_clipping_before_unscaling_clips_the_wrong_number() -> None:
-    scale, limit = 1024.0, 1.0
-    true = torch.tensor([0.3, 0.4])
-    unscaled_first = torch.tensor([0.3, 0.4])
-    scaled = true * scale
-    clipped_first = scaled * min(1.0, limit / scaled.norm().item()) / scale
-    assert unscaled_first.norm().item() == pytest.approx(0.5)
-    assert clipped_first.norm().item() == pytest.approx(limit / scale)
+    scale, limit = 1024.0, 0.5
+    norms = {}
+    for unscales_first in (True, False):
+        model = wrapped()
+        scaler = ShardedGradScaler(device().type, init_scale=scale)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler.scale(model(batch()).sum()).backward()
+        if unscales_first:
+            scaler.unscale_(optimizer)
+        model.clip_grad_norm_(limit)
+        if not unscales_first:
+            scaler.unscale_(optimizer)
+        norms[unscales_first] = model.clip_grad_norm_(math.inf).item()
+    assert norms[True] == pytest.approx(limit, rel=1e-4)
+    assert norms[False] == pytest.approx(limit / scale, rel=1e-4)
 
 
 @pytest.mark.spec("MYTH-78")

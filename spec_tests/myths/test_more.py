@@ -36,6 +36,7 @@ def test_with_a_plain_scaler_the_rank_that_sees_an_overflow_skips_alone() -> Non
 
 
 @pytest.mark.spec("MYTH-37")
+@pytest.mark.proof("arithmetic")
 @ranks(2)
 def test_a_variable_that_only_rank_0_has_set_cannot_be_broadcast_by_the_others() -> None:
     def what_is_sent() -> list[Any]:
@@ -60,6 +61,7 @@ def test_the_context_of_the_wrapper_changes_nothing_for_fully_shard() -> None:
 
 
 @pytest.mark.spec("MYTH-71")
+@pytest.mark.proof("arithmetic")
 def test_the_length_of_a_batch_dict_is_the_number_of_its_keys() -> None:
     def average(batches: list[dict[str, torch.Tensor]], losses: list[float]) -> float:
         return sum(losses) / sum(len(one) for one in batches)
@@ -70,6 +72,7 @@ def test_the_length_of_a_batch_dict_is_the_number_of_its_keys() -> None:
 
 
 @pytest.mark.spec("MYTH-72")
+@pytest.mark.proof("arithmetic")
 def test_a_switch_that_stores_false_turns_its_feature_off() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--save-model", action="store_false", default=True)
@@ -78,6 +81,7 @@ def test_a_switch_that_stores_false_turns_its_feature_off() -> None:
 
 
 @pytest.mark.spec("MYTH-74")
+@pytest.mark.proof("arithmetic")
 def test_without_validation_no_loss_is_ever_better_than_the_best() -> None:
     best_val_loss, curr_val_loss = float("inf"), float("inf")
     saves = 0
@@ -88,6 +92,7 @@ def test_without_validation_no_loss_is_ever_better_than_the_best() -> None:
 
 
 @pytest.mark.spec("MYTH-80")
+@pytest.mark.proof("arithmetic")
 @ranks(2)
 def test_ddp_reduces_buckets_and_not_single_gradients() -> None:
     model = DistributedDataParallel(net())

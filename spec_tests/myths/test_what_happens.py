@@ -305,6 +305,7 @@ def test_a_model_may_be_on_the_device_or_get_there_by_device_id_or_come_from_met
 
 
 @pytest.mark.spec("MYTH-58")
+@pytest.mark.proof("arithmetic")
 def test_placements_are_imported_from_the_public_place() -> None:
     from torch.distributed.tensor import Replicate, Shard
 
