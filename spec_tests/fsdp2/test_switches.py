@@ -276,7 +276,7 @@ def test_unshard_after_a_change_shows_the_new_values() -> None:
                 shard.mul_(2)
 
 
-@pytest.mark.spec("FS2-19", "FS2-SD-01")
+@pytest.mark.spec("FS2-19")
 @ranks(2)
 def test_unshard_after_an_assigning_load_shows_the_new_values() -> None:
     """Broken: what users put in place of the shards is looked for when a forward begins, and not here."""
