@@ -19,8 +19,10 @@ import warnings
 import torch
 from torch import nn
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
+from torch.distributed.tensor import DTensor
 
 from minifsdp.engine import collectives
+from minifsdp.engine.dtensors import piece_of
 from minifsdp.engine.layout import OwnedParameter
 from minifsdp.engine.mesh import Mesh
 from minifsdp.engine.trouble import trouble
@@ -56,5 +58,7 @@ def warn_if_different(parameters: dict[nn.Parameter, OwnedParameter], table: Mes
 
 
 def _checksum(values: torch.Tensor) -> float:
-    row = values.reshape(-1).to(torch.float64)
+    # What tensor parallelism has cut differs from part to part; compared are ranks that have the same part.
+    part = piece_of(values) if isinstance(values, DTensor) else values
+    row = part.reshape(-1).to(torch.float64)
     return float(torch.dot(row, torch.arange(1, row.numel() + 1, dtype=torch.float64, device=row.device)))

@@ -9,7 +9,9 @@ from __future__ import annotations
 import inspect
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minifsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy, trace
+from minifsdp.engine import collectives
+from minifsdp.engine.lanes import Lane
 from spec_tests.fsdp1.four_blocks import (
     FULL_SHARD,
     NO_SHARD,
@@ -292,14 +296,43 @@ def test_gathers_have_a_stream_of_their_own_and_all_of_them_the_same() -> None:
     assert len({*streams, torch.get_device_module(device()).current_stream()}) == 3
 
 
+@contextmanager
+def lanes_of_collectives() -> Iterator[set[tuple[str, str]]]:
+    """On which lane each kind of collective is issued while the context is open."""
+    found: set[tuple[str, str]] = set()
+    inside, enter, leave = ["compute"], Lane.__enter__, Lane.__exit__
+
+    def entering(lane: Lane) -> Lane:
+        inside.append(lane.name)
+        return enter(lane)
+
+    def leaving(lane: Lane, *error: Any) -> None:
+        inside.pop()
+        leave(lane, *error)
+
+    def issuing(kind: str, issue: Callable[..., Any], *arguments: Any) -> Any:
+        found.add((kind, inside[-1]))
+        return issue(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lane, "__enter__", entering)
+        patch.setattr(Lane, "__exit__", leaving)
+        for kind in ("gather", "reduce_scatter"):
+            patch.setattr(collectives, kind, partial(issuing, kind, getattr(collectives, kind)))
+        yield found
+
+
 @pytest.mark.spec("PREF-14")
 @ranks(2)
-def test_gathers_and_reductions_are_labelled_with_lanes_of_their_own() -> None:
+def test_gathers_and_reductions_are_issued_on_lanes_of_their_own_and_labelled_so() -> None:
+    """A label alone would also be there if all were issued on the compute stream."""
     model = sharded()
-    with trace.record() as recorder:
+    iterate(model)
+    with trace.record() as recorder, lanes_of_collectives() as issued:
         iterate(model)
     lanes = {kind: {event.lane for event in recorder.events if event.kind == kind} for kind in ("AG", "F", "B", "RS")}
     assert lanes == {"AG": {"gather"}, "F": {"compute"}, "B": {"compute"}, "RS": {"reduce"}}
+    assert issued == {("gather", "gather"), ("reduce_scatter", "reduce")}
 
 
 @pytest.mark.spec("PREF-14")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from minifsdp import trace
+from minifsdp.engine.lanes import Lane
 from spec_tests.fsdp2 import subject
 from spec_tests.fsdp2.four_blocks import (
     WIDTH,
@@ -214,17 +216,30 @@ def test_the_older_name_of_the_factor_warns_and_works() -> None:
 
 @pytest.mark.spec("NEW-12")
 @ranks(2)
-def test_an_event_behind_the_optimizer_step_is_accepted() -> None:
+def test_the_next_iteration_and_no_other_waits_for_the_event_behind_the_optimizer_step() -> None:
+    """That a stream waits is shown where there is one; here, which event the lane of gathers was told to follow."""
     model, usual = sharded(), sharded()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, usual)]
-    for step in range(3):
-        assert iterate(model, step) == iterate(usual, step)
+    given, followed = [step_event() if step < 2 else None for step in range(4)], []
+    for step, event in enumerate(given):
+        with mock.patch.object(Lane, "follow", autospec=True, side_effect=Lane.follow) as follow:
+            loss = loss_of(model(batch(step)))
+        followed.append([event for call in follow.call_args_list for event in call.args[1:] if event is not None])
+        loss.backward()
+        iterate(usual, step)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        event = torch.get_device_module(device()).Event() if device().type != "cpu" else Recorded()
-        event.record()
-        model.set_post_optim_event(event)
+        if event is not None:
+            event.record()
+            model.set_post_optim_event(event)
+    assert followed == [[], [given[0]], [given[1]], []]
+    assert_same(full_values(model), full_values(usual))
+
+
+def step_event() -> Any:
+    """An event of the device; on one that has none, a stand-in that nobody needs to wait for."""
+    return torch.get_device_module(device()).Event() if device().type != "cpu" else Recorded()
 
 
 class Recorded:
@@ -496,6 +511,9 @@ def test_several_roots_may_share_their_lanes() -> None:
         for mine, other in zip(stages, usual, strict=True):
             assert iterate(mine, step) == iterate(other, step)
             assert_same(full_gradients(mine), full_gradients(other))
+    lanes, usual_lanes = ([stage._get_fsdp_state().tree.lanes for stage in each] for each in (stages, usual))
+    assert lanes[0] is lanes[1]
+    assert usual_lanes[0] is not usual_lanes[1]
     with pytest.raises(ValueError, match="FSDPModule"):
         share_comm_ctx([stages[0], nn.Linear(2, 2)])
 

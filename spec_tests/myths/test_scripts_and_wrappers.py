@@ -109,6 +109,24 @@ def test_a_ddp_that_leaves_the_sharded_part_alone_is_welcome() -> None:
 
 @pytest.mark.spec("MYTH-28")
 @ranks(4)
+def test_a_ddp_over_other_ranks_that_leaves_the_sharded_part_alone_is_welcome() -> None:
+    """Broken: what DDP was told to leave alone is refused as if it waited for it."""
+    row, column = world_groups_2x2()
+    by_rows, by_columns = (DistributedDataParallel(net(), process_group=group) for group in (row, column))
+    model = net()
+    model.blocks[0] = FSDP(model.blocks[0], process_group=row, use_orig_params=True, device_id=device())
+    alone = [name for name, _ in model.named_parameters() if name.startswith("blocks.0.")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, alone)
+    for whole in (by_rows, by_columns, DistributedDataParallel(model, process_group=column)):
+        whole(batch()).square().mean().backward()
+    assert torch.allclose(model.last.weight.grad, by_columns.module.last.weight.grad, atol=1e-6)
+    with FSDP.summon_full_params(model, with_grads=True):
+        gradient = model.blocks[0].linear.weight.grad
+    assert torch.allclose(gradient, by_rows.module.blocks[0].linear.weight.grad, atol=1e-6)
+
+
+@pytest.mark.spec("MYTH-28")
+@ranks(4)
 def test_a_hybrid_strategy_shards_in_pairs_and_replicates_the_pairs() -> None:
     model = wrapped(sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=world_groups_2x2())
     replicated = DistributedDataParallel(net())

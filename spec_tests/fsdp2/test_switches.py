@@ -1,0 +1,305 @@
+"""The small switches of a sharded module, where they meet each other: freezing, float16, meshes of one column, nesting.
+
+Each of these tests was written for a break of the package that no other test noticed, and has been seen to fail with
+it. The break is named in the docstring.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from minifsdp import trace
+from minifsdp.fsdp2 import initial
+from spec_tests.fsdp2.four_blocks import (
+    WIDTH,
+    all_connected,
+    assert_same,
+    batch,
+    full_gradients,
+    full_values,
+    grid_mesh,
+    iterate,
+    loss_of,
+    mean_gradients,
+    named,
+    of_unit,
+    seeded,
+    sharded,
+)
+from spec_tests.fsdp2.subject import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from spec_tests.fsdp2.test_new import Generates, fail_in_forward, tokens
+from spec_tests.harness import device, plain_tensor, ranks
+
+# --- copies that nobody shards: a mesh of (n, 1) ---
+
+
+def column_mesh() -> Any:
+    """All ranks are replicas, and each has the whole."""
+    mesh = init_device_mesh(device().type, (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    all_connected()
+    return mesh
+
+
+@pytest.mark.spec("NEW-08")
+@ranks(2)
+def test_where_nothing_is_sharded_all_reduce_can_be_put_off_as_well_and_the_sum_is_exact() -> None:
+    """Broken: the all-reduce that takes the place of a reduce-scatter is sent whatever the switch says."""
+    model = sharded(mesh=column_mesh())
+    for steps in ((0, 1), (2, 3, 4), (5,)):
+        for step in steps:
+            is_last = step == steps[-1]
+            model.set_requires_all_reduce(is_last)
+            with trace.record() as recorder:
+                iterate(model, step)
+            assert (recorder.count("RS"), recorder.count("AR")) == (0, 5 * is_last)
+            assert bool(full_gradients(model)) is is_last
+        assert_same(full_gradients(model), mean_gradients(seeded(), steps))
+        model.zero_grad()
+
+
+@pytest.mark.spec("NEW-08", "FS2-SYNC-01")
+@ranks(2)
+def test_where_nothing_is_sharded_no_sync_and_no_all_reduce_can_follow_each_other() -> None:
+    model = sharded(mesh=column_mesh())
+    for step, (sync, all_reduce) in enumerate(((False, False), (True, False), (True, True))):
+        model.set_requires_gradient_sync(sync)
+        model.set_requires_all_reduce(all_reduce)
+        iterate(model, step)
+    assert_same(full_gradients(model), mean_gradients(seeded(), (0, 1, 2)))
+
+
+@pytest.mark.spec("NEW-15")
+@pytest.mark.parametrize("columns", [1, 2])
+@ranks(4)
+def test_a_reset_forgets_what_waits_for_its_all_reduce(columns: int) -> None:
+    """Broken: `reset_iter_state` keeps the partial sum, which the next all-reduce takes along."""
+    model = sharded(mesh=grid_mesh() if columns == 2 else column_mesh())
+    model.set_requires_all_reduce(False)
+    iterate(model, 7)
+    fail_in_forward(model)
+    model.reset_iter_state()
+    model.set_requires_all_reduce(True)
+    iterate(model)
+    assert_same(full_gradients(model), mean_gradients(seeded()), bitwise=False)
+
+
+# --- frozen parameters ---
+
+
+@pytest.mark.spec("NEW-14")
+@pytest.mark.parametrize("frozen", ["blocks.1.linear.weight", "blocks.1.linear", "enter.bias"])
+@ranks(2)
+def test_frozen_parameters_are_not_unused_ones_and_weight_decay_leaves_them_alone(frozen: str) -> None:
+    """Broken: whoever has no gradient counts as zeros, also if it asked for none; the optimizer then decays it."""
+    model = sharded()
+    model.set_reduce_scatter_unused_params(True)
+    chosen = [parameter for name, parameter in model.named_parameters() if name.startswith(frozen)]
+    for parameter in chosen:
+        parameter.requires_grad_(False)
+    before = full_values(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    for step in range(2):
+        iterate(model, step)
+        assert all(parameter.grad is None for parameter in chosen)
+        optimizer.step()
+        optimizer.zero_grad()
+    moved = {name for name, value in full_values(model).items() if not torch.equal(value, before[name])}
+    assert moved == {name for name in before if not name.startswith(frozen)}
+
+
+# --- the division, in float16 ---
+
+LARGE = 40000.0
+"""Two of these are more than float16 can hold (65504)."""
+
+
+def large_gradient(model: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The reduced gradient of a weight whose gradient is `LARGE` on each rank."""
+    model(torch.full((1, 1), LARGE, dtype=dtype, device=device())).sum().backward()
+    gradient: Tensor = model.weight.grad.full_tensor()
+    return gradient
+
+
+@pytest.mark.spec("NEW-10")
+@pytest.mark.parametrize("factor", [2.0, 4.0, 8.0])
+@ranks(2)
+def test_a_factor_is_split_around_a_sum_in_float16_which_would_overflow(factor: float) -> None:
+    """Broken: the user's factor divides behind the sum alone, as it may in wider dtypes."""
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    model = fully_shard(nn.Linear(1, 2, bias=False, device=device()), mp_policy=policy)
+    model.set_gradient_divide_factor(factor)
+    found = large_gradient(model)
+    assert torch.equal(found, torch.full_like(found, 2 * LARGE / factor))
+
+
+@pytest.mark.spec("NEW-10")
+@ranks(2)
+def test_a_factor_that_was_given_before_the_model_became_float16_is_split_too() -> None:
+    """Broken: the factor that was given for float32 is taken over as it is."""
+    model = fully_shard(nn.Linear(1, 2, bias=False, device=device()))
+    model.set_gradient_divide_factor(4.0)
+    found = large_gradient(model.half(), torch.float16)
+    assert torch.equal(found, torch.full_like(found, LARGE / 2))
+
+
+# --- what is set for one group stays there ---
+
+
+@pytest.mark.spec("NEW-09")
+@ranks(2)
+def test_the_hook_of_an_outer_group_is_not_called_for_those_inside() -> None:
+    """Broken: `set_all_reduce_hook` goes down the tree."""
+    model = sharded()
+    model.set_all_reduce_hook(lambda reduced: reduced.zero_())
+    iterate(model)
+    expected = mean_gradients(seeded())
+    for name, gradient in expected.items():
+        if not name.startswith("blocks."):
+            gradient.zero_()
+    assert_same(full_gradients(model), expected)
+
+
+@pytest.mark.spec("NEW-11")
+@ranks(2)
+def test_what_an_outer_group_does_not_need_in_backward_those_inside_may_need() -> None:
+    """Broken: `set_unshard_in_backward` goes down the tree."""
+    model = seeded(lambda: nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 4)))
+    fully_shard(model[1])
+    fully_shard(model, reshard_after_forward=True)
+    model.set_unshard_in_backward(False)
+    with trace.record() as recorder:
+        loss_of(model(tokens(0, dist.get_rank()))).backward()
+    assert of_unit(recorder, "", "AG", "RS") == ["AG", "RS"]
+    assert of_unit(recorder, "1", "AG", "RS") == ["AG", "AG", "RS"]
+
+
+# --- methods that are registered as another forward ---
+
+
+class Notes(Generates):
+    """Remembers what its other method was given."""
+
+    seen: tuple[torch.dtype, torch.dtype]
+
+    def encode(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        self.seen = (x.dtype, scale.dtype)
+        return self.enter(x) * scale
+
+
+@pytest.mark.spec("NEW-13", "FS2-MP-04", "FS2-MP-06")
+@ranks(2)
+def test_a_registered_method_is_given_cast_inputs_and_its_output_is_cast() -> None:
+    """Broken: what the hook before it returns is dropped, or what the hook behind it returns."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    model = fully_shard(seeded(Notes), mp_policy=policy)
+    register_fsdp_forward_method(model, "encode")
+    output = model.encode(batch(), scale=torch.ones(WIDTH, device=device()))
+    assert model.seen == (torch.bfloat16, torch.bfloat16)
+    assert output.dtype == torch.float64
+
+
+# --- what ranks are told ---
+
+
+@pytest.mark.spec("NEW-19")
+@ranks(4)
+def test_in_a_part_of_the_world_ranks_are_named_by_their_number_in_the_world() -> None:
+    """Broken: the error names the places 0 and 1 in the group of ranks 2 and 3."""
+    model = sharded(mesh=grid_mesh())
+    order = ((0, 1, 2, 3), (0, 2, 1, 3))[dist.get_rank() % 2]
+    first = dist.get_rank() // 2 * 2
+    with pytest.raises(RuntimeError, match=rf"rank {first}: 'blocks\.1', rank {first + 1}: 'blocks\.2'"):
+        model(batch(), order=order)
+
+
+@pytest.mark.spec("NEW-20")
+@pytest.mark.parametrize("replicas", [False, True])
+@ranks(2)
+def test_initial_weights_in_another_order_are_noticed_though_their_sum_is_the_same(replicas: bool) -> None:
+    """Broken: the checksum is a sum, in which places do not count; or copies are not compared, but only shards."""
+    model = seeded()
+    if dist.get_rank():
+        with torch.no_grad():
+            bias = model.blocks[2].linear.bias
+            bias.copy_(bias.flip(0))
+    mesh = column_mesh() if replicas else None
+    with debugging(), pytest.warns(UserWarning, match=r"initial values of \['linear\.bias'\] differ"):
+        fully_shard(model.blocks[2], mesh=mesh)
+
+
+@pytest.mark.spec("NEW-20")
+@ranks(2)
+def test_initial_weights_that_tensor_parallelism_has_cut_are_compared_among_those_who_have_the_same_part() -> None:
+    """Broken: the checksum is asked of a DTensor, which is refused, or of the whole."""
+    for shape, differs in (((2, 1), True), ((1, 2), False)):
+        mesh = init_device_mesh(device().type, shape, mesh_dim_names=("data", "tensor"))
+        all_connected()
+        model = parallelize_module(seeded(lambda: nn.Linear(2, 2)), mesh["tensor"], ColwiseParallel())
+        with torch.no_grad():
+            model.weight.to_local().mul_(1 + dist.get_rank())
+        with debugging(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fully_shard(model, mesh=mesh["data"])
+        assert ["initial values of ['weight'] differ" in str(one.message) for one in caught] == [True] * differs
+
+
+def debugging() -> Any:
+    """As with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, for as long as the context is open."""
+    return mock.patch.object(initial, "get_debug_level", return_value=dist.DebugLevel.DETAIL)
+
+
+# --- gathering by hand ---
+
+
+@pytest.mark.spec("FS2-19")
+@ranks(2)
+def test_unshard_after_a_change_shows_the_new_values() -> None:
+    """Broken: what was gathered before the change is shown again."""
+    model = sharded()
+    block = model.blocks[1]
+    shards = list(block.parameters())
+    for factor in (1, 2, 4):
+        block.unshard()
+        assert torch.equal(block.linear.weight, factor * named(seeded())["blocks.1.linear.weight"])
+        with torch.no_grad():
+            for shard in shards:
+                shard.mul_(2)
+
+
+@pytest.mark.spec("FS2-19")
+@ranks(2)
+def test_unshard_after_an_assigning_load_shows_the_new_values() -> None:
+    """Broken: what users put in place of the shards is looked for when a forward begins, and not here."""
+    model = sharded()
+    iterate(model)
+    doubled = {name: (2 * value).detach() for name, value in model.state_dict().items()}
+    model.load_state_dict(doubled, assign=True)
+    model.unshard()
+    assert own(model) == {plain_tensor()}
+    assert torch.equal(model.enter.weight, 2 * named(seeded())["enter.weight"])
+
+
+def own(model: Any) -> set[type]:
+    return {type(parameter.data) for layer in (model.enter, model.leave) for parameter in layer.parameters()}
+
+
+@pytest.mark.spec("FS2-04")
+@ranks(2)
+def test_a_dtensor_of_other_placements_is_refused_in_place_of_a_shard() -> None:
+    """Broken: shape and mesh are compared, and placements are not: the whole is taken for a piece."""
+    model = sharded()
+    weight = model.blocks[1].linear.weight
+    whole = weight.detach().redistribute(placements=[Replicate()])
+    model.blocks[1].linear.weight = nn.Parameter(whole)
+    with pytest.raises(RuntimeError, match=r"blocks\.1\.linear\.weight.*removed or replaced"):
+        model(batch())
