@@ -215,7 +215,8 @@ def copied(value: Any, *, offload: bool) -> Any:
     """A value in memory of its own: an optimizer counts its steps in place."""
     if isinstance(value, torch.Tensor):
         return value.to("cpu" if offload else value.device, copy=True)
-    return copy.copy(value)
+    # A list of tensors, too: some optimizers keep a history.
+    return copy.deepcopy(value)
 
 
 # ---- 4. the groups, and what is left --------------------------------------------------------------------------------
@@ -235,8 +236,8 @@ def _named_groups(
 
 
 def _unknown(given: Mapping[Any, Any], keys: Mapping[Any, nn.Parameter]) -> dict[Any, Any]:
-    """What the user has put into the state under keys of his own; it goes into the result as it is."""
-    unknown = {key: value for key, value in given.items() if key not in keys}
+    """What the user has put into the state under keys of his own; a copy of it goes into the result."""
+    unknown = {key: copy.deepcopy(value) for key, value in given.items() if key not in keys}
     if unknown:
         warnings.warn(
             trouble(

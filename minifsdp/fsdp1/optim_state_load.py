@@ -305,7 +305,7 @@ class _Reading:
             if number is not None and name in self.outline:
                 entries = self.outline[name]
                 rest[self.key_of(parameter, number)] = {key: self._plain(value) for key, value in entries.items()}
-        unknown = {key: copy.copy(v) for key, v in self.outline.items() if key not in self.names.every_name}
+        unknown = {key: copy.deepcopy(v) for key, v in self.outline.items() if key not in self.names.every_name}
         return {**rest, **unknown}
 
 
