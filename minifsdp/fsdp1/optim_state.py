@@ -164,14 +164,15 @@ def _unit_states(
             found[unit.names[number]][key] = (
                 torch.tensor(fact.value, dtype=fact.dtype) if isinstance(fact, Number) else copied(fact, offload=True)
             )
-        if not cut:
-            continue
-        full = _full_values(unit, states, key, cut, facts[cut[0]][key].dtype)
-        if is_wanted:
-            for number in cut:
-                found[unit.names[number]][key] = _shaped(full[number], unit, form)
-        # Views keep the row alive, and the next one is about to be made.
-        del full
+        # Usually of one dtype; but an optimizer may treat the biases of a unit otherwise than its weights.
+        for dtype in dict.fromkeys(facts[number][key].dtype for number in cut):
+            of_dtype = [number for number in cut if facts[number][key].dtype is dtype]
+            full = _full_values(unit, states, key, of_dtype, dtype)
+            if is_wanted:
+                for number in of_dtype:
+                    found[unit.names[number]][key] = _shaped(full[number], unit, form)
+            # Views keep the row alive, and the next one is about to be made.
+            del full
     return found
 
 

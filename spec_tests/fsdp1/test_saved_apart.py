@@ -102,6 +102,11 @@ def assert_unchanged(saved: Any, before: list[Tensor]) -> None:
     assert all(torch.equal(now, then) for now, then in zip(tensors(saved), before, strict=True))
 
 
+def assert_no_views(saved: Any) -> None:
+    """A view of one row would keep, and save, the memory of a whole unit."""
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors(saved))
+
+
 @pytest.mark.spec("SD-FULL-07", "SD-SHARD-02", "SD-LOCAL-03")
 @pytest.mark.parametrize("form", FORMS)
 @every_strategy
@@ -113,6 +118,7 @@ def test_a_saved_model_stays_what_it_was_in_every_form(keep: bool, strategy: Sha
     with FSDP.state_dict_type(model, *FORMS[form]):
         saved = model.state_dict()
         before = picture(saved)
+        assert_no_views(saved)
         step(model, optimizer)
         assert_unchanged(saved, before)
         after = model.state_dict()
@@ -190,8 +196,7 @@ def test_what_a_modules_own_code_has_written_stays_what_it_was(keep: bool, strat
     assert torch.equal(saved["inner.0.first_row"], wanted["inner.0.weight"][0])
     assert saved["outer._extra_state"]["name"] == "a name"
     assert torch.equal(saved["outer._extra_state"]["rows"][0], wanted["outer.weight"][1:])
-    # Nor does a view keep, and save, the memory of a whole unit.
-    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors(saved))
+    assert_no_views(saved)
     step(model, optimizer)
     assert_unchanged(saved, before)
 
@@ -225,10 +230,29 @@ def test_a_sparse_buffer_is_copied_too() -> None:
 
 
 @pytest.mark.spec("SD-FULL-07")
+@every_strategy
+@flat_or_original
 @ranks(2)
-def test_who_asks_for_the_tensors_themselves_or_asks_a_plain_module_is_given_them_as_torch_documents() -> None:
+def test_who_asks_for_the_tensors_themselves_is_given_those_of_no_unit(keep: bool, strategy: ShardingStrategy) -> None:
+    model, optimizer = wrapped(made(), strategy, keep)
+    of_no_unit = [name for name in made().state_dict() if "plain" in name or "run" in name or "num" in name]
+    of_units = []
+    for form in FORMS:
+        with FSDP.state_dict_type(model, *FORMS[form]):
+            saved = model.state_dict(keep_vars=True)
+        if "offloaded" not in form:
+            assert saved["plain.weight"] is model.module.plain.weight
+            assert saved["steps"] is model.module.steps
+        of_units.append({key: value for key, value in saved.items() if key not in [*of_no_unit, "steps"]})
+    before = picture(of_units)
+    step(model, optimizer)
+    assert_unchanged(of_units, before)
+
+
+@pytest.mark.spec("SD-FULL-07")
+@ranks(2)
+def test_a_plain_module_around_hands_out_its_own_tensors_as_torch_documents() -> None:
     model, optimizer = wrapped(made(), ShardingStrategy.FULL_SHARD, keep=False)
-    assert model.state_dict(keep_vars=True)["plain.weight"] is model.module.plain.weight
     around = nn.Sequential(model, nn.BatchNorm1d(5).to(device()))
     saved = around.state_dict()
     step(around, optimizer)
