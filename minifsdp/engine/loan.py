@@ -51,12 +51,15 @@ class Loan:
             parameter.grad = view if is_there else None
 
     def collect(self) -> None:
-        """Brings into the rows what was put in other memory."""
+        """Brings into the rows what was put in other memory, and notes which gradients there are by now."""
         for view, parameter in zip(self.views, self.parameters, strict=True):
             _fetch(view, parameter.data)
-        for view, parameter in zip(self._gradient_views, self.parameters, strict=False):
+        if self.gradients is None:
+            return
+        for view, parameter in zip(self._gradient_views, self.parameters, strict=True):
             if parameter.grad is not None:
                 _fetch(view, parameter.grad)
+        self.gradients = self.gradients[0], [parameter.grad is not None for parameter in self.parameters]
 
 
 def _fetch(view: torch.Tensor, value: torch.Tensor) -> None:

@@ -164,14 +164,15 @@ def _unit_states(
             found[unit.names[number]][key] = (
                 torch.tensor(fact.value, dtype=fact.dtype) if isinstance(fact, Number) else copied(fact, offload=True)
             )
-        if not cut:
-            continue
-        full = _full_values(unit, states, key, cut, facts[cut[0]][key].dtype)
-        if is_wanted:
-            for number in cut:
-                found[unit.names[number]][key] = _shaped(full[number], unit, form)
-        # Views keep the row alive, and the next one is about to be made.
-        del full
+        # Usually of one dtype; but an optimizer may treat the biases of a unit otherwise than its weights.
+        for dtype in dict.fromkeys(facts[number][key].dtype for number in cut):
+            of_dtype = [number for number in cut if facts[number][key].dtype is dtype]
+            full = _full_values(unit, states, key, of_dtype, dtype)
+            if is_wanted:
+                for number in of_dtype:
+                    found[unit.names[number]][key] = _shaped(full[number], unit, form)
+            # Views keep the row alive, and the next one is about to be made.
+            del full
     return found
 
 
@@ -215,7 +216,8 @@ def copied(value: Any, *, offload: bool) -> Any:
     """A value in memory of its own: an optimizer counts its steps in place."""
     if isinstance(value, torch.Tensor):
         return value.to("cpu" if offload else value.device, copy=True)
-    return copy.copy(value)
+    # A list of tensors, too: some optimizers keep a history.
+    return copy.deepcopy(value)
 
 
 # ---- 4. the groups, and what is left --------------------------------------------------------------------------------
@@ -235,8 +237,8 @@ def _named_groups(
 
 
 def _unknown(given: Mapping[Any, Any], keys: Mapping[Any, nn.Parameter]) -> dict[Any, Any]:
-    """What the user has put into the state under keys of his own; it goes into the result as it is."""
-    unknown = {key: value for key, value in given.items() if key not in keys}
+    """What the user has put into the state under keys of his own; a copy of it goes into the result."""
+    unknown = {key: copy.deepcopy(value) for key, value in given.items() if key not in keys}
     if unknown:
         warnings.warn(
             trouble(

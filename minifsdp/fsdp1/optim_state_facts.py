@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.trouble import rank_of_this_process
@@ -171,7 +172,12 @@ def _differences(name: str, told: Mapping[int, dict[str, Any] | None]) -> list[s
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values that are meant for a whole parameter are equal."""
+    """Whether two values that are meant for a whole parameter are equal; they may be lists or dicts of tensors."""
+    (mine, shape), (theirs, other_shape) = tree_flatten(one), tree_flatten(other)
+    return shape == other_shape and all(_equal(*pair) for pair in zip(mine, theirs, strict=True))
+
+
+def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype is other.dtype and torch.equal(one, other)
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):

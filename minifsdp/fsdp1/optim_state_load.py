@@ -139,13 +139,18 @@ def _refuse_misfit(given: Mapping[str, Any] | None, expected: Expected, groups: 
 
 
 def _check_equal_rows(given: Mapping[str, Any], groups: Sequence[Group]) -> None:
-    """Rows are gathered key by key, so all ranks must have some of the same ones."""
-    entries = ((name, of) for name, of in given["state"].items() if isinstance(of, Mapping))
-    mine = {(name, key) for name, of in entries for key, value in of.items() if chunks.local_rows(value) is not None}
+    """Rows are gathered key by key, so all ranks must have some of the same ones, and of the same dtype."""
+    values = (
+        (name, key, value)
+        for name, of in given["state"].items()
+        if isinstance(of, Mapping)
+        for key, value in of.items()
+    )
+    mine = {(name, key, str(value.dtype)) for name, key, value in values if chunks.local_rows(value) is not None}
     everywhere = set.union(*agreement.tell(groups, mine).values())
     problems = [
-        f"optimizer state {key!r} of {name!r}: expected rows, as other ranks have them, found none"
-        for name, key in sorted(everywhere - mine)
+        f"optimizer state {key!r} of {name!r}: expected rows of {dtype}, as other ranks have them, found none"
+        for name, key, dtype in sorted(everywhere - mine)
     ]
     agreement.refuse_together(groups, problems)
 
@@ -214,7 +219,10 @@ class _Reading:
         for key in dict.fromkeys(key for of_parameter in entries.values() for key in of_parameter):
             numbers = [number for number, of_parameter in entries.items() if key in of_parameter]
             cut = [number for number in numbers if self._is_cut(unit, number, key)]
-            pieces = self._pieces(unit, key, cut) if cut else {}
+            pieces: dict[int, torch.Tensor] = {}
+            dtypes = {number: entries[number][key].dtype for number in cut}
+            for dtype in dict.fromkeys(dtypes.values()):
+                pieces |= self._pieces(unit, key, [number for number in cut if dtypes[number] is dtype])
             for owner, behind in unit.owners:
                 mine = [number for number in behind if number in numbers]
                 if owner not in wanted or not mine or not self._is_kept(unit, mine):
@@ -305,7 +313,7 @@ class _Reading:
             if number is not None and name in self.outline:
                 entries = self.outline[name]
                 rest[self.key_of(parameter, number)] = {key: self._plain(value) for key, value in entries.items()}
-        unknown = {key: copy.copy(v) for key, v in self.outline.items() if key not in self.names.every_name}
+        unknown = {key: copy.deepcopy(v) for key, v in self.outline.items() if key not in self.names.every_name}
         return {**rest, **unknown}
 
 

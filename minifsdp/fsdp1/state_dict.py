@@ -12,6 +12,10 @@ it does that while the walk goes on, right after its own part of the tree::
 
 All of that is done in a hook that is the wrapper's first, so the user's own hooks on a wrapper find a finished dict.
 
+``nn.Module`` hands out its own tensors, and whoever keeps such a dict sees it change with every step. Here most values
+have just been gathered, so the others are brought in line: what still lies in memory of the model when the outermost
+wrapper has been written, buffers, ignored parameters, or what a module's own code has put there, is copied.
+
 One unit is gathered at a time, so at no moment is there more than one unit in full size, beside what the user asked to
 be given; with code of its own in the way, an outer unit beside an inner one.
 
@@ -31,6 +35,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
 
 from minifsdp import trace
 from minifsdp.engine.flat_parameter import FLAT_NAME
@@ -42,8 +47,10 @@ from minifsdp.fsdp1.state_dict_options import StateDictSettings, StateDictType
 
 __all__ = [
     "LOCAL_NAME",
+    "copy_what_lies_in",
     "dotted",
     "drop",
+    "memory_of",
     "names_in_state",
     "plain_path",
     "rename",
@@ -184,14 +191,29 @@ def _finish(
     mesh: DeviceMesh | None,
 ) -> None:
     """What the walk has written is real already, and a module's own code may have changed it: only the form is left."""
-    memory = {tensor.untyped_storage().data_ptr() for tensor in shown}
+    for key in [key for key in keys if isinstance(state.get(key), torch.Tensor)]:
+        state[key] = _formed(state[key].detach(), unit, settings, mesh)
+    # Under a name of the module's own: a view of one element would keep, and save, the whole row.
+    copy_what_lies_in({memory_of(tensor) for tensor in shown}, state, prefix)
+
+
+def copy_what_lies_in(memory: set[int | None], state: MutableMapping[str, Any], prefix: str) -> None:
+    """Gives every tensor below ``prefix`` that lies in ``memory`` memory of its own, also one in a list or a dict."""
+
+    def apart(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone() if memory_of(tensor) in memory else tensor
+
     for key in [key for key in state if key.startswith(prefix)]:
-        value = state[key]
-        if key in keys and isinstance(value, torch.Tensor):
-            state[key] = _formed(value.detach(), unit, settings, mesh)
-        elif type(value) in (torch.Tensor, nn.Parameter) and value.untyped_storage().data_ptr() in memory:
-            # Under a name of the module's own: nothing of it may stay in memory that is about to be freed.
-            state[key] = value.detach().clone()
+        state[key] = tree_map_only(torch.Tensor, apart, state[key])
+
+
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """What tells one piece of memory from another; ``None`` for all tensors that do not say, as sparse ones."""
+    rows = chunks.local_rows(tensor)
+    try:
+        return (tensor if rows is None else rows).untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def _formed(full: torch.Tensor, unit: FlatUnit, settings: StateDictSettings, mesh: DeviceMesh | None) -> Any:

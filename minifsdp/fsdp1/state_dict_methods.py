@@ -60,6 +60,8 @@ class StateDictMethods(WrapperBase):
         """The state in the chosen form, full by default (SD-FULL, SD-SHARD, SD-LOCAL). Every rank must call it.
 
         Takes what ``nn.Module.state_dict`` takes; the form is chosen by `set_state_dict_type` or `state_dict_type`.
+        What is returned has memory of its own; only with ``keep_vars=True`` buffers, and parameters that belong to no
+        unit, are the model's own tensors.
         """
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         is_local = self._state_dict_settings.state_dict_type is LOCAL
@@ -68,9 +70,18 @@ class StateDictMethods(WrapperBase):
             groups = agreement.groups_of(Mesh(w.mesh.shard, None) for w in wrappers)
             looks = [_looks_while_written(wrapper) for wrapper in wrappers]
             self._note_who_looks(wrappers, looks, agreement.roll_call(groups, "state_dict()", raises_hand=any(looks)))
+        keeps_vars = kwargs.get("keep_vars", args[2] if len(args) > 2 else False)
         with state_dict.shown_to_walk(self._unit, is_looked_at=self._is_looked_at):
             state: dict[str, Any] = super().state_dict(*args, **kwargs)
+            if self._is_outermost_here(prefix) and not keeps_vars:
+                state_dict.copy_what_lies_in(self._memory(), state, prefix)
         return state
+
+    def _memory(self) -> set[int | None]:
+        """All memory that will be trained on, of units and of what belongs to none."""
+        units = [w._unit for w in WrapperBase.fsdp_modules(self) if w._unit is not None]
+        shards = [unit.layout.local_values() for unit in units]
+        return {state_dict.memory_of(tensor) for tensor in [*shards, *self.parameters(), *self.buffers()]}
 
     def _note_who_looks(self, wrappers: Sequence[WrapperBase], looks: Sequence[bool], groups: Sequence[Group]) -> None:
         """A unit is shown in full on all of its ranks or on none, and somebody may have a hook on one rank only.

@@ -56,7 +56,7 @@ def clip_gradients(
     Returns:
         The norm before clipping, equal on all ranks, in the dtype that all gradients can be promoted to.
     """
-    # In float32 whatever the gradients are: sums of squares of many small float16 numbers vanish or overflow.
+    # In float32 at least: sums of squares of many small float16 numbers vanish or overflow.
     of_groups: dict[tuple[Group, ...], list[torch.Tensor]] = {}
     for groups, part in parts:
         of_groups.setdefault(groups, []).extend([] if part is None else [part])
@@ -88,7 +88,9 @@ def clip_gradients(
 def _norm(gradients: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     of_devices: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
-        one = torch.linalg.vector_norm(gradient.detach(), norm_type, dtype=torch.float32)
+        # Never computed in less than the gradient has; but ranks send each other numbers of one dtype.
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        one = torch.linalg.vector_norm(gradient.detach(), norm_type, dtype=dtype).float()
         of_devices.setdefault(gradient.device, []).append(one)
     norms = [torch.stack(of_one).to(device) for of_one in of_devices.values()] or [torch.zeros(1, device=device)]
     return torch.as_tensor(torch.linalg.vector_norm(torch.cat(norms), norm_type))

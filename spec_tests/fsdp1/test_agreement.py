@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
@@ -80,6 +81,26 @@ def test_under_hybrid_the_other_copy_refuses_too(keep: bool) -> None:
     with pytest.raises(RuntimeError, match=r"optimizer state 'step' of .*: expected 1\.0 .*found 2\.0 .* on rank 3"):
         FSDP.optim_state_dict(model, optimizer, given)
     dist.barrier()
+
+
+@pytest.mark.spec("SD-FULL-03")
+@pytest.mark.parametrize("present", [[0], [0, 2]], ids=["one of three", "two of three"])
+@ranks(3)
+def test_who_was_refused_once_is_refused_again_until_everybody_comes(present: list[int]) -> None:
+    """A refused call is not counted as an arrival of the next one: nobody passes for a rank that is still missing."""
+    group = dist.new_group([0, 1, 2])
+    groups = [Group.of(group)]
+    group.set_timeout(timedelta(seconds=0.2))
+    dist.barrier()
+    for _ in range(3):
+        if dist.get_rank() in present:
+            # On a slow machine one of those who did come may have been refused, and gone, before the other came.
+            with pytest.raises(RuntimeError, match=r"rank\(s\) \[.*\b1\b.*\] did not call it"):
+                agreement.roll_call(groups, "state_dict()")
+        dist.barrier()
+    group.set_timeout(timedelta(minutes=1))
+    dist.barrier()
+    assert agreement.roll_call(groups, "state_dict()") == []
 
 
 @pytest.mark.spec("SD-FULL-08")

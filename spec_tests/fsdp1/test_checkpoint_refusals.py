@@ -24,6 +24,7 @@ from minifsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     FullyShardedDataParallel,
+    ShardedStateDictConfig,
     ShardingStrategy,
 )
 from minifsdp.wrap import ModuleWrapPolicy
@@ -146,6 +147,32 @@ def test_a_sharded_dict_that_does_not_fit_is_refused_on_all_ranks(keep: bool) ->
             load=without_strictness,
         )
         assert not model.load_state_dict(state).missing_keys
+
+
+@pytest.mark.spec("SD-SHARD-03", "SD-SHARD-04")
+@pytest.mark.parametrize("use_dtensor", [False, True])
+@flat_or_original
+@ranks(4)
+def test_rows_that_were_cut_for_another_number_of_ranks_are_refused(keep: bool, use_dtensor: bool) -> None:
+    """Nothing about their shapes as a whole is wrong; put together here, they would be another tensor."""
+    pair = dist.new_group([0, 1])
+    config = ShardedStateDictConfig(use_dtensor=use_dtensor)
+    of_four, of_two = wrapped(make(3), use_orig_params=keep), None
+    if dist.get_rank() < 2:
+        of_two = wrapped(make(), use_orig_params=keep, process_group=pair)
+    with FSDP.state_dict_type(of_four, SHARDED, config):
+        state = of_four.state_dict()
+    if of_two is not None:
+        before = values_of(of_two)
+        FSDP.set_state_dict_type(of_two, SHARDED, config)
+        with pytest.raises(RuntimeError) as caught:
+            of_two.load_state_dict(state)
+        assert "first.0.weight: expected rows of shape" in str(caught.value)
+        assert "here, found (2, 3); a sharded dict is read by as many ranks as wrote it" in str(caught.value)
+        after = values_of(of_two)
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        assert of_two.load_state_dict(of_two.state_dict()) == ([], []), "they can go on together"
+    dist.barrier()
 
 
 @pytest.mark.spec("SD-CFG-08", "SD-CFG-09")

@@ -24,6 +24,7 @@ from spec_tests.fsdp1.four_blocks import (
     NO_SHARD,
     SHARD_GRAD_OP,
     Block,
+    Stack,
     Wire,
     as_torch,
     assert_same,
@@ -112,6 +113,46 @@ def test_norm_and_clipped_gradients_are_those_of_one_process(strategy: ShardingS
             factor = min(1.0, max_norm / float(norm))
             clipped = {name: factor * gradient for name, gradient in expected.items()}
             torch.testing.assert_close(whole(model, group=group)[1], clipped, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.spec("CLIP-02")
+@either
+@pytest.mark.parametrize(
+    ("of_blocks", "of_rest", "of_norm"),
+    [
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (torch.float64, torch.float64, torch.float64),
+        (torch.bfloat16, torch.float32, torch.float32),
+        (torch.float32, torch.float64, torch.float64),
+        (torch.bfloat16, torch.float16, torch.float32),
+    ],
+)
+@ranks(2)
+def test_the_norm_has_the_dtype_that_all_gradients_can_be_promoted_to(
+    use_orig_params: bool, of_blocks: torch.dtype, of_rest: torch.dtype, of_norm: torch.dtype
+) -> None:
+    def converted() -> Stack:
+        plain = seeded().to(of_rest)
+        plain.blocks.to(of_blocks)
+        return plain
+
+    def norm_of_ones(model: Any) -> Tensor:
+        for parameter in model.parameters():
+            # Not by a backward: no one operator takes all of these dtypes.
+            parameter.grad = torch.ones_like(parameter)
+        return model.clip_grad_norm_(1.0)
+
+    ours = sharded(converted(), use_orig_params=use_orig_params)
+    found = norm_of_ones(ours)
+    assert found.dtype is of_norm
+    if torch.float64 not in (of_blocks, of_rest):
+        # torch 2.13 refuses to take the norm of a gradient in float64.
+        theirs = norm_of_ones(as_torch(converted(), use_orig_params=use_orig_params))
+        assert theirs.dtype is of_norm
+        torch.testing.assert_close(found, theirs)
+    assert {p.grad.dtype for p in ours.parameters() if p.numel()} == {of_blocks, of_rest}
+    # 5 layers of 6 x 6 + 6 and one of 2 x 6 + 2; with flat parameters the padding is counted, too, as it is 1 here.
+    assert abs(float(found) ** 2 - 224) < 2
 
 
 @pytest.mark.spec("CLIP-02", "CLIP-03")

@@ -494,3 +494,32 @@ def test_zero_grad_clears_what_no_sync_has_left_behind() -> None:
     model.zero_grad(set_to_none=False)
     assert all(not gradient.any() for gradient in flat_gradients(model).values())
     assert local_gradients(plain, [0], 0), "while a plain model has some"
+
+
+@pytest.mark.spec("FWD-08", "NOSYNC-10")
+@pytest.mark.parametrize("by_optimizer", [False, True])
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@flat_or_original
+@ranks(2)
+def test_zero_grad_that_keeps_tensors_clears_also_what_is_out_of_sight(
+    keep: bool, strategy: ShardingStrategy, by_optimizer: bool
+) -> None:
+    """A reduced gradient is put aside while an unreduced one is shown, and only what is shown can be filled with 0."""
+    plain = seeded()
+    model = sharded(sharding_strategy=strategy, use_orig_params=keep)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    iterate(model, 5)
+    with model.no_sync():
+        iterate(model, 6)
+    (optimizer if by_optimizer else model).zero_grad(set_to_none=False)
+    shown = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert shown and not any(gradient.any() for gradient in shown)
+    iterate(model)
+    optimizer.step()
+    mean = mean_gradients(plain)
+    assert_same(full_values(model), {name: value - mean[name] for name, value in named(plain).items()})
+    # And again where everything that there is is in sight.
+    optimizer.zero_grad(set_to_none=False)
+    before = full_values(model)
+    optimizer.step()
+    assert_same(full_values(model), before, bitwise=True)

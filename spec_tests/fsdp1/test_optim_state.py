@@ -320,6 +320,29 @@ def test_a_model_on_a_group_of_its_own_needs_only_the_ranks_of_that_group() -> N
     dist.barrier()
 
 
+@pytest.mark.spec("OSD-09", "OSD-05", "OSD-FULL-01", "HYB-10")
+@flat_or_original
+@ranks(4)
+def test_the_first_rank_of_the_group_that_is_given_speaks_for_its_ranks(keep: bool) -> None:
+    """Four ranks as a grid: with a group of their own each row, or each column, can write a file for itself."""
+    row, column = groups = world_groups_2x2()
+    dist.barrier()
+    hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": groups}
+    model, optimizer = trained("adam", 1, use_orig_params=keep, **hybrid)
+    everywhere = FSDP.optim_state_dict(model, optimizer)["state"]
+    FSDP.set_state_dict_type(model, FULL, None, FullOptimStateDictConfig(rank0_only=True))
+    for group, who in ((None, [0]), (row, [0, 2]), (column, [0, 1])):
+        with quiet():
+            old = FSDP.full_optim_state_dict(model, optimizer, group=group)
+        for found in (FSDP.optim_state_dict(model, optimizer, group=group), old):
+            if dist.get_rank() in who:
+                assert_same_state(found["state"], everywhere)
+            else:
+                assert found == {}
+        loadable = FSDP.optim_state_dict_to_load(model, optimizer, found, group=group)
+        assert_same_state(loadable["state"], optimizer.state_dict()["state"])
+
+
 @pytest.mark.spec("HYB-10", "OSD-04", "OSD-06")
 @flat_or_original
 @ranks(4)

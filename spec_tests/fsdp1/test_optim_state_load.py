@@ -445,6 +445,44 @@ def test_a_dict_of_another_form_than_the_chosen_one_is_refused(keep: bool) -> No
         FSDP.optim_state_dict_to_load(model, optimizer, sharded)
 
 
+@pytest.mark.spec("OSD-LOAD-01", "OSD-06")
+@flat_or_original
+@ranks(2)
+def test_rows_that_one_rank_lacks_are_refused_on_all(keep: bool) -> None:
+    """What is left on that rank would fit by itself, as the dict of a run in which the states were not made."""
+    model, optimizer = trained(use_orig_params=keep)
+    FSDP.set_state_dict_type(model, SHARDED)
+
+    def without(*names: str, state: str) -> dict[str, Any]:
+        states = FSDP.optim_state_dict(model, optimizer)
+        for name in names if dist.get_rank() == 1 else ():
+            del states["state"][name][state]
+        return states
+
+    def check(states: dict[str, Any], *parts: str) -> None:
+        own = copy.deepcopy(optimizer.state_dict())
+        with pytest.raises(RuntimeError) as caught:
+            FSDP.optim_state_dict_to_load(model, optimizer, states, load_directly=True)
+        for part in ("the state dict is refused on every rank", *parts):
+            assert part in str(caught.value), f"{part!r} is not in: {caught.value}"
+        assert_same_state(optimizer.state_dict()["state"], own["state"])
+        dist.barrier()
+
+    unit = ["second.0.weight", "second.0.bias"]
+    expected = "expected rows of torch.float32, as other ranks have them, found none"
+    check(without(*unit, state="exp_avg"), f"rank 1: optimizer state 'exp_avg' of 'second.0.weight': {expected}")
+    if keep:
+        check(
+            without("head.weight", state="exp_avg_sq"),
+            f"rank 1: optimizer state 'exp_avg_sq' of 'head.weight': {expected}",
+        )
+    states = FSDP.optim_state_dict(model, optimizer)
+    if dist.get_rank() == 1:
+        states["state"].update({name: {} for name in unit})
+    check(states, f"rank 1: optimizer state 'exp_avg' of 'second.0.bias': {expected}")
+    assert FSDP.optim_state_dict_to_load(model, optimizer, without(state="exp_avg")), "nobody waits for anybody"
+
+
 @pytest.mark.spec("OSD-LOAD-01", "OSD-LOAD-08")
 @ranks(4)
 def test_a_sharded_dict_of_another_number_of_ranks_is_refused() -> None:

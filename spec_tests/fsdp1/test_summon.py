@@ -631,6 +631,35 @@ def test_changes_of_gradients_are_written_back_if_asked(strategy: ShardingStrate
 
 
 @pytest.mark.spec("SUMMON-15")
+@pytest.mark.parametrize("writeback", [True, False])
+@flat_strategies
+@ranks(2)
+def test_gradients_that_are_replaced_added_or_removed_are_written_back_if_asked(
+    strategy: ShardingStrategy, writeback: bool
+) -> None:
+    """As parameters that are given other memory, a new tensor in ``.grad`` is a change like any other."""
+    model = sharded(sharding_strategy=strategy, use_orig_params=True)
+    iterate(model)
+    expected = mean_gradients(seeded())
+    by_name(model)["leave.bias"].grad = None
+    del expected["leave.bias"]
+    with summon(model, with_grads=True, writeback=writeback):
+        for parameter in model.parameters():
+            parameter.grad = None if parameter.grad is None else parameter.grad * 2.0
+        inside = by_name(model)
+        inside["leave.weight"].grad = None
+        inside["leave.bias"].grad = torch.full_like(inside["leave.bias"], 3.0)
+        ones = torch.ones_like(inside["leave.bias"])
+    # What is not sharded is shown itself, and so its changes stay.
+    if writeback or strategy is NO_SHARD:
+        expected = {name: 2.0 * gradient for name, gradient in expected.items() if name != "leave.weight"}
+        expected["leave.bias"] = 3.0 * ones
+    with summon(model, with_grads=True):
+        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert_same(found, expected, bitwise=True)
+
+
+@pytest.mark.spec("SUMMON-15")
 @ranks(2)
 def test_gradients_cannot_be_summoned_from_flat_parameters_or_to_the_cpu() -> None:
     flat, original = sharded(), sharded(use_orig_params=True)

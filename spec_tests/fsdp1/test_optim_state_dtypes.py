@@ -1,0 +1,139 @@
+"""Optimizer states of several dtypes: each is written, sent and read in its own, and ranks must have the same."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minifsdp import FullOptimStateDictConfig, ShardedOptimStateDictConfig, ShardingStrategy
+from minifsdp import FullyShardedDataParallel as FSDP
+from spec_tests.fsdp1.checkpoints import (
+    FULL,
+    SHARDED,
+    assert_same_state,
+    flat_or_original,
+    gathered,
+    make,
+    step,
+    wrapped,
+)
+from spec_tests.harness import ranks
+
+FORMS: dict[str, tuple[Any, Any]] = {
+    "full": (FULL, FullOptimStateDictConfig()),
+    "rank0-only": (FULL, FullOptimStateDictConfig(rank0_only=True)),
+    "sharded": (SHARDED, ShardedOptimStateDictConfig()),
+    "dtensor": (SHARDED, ShardedOptimStateDictConfig(use_dtensor=True)),
+}
+# With a last bit that float32 has not.
+THIRD = 1 / 3
+
+
+def trained(**options: Any) -> tuple[FSDP, torch.optim.Optimizer]:
+    model = wrapped(make(), **options)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    step(model, optimizer, 0)
+    return model, optimizer
+
+
+@pytest.mark.spec("OSD-04", "OSD-06", "OSD-LOAD-01")
+@pytest.mark.parametrize("form", FORMS)
+@flat_or_original
+@ranks(2)
+def test_a_state_without_dimensions_keeps_its_dtype_there_and_back(keep: bool, form: str) -> None:
+    model, optimizer = trained(use_orig_params=keep)
+    given = copy.deepcopy(optimizer.state_dict())
+    numbers = {
+        "double": torch.tensor(THIRD, dtype=torch.float64),
+        "half": torch.tensor(0.5, dtype=torch.bfloat16),
+        "whole": torch.tensor(3, dtype=torch.int32),
+        "truth": torch.tensor(True),
+        "complex": torch.tensor(1 + 2j, dtype=torch.complex64),
+    }
+    for entries in given["state"].values():
+        entries.update(copy.deepcopy(numbers))
+    kind, config = FORMS[form]
+    with FSDP.state_dict_type(model, kind, None, config):
+        found = FSDP.optim_state_dict(model, optimizer, given)
+        loadable = FSDP.optim_state_dict_to_load(model, optimizer, found)
+    written = found["state"].values() if found else []
+    for entries in [*written, *loadable["state"].values()]:
+        for key, number in numbers.items():
+            assert (entries[key].dtype, entries[key].shape) == (number.dtype, number.shape), key
+            assert torch.equal(entries[key].cpu(), number), key
+    assert_same_state(loadable["state"], given["state"])
+
+
+@pytest.mark.spec("OSD-08", "OSD-04", "OSD-LOAD-01")
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@pytest.mark.parametrize("form", FORMS)
+@ranks(2)
+def test_parameters_of_one_unit_may_have_a_state_in_different_dtypes(form: str, strategy: ShardingStrategy) -> None:
+    """Original parameters, of which an optimizer may treat the biases otherwise than the weights."""
+    model, optimizer = trained(use_orig_params=True, sharding_strategy=strategy)
+    expected = copy.deepcopy(FSDP.optim_state_dict(model, optimizer)["state"])
+    names = {number: name for number, (name, _) in enumerate(model.named_parameters())}
+    given = copy.deepcopy(optimizer.state_dict())
+    for number, entries in given["state"].items():
+        change(entries, names[number])
+    for name, entries in expected.items():
+        change(entries, name)
+    kind, config = FORMS[form]
+    with FSDP.state_dict_type(model, kind, None, config):
+        found = FSDP.optim_state_dict(model, optimizer, given)
+        loadable = FSDP.optim_state_dict_to_load(model, optimizer, found)
+    if found:
+        whole = {name: {key: gathered(v).cpu() for key, v in of.items()} for name, of in found["state"].items()}
+        assert_same_state(whole, expected)
+    assert_same_state(loadable["state"], given["state"])
+
+
+def change(entries: dict[str, Any], name: str) -> None:
+    """Of biases one state is in bfloat16; of weights it has values that bfloat16 has not."""
+    if name.endswith("bias"):
+        entries["exp_avg"] = entries["exp_avg"].bfloat16()
+    else:
+        entries["exp_avg"] = torch.full_like(entries["exp_avg"], THIRD)
+
+
+@pytest.mark.spec("OSD-08", "OSD-01")
+@flat_or_original
+@ranks(2)
+def test_ranks_with_one_state_in_different_dtypes_all_refuse_to_write_it(keep: bool) -> None:
+    model, optimizer = trained(use_orig_params=keep)
+    given = copy.deepcopy(optimizer.state_dict())
+    if dist.get_rank() == 1:
+        for entries in given["state"].values():
+            entries["exp_avg_sq"] = entries["exp_avg_sq"].double()
+    with pytest.raises(RuntimeError) as caught:
+        FSDP.optim_state_dict(model, optimizer, given)
+    assert "optimizer state 'exp_avg_sq' of 'first.0.weight': expected" in str(caught.value)
+    assert "torch.float32) as on rank 0, found" in str(caught.value)
+    assert "torch.float64) on rank 1" in str(caught.value)
+    assert FSDP.optim_state_dict(model, optimizer)["state"], "nobody waits for anybody"
+
+
+@pytest.mark.spec("OSD-08", "OSD-LOAD-01")
+@pytest.mark.parametrize("form", ["full", "rank0-only", "sharded"])
+@ranks(2)
+def test_a_flat_parameter_cannot_have_a_state_in_two_dtypes(form: str) -> None:
+    model, optimizer = trained()
+    kind, config = FORMS[form]
+    with FSDP.state_dict_type(model, SHARDED if kind is SHARDED else FULL):
+        states = FSDP.optim_state_dict(model, optimizer)
+    # Asked for with original parameters it is no mistake, and that is where such a dict comes from.
+    original, of_originals = trained(use_orig_params=True)
+    given = copy.deepcopy(of_originals.state_dict())
+    names = {number: name for number, (name, _) in enumerate(original.named_parameters())}
+    for number, entries in given["state"].items():
+        change(entries, names[number])
+    with FSDP.state_dict_type(original, SHARDED if kind is SHARDED else FULL):
+        mixed = FSDP.optim_state_dict(original, of_originals, given)
+    with FSDP.state_dict_type(model, kind, None, config):
+        with pytest.raises(RuntimeError, match=r"'exp_avg': one flat parameter has it only once"):
+            FSDP.optim_state_dict_to_load(model, optimizer, mixed)
+        assert FSDP.optim_state_dict_to_load(model, optimizer, states), "they can go on together"

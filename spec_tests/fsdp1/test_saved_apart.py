@@ -1,0 +1,279 @@
+"""What was saved is a picture of that moment: nothing in it lies in memory of what trains on.
+
+Each test saves, trains until everything has changed, and looks at what was saved.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from minifsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    fully_shard,
+)
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests.fsdp1.checkpoints import FULL, LOCAL, SHARDED, flat_or_original
+from spec_tests.harness import device, ranks
+
+STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=[strategy.name for strategy in STRATEGIES])
+FORMS = {
+    "full": (FULL, FullStateDictConfig()),
+    "full-offloaded": (FULL, FullStateDictConfig(offload_to_cpu=True)),
+    "sharded": (SHARDED, ShardedStateDictConfig()),
+    "sharded-offloaded": (SHARDED, ShardedStateDictConfig(offload_to_cpu=True)),
+    "dtensor": (SHARDED, ShardedStateDictConfig(use_dtensor=True)),
+    "local": (LOCAL, LocalStateDictConfig()),
+    "local-offloaded": (LOCAL, LocalStateDictConfig(offload_to_cpu=True)),
+}
+
+OPTIMIZER_FORMS = {
+    "full": (FULL, FullOptimStateDictConfig(offload_to_cpu=False)),
+    "full-offloaded": (FULL, FullOptimStateDictConfig()),
+    "sharded": (SHARDED, ShardedOptimStateDictConfig(offload_to_cpu=False)),
+    "sharded-offloaded": (SHARDED, ShardedOptimStateDictConfig()),
+}
+
+
+class Net(nn.Module):
+    """A unit inside the root, buffers in both, and a layer to be ignored."""
+
+    def __init__(self, linear: type[nn.Linear] = nn.Linear) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(linear(3, 5), nn.BatchNorm1d(5))
+        self.outer = linear(5, 5)
+        self.plain = nn.Linear(5, 5)
+        self.register_buffer("steps", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return self.plain(self.outer(self.inner(x)).tanh())
+
+
+def made(linear: type[nn.Linear] = nn.Linear) -> Net:
+    torch.manual_seed(0)
+    return Net(linear).to(device())
+
+
+def wrapped(plain: Net, strategy: ShardingStrategy, keep: bool) -> tuple[FSDP, torch.optim.Optimizer]:
+    policy = ModuleWrapPolicy({nn.Sequential})
+    options = {"sharding_strategy": strategy, "use_orig_params": keep, "ignored_states": [plain.plain]}
+    model = FSDP(plain, auto_wrap_policy=policy, **options)
+    return model, torch.optim.Adam([{"params": list(model.parameters()), "betas": [0.9, 0.99]}], lr=0.1)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    dice = torch.Generator().manual_seed(1)
+    model(torch.randn(4, 3, generator=dice).to(device())).square().sum().backward()
+    optimizer.step()
+
+
+def tensors(saved: Any) -> Iterator[Tensor]:
+    """All tensors in what was saved, of sharded ones this rank's rows."""
+    for leaf in tree_leaves(saved):
+        if isinstance(leaf, ShardedTensor):
+            yield from (shard.tensor for shard in leaf.local_shards())
+        elif isinstance(leaf, Tensor):
+            yield leaf.to_local() if isinstance(leaf, DTensor) else leaf
+
+
+def picture(saved: Any) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors(saved)]
+
+
+def assert_unchanged(saved: Any, before: list[Tensor]) -> None:
+    assert all(torch.equal(now, then) for now, then in zip(tensors(saved), before, strict=True))
+
+
+def assert_no_views(saved: Any) -> None:
+    """A view of one row would keep, and save, the memory of a whole unit."""
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors(saved))
+
+
+@pytest.mark.spec("SD-FULL-07", "SD-SHARD-02", "SD-LOCAL-03")
+@pytest.mark.parametrize("form", FORMS)
+@every_strategy
+@flat_or_original
+@ranks(2)
+def test_a_saved_model_stays_what_it_was_in_every_form(keep: bool, strategy: ShardingStrategy, form: str) -> None:
+    model, optimizer = wrapped(made(), strategy, keep)
+    step(model, optimizer)
+    with FSDP.state_dict_type(model, *FORMS[form]):
+        saved = model.state_dict()
+        before = picture(saved)
+        assert_no_views(saved)
+        step(model, optimizer)
+        assert_unchanged(saved, before)
+        after = model.state_dict()
+    is_same = [key for key in saved if all(map(torch.equal, tensors(after[key]), tensors(saved[key])))]
+    without_rows = [key for key in saved if not any(tensor.numel() for tensor in tensors(saved[key]))]
+    assert is_same == without_rows, "everything else has changed in the model"
+
+
+@pytest.mark.spec("SD-FULL-07", "OSD-03", "OSD-04", "OSD-06", "OSD-LOAD-01")
+@pytest.mark.parametrize("form", OPTIMIZER_FORMS)
+@every_strategy
+@flat_or_original
+@ranks(2)
+def test_a_saved_optimizer_stays_what_it_was_and_so_does_what_was_made_of_it_to_load(
+    keep: bool, strategy: ShardingStrategy, form: str
+) -> None:
+    model, optimizer = wrapped(made(), strategy, keep)
+    step(model, optimizer)
+    for entries in optimizer.state.values():
+        entries["history"] = [torch.zeros(2, device=device()), {"seen": torch.zeros(1)}]
+    optimizer.state["schedule"] = {"done": torch.zeros(3)}
+    kind, config = OPTIMIZER_FORMS[form]
+    with FSDP.state_dict_type(model, kind, None, config):
+        with pytest.warns(UserWarning, match="schedule"):
+            saved = FSDP.optim_state_dict(model, optimizer)
+        loadable = FSDP.optim_state_dict_to_load(model, optimizer, saved)
+    before, settings = picture(saved), copy.deepcopy(saved["param_groups"])
+    before_to_load, settings_to_load = picture(loadable), copy.deepcopy(loadable["param_groups"])
+    train_with_new_settings(model, optimizer)
+    assert_unchanged(saved, before)
+    assert_unchanged(loadable, before_to_load)
+    assert (saved["param_groups"], loadable["param_groups"]) == (settings, settings_to_load)
+    # Loading one dict twice, with training in between, needs the same of what was made of it.
+    optimizer.load_state_dict(loadable)
+    train_with_new_settings(model, optimizer)
+    for tensor in tensors(loadable):
+        tensor.add_(1)
+    loadable["param_groups"][0]["betas"][0] = 0.0
+    assert_unchanged(saved, before)
+    assert saved["param_groups"] == settings
+
+
+def train_with_new_settings(model: FSDP, optimizer: torch.optim.Optimizer) -> None:
+    step(model, optimizer)
+    for entries in optimizer.state.values():
+        for tensor in tensors(entries):
+            tensor.add_(1)
+    for group in optimizer.param_groups:
+        group["betas"][0] += 0.01
+        group["lr"] *= 2
+
+
+class Outspoken(nn.Linear):
+    """Writes views of its weight under names of its own, by itself and as an extra state."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "first_row"] = self.weight[0].detach()
+
+    def get_extra_state(self) -> Any:
+        return {"rows": [self.weight.detach()[1:]], "name": "a name"}
+
+
+@pytest.mark.spec("SD-FULL-07", "SD-FULL-01")
+@every_strategy
+@flat_or_original
+@ranks(2)
+def test_what_a_modules_own_code_has_written_stays_what_it_was(keep: bool, strategy: ShardingStrategy) -> None:
+    plain = made(Outspoken)
+    wanted = {key: copy.deepcopy(value) for key, value in plain.state_dict().items()}
+    model, optimizer = wrapped(plain, strategy, keep)
+    add = lambda module, state, prefix, _: state.update({prefix + "hooked": module.weight.detach()[:, 0]})  # noqa: E731
+    model.module.outer.register_state_dict_post_hook(add)
+    model.register_state_dict_post_hook(lambda _, state, prefix, __: state.update({prefix + "all": [*plain.buffers()]}))
+    saved = model.state_dict()
+    before = picture(saved)
+    assert torch.equal(saved["outer.hooked"], wanted["outer.weight"][:, 0])
+    assert torch.equal(saved["inner.0.first_row"], wanted["inner.0.weight"][0])
+    assert saved["outer._extra_state"]["name"] == "a name"
+    assert torch.equal(saved["outer._extra_state"]["rows"][0], wanted["outer.weight"][1:])
+    assert_no_views(saved)
+    step(model, optimizer)
+    assert_unchanged(saved, before)
+
+
+@pytest.mark.spec("SD-FULL-07", "SUMMON-02")
+@every_strategy
+@flat_or_original
+@ranks(2)
+def test_a_model_that_is_saved_while_it_is_summoned_stays_what_it_was(keep: bool, strategy: ShardingStrategy) -> None:
+    model, optimizer = wrapped(made(Outspoken), strategy, keep)
+    with FSDP.summon_full_params(model):
+        saved = model.state_dict()
+        before = picture(saved)
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                tensor.add_(1)
+    assert_unchanged(saved, before)
+    step(model, optimizer)
+    assert_unchanged(saved, before)
+
+
+@pytest.mark.spec("SD-FULL-07")
+@ranks(2)
+def test_a_sparse_buffer_is_copied_too() -> None:
+    plain = made()
+    plain.register_buffer("sparse", torch.eye(2).to_sparse())
+    model, _ = wrapped(plain, ShardingStrategy.FULL_SHARD, keep=False)
+    saved = model.state_dict()["sparse"]
+    plain.sparse.mul_(3)
+    assert torch.equal(saved.to_dense(), torch.eye(2))
+
+
+@pytest.mark.spec("SD-FULL-07")
+@every_strategy
+@flat_or_original
+@ranks(2)
+def test_who_asks_for_the_tensors_themselves_is_given_those_of_no_unit(keep: bool, strategy: ShardingStrategy) -> None:
+    model, optimizer = wrapped(made(), strategy, keep)
+    of_no_unit = [name for name in made().state_dict() if "plain" in name or "run" in name or "num" in name]
+    of_units = []
+    for form in FORMS:
+        with FSDP.state_dict_type(model, *FORMS[form]):
+            saved = model.state_dict(keep_vars=True)
+        if "offloaded" not in form:
+            assert saved["plain.weight"] is model.module.plain.weight
+            assert saved["steps"] is model.module.steps
+        of_units.append({key: value for key, value in saved.items() if key not in [*of_no_unit, "steps"]})
+    before = picture(of_units)
+    step(model, optimizer)
+    assert_unchanged(of_units, before)
+
+
+@pytest.mark.spec("SD-FULL-07")
+@ranks(2)
+def test_a_plain_module_around_hands_out_its_own_tensors_as_torch_documents() -> None:
+    model, optimizer = wrapped(made(), ShardingStrategy.FULL_SHARD, keep=False)
+    around = nn.Sequential(model, nn.BatchNorm1d(5).to(device()))
+    saved = around.state_dict()
+    step(around, optimizer)
+    assert torch.equal(saved["1.running_mean"], around[1].running_mean)
+    assert not torch.equal(saved["0.inner.1.running_mean"], model.module.inner[1].running_mean)
+
+
+@pytest.mark.spec("SD-FULL-07")
+@ranks(2)
+def test_fully_shard_hands_out_its_own_tensors_as_every_module_does_and_copies_of_what_it_gathers() -> None:
+    model = made()
+    fully_shard(model.inner)
+    fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    shown = model.state_dict()
+    gathered = {key: value.full_tensor() for key, value in shown.items() if isinstance(value, DTensor)}
+    before = picture(gathered)
+    step(model, optimizer)
+    assert all(map(torch.equal, tensors(shown), tensors(model.state_dict()))), "the shown ones have moved on"
+    assert_unchanged(gathered, before)
+    assert not any(map(torch.equal, before, tensors(get_model_state_dict(model))))
