@@ -1,0 +1,3 @@
+from spec_tests.mutants.mutant import Mutant
+
+MUTANTS: list[Mutant] = []
