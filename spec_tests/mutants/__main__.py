@@ -31,8 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for mutant in MUTANTS.values():
         if mutant.name not in results and _is_meant(mutant, options.words):
             results[mutant.name] = _run(mutant)
-            record.append(mutant, results[mutant.name])
-    record.write(MUTANTS, results.values())
+            if not results[mutant.name].end:
+                record.append(mutant, results[mutant.name])
+    record.write(MUTANTS, [result for result in results.values() if not result.end])
     return _summary([result for result in results.values() if _is_meant(MUTANTS[result.name], options.words)])
 
 

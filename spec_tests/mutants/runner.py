@@ -3,7 +3,7 @@
 ::
 
     repository ---- copy (0.2 s) ----> folder: minifsdp/engine/reduce.py changed
-                                       python -m pytest --rows HYB-05 spec_tests/fsdp1/test_hybrid.py ...
+                                       pytest --rows HYB-05 spec_tests/fsdp1/test_hybrid.py ...
                     <---- red.json ----
 
 The working tree is never touched. Which files to give to pytest is found by looking for the rows' names in them; which
@@ -18,7 +18,6 @@ import json
 import os
 import pathlib
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -61,8 +60,6 @@ def run(mutant: Mutant, limit: float = LIMIT) -> Result:
         end = _pytest(mutant, folder, limit)
         path = folder / "red.json"
         said = json.loads(path.read_text()) if path.exists() else {"red": {}, "green": []}
-    if not said["red"] and not said["green"] and not end:
-        end = "no test was run"
     return Result(mutant.name, said["red"], [row for row in mutant.row_list if row not in said["red"]], end)
 
 
@@ -83,32 +80,30 @@ def _copy(change: Broken) -> Iterator[pathlib.Path]:
 
 
 def _pytest(mutant: Mutant, folder: pathlib.Path, limit: float) -> str:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "spec_tests.mutants.watch"]
-    command += ["--device", mutant.device, "--rows", ",".join(mutant.row_list), "--red", "red.json"]
+    arguments = ["-q", "-p", "no:cacheprovider", "-p", "spec_tests.mutants.watch", "--device", mutant.device]
+    arguments += ["--rows", ",".join(mutant.row_list), "--red", str(folder / "red.json")]
     if mutant.device != "cpu":
-        command.append("--every-row")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
-    with (folder / "output.txt").open("w") as output:
-        process = subprocess.Popen(
-            [*command, *files_of(mutant.row_list)], cwd=folder, env=environment, stdout=output, stderr=output
-        )
-        try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            _interrupt(process)
-            return f"not over in {limit:g} s"
-    # 0 and 1 are passed and failed, 5 is no test.
-    return "" if code in (0, 1, 5) else _last_lines((folder / "output.txt").read_text())
+        arguments.append("--every-row")
+    request = {"folder": str(folder), "arguments": [*arguments, *files_of(mutant.row_list)], "limit": limit}
+    pipes = _server()
+    assert pipes.stdin is not None and pipes.stdout is not None
+    pipes.stdin.write(json.dumps(request) + "\n")
+    pipes.stdin.flush()
+    code = int(pipes.stdout.readline())
+    if code == -1:
+        return f"not over in {limit:g} s"
+    # 0 and 1: tests have passed and failed. Without an answer of theirs it was not they who failed.
+    is_answered = code in (0, 1) and (folder / "red.json").exists()
+    return "" if is_answered else _last_lines((folder / "output.txt").read_text())
 
 
-def _interrupt(process: subprocess.Popen[bytes]) -> None:
-    """Lets pytest close its ranks, and ends it if it does not."""
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(30)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """The process that starts pytest, see ``server.py``; it ends with this one, when nothing more is asked."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONPATH", None)
+    command = [sys.executable, str(pathlib.Path(__file__).with_name("server.py"))]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 
 def _last_lines(text: str) -> str:

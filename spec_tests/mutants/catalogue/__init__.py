@@ -11,6 +11,7 @@ from spec_tests.mutants.catalogue import (
     precision,
     rest,
     sharding,
+    switches,
     training,
 )
 from spec_tests.mutants.mutant import Mutant
@@ -26,6 +27,7 @@ EVERY: list[Mutant] = [
     *checkpoints.MUTANTS,
     *optimizer_states.MUTANTS,
     *fully_shard.MUTANTS,
+    *switches.MUTANTS,
     *rest.MUTANTS,
 ]
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}

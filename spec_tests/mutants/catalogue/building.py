@@ -114,8 +114,8 @@ MUTANTS = [
     Mutant(
         "replicas-are-not-synchronized",
         "_broadcast",
-        "for group in (mesh.replicate, mesh.shard):",
-        "for group in (mesh.shard,):",
+        "    for group in (mesh.replicate, mesh.shard):\n        if group is not None:\n            if trace",
+        "    for group in (mesh.shard,):\n        if group is not None:\n            if trace",
         "Under a hybrid strategy only the first row has rank 0's initial values.",
         "SYNC-02",
     ),
@@ -158,14 +158,6 @@ MUTANTS = [
         "return [*parameters]",
         "A module whose only meta tensor is a buffer stays on meta.",
         "META-01",
-    ),
-    Mutant(
-        "wrappers-below-ignored-modules-are-ignored",
-        "_below",
-        "    if is_wrapper(module):\n        return\n",
-        "",
-        "A unit below an ignored module is ignored with it.",
-        "IGN-03",
     ),
     Mutant(
         "children-of-ignored-modules-are-sharded",

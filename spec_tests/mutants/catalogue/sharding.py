@@ -10,8 +10,8 @@ MUTANTS = [
     Mutant(
         "last-shard-is-cut-short",
         "Partition.slices_of_piece",
-        "slices.append(slice(start, min(max(first + numel, start), self.shard_numel)))",
-        "slices.append(slice(start, min(max(first + numel, start), self.shard_numel - (numel > 1 and first + numel > self.shard_numel))))",
+        "min(max(first + numel, start), self.shard_numel)",
+        "min(max(first + numel, start), self.shard_numel - (first + numel > self.shard_numel))",
         "A parameter that goes on in the next shard is one element short in this one.",
         "SHARD-03",
     ),
