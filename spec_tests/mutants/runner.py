@@ -30,7 +30,17 @@ from spec_tests.mutants.mutant import Broken, Mutant, broken
 __all__ = ["Result", "files_of", "run"]
 
 LIMIT = 300.0  # seconds for one mutant; by then a hang has been reported by the harness a few times
-COPIED = ("conftest.py", "docs", "minifsdp", "pyproject.toml", "README.md", "spec_tests", "tutorials")
+COPIED = (
+    "README.md",
+    "conftest.py",
+    "docs",
+    "docs_build",
+    "minifsdp",
+    "mkdocs.yml",
+    "pyproject.toml",
+    "spec_tests",
+    "tutorials",
+)
 
 
 @dataclass(frozen=True)
