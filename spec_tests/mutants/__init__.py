@@ -16,12 +16,12 @@ would pass, and the mutant would be reported as not noticed.
 
 Files: ``mutant.py`` finds the passage, ``catalogue/`` has the mutants by sections of the spec, ``watch.py`` lets pytest
 run the tests of some rows only, ``runner.py`` runs one mutant in a copy of the repository with the help of
-``server.py``, ``record.py`` writes ``docs/data/mutants.json``. A mutant is named by function and meaning: code may move to other files and lines. One that
-does not apply any more is an error of ``test_mutants.py``, which takes no time.
+``server.py``, ``record.py`` writes ``docs/data/mutants.json``. A mutant is named by function and meaning: code may move
+to other files and lines. One that does not apply any more is an error of ``test_mutants.py``, which runs no mutant.
 
 Price: one pytest for each mutant. torch is imported once for all of them (``server.py``), so that a mutant costs the
-import of a few files of tests and those tests; on two cores that had other work as well, 10 to 60 seconds were measured.
-Only tests that carry one of the mutant's rows are run, and no more of them once each row is red.
+import of a few files of tests and those tests; 10 to 60 seconds were measured, on two cores that had other work as
+well. Only tests that carry one of the mutant's rows are run, and no more of them once each row is red.
 
 Tools such as mutmut and cosmic-ray exchange tokens, a ``<`` for a ``<=`` or a number for its successor, and so find
 untested lines. They cannot say that the division is forgotten in hybrid sharding alone, nor which row of the spec would
