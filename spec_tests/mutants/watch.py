@@ -36,12 +36,12 @@ class _Watch:
 
     def concerns(self, item: pytest.Item) -> set[str]:
         """The watched rows that a test carries."""
-        return self.rows & {row for marker in item.iter_markers("spec") for row in marker.args}
+        return self.rows & _rows_of(item)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Leaves out the tests of other rows."""
-        items[:] = [item for item in items if self.concerns(item)]
+        """Leaves out the tests of other rows; those that are about few rows come first, whole programs last."""
+        items[:] = sorted(filter(self.concerns, items), key=lambda item: len(_rows_of(item)))
 
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
         """Says that a test was run, when there is nothing left to learn from it."""
@@ -57,3 +57,7 @@ class _Watch:
             self.green.append(item.nodeid)
         self.path.write_text(json.dumps({"red": self.red, "green": self.green}))
         return report
+
+
+def _rows_of(item: pytest.Item) -> set[str]:
+    return {row for marker in item.iter_markers("spec") for row in marker.args}
