@@ -34,6 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spec_tests.harness import pool, simulated
 from spec_tests.harness.accounting import ROOT
+from spec_tests.harness.passage import exchanged
 
 __all__ = ["PACKAGE", "Break", "Outcome", "broken", "findings", "run"]
 
@@ -122,13 +123,10 @@ def broken(one: Break) -> Iterator[pathlib.Path]:
     Raises:
         ValueError: the engine was changed, and the break must be written anew.
     """
-    text = (PACKAGE / one.file).read_text()
-    if text.count(one.old) != 1:
-        times = text.count(one.old)
-        raise ValueError(f"the passage of {one.name!r} is {times} times in minifsdp/{one.file}, not once:\n{one.old}")
+    text = exchanged((PACKAGE / one.file).read_text(), one.old, one.new, f"minifsdp/{one.file} for {one.name!r}")
     with tempfile.TemporaryDirectory(prefix="broken-") as folder:
         shutil.copytree(PACKAGE, pathlib.Path(folder) / PACKAGE.name)
-        (pathlib.Path(folder) / PACKAGE.name / one.file).write_text(text.replace(one.old, one.new))
+        (pathlib.Path(folder) / PACKAGE.name / one.file).write_text(text)
         yield pathlib.Path(folder)
 
 

@@ -1,0 +1,33 @@
+"""The mutants, by sections of the spec; names are unique."""
+
+from __future__ import annotations
+
+from spec_tests.mutants.catalogue import (
+    backward,
+    building,
+    checkpoints,
+    fully_shard,
+    optimizer_states,
+    precision,
+    rest,
+    sharding,
+    switches,
+    training,
+)
+from spec_tests.mutants.mutant import Mutant
+
+__all__ = ["EVERY", "MUTANTS"]
+
+EVERY: list[Mutant] = [
+    *building.MUTANTS,
+    *sharding.MUTANTS,
+    *backward.MUTANTS,
+    *precision.MUTANTS,
+    *training.MUTANTS,
+    *checkpoints.MUTANTS,
+    *optimizer_states.MUTANTS,
+    *fully_shard.MUTANTS,
+    *switches.MUTANTS,
+    *rest.MUTANTS,
+]
+MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}

@@ -1,0 +1,132 @@
+"""Runs one mutant: a copy of the repository, one file of it changed, and one pytest on the tests of the rows.
+
+::
+
+    repository ---- copy (0.2 s) ----> folder: minifsdp/engine/reduce.py changed
+                                       pytest --rows HYB-05 spec_tests/fsdp1/test_hybrid.py ...
+                    <---- red.json ----
+
+The working tree is never touched. Which files to give to pytest is found by looking for the rows' names in them; which
+tests of these files to run, pytest finds by their markers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass, field
+
+from spec_tests.harness.accounting import ROOT
+from spec_tests.mutants.mutant import Broken, Mutant, broken
+
+__all__ = ["Result", "files_of", "run"]
+
+LIMIT = 300.0  # seconds for one mutant; by then a hang has been reported by the harness a few times
+COPIED = (
+    "README.md",
+    "conftest.py",
+    "docs",
+    "docs_build",
+    "minifsdp",
+    "mkdocs.yml",
+    "pyproject.toml",
+    "spec_tests",
+    "tutorials",
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one mutant.
+
+    Attributes:
+        name: the mutant's.
+        red: the rows that noticed, and by which test first.
+        blind: the rows that did not, though they must.
+        end: ``""``, or why pytest did not come to its end.
+    """
+
+    name: str
+    red: dict[str, str] = field(default_factory=dict)
+    blind: list[str] = field(default_factory=list)
+    end: str = ""
+
+    def as_line(self) -> str:
+        """For a file of JSON lines."""
+        return json.dumps(asdict(self))
+
+
+def run(mutant: Mutant, limit: float = LIMIT) -> Result:
+    """Runs the tests of the mutant's rows on the package as the mutant leaves it."""
+    with _copy(broken(mutant)) as folder:
+        end = _pytest(mutant, folder, limit)
+        path = folder / "red.json"
+        said = json.loads(path.read_text()) if path.exists() else {"red": {}, "green": []}
+    return Result(mutant.name, said["red"], [row for row in mutant.row_list if row not in said["red"]], end)
+
+
+@contextlib.contextmanager
+def _copy(change: Broken) -> Iterator[pathlib.Path]:
+    with tempfile.TemporaryDirectory(prefix="mutant-") as name:
+        folder = pathlib.Path(name)
+        for part in COPIED:
+            if (ROOT / part).is_dir():
+                shutil.copytree(ROOT / part, folder / part)
+            else:
+                shutil.copy2(ROOT / part, folder / part)
+        (folder / change.path).write_text(change.text)
+        # Python compares times by the second, and would take the intact module's code for the changed one's.
+        for stale in (folder / change.path).parent.glob(f"__pycache__/{change.path.stem}.*"):
+            stale.unlink()
+        yield folder
+
+
+def _pytest(mutant: Mutant, folder: pathlib.Path, limit: float) -> str:
+    arguments = ["-q", "-p", "no:cacheprovider", "-p", "spec_tests.mutants.watch", "--device", mutant.device]
+    arguments += ["--rows", ",".join(mutant.row_list), "--red", str(folder / "red.json")]
+    if mutant.device != "cpu":
+        arguments.append("--every-row")
+    request = {"folder": str(folder), "arguments": [*arguments, *files_of(mutant.row_list)], "limit": limit}
+    pipes = _server()
+    assert pipes.stdin is not None and pipes.stdout is not None
+    pipes.stdin.write(json.dumps(request) + "\n")
+    pipes.stdin.flush()
+    code = int(pipes.stdout.readline())
+    if code == -1:
+        return f"not over in {limit:g} s"
+    # 0 and 1: tests have passed and failed. Without an answer of theirs it was not they who failed.
+    is_answered = code in (0, 1) and (folder / "red.json").exists()
+    return "" if is_answered else _last_lines((folder / "output.txt").read_text())
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """The process that starts pytest, see ``server.py``; it ends with this one, when nothing more is asked."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONPATH", None)
+    command = [sys.executable, str(pathlib.Path(__file__).with_name("server.py"))]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def _last_lines(text: str) -> str:
+    return "\n".join(text.splitlines()[-15:])
+
+
+@functools.cache
+def _test_files() -> dict[str, str]:
+    """The text of each file with tests that can carry a row."""
+    paths = sorted((ROOT / "spec_tests").rglob("test_*.py"))
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths if "benchmarks" not in path.parts}
+
+
+def files_of(rows: Collection[str]) -> list[str]:
+    """The files with tests that carry one of ``rows``."""
+    return [path for path, text in _test_files().items() if any(f'"{row}"' in text for row in rows)]
