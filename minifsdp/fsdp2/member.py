@@ -243,6 +243,7 @@ class Member:
         """Issues the gather of this member's unit; `wait` completes it."""
         if self.unit is not None:
             tree = self.current_tree()
+            self.unit.layout.notice_edits()
             tree.lanes.gather.follow()
             if self.unit.layout.is_stale():
                 self.unit.reshard()
