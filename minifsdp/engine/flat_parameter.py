@@ -84,6 +84,7 @@ class FlatOwnership(Ownership):
                 setattr(slot.module, slot.name, stand_ins[-1])
         self.stand_ins = stand_ins
         home.register_parameter(FLAT_NAME, self.shard)
+        misuse.note_flattened(home, FLAT_NAME)
 
     def dictionary(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Where to write what a module shall show: past ``_parameters``, so that only the flat parameter is listed."""

@@ -103,6 +103,8 @@ def owned_parameters(
 ) -> dict[nn.Parameter, OwnedParameter]:
     """The parameters that ``modules`` own themselves, each once, in the order of the walk, ties joined.
 
+    What is part of a flat unit already, because the very module was wrapped before, is left to that unit.
+
     Args:
         modules: pairs of path and module; modules of inner units must not be among them.
         ignored: parameters to leave alone.
@@ -113,7 +115,7 @@ def owned_parameters(
     found: dict[nn.Parameter, OwnedParameter] = {}
     for prefix, module in modules:
         for name, parameter in module._parameters.items():
-            if parameter is None or parameter in ignored:
+            if parameter is None or parameter in ignored or misuse.is_flattened(module, name):
                 continue
             slot = Slot.of(module, name, f"{prefix}.{name}" if prefix else name)
             misuse.check_place(module, name, slot.path)

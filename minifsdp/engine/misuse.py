@@ -45,6 +45,8 @@ __all__ = [
     "check_place",
     "note_place",
     "check_reduced",
+    "is_flattened",
+    "note_flattened",
     "note_taken",
     "note_unreduced",
     "num_steps",
@@ -70,6 +72,7 @@ _taken: Registry = {}
 _replaced: Registry = {}
 _doors: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _places: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
+_flattened: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 _unreduced: weakref.WeakSet[Any] = weakref.WeakSet()
 _checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _is_watching = False
@@ -143,6 +146,19 @@ def check_place(module: nn.Module, name: str, path: str) -> None:
                 "left when the call is made",
             )
         )
+
+
+def note_flattened(module: nn.Module, name: str) -> None:
+    """Remembers that what ``module`` shows as ``name`` is part of a flat unit."""
+    _flattened.setdefault(module, set()).add(name)
+
+
+def is_flattened(module: nn.Module, name: str) -> bool:
+    """Whether what ``module`` shows as ``name`` is part of a flat unit; one made later leaves it there (CTOR-17).
+
+    A question about the place and not about the tensor: the same tensor in another module is a tie.
+    """
+    return name in _flattened.get(module, ())
 
 
 def check_one_door(module: nn.Module, door: str) -> None:

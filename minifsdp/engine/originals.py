@@ -79,6 +79,8 @@ class OriginalOwnership(Ownership):
         self.stand_ins = self.originals
         for original, path, is_replaced in zip(parameters, self._paths, self._is_distributed, strict=True):
             misuse.note_taken(original, path, is_replaced=is_replaced)
+        for slot in (slot for owned in parameters.values() for slot in owned.slots):
+            misuse.note_flattened(slot.module, slot.name)
         self._warn_if_mixed()
         self.take_back()
 

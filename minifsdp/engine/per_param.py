@@ -19,14 +19,17 @@ one. Here is what the unit sees of it, and the way of the gradients:
 3. what comes back is a row of this rank's pieces, and ``.grad`` of each DTensor is a DTensor around its part of it.
 
 Users may replace what they see: ``load_state_dict(assign=True)``, ``to_empty``, ``model.to(...)`` put other tensors in
-place. Once in an iteration the layout looks, takes the new values into its row and goes on.
+place. Once in an iteration the layout looks, takes the new values into its row and goes on. Not earlier: where several
+modules share a unit, they are converted one after the other, and in between the unit is of two kinds. If it is when
+the look comes, ``weight`` in bfloat16 and ``bias`` in float32, the row is replaced by one for each dtype.
 
 Trade-off against the flat layout: a copy out for each gather, a sorted copy of the gradients, and DTensors in the
 optimizer; in exchange no tensor is anonymous, and frozen and trained parameters, or several dtypes, can share a unit.
 
 *In torch:* ``FSDPParam`` and ``FSDPParamGroup``, 2053 lines.
 
-Spec: FS2-04 to FS2-08, FS2-13, FS2-19, FS2-22, FS2-MP-02, FS2-MP-03, FS2-SYNC-02, FS2-META-03, STREAM-05, STREAM-10.
+Spec: FS2-04 to FS2-08, FS2-13, FS2-19, FS2-22, FS2-28, FS2-MP-02, FS2-MP-03, FS2-SYNC-02, FS2-META-03, STREAM-05,
+STREAM-10.
 """
 
 from __future__ import annotations
@@ -323,27 +326,47 @@ class PerParameterLayout(Layout):
             self._take_over()
 
     def _take_over(self) -> None:
-        for row in self._rows:
-            entries = [entry for entry in self._entries if entry.row is row]
-            new = [piece_of(entry.parameter) for entry in entries]
-            if len({(piece.dtype, piece.device) for piece in new}) > 1:
-                paths = [
-                    f"{entry.owned.path} ({piece.dtype}, {piece.device})"
-                    for entry, piece in zip(entries, new, strict=True)
-                ]
-                raise RuntimeError(
-                    trouble(
-                        "converted-apart",
-                        f"parameters of one unit were given different dtypes or devices: {', '.join(paths)}; convert "
-                        "all parameters of the unit in the same way",
-                    )
-                )
-            row.replace(new, self._compute_dtype_of(new[0].dtype))
-            self._has_copied = True
-            for entry, piece in zip(entries, row.pieces, strict=True):
-                entry.piece = piece
-                set_piece(entry.parameter, piece)
+        self._rows = [part for row in self._rows for part in self._take_over_row(row)]
+        self._has_copied = True
+        for entry in self._entries:
+            entry.piece = entry.row.pieces[entry.number]
+            set_piece(entry.parameter, entry.piece)
         self._renew_leaves()
+
+    def _take_over_row(self, row: Row | ExtendedRow) -> list[Row | ExtendedRow]:
+        """Puts what the parameters hold now into their row, or into one row for each dtype that they have now."""
+        by_dtype: dict[torch.dtype, list[_Entry]] = {}
+        for entry in self._entries:
+            if entry.row is row:
+                by_dtype.setdefault(piece_of(entry.parameter).dtype, []).append(entry)
+        pieces = {dtype: [piece_of(entry.parameter) for entry in entries] for dtype, entries in by_dtype.items()}
+        if len({piece.device for found in pieces.values() for piece in found}) > 1:
+            raise self._converted_apart(row)
+        if len(by_dtype) == 1 or isinstance(row, ExtendedRow):
+            (dtype,) = by_dtype
+            row.replace(pieces[dtype], self._compute_dtype_of(dtype))
+            return [row]
+        parts: list[Row | ExtendedRow] = []
+        for dtype, entries in by_dtype.items():
+            numbers = [entry.number for entry in entries]
+            parts.append(row.part(numbers, pieces[dtype], self._compute_dtype_of(dtype)))
+            for number, entry in enumerate(entries):
+                entry.row, entry.number = parts[-1], number
+        return parts
+
+    def _converted_apart(self, row: Row | ExtendedRow) -> RuntimeError:
+        paths = [
+            f"{self.full_name(entry.owned.path)} ({piece_of(entry.parameter).device})"
+            for entry in self._entries
+            if entry.row is row
+        ]
+        return RuntimeError(
+            trouble(
+                "converted-apart",
+                f"parameters of one unit are on different devices: {', '.join(paths)}; convert all of them before "
+                "the unit is used",
+            )
+        )
 
     def _renew_leaves(self) -> None:
         for entry in self._entries:

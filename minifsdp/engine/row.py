@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -258,14 +259,26 @@ class Row:
         """New pieces, perhaps of another dtype or on another device; all leaves are made anew if they are."""
         first = pieces[0]
         if first.dtype is not self.local.dtype or first.device != self.local.device:
-            self.local = torch.zeros(self.local.numel(), dtype=first.dtype, device=first.device)
-            if self.device.type in ("meta", first.device.type):
-                self.device = first.device
-            self.pieces = self._pieces_of(self.local)
-            self._make_leaves(dtype or first.dtype)
+            self._lay_anew(first, dtype)
         for mine, new in zip(self.pieces, pieces, strict=True):
             if mine.data_ptr() != new.data_ptr() or mine.device.type == "meta":
                 mine.copy_(new)
+
+    def part(self, numbers: Sequence[int], pieces: Sequence[torch.Tensor], dtype: torch.dtype | None) -> Row:
+        """A row for some of the parameters, whose new pieces are of another dtype than those of the others."""
+        part = copy(self)
+        part.cuts = [self.cuts[number] for number in numbers]
+        part._sizes = [self._sizes[number] for number in numbers]
+        part._lay_anew(pieces[0], dtype)
+        part.replace(pieces, dtype)
+        return part
+
+    def _lay_anew(self, like: torch.Tensor, dtype: torch.dtype | None) -> None:
+        self.local = torch.zeros(sum(self._sizes), dtype=like.dtype, device=like.device)
+        if self.device.type in ("meta", like.device.type):
+            self.device = like.device
+        self.pieces = self._pieces_of(self.local)
+        self._make_leaves(dtype or like.dtype)
 
 
 def _cut_out(view: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ collective among these is making the groups of a hybrid strategy, when the user 
 
 *In torch:* ``_init_utils.py``, 1236 lines; a string for a strategy ends in a bare ``KeyError`` there.
 
-Spec: CTOR-02, CTOR-06 to CTOR-09, CTOR-14, PREF-01, HYB-02, HYB-03, HYB-07, HYB-08, DEV-09, LEGACY-04.
+Spec: CTOR-02, CTOR-06 to CTOR-09, CTOR-14, CTOR-17, PREF-01, HYB-02, HYB-03, HYB-07, HYB-08, DEV-09, LEGACY-04.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from minifsdp.engine import misuse
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.hooks import Prefetch
 from minifsdp.engine.mesh import Group, Mesh, default_group, node_groups
@@ -31,7 +32,15 @@ from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1 import policies
 from minifsdp.fsdp1.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-__all__ = ["check_options", "choose_mesh", "compute_device", "modules_of_unit", "precision_of", "prefetch_of"]
+__all__ = [
+    "check_options",
+    "choose_mesh",
+    "compute_device",
+    "flattened_in",
+    "modules_of_unit",
+    "precision_of",
+    "prefetch_of",
+]
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 # All units of this door lie flat.
@@ -287,3 +296,13 @@ def modules_of_unit(module: nn.Module, is_unit: Any, ignored: set[nn.Module]) ->
 
     walk("", module)
     return found
+
+
+def flattened_in(modules: list[tuple[str, nn.Module]]) -> set[nn.Parameter]:
+    """What ``modules`` show of units that were made before, whose values are a matter of those units."""
+    return {
+        parameter
+        for _, module in modules
+        for name, parameter in module._parameters.items()
+        if parameter is not None and misuse.is_flattened(module, name)
+    }

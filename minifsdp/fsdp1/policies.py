@@ -30,11 +30,11 @@ A policy that is an object sees the whole tree at once and answers with the chos
 `CustomPolicy` may give a unit other arguments than its neighbours have.
 
 *In torch:* ``torch/distributed/fsdp/wrap.py``. Its policy objects work here too, because only their one method is asked
-for. Two things differ. `CustomPolicy` is not asked about the outermost module, on which it has no say. And a function
-that cannot be called as it is meant to be is refused before anything is changed, with the ``functools.partial`` that is
-missing.
+for. Two things differ. The constructor does not ask a policy object about the outermost module, on which it has no say;
+a program that asks the object itself is told about all modules. And a function that cannot be called as it is meant to
+be is refused before anything is changed, with the ``functools.partial`` that is missing.
 
-Spec: WRAP-02 to WRAP-09, WRAP-16, LEGACY-02, LEGACY-03, NEW-02, NEW-03.
+Spec: WRAP-02 to WRAP-09, WRAP-16, WRAP-18, LEGACY-02, LEGACY-03, NEW-02, NEW-03.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec
 
 from torch import nn
@@ -208,12 +208,10 @@ class _Policy(ABC):
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
-        """The chosen modules, each with ``root_kwargs`` changed to what its own unit shall get."""
+        """The chosen modules, each with ``root_kwargs`` changed to what its own unit shall get.
 
-
-def _below(root_module: nn.Module, ignored_modules: set[nn.Module]) -> Generator[nn.Module, None, None]:
-    """What a policy may have a say about: not the outermost module and nothing that is ignored."""
-    return (m for m in root_module.modules() if m is not root_module and m not in ignored_modules)
+        Programs that shard by themselves ask this, and the outermost module is theirs to shard as well (WRAP-18).
+        """
 
 
 class ModuleWrapPolicy(_Policy):
@@ -232,7 +230,8 @@ class ModuleWrapPolicy(_Policy):
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
-        return {m: dict(root_kwargs) for m in _below(root_module, ignored_modules) if self(m, recurse=False)}
+        asked = (module for module in root_module.modules() if module not in ignored_modules)
+        return {module: dict(root_kwargs) for module in asked if self(module, recurse=False)}
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
         """The same as a function, to be combined with other functions."""
@@ -247,7 +246,7 @@ class CustomPolicy(_Policy):
     """The user's function decides, and may give a unit other constructor arguments than the outer one (NEW-02).
 
     Args:
-        lambda_fn: called with each module below the outermost; returns ``True``, ``False``, or a dict of arguments to
+        lambda_fn: called with each module that is not ignored; returns ``True``, ``False``, or a dict of arguments to
             override. An empty dict means ``False``.
     """
 
@@ -258,7 +257,9 @@ class CustomPolicy(_Policy):
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
         chosen: dict[nn.Module, dict[str, Any]] = {}
-        for module in _below(root_module, ignored_modules):
+        for module in root_module.modules():
+            if module in ignored_modules:
+                continue
             answer = self._lambda_fn(module)
             if not isinstance(answer, (bool, dict)):
                 raise ValueError(
@@ -325,7 +326,8 @@ def question(policy: Any, root_module: nn.Module, ignored_modules: set[nn.Module
     """
     require_policy(policy)
     if hasattr(policy, "_run_policy"):
-        picked: dict[nn.Module, Overrides] = policy._run_policy(root_module, ignored_modules, {})
+        # The outermost module is out of the question: it becomes a unit whatever the policy says (WRAP-10).
+        picked: dict[nn.Module, Overrides] = policy._run_policy(root_module, {root_module, *ignored_modules}, {})
         return lambda module, recurse, numel: {} if recurse else picked.get(module)
     function = _under_new_name(policy)
     if function is not policy:

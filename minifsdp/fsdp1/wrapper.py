@@ -171,7 +171,7 @@ class FullyShardedDataParallel(NameMethods, StateDictMethods, OptimStateMethods,
         self, modules: list[tuple[str, nn.Module]], param_init_fn: Any, device_id: Any, sync_module_states: bool
     ) -> None:
         """Makes this unit's initial values real, in the right place, and if so wished equal on all ranks."""
-        ignored = self._ignored_parameters
+        ignored = {*self._ignored_parameters, *build.flattened_in(modules)}
         initial.materialize(modules, param_init_fn, self.compute_device, ignored)
         if device_id is not None:
             initial.move_modules(modules, self.compute_device, ignored)

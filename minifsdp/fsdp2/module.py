@@ -12,7 +12,7 @@ Most of them set a switch on the unit, or on all units below. Worked example, tw
 
 *In torch:* the class of the same name in ``_fully_shard.py``.
 
-Spec: FS2-02, FS2-19, FS2-20, FS2-27, FS2-PREF, FS2-SYNC, NEW-06 to NEW-18.
+Spec: FS2-02, FS2-19, FS2-20, FS2-27, FS2-28, FS2-PREF, FS2-SYNC, NEW-06 to NEW-18.
 """
 
 from __future__ import annotations
@@ -262,13 +262,9 @@ class FSDPModule:
     # --- what modules are asked by nn.Module itself ---
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """``to``, ``half``, ``to_empty`` and the like act on the shards."""
-        member = _member(self)
-        member.reshard()
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        if member.unit is not None:
-            member.unit.layout.notice_edits()
-        return result
+        """``to``, ``half``, ``to_empty`` and the like act on the shards; a unit adapts when next used (FS2-28)."""
+        _member(self).reshard()
+        return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
     def _get_fsdp_state(self) -> Member:
         return _member(self)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
+import minifsdp
 from minifsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, trace
 from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.fsdp1.four_blocks import (
@@ -425,6 +426,52 @@ def test_without_any_process_group_the_error_names_what_to_call(strategy: Shardi
     assert not dist.is_initialized()
     with pytest.raises(RuntimeError, match="init_process_group"):
         FSDP(Stack(), sharding_strategy=strategy, auto_wrap_policy=ModuleWrapPolicy({Block}))
+
+
+@pytest.mark.spec("CTOR-17")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("is_inside", [False, True])
+@ranks(2)
+def test_a_module_that_is_wrapped_again_stays_in_its_first_unit(is_inside: bool, use_orig_params: bool) -> None:
+    names = []
+    for library in (torch_fsdp, minifsdp):
+        twice: Any = {
+            "use_orig_params": use_orig_params,
+            "device_id": device(),
+            # A unit's values, a different slice on each rank, are not what the second call may send around. (Torch
+            # refuses to send what is on a CPU.)
+            "sync_module_states": library is minifsdp,
+        }
+        model, once = seeded(), seeded()
+        for plain in (model, once):
+            plain.enter = library.FullyShardedDataParallel(plain.enter, **twice)
+        first = model.enter
+        again = library.FullyShardedDataParallel(first.module, **twice)
+        if is_inside:
+            first._fsdp_wrapped_module = again
+        else:
+            model.also = again
+        assert (first._has_params, again._has_params) == (True, False)
+        model, once = (library.FullyShardedDataParallel(plain, **twice) for plain in (model, once))
+        names.append([name for name, _ in model.named_parameters()])
+    assert names[0] == names[1]
+    for whole in (model, once):
+        iterate(whole)
+    for ours, expected in zip(model.parameters(), once.parameters(), strict=True):
+        assert torch.equal(ours, expected)
+        # Of a parameter that is on the other rank only there is none.
+        assert (ours.grad is None) is (expected.grad is None) is (ours.numel() == 0)
+        assert ours.grad is None or torch.equal(ours.grad, expected.grad)
+
+
+@pytest.mark.spec("CTOR-17")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_an_empty_wrapper_around_a_module_of_another_unit_does_not_compute_with_shards(use_orig_params: bool) -> None:
+    first = FSDP(nn.Linear(WIDTH, WIDTH), use_orig_params=use_orig_params)
+    again = FSDP(first.module, use_orig_params=use_orig_params)
+    with refused(RuntimeError, "is sharded right now"):
+        again(batch())
 
 
 @pytest.mark.spec("CTOR-14")

@@ -428,6 +428,23 @@ def test_policy_objects_of_torch_work_here_too() -> None:
     assert list(choose(blocks(), custom).values()) == [{"a": 1}]
 
 
+@pytest.mark.spec("WRAP-18", "NEW-02", "WRAP-05")
+@pytest.mark.parametrize("answer", [True, False, {}, {"sharding_strategy": "other"}], ids=str)
+def test_a_policy_object_that_is_asked_itself_answers_for_the_root_as_torchs_does(answer: Any) -> None:
+    root, kwargs = blocks(), {"sharding_strategy": "outer", "prefetch": 2}
+
+    def choice(module: nn.Module) -> bool | dict[str, Any]:
+        return answer if module is root else isinstance(module, Block)
+
+    for name, argument in (("CustomPolicy", choice), ("ModuleWrapPolicy", {type(root), Block})):
+        ours, theirs = (getattr(package, name)(argument) for package in (minifsdp.wrap, torch_wrap))
+        for ignored in (set(), {root}, {root.parts[0]}):
+            found = ours._run_policy(root, ignored, kwargs)
+            assert found == theirs._run_policy(root, ignored, kwargs)
+            assert (root in found) is (root not in ignored and (name == "ModuleWrapPolicy" or bool(answer)))
+    assert kwargs == {"sharding_strategy": "outer", "prefetch": 2}
+
+
 @pytest.mark.spec("WRAP-02", "WRAP-12", "NEW-02", "NEW-03")
 @pytest.mark.parametrize("name", torch_wrap.__all__)
 def test_every_public_name_of_torch_is_here_with_the_same_parameters(name: str) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from minifsdp import trace
 from spec_tests.fsdp2.four_blocks import (
@@ -26,7 +27,7 @@ from spec_tests.fsdp2.four_blocks import (
     wide,
 )
 from spec_tests.fsdp2.subject import FSDPModule, MixedPrecisionPolicy, fully_shard
-from spec_tests.harness import plain_tensor, ranks
+from spec_tests.harness import device, plain_tensor, ranks
 
 # --- several modules, one group ---
 
@@ -173,6 +174,111 @@ def test_an_empty_list_and_a_list_of_nested_modules_are_refused() -> None:
         fully_shard([])
     with pytest.raises(ValueError, match=r"list|inside|nested|single"):
         fully_shard([model, model.enter])
+        model(batch())
+
+
+# --- several modules that are converted one after the other ---
+
+
+def with_head_together(shard: Any = fully_shard, model: nn.Module | None = None) -> Any:
+    model = seeded(Head) if model is None else model
+    shard(model.body)
+    shard([model.norm, model.head])
+    return shard(model)
+
+
+def headed_step(model: Any, step: int = 0) -> Tensor:
+    """A loss of all parameters, each module in its own dtype, and its gradients."""
+    x = batch(step).to(model.body.weight.dtype)
+    loss = loss_of(model.head(model(x).to(model.head.weight.dtype)))
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.spec("FS2-28", "FS2-META-02", "NEW-04")
+@ranks(2)
+def test_a_group_from_the_meta_device_is_given_memory_module_by_module() -> None:
+    with torch.device("meta"):
+        plain = Head()
+    model = with_head_together(model=plain)
+    model.to_empty(device=device())
+    values = dict(seeded(Head).named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(distribute_tensor(values[name], parameter.device_mesh, parameter.placements))
+    ready = with_head_together()
+    for step in range(2):
+        assert torch.equal(headed_step(model, step), headed_step(ready, step))
+        assert_same(full_gradients(model), full_gradients(ready), bitwise=True)
+
+
+@pytest.mark.spec("FS2-28", "NEW-04")
+@pytest.mark.parametrize("has_run", [False, True])
+@ranks(2)
+def test_a_group_that_is_converted_as_a_whole_trains_as_torchs_does(has_run: bool) -> None:
+    found = []
+    for shard in (torch_fully_shard, fully_shard):
+        model = with_head_together(shard)
+        if has_run and shard is fully_shard:
+            # Afterwards, torch's gathers fail.
+            model(batch())
+        model.to(torch.bfloat16)
+        found.append((headed_step(model), full_gradients(model), full_values(model)))
+    (loss, gradients, values), (expected, *others) = found
+    assert loss.dtype == torch.bfloat16
+    assert torch.equal(loss, expected)
+    for ours, theirs in zip((gradients, values), others, strict=True):
+        assert {tensor.dtype for tensor in ours.values()} == {torch.bfloat16}
+        assert_same(ours, theirs, bitwise=True)
+
+
+@pytest.mark.spec("FS2-28", "NEW-04")
+@pytest.mark.parametrize("has_run", [False, True])
+@ranks(2)
+def test_one_module_of_a_group_may_be_converted_alone(has_run: bool) -> None:
+    plain, model = seeded(Head), with_head_together()
+    if has_run:
+        headed_step(model)
+        model.zero_grad()
+    for either in (plain, model):
+        either.head.to(torch.bfloat16)
+    if not has_run:
+        model.norm.unshard()
+        assert (model.norm.weight.dtype, model.head.weight.dtype) == (torch.float32, torch.bfloat16)
+        assert torch.equal(model.head.weight, plain.head.weight)
+        model.norm.reshard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        expected: dict[str, Tensor] = {}
+        for rank in range(2):
+            plain.zero_grad()
+            loss_of(plain.head(plain(batch(step, rank)).to(torch.bfloat16))).backward()
+            for name, parameter in plain.named_parameters():
+                expected[name] = expected.get(name, 0) + parameter.grad / 2
+        optimizer.zero_grad()
+        headed_step(model, step)
+        found = full_gradients(model)
+        assert found["norm.weight"].dtype == torch.float32
+        assert found["head.weight"].dtype == torch.bfloat16
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=0.02, atol=1e-3)
+        for name, parameter in plain.named_parameters():
+            parameter.grad = found[name]
+        optimizer.step()
+        reference.step()
+        assert_same(full_values(model), {n: p.detach() for n, p in plain.named_parameters()}, bitwise=True)
+
+
+@pytest.mark.spec("FS2-28", "FS2-META-03")
+@ranks(2)
+def test_half_a_group_on_the_meta_device_is_refused_when_it_is_used() -> None:
+    with torch.device("meta"):
+        plain = Head()
+    model = with_head_together(model=plain)
+    model.body.to_empty(device=device())
+    model.norm.to_empty(device=device())
+    with pytest.raises(RuntimeError, match=r"on different devices: .*weight \(meta\)"):
         model(batch())
 
 
