@@ -126,8 +126,8 @@ def fully_shard(  # type: ignore[misc]
         layout = _lay_out(parameters, mesh, table, device, shard_placement_fn, mp_policy, offload_policy)
         unit = _make_unit(modules, layout, mesh, table, mp_policy, reshard_after_forward)
     # 3. and 4.
-    Member(modules, unit, device, mp_policy, reshard_after_forward)
-    register(modules)
+    member = Member(modules, unit, device, mp_policy, reshard_after_forward)
+    register(modules, member)
     step_over_this_package()
     for one in modules:
         one.__class__ = _class_for(type(one))

@@ -100,7 +100,7 @@ class FSDPModule:
             RuntimeError: the module is not the root of its tree.
         """
         member = _member(self)
-        if member.tree is not None and member.tree.outermost is not member.unit:
+        if member.tree is not None and not member.is_tree_root:
             raise RuntimeError(
                 trouble(
                     "reset-root-only",
