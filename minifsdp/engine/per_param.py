@@ -149,7 +149,8 @@ class PerParameterLayout(Layout):
         self._rows: list[Row | ExtendedRow] = []
         entries: dict[int, _Entry] = {}
         for numbers in self._sort_by_row(values):
-            row = self._make_row([shardings[n].cut for n in numbers], [values[n] for n in numbers], numbers, pin)
+            cuts, wholes = [shardings[n].cut for n in numbers], [values[n] for n in numbers]
+            row = self._make_row(cuts, wholes, numbers, is_extended=self._is_extended(numbers[0], wholes[0]))
             self._rows.append(row)
             for place, n in enumerate(numbers):
                 entries[n] = _Entry(originals[n], self.parameters[n], shardings[n], row, place)
@@ -174,17 +175,19 @@ class PerParameterLayout(Layout):
         """Numbers of the parameters that lie in one row: those of one dtype; who decides what is sent lies alone."""
         rows: dict[object, list[int]] = {}
         for number, value in enumerate(values):
-            key = number if is_extended(value, self.parameters[number].path) else value.dtype
+            key = number if self._is_extended(number, value) else value.dtype
             rows.setdefault(key, []).append(number)
         return list(rows.values())
 
+    def _is_extended(self, number: int, value: torch.Tensor) -> bool:
+        return is_extended(value, self.parameters[number].path)
+
     def _make_row(
-        self, cuts: list[Cut], values: list[torch.Tensor], numbers: list[int], pin: bool
+        self, cuts: list[Cut], values: list[torch.Tensor], numbers: list[int], *, is_extended: bool
     ) -> Row | ExtendedRow:
         index, group, dtype = self.mesh.shard_index, self.mesh.shard, self._compute_dtype_of(values[0].dtype)
-        path = self.parameters[numbers[0]].path
-        if not is_extended(values[0], path):
-            return Row(cuts, values, index, group, self.device, dtype=dtype, offload=self.offloads, pin=pin)
+        if not is_extended:
+            return Row(cuts, values, index, group, self.device, dtype=dtype, offload=self.offloads, pin=self._pins)
         mesh, policy = self._extension_arguments
         context = ExtensionContext(mesh, policy, self.parameters[numbers[0]].slots[0].module)
         return ExtendedRow(cuts[0], values[0], index, group, self.device, context, dtype=dtype, offload=self.offloads)
@@ -213,6 +216,7 @@ class PerParameterLayout(Layout):
             RuntimeError: some of them are on the meta device.
         """
         self.notice_edits()
+        self._notice_methods()
         without = [self.full_name(entry.owned.path) for entry in self._entries if entry.piece.device.type == "meta"]
         if without:
             raise RuntimeError(
@@ -323,6 +327,8 @@ class PerParameterLayout(Layout):
             self._take_over()
 
     def _take_over(self) -> None:
+        if self._notice_methods():
+            return
         for row in self._rows:
             entries = [entry for entry in self._entries if entry.row is row]
             new = [piece_of(entry.parameter) for entry in entries]
@@ -344,6 +350,33 @@ class PerParameterLayout(Layout):
                 entry.piece = piece
                 set_piece(entry.parameter, piece)
         self._renew_leaves()
+
+    def _notice_methods(self) -> bool:
+        """Sorts the parameters into rows anew if local tensors were given the two methods, or have lost them."""
+        pieces = [piece_of(entry.parameter) for entry in self._entries]
+        now = [self._is_extended(number, piece) for number, piece in enumerate(pieces)]
+        if now == [isinstance(entry.row, ExtendedRow) for entry in self._entries]:
+            return False
+        self._rows = [self._row_of(numbers, pieces) for numbers in self._sort_by_row(pieces)]
+        self._has_copied = True
+        self._renew_leaves()
+        return True
+
+    def _row_of(self, numbers: list[int], pieces: list[torch.Tensor]) -> Row | ExtendedRow:
+        """A row of parameters that are cut already."""
+        entries, mine = [self._entries[n] for n in numbers], [pieces[n] for n in numbers]
+        if self.device.type == "meta":
+            self.device = mine[0].device
+        cuts = [entry.sharding.cut for entry in entries]
+        # The whole of each is nowhere; what stands in for it has no memory.
+        nothing = torch.zeros((), dtype=mine[0].dtype, device=mine[0].device)
+        wholes = [nothing.expand(cut.shape) for cut in cuts]
+        row = self._make_row(cuts, wholes, numbers, is_extended=self._is_extended(numbers[0], mine[0]))
+        row.replace(mine, self._compute_dtype_of(mine[0].dtype))
+        for place, entry in enumerate(entries):
+            entry.row, entry.number, entry.piece = row, place, row.pieces[place]
+            set_piece(entry.parameter, entry.piece)
+        return row
 
     def _renew_leaves(self) -> None:
         for entry in self._entries:
