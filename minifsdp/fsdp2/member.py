@@ -202,7 +202,8 @@ class Member(FrameworkNames):
         """Forgets gradients of this iteration that have not been reduced, or not over all replicas."""
         for unit in self.current_tree().units:
             unit.layout.take_gradient(with_unreduced=True)
-            unit.plan.partial = None
+            for plan in unit.plans:
+                plan.partial = None
 
     # --- the tree ---
 
