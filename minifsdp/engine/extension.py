@@ -135,7 +135,7 @@ class ExtendedRow:
         stays = self._is_patched or self._home == self.device
         shard = self._padded if stays else self._padded.to(self.device, non_blocking=True)
         tensors, self._metadata = self._ask(shard)
-        sent = [self._filled_up(tensor).to(self.device, non_blocking=True).contiguous() for tensor in tensors]
+        sent = [self._filled_up(tensor).to(self.device).contiguous() for tensor in tensors]
         num = 1 if self._group is None else self._group.size
         if not self._outputs:
             self._outputs = [t.new_empty((num * t.shape[0], *t.shape[1:])) for t in sent]
