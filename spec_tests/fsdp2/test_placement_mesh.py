@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import minifsdp
 from minifsdp import fully_shard
-from spec_tests.fsdp2.four_blocks import WIDTH, grid_mesh, iterate, line_mesh, wide
+from spec_tests.fsdp2.four_blocks import WIDTH, batch, grid_mesh, iterate, line_mesh, wide
 from spec_tests.harness import device, ranks
 
 Place = Callable[[nn.Parameter], Any]
@@ -26,14 +27,13 @@ def experts_of(model: Any) -> set[nn.Parameter]:
     return {block.down.weight for block in model.blocks}
 
 
-def placed(model: Any, info: Any, placement: Shard | None = None) -> Place:
-    experts = experts_of(model)
-    return lambda parameter: ShardPlacementResult(placement, info) if parameter in experts else None
+def placed(experts: set[nn.Parameter], info: Any) -> Place:
+    return lambda parameter: ShardPlacementResult(None, info) if parameter in experts else None
 
 
 def made_by(shard: Any, mesh: DeviceMesh, info: Any, **options: Any) -> Any:
     model = wide()
-    place = placed(model, info)
+    place = placed(experts_of(model), info)
     for block in model.blocks:
         shard(block, mesh=mesh, shard_placement_fn=place, **options)
     return shard(model, mesh=mesh, shard_placement_fn=place, **options)
@@ -111,3 +111,16 @@ def test_a_number_of_ranks_to_rest_on_is_refused_beside_meshes() -> None:
 def test_a_mesh_with_an_axis_for_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="mesh of 2 axes"):
         made_by(fully_shard, line_mesh(), FSDPMeshInfo(grid_mesh(), 1))
+
+
+@pytest.mark.spec("NEW-23")
+@ranks(4)
+def test_a_gradient_is_the_mean_over_the_ranks_of_its_own_mesh() -> None:
+    layer, info = nn.Linear(WIDTH, 4, device=device()), FSDPMeshInfo(grid_mesh()["shard"], 0)
+    experts = {layer.weight}
+    fully_shard(layer, mesh=line_mesh(), shard_placement_fn=placed(experts, info))
+    layer(batch()).sum().backward()
+    first = dist.get_rank() // 2 * 2
+    expected = sum(batch(0, rank).sum(0) for rank in (first, first + 1)) / 2
+    torch.testing.assert_close(layer.weight.grad.full_tensor(), expected.expand(4, WIDTH))
+    assert layer.bias.grad.full_tensor().tolist() == [len(batch())] * 4
