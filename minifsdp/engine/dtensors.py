@@ -17,7 +17,7 @@ whole; ``_StridedShard`` is how DTensor says so.
 
 *In torch:* ``FSDPParam._init_sharding_spec``.
 
-Spec: FS2-04, FS2-05, FS2-08, FS2-18, NEW-16.
+Spec: FS2-04, FS2-05, FS2-08, FS2-18, NEW-16, NEW-23.
 """
 
 from __future__ import annotations
