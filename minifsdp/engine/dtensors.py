@@ -17,7 +17,7 @@ whole; ``_StridedShard`` is how DTensor says so.
 
 *In torch:* ``FSDPParam._init_sharding_spec``.
 
-Spec: FS2-04, FS2-05, FS2-08, FS2-18, NEW-16.
+Spec: FS2-04, FS2-05, FS2-08, FS2-18, NEW-16, NEW-23.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from minifsdp.engine.cut import Cut
+from minifsdp.engine.mesh import Mesh
 from minifsdp.engine.trouble import trouble
 
 __all__ = ["Sharding", "piece_of", "set_piece"]
@@ -54,16 +55,20 @@ class Sharding:
     Args:
         parameter: the user's, whole or distributed over another mesh.
         mesh: over which it is sharded; one axis, or (replicate, shard).
-        num_shards: ranks on the shard axis.
+        table: the groups of this mesh.
         placement: along which dim; ``None`` for the first.
         path: the parameter's name, for messages.
+
+    Attributes:
+        mesh, table: as given.
 
     Raises:
         NotImplementedError: an uneven cut along a dim that is not the first, or values that are not contiguous.
         ValueError: a parameter without any dim, or a placement that is not a ``Shard``.
     """
 
-    def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh, num_shards: int, placement: Any, path: str) -> None:
+    def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh, table: Mesh, placement: Any, path: str) -> None:
+        self.mesh, self.table = mesh, table
         where = f"parameter {path!r}"
         if parameter.ndim == 0:
             raise ValueError(
@@ -95,7 +100,7 @@ class Sharding:
                     "placement-dim", f"{where} of shape {tuple(parameter.shape)} has no dim {dim} to be sharded along"
                 )
             )
-        self.cut = Cut(local.shape, dim, num_shards)
+        self.cut = Cut(local.shape, dim, mesh.size(mesh.ndim - 1))
         self._spec = self._make_spec(parameter, mesh)
 
     def _make_spec(self, parameter: nn.Parameter, mesh: DeviceMesh) -> DTensorSpec:
@@ -114,6 +119,16 @@ class Sharding:
             inner.tensor_meta if inner is not None else TensorMeta(parameter.shape, parameter.stride(), parameter.dtype)
         )
         return DTensorSpec(mesh, placements, tensor_meta=meta)
+
+    @property
+    def shard_axis(self) -> DeviceMesh:
+        """The ranks that have the other pieces, as a mesh of one axis."""
+        mesh = self.mesh
+        if mesh.ndim == 1:
+            return mesh
+        if mesh.mesh_dim_names:
+            return mesh[mesh.mesh_dim_names[-1]]
+        return DeviceMesh.from_group(mesh.get_group(1), mesh.device_type)
 
     def local_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The tensor that is cut here: the parameter's values, or those that tensor parallelism left on this rank."""

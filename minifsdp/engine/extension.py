@@ -13,10 +13,12 @@ Such a parameter has a row for itself, with the verbs of ``Row``:
 2. the first time, the second method makes a tensor; it becomes the leaf, for good. From then on it is asked to fill it;
 3. the memory of what arrived, and of the inner tensors that the class named, lasts from gather to free. What else the
    first method gave along is the class's own; it is kept until the compute stream is done with it.
+4. a tensor of any class may be given the two methods after sharding, ``p.to_local().fsdp_pre_all_gather = ...``. They
+   know that very tensor, so it is neither padded nor moved nor copied before it is asked; what it sends is.
 
 *In torch:* branches in ``FSDPParam`` and ``foreach_all_gather``.
 
-Spec: FS2-EXT-01 to FS2-EXT-04, STREAM-04.
+Spec: FS2-EXT-01 to FS2-EXT-06, STREAM-04.
 """
 
 from __future__ import annotations
@@ -94,6 +96,7 @@ class ExtendedRow:
         self._cut, self._index, self._group, self._context = cut, index, group, context
         self.device, self.dtype = device, dtype or value.dtype
         self.num_bytes = cut.padded_numel * self.dtype.itemsize
+        self._is_patched = False
         self._home = torch.device("cpu") if offload else device
         self._pad(cut.local_part(value, index))
         # Of a shape that fits, and without memory, until the first gather has made the real one.
@@ -105,6 +108,12 @@ class ExtendedRow:
         self._lane: Lane
 
     def _pad(self, part: torch.Tensor) -> None:
+        self._is_patched = BEFORE in vars(part)
+        if self._is_patched:
+            # 4. It keeps its identity, and lets go of the row in which it lay.
+            part.data = part.clone()
+            self._padded, self.pieces = part, [part]
+            return
         # 1. Of the class of the parameter, with memory of its own.
         padded = part.new_zeros(self._cut.local_shape(0)).to(self._home)
         piece = padded.narrow(self._cut.dim, 0, part.shape[self._cut.dim])
@@ -123,9 +132,10 @@ class ExtendedRow:
     def gather(self, lane: Lane) -> list[Promise]:
         """Asks the shard what to send, and sends it."""
         self._lane = lane
-        shard = self._padded if self._home == self.device else self._padded.to(self.device, non_blocking=True)
+        stays = self._is_patched or self._home == self.device
+        shard = self._padded if stays else self._padded.to(self.device, non_blocking=True)
         tensors, self._metadata = self._ask(shard)
-        sent = [tensor.contiguous() for tensor in tensors]
+        sent = [self._filled_up(tensor).to(self.device).contiguous() for tensor in tensors]
         num = 1 if self._group is None else self._group.size
         if not self._outputs:
             self._outputs = [t.new_empty((num * t.shape[0], *t.shape[1:])) for t in sent]
@@ -150,6 +160,15 @@ class ExtendedRow:
         stride = torch.empty(shape, device="meta").stride()
         return before(context.mesh, shape, stride, context.module, context.policy)  # type: ignore[no-any-return]
 
+    def _filled_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """4. What was made of a shard without padding, with padding."""
+        full = self._cut.local_shape(0)
+        if not self._is_patched or tensor.shape != self._padded.shape or tensor.shape == full:
+            return tensor
+        padded = tensor.new_zeros(full)
+        padded.narrow(self._cut.dim, 0, tensor.shape[self._cut.dim]).copy_(tensor)
+        return padded
+
     def arrive(self) -> None:
         """2. Makes the leaf, or lets it be filled."""
         for tensor, num_bytes in self._inner:
@@ -161,8 +180,10 @@ class ExtendedRow:
         tensor, inner = after(tuple(self._outputs), self._metadata, self.dtype)
         self._inner = [(one, one.untyped_storage().size()) for one in inner]
         shape = self._cut.shape
-        if tensor.shape != shape:
-            # Without the rows that were padding.
+        if tensor.ndim == len(shape):
+            # Without the rows that were padding; whatever the strides.
+            tensor = tensor[tuple(map(slice, shape))]
+        else:
             tensor = tensor.as_strided(shape, torch.empty(shape, device="meta").stride(), 0)
         # `.data`, for a version counter of its own: what arrives later must not look like an edit.
         self.leaves = [nn.Parameter(tensor.data, requires_grad=False)]
@@ -197,6 +218,9 @@ class ExtendedRow:
         (piece,) = pieces
         if piece is self.pieces[0]:
             return
-        if (dtype or piece.dtype) is not self.dtype:
+        if (dtype or piece.dtype) is not self.dtype or piece.device != self._home:
             self.dtype, self._is_made, self._outputs, self._inner = dtype or piece.dtype, False, [], []
+        if self.device.type in ("meta", piece.device.type):
+            self.device = piece.device
+        self._home = piece.device
         self._pad(piece)

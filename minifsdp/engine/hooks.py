@@ -49,6 +49,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 
 from minifsdp import trace
+from minifsdp.engine.layout import Gradient
 from minifsdp.engine.order_check import OrderCheck
 from minifsdp.engine.precision import tensors_in
 from minifsdp.engine.reduce import Reducer
@@ -266,10 +267,18 @@ class Cycle:
             self._prefetch_backward(unit)
         if gradient is None:
             return
-        if unit.reduces:
+        if not unit.reduces:
+            unit.layout.keep_unreduced(gradient)
+        elif len(unit.plans) == 1:
             self.reducer.reduce(unit.name, unit.layout, unit.plan, gradient)
         else:
-            unit.layout.keep_unreduced(gradient)
+            self._reduce_by_mesh(unit, gradient)
+
+    def _reduce_by_mesh(self, unit: Unit, gradient: Gradient) -> None:
+        for plan in unit.plans:
+            part = unit.layout.part_over(plan.mesh, gradient)
+            if part.parts:
+                self.reducer.reduce(unit.name, unit.layout, plan, part)
 
     def _prefetch_backward(self, unit: Unit) -> None:
         if unit.ahead_in_backward is not None:

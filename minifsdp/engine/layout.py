@@ -33,7 +33,7 @@ from torch import nn
 from minifsdp.engine import misuse
 from minifsdp.engine.lanes import Lanes, Promise
 from minifsdp.engine.lifetime import ReleaseEvent
-from minifsdp.engine.mesh import Group
+from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.trouble import trouble
 
 __all__ = ["Gradient", "Layout", "LendingLayout", "OwnedParameter", "Slot", "owned_parameters"]
@@ -264,6 +264,10 @@ class Layout(ABC):
         Returns:
             ``None`` if there is nothing.
         """
+
+    def part_over(self, mesh: Mesh, gradient: Gradient) -> Gradient:
+        """What of ``gradient`` belongs to parameters that are cut over ``mesh``; here all are cut over the same."""
+        return gradient
 
     @abstractmethod
     def keep_unreduced(self, gradient: Gradient) -> None:

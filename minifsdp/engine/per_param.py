@@ -12,10 +12,12 @@ Worked example, ``weight`` of shape (3, 2) and ``bias`` of shape (3,), two ranks
     whole     w w w w w w . .   b b b .          sorted by parameter: two leaves that autograd owns
 
 How memory lies and travels is told in ``row.py``; a unit has a row for each dtype among its parameters, nearly always
-one. Here is what the unit sees of it, and the way of the gradients:
+one, and for each mesh: experts may be cut over fewer ranks than what lies beside them. Here is what the unit sees of
+it, and the way of the gradients:
 
 1. only parameters that have a gradient take part in the reduction. Frozen ones cost nothing, unlike in a flat layout;
 2. each gradient is cut like its parameter and the pieces are sorted by rank, in one operator for all of them;
+   Those of each mesh are reduced by themselves, see `part_over`;
 3. what comes back is a row of this rank's pieces, and ``.grad`` of each DTensor is a DTensor around its part of it.
 
 Users may replace what they see: ``load_state_dict(assign=True)``, ``to_empty``, ``model.to(...)`` put other tensors in
@@ -28,8 +30,8 @@ optimizer; in exchange no tensor is anonymous, and frozen and trained parameters
 
 *In torch:* ``FSDPParam`` and ``FSDPParamGroup``, 2053 lines.
 
-Spec: FS2-04 to FS2-08, FS2-13, FS2-19, FS2-22, FS2-28, FS2-MP-02, FS2-MP-03, FS2-SYNC-02, FS2-META-03, STREAM-05,
-STREAM-10.
+Spec: FS2-04 to FS2-08, FS2-13, FS2-19, FS2-22, FS2-28, FS2-MP-02, FS2-MP-03, FS2-SYNC-02, FS2-META-03, NEW-23,
+STREAM-05, STREAM-10.
 """
 
 from __future__ import annotations
@@ -42,7 +44,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp.engine import lifetime, misuse
-from minifsdp.engine.cut import Cut
 from minifsdp.engine.dtensors import Sharding, piece_of, set_piece
 from minifsdp.engine.extension import ExtendedRow, ExtensionContext, is_extended
 from minifsdp.engine.lanes import Lane, Lanes, Promise
@@ -114,15 +115,15 @@ class PerParameterLayout(Layout):
     Args:
         parameters: at least one, of any dtypes, frozen or not.
         shardings: how each is cut.
-        mesh: who shares.
         device: the compute device.
         compute_dtype: dtype of the unsharded tensors of floating-point parameters; ``None`` means the stored one.
         unreduced_dtype: dtype in which gradients are kept until they are reduced; ``None`` means their own.
         offload: whether pieces live on the CPU.
         pin: whether pinned, if so.
-        extension_arguments: mesh and policy, for parameters that decide for themselves what is sent.
+        policy: the user's precision, for parameters that decide for themselves what is sent.
 
     Attributes:
+        meshes: who shares; nearly always one.
         resting_mesh: the mesh over which modules show a unit that rests on a larger piece; its last axis are the few
             ranks that have the others. ``None`` if it never does.
     """
@@ -133,18 +134,18 @@ class PerParameterLayout(Layout):
         self,
         parameters: Mapping[nn.Parameter, OwnedParameter],
         shardings: Sequence[Sharding],
-        mesh: Mesh,
         device: torch.device,
         *,
         compute_dtype: torch.dtype | None = None,
         unreduced_dtype: torch.dtype | None = None,
         offload: bool = False,
         pin: bool = True,
-        extension_arguments: tuple[Any, Any] = (None, None),
+        policy: Any = None,
     ) -> None:
-        self._extension_arguments = extension_arguments
+        self._policy, self._shardings = policy, shardings
+        self.meshes = list(dict.fromkeys(sharding.table for sharding in shardings))
         self.resting_mesh: DeviceMesh | None = None
-        self.mesh, self.device, self.offloads, self._pins = mesh, device, offload, pin
+        self.device, self.offloads, self._pins = device, offload, pin
         self.parameters = list(parameters.values())
         self._compute_dtype, self._unreduced_dtype = compute_dtype, unreduced_dtype
         originals = list(parameters)
@@ -152,7 +153,8 @@ class PerParameterLayout(Layout):
         self._rows: list[Row | ExtendedRow] = []
         entries: dict[int, _Entry] = {}
         for numbers in self._sort_by_row(values):
-            row = self._make_row([shardings[n].cut for n in numbers], [values[n] for n in numbers], numbers, pin)
+            wholes = [values[n] for n in numbers]
+            row = self._make_row(wholes, numbers, is_extended=self._is_extended(numbers[0], wholes[0]))
             self._rows.append(row)
             for place, n in enumerate(numbers):
                 entries[n] = _Entry(originals[n], self.parameters[n], shardings[n], row, place)
@@ -174,22 +176,23 @@ class PerParameterLayout(Layout):
         self._show(self._sharded)
 
     def _sort_by_row(self, values: Sequence[torch.Tensor]) -> list[list[int]]:
-        """Numbers of the parameters that lie in one row: those of one dtype; who decides what is sent lies alone."""
+        """Numbers of the parameters of each row: of one dtype and mesh; who decides what is sent lies alone."""
         rows: dict[object, list[int]] = {}
         for number, value in enumerate(values):
-            key = number if is_extended(value, self.parameters[number].path) else value.dtype
+            is_alone = self._is_extended(number, value)
+            key = number if is_alone else (value.dtype, self._shardings[number].table)
             rows.setdefault(key, []).append(number)
         return list(rows.values())
 
-    def _make_row(
-        self, cuts: list[Cut], values: list[torch.Tensor], numbers: list[int], pin: bool
-    ) -> Row | ExtendedRow:
-        index, group, dtype = self.mesh.shard_index, self.mesh.shard, self._compute_dtype_of(values[0].dtype)
-        path = self.parameters[numbers[0]].path
-        if not is_extended(values[0], path):
-            return Row(cuts, values, index, group, self.device, dtype=dtype, offload=self.offloads, pin=pin)
-        mesh, policy = self._extension_arguments
-        context = ExtensionContext(mesh, policy, self.parameters[numbers[0]].slots[0].module)
+    def _is_extended(self, number: int, value: torch.Tensor) -> bool:
+        return is_extended(value, self.parameters[number].path)
+
+    def _make_row(self, values: list[torch.Tensor], numbers: list[int], *, is_extended: bool) -> Row | ExtendedRow:
+        cuts, first = [self._shardings[n].cut for n in numbers], self._shardings[numbers[0]]
+        index, group, dtype = first.table.shard_index, first.table.shard, self._compute_dtype_of(values[0].dtype)
+        if not is_extended:
+            return Row(cuts, values, index, group, self.device, dtype=dtype, offload=self.offloads, pin=self._pins)
+        context = ExtensionContext(first.shard_axis, self._policy, self.parameters[numbers[0]].slots[0].module)
         return ExtendedRow(cuts[0], values[0], index, group, self.device, context, dtype=dtype, offload=self.offloads)
 
     def _compute_dtype_of(self, stored: torch.dtype) -> torch.dtype | None:
@@ -201,6 +204,7 @@ class PerParameterLayout(Layout):
         # Values that came late, for a model that was built without any, have brought a device.
         self.dtype, self.device = trained.dtype, self._rows[0].device
         self.num_bytes = sum(row.num_bytes for row in self._rows)
+        self._is_borrowed = all(row.is_borrowed for row in self._rows)
         self._sharded: list[torch.Tensor] = [entry.parameter for entry in self._entries]
         self._leaves: list[torch.Tensor] = [entry.leaf for entry in self._entries]
 
@@ -216,6 +220,7 @@ class PerParameterLayout(Layout):
             RuntimeError: some of them are on the meta device.
         """
         self.notice_edits()
+        self._notice_methods()
         without = [self.full_name(entry.owned.path) for entry in self._entries if entry.piece.device.type == "meta"]
         if without:
             raise RuntimeError(
@@ -242,7 +247,7 @@ class PerParameterLayout(Layout):
     @property
     def gather_group(self) -> Group | None:
         """Who takes part in the next gather."""
-        return self._rows[0].group
+        return next((row.group for row in self._rows if row.group is not None), None)
 
     def gather(self, lanes: Lanes) -> Promise | None:
         """Issues one gather for each row, nearly always one."""
@@ -270,13 +275,13 @@ class PerParameterLayout(Layout):
         """Gives the memory of all leaves back."""
         for row in self._rows:
             row.free()
-        return None if self._rows[0].is_borrowed else lifetime.DONE
+        return None if self._is_borrowed else lifetime.DONE
 
     def rest(self, group: Group) -> None:
         """The next gather will come from what the ranks of ``group`` keep between them; `free` must follow."""
         for row in self._rows:
             row.rest(group)
-        if self.resting_mesh is not None and not self._rows[0].is_borrowed:
+        if self.resting_mesh is not None and not self._is_borrowed:
             self._resting = self._rested(group, self.resting_mesh)
 
     def _rested(self, group: Group, mesh: DeviceMesh) -> list[torch.Tensor]:
@@ -326,6 +331,8 @@ class PerParameterLayout(Layout):
             self._take_over()
 
     def _take_over(self) -> None:
+        if self._notice_methods():
+            return
         self._rows = [part for row in self._rows for part in self._take_over_row(row)]
         self._has_copied = True
         for entry in self._entries:
@@ -367,6 +374,32 @@ class PerParameterLayout(Layout):
                 "the unit is used",
             )
         )
+
+    def _notice_methods(self) -> bool:
+        """Sorts the parameters into rows anew if local tensors were given the two methods, or have lost them."""
+        pieces = [piece_of(entry.parameter) for entry in self._entries]
+        now = [self._is_extended(number, piece) for number, piece in enumerate(pieces)]
+        if now == [isinstance(entry.row, ExtendedRow) for entry in self._entries]:
+            return False
+        self._rows = [self._row_of(numbers, pieces) for numbers in self._sort_by_row(pieces)]
+        self._has_copied = True
+        self._renew_leaves()
+        return True
+
+    def _row_of(self, numbers: list[int], pieces: list[torch.Tensor]) -> Row | ExtendedRow:
+        """A row of parameters that are cut already."""
+        entries, mine = [self._entries[n] for n in numbers], [pieces[n] for n in numbers]
+        if self.device.type == "meta":
+            self.device = mine[0].device
+        # The whole of each is nowhere; what stands in for it has no memory.
+        nothing = torch.zeros((), dtype=mine[0].dtype, device=mine[0].device)
+        wholes = [nothing.expand(entry.sharding.cut.shape) for entry in entries]
+        row = self._make_row(wholes, numbers, is_extended=self._is_extended(numbers[0], mine[0]))
+        row.replace(mine, self._compute_dtype_of(mine[0].dtype))
+        for place, entry in enumerate(entries):
+            entry.row, entry.number, entry.piece = row, place, row.pieces[place]
+            set_piece(entry.parameter, entry.piece)
+        return row
 
     def _renew_leaves(self) -> None:
         for entry in self._entries:
@@ -427,6 +460,15 @@ class PerParameterLayout(Layout):
                 taken.parts.append(part)
         return taken if taken.parts else None
 
+    def part_over(self, mesh: Mesh, gradient: Gradient) -> Gradient:
+        """The gradients of the parameters that are cut over ``mesh``."""
+        part = Gradient([])
+        for number, grad in zip(gradient.numbers, gradient.parts, strict=True):
+            if self._shardings[number].table == mesh:
+                part.numbers.append(number)
+                part.parts.append(grad)
+        return part
+
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Adds to what waits, in the dtype in which it will travel."""
         for number, part in zip(gradient.numbers, gradient.parts, strict=True):
@@ -443,7 +485,8 @@ class PerParameterLayout(Layout):
 
     def pack(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
         """2. Cut and sorted by rank; where rows are missing, zeros."""
-        parts, dtypes, numel, num = [], set(), 0, self.mesh.num_shards
+        parts, dtypes, numel = [], set(), 0
+        num = self._shardings[gradient.numbers[0]].cut.num_shards
         for number, part in zip(gradient.numbers, gradient.parts, strict=True):
             cut = self._entries[number].sharding.cut
             parts.append(part if cut.dim == 0 else torch.cat(part.chunk(num, cut.dim)))

@@ -87,7 +87,8 @@ class Root:
             unit.layout.settle()
             if unit.precision.reduce is None:
                 # The model may have been converted since.
-                unit.plan.use(unit.layout.dtype)
+                for plan in unit.plans:
+                    plan.use(unit.layout.dtype)
             unit.join(self.lanes, self.limiter)
         self.cycle = Cycle(
             self.units,

@@ -79,11 +79,12 @@ class Unit(Generic[LayoutT]):
     Args:
         module: the module whose forward the unit surrounds.
         layout: its parameters in memory.
-        plan: how its gradients are combined.
+        plan: how its gradients are combined; several, one for each mesh, if not all parameters are cut over the same.
         precision: its dtypes.
         reshard_after_forward: free after forward and gather again for backward, or keep in between.
 
     Attributes:
+        plan, plans: the first plan, and all of them, nearly always one.
         name: full name of the module inside the root; set by the root.
         reduces: whether the next backward ends in a reduction.
         reshard_after_backward: free after a backward.
@@ -122,6 +123,7 @@ class Unit(Generic[LayoutT]):
         "on_gradient_of_output",
         "phase",
         "plan",
+        "plans",
         "precision",
         "reduces",
         "reshard_after_backward",
@@ -132,9 +134,17 @@ class Unit(Generic[LayoutT]):
     )
 
     def __init__(
-        self, module: nn.Module, layout: LayoutT, plan: ReducePlan, precision: Precision, *, reshard_after_forward: bool
+        self,
+        module: nn.Module,
+        layout: LayoutT,
+        plan: ReducePlan | tuple[ReducePlan, ...],
+        precision: Precision,
+        *,
+        reshard_after_forward: bool,
     ) -> None:
-        self.module, self.layout, self.plan, self.precision = module, layout, plan, precision
+        self.module, self.layout, self.precision = module, layout, precision
+        self.plans = plan if isinstance(plan, tuple) else (plan,)
+        self.plan = self.plans[0]
         self.reshard_after_forward = reshard_after_forward
         self.name = type(module).__name__
         self.state, self.phase = State.SHARDED, Phase.IDLE

@@ -20,10 +20,10 @@ they call ``state_dict()``, in torch's own words; they are translated. With thes
 checkpoint is right whoever asks for it. The optimizer's part is not to be had in this way: torch's code would take a
 `Slice` apart, and is told what to call instead.
 
-*In torch:* ``_has_params``, ``_flat_param``, ``_handle``, ``_state_dict_type``, ``_state_dict_config`` and
-``_optim_state_dict_config`` of ``_FSDPState``.
+*In torch:* ``params``, ``_has_params``, ``_flat_param``, ``_handle``, ``_is_root``, ``_state_dict_type``,
+``_state_dict_config`` and ``_optim_state_dict_config`` of ``_FSDPState``.
 
-Spec: NAMES-08, ORIG-01, SD-CFG-02.
+Spec: NAMES-08, NAMES-11, ORIG-01, SD-CFG-02.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ from minifsdp.fsdp1.build import FlatUnit
 
 __all__ = ["FrameworkNames", "Slice"]
 
+# The first names that torch's functions for optimizer states read of a handle.
+_ASKED_BY_OPTIMIZER_STATES = ("_use_orig_params", "flat_param")
+
 
 class Slice:
     """This rank's slice of a unit, for who expects a flat parameter where there is none.
@@ -49,7 +52,7 @@ class Slice:
         unit: which is sharded.
 
     Attributes:
-        dtype, device: of the slice.
+        dtype, device, shape: of the slice.
         requires_grad: whether any parameter of the unit is trained.
     """
 
@@ -57,23 +60,38 @@ class Slice:
         self._unit = unit
         owner = unit.layout.owner
         self.dtype, self.device, self.requires_grad = owner.shard.dtype, owner.shard.device, owner.requires_grad
+        self.shape = owner.shard.shape
         self._fqns = _names(unit)
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Refuses what only torch's own code asks for.
+        """Refuses what there is none of.
 
         Raises:
             AttributeError: with what to call instead.
         """
+        if name in _ASKED_BY_OPTIMIZER_STATES:
+            raise AttributeError(
+                trouble(
+                    "foreign-optimizer-state",
+                    f"{name!r} of a flat parameter's handle was asked for, which minifsdp has not. For the values "
+                    "read wrapper.params. If this comes from get_optimizer_state_dict(), get_state_dict() or "
+                    "set_state_dict() of torch.distributed.checkpoint, call minifsdp's "
+                    "FullyShardedDataParallel.optim_state_dict(model, optimizer) or "
+                    "optim_state_dict_to_load(model, optimizer, state) instead, under the state_dict_type that you "
+                    "want",
+                )
+            )
         raise AttributeError(
             trouble(
-                "foreign-optimizer-state",
-                f"{name!r} of a flat parameter's handle was asked for, which minifsdp has not. If this comes from "
-                "get_optimizer_state_dict(), get_state_dict() or set_state_dict() of torch.distributed.checkpoint, "
-                "call minifsdp's FullyShardedDataParallel.optim_state_dict(model, optimizer) or "
-                "optim_state_dict_to_load(model, optimizer, state) instead, under the state_dict_type that you want",
+                "flat-parameter-name",
+                f"a wrapper's slice of its parameters has no attribute {name!r}. It has data, dtype, device, shape, "
+                "numel() and requires_grad; wrap with use_orig_params=False for a flat parameter that is a tensor",
             )
         )
+
+    def numel(self) -> int:
+        """Elements of the slice, padding included."""
+        return self.shape.numel()
 
     @property
     def data(self) -> torch.Tensor:
@@ -110,6 +128,15 @@ class FrameworkNames(WrapperBase):
         (parameter,) = unit.layout.local_parameters()
         parameter._fqns = _names(unit)  # type: ignore[attr-defined]
         return parameter
+
+    @property
+    def params(self) -> list[Any]:
+        """The flat parameter, if there is one: the list has one element or none."""
+        return [self._flat_param] if self._has_params else []
+
+    @property
+    def _is_root(self) -> bool | None:  # type: ignore[override]
+        return None if self._tree is None else self._is_tree_root
 
     @property
     def _handle(self) -> Any:  # type: ignore[override]

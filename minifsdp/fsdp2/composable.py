@@ -8,9 +8,12 @@ each looks there before it takes parameters::
     fully_shard(model)          # takes all parameters but those of `embed`, and says "fully_shard"
     replicate(model)            # reads that, and refuses
 
+Beside the name there is what the function keeps for the module. Libraries ask PyTorch for it before they shard; what
+they read of it is in ``framework_names.py``.
+
 *In torch:* the decorator ``contract``, which also keeps the state of each function.
 
-Spec: FS2-09, FS2-11.
+Spec: FS2-09, FS2-11, FS2-29.
 """
 
 from __future__ import annotations
@@ -19,15 +22,17 @@ from collections import OrderedDict
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed._composable_state import _insert_module_state, _State
 
 __all__ = ["is_replicated", "register"]
 
 
-def register(modules: list[nn.Module]) -> None:
-    """Leaves the name of ``fully_shard`` on each module."""
+def register(modules: list[nn.Module], state: _State) -> None:
+    """Leaves the name of ``fully_shard`` on each module, and ``state`` where libraries look for it."""
     item = RegistryItem()
     for module in modules:
         module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = item
+        _insert_module_state(module, state)
 
 
 def is_replicated(module: nn.Module) -> bool:

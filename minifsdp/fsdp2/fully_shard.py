@@ -18,7 +18,7 @@ Inner modules first, the root last: a unit consists of what is left when the cal
 
 *In torch:* ``_fully_shard.py`` and ``_fsdp_init.py``.
 
-Spec: FS2-01 to FS2-25, NEW-04, NEW-05, NEW-16.
+Spec: FS2-01 to FS2-25, NEW-04, NEW-05, NEW-16, NEW-23.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minifsdp.engine import misuse
-from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.compiler import step_over_this_package
 from minifsdp.engine.dtensors import Sharding
 from minifsdp.engine.layout import OwnedParameter, owned_parameters
@@ -86,7 +85,8 @@ def fully_shard(  # type: ignore[misc]
         mesh: one axis to shard over, or two, (replicate, shard); ``None`` for all ranks.
         reshard_after_forward: ``True`` frees after forward and gathers again for backward; ``False`` keeps; a number
             keeps one copy for so many ranks; ``None`` means ``True`` for all but the root.
-        shard_placement_fn: gives for a parameter ``Shard(dim)``, or ``None`` for its first dim.
+        shard_placement_fn: gives for a parameter ``Shard(dim)``, or ``None`` for its first dim, or torch's
+            ``ShardPlacementResult`` to cut it over another mesh than the others.
         mp_policy: which dtype at which step.
         offload_policy: whether shards live on the CPU.
         ignored_params: parameters to be left alone.
@@ -114,20 +114,23 @@ def fully_shard(  # type: ignore[misc]
         )
     _check_modules(modules)
     mesh = mesh if mesh is not None else _default_mesh()
-    table, device = _table(mesh), _device_of(mesh)
+    device = _device_of(mesh)
     # 1. In the order of the walk; ties inside of the unit stay one parameter.
     owners = _owners(modules)
     parameters = owned_parameters(owners, set(ignored_params or ()))
     _move_to(device, owners, parameters)
-    warn_if_different(parameters, table, device)
+    shardings = _shardings(parameters, mesh, shard_placement_fn)
+    for table in dict.fromkeys(sharding.table for sharding in shardings):
+        both = zip(parameters.items(), shardings, strict=True)
+        warn_if_different(dict(item for item, sharding in both if sharding.table == table), table, device)
     # 2. Values are taken, DTensors are shown.
     unit = None
     if parameters:
-        layout = _lay_out(parameters, mesh, table, device, shard_placement_fn, mp_policy, offload_policy)
-        unit = _make_unit(modules, layout, mesh, table, mp_policy, reshard_after_forward)
+        layout = _lay_out(parameters, shardings, device, mp_policy, offload_policy)
+        unit = _make_unit(modules, layout, mesh, mp_policy, reshard_after_forward)
     # 3. and 4.
-    Member(modules, unit, device, mp_policy, reshard_after_forward)
-    register(modules)
+    member = Member(modules, unit, device, mp_policy, reshard_after_forward)
+    register(modules, member)
     step_over_this_package()
     for one in modules:
         one.__class__ = _class_for(type(one))
@@ -193,14 +196,6 @@ def _table(mesh: DeviceMesh) -> Mesh:
     return Mesh.hybrid(shard=Group.of(mesh.get_group(1)), replicate=Group.of(mesh.get_group(0)))
 
 
-def _shard_axis(mesh: DeviceMesh) -> DeviceMesh:
-    if mesh.ndim == 1:
-        return mesh
-    if mesh.mesh_dim_names:
-        return mesh[mesh.mesh_dim_names[-1]]
-    return DeviceMesh.from_group(mesh.get_group(1), mesh.device_type)
-
-
 def _device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
@@ -237,31 +232,56 @@ def _move_to(
                 module._buffers[name] = buffer.to(device)
 
 
-def _lay_out(
+def _shardings(
     parameters: dict[nn.Parameter, OwnedParameter],
     mesh: DeviceMesh,
-    table: Mesh,
-    device: torch.device,
     placement_fn: Callable[[nn.Parameter], Any] | None,
+) -> list[Sharding]:
+    """How each is cut, and over whom."""
+    tables = {mesh: _table(mesh)}
+    found = []
+    for parameter, owned in parameters.items():
+        placement: Any = placement_fn(parameter) if placement_fn else None
+        own_mesh = mesh
+        if hasattr(placement, "mesh_info"):
+            placement, own_mesh = placement.placement, _mesh_of(placement.mesh_info, owned.path)
+        if own_mesh not in tables:
+            tables[own_mesh] = _table(own_mesh)
+        found.append(Sharding(parameter, own_mesh, tables[own_mesh], placement, owned.path))
+    return found
+
+
+def _mesh_of(info: Any, path: str) -> DeviceMesh:
+    mesh: DeviceMesh = info.mesh
+    axes = (info.shard_mesh_dim,) if info.replicate_mesh_dim is None else (info.replicate_mesh_dim, info.shard_mesh_dim)
+    if axes != tuple(range(mesh.ndim)):
+        raise ValueError(
+            trouble(
+                "placement-mesh",
+                f"parameter {path!r}: shard_placement_fn gave it a mesh of {mesh.ndim} axes, of which {axes} are for "
+                "replicas and shards; give a mesh of one axis, to shard over, or of two, (replicate, shard)",
+            )
+        )
+    return mesh
+
+
+def _lay_out(
+    parameters: dict[nn.Parameter, OwnedParameter],
+    shardings: list[Sharding],
+    device: torch.device,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy | None,
 ) -> PerParameterLayout:
-    num = mesh.size(mesh.ndim - 1)
-    shardings = [
-        Sharding(parameter, mesh, num, placement_fn(parameter) if placement_fn else None, owned.path)
-        for parameter, owned in parameters.items()
-    ]
     on_meta = all(parameter.device.type == "meta" for parameter in parameters)
     return PerParameterLayout(
         parameters,
         shardings,
-        table,
         torch.device("meta") if on_meta else device,
         compute_dtype=mp_policy.param_dtype,
         unreduced_dtype=mp_policy.reduce_dtype,
         offload=isinstance(offload_policy, CPUOffloadPolicy),
         pin=isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory,
-        extension_arguments=(_shard_axis(mesh), mp_policy),
+        policy=mp_policy,
     )
 
 
@@ -269,14 +289,13 @@ def _make_unit(
     modules: list[nn.Module],
     layout: PerParameterLayout,
     mesh: DeviceMesh,
-    table: Mesh,
     mp_policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | int | None,
 ) -> Unit:
     precision = Precision(compute=mp_policy.param_dtype, reduce=mp_policy.reduce_dtype)
     dtype = mp_policy.reduce_dtype or layout.dtype
-    plan = ReducePlan(table, dtype, Scaling.mean(table.num_ranks, dtype))
-    unit = Unit(modules[0], layout, plan, precision, reshard_after_forward=True)
+    plans = tuple(ReducePlan.mean(table, dtype) for table in layout.meshes)
+    unit = Unit(modules[0], layout, plans, precision, reshard_after_forward=True)
     unit.reshard_after_evaluation = False
     num_ranks = choose_reshard(unit, True if reshard_after_forward is None else reshard_after_forward)
     if num_ranks is not None:

@@ -37,6 +37,7 @@ from minifsdp.engine.lanes import Lanes
 from minifsdp.engine.precision import cast_floating, move
 from minifsdp.engine.root import Root
 from minifsdp.engine.unit import Phase, Unit
+from minifsdp.fsdp2.framework_names import FrameworkNames
 from minifsdp.fsdp2.loading import check_before_load
 from minifsdp.fsdp2.options import MixedPrecisionPolicy
 
@@ -63,7 +64,7 @@ def members_in(module: nn.Module) -> list[tuple[str, Member]]:
     return [(", ".join(found), member) for member, found in names.items()]
 
 
-class Member:
+class Member(FrameworkNames):
     """One call of ``fully_shard``.
 
     Args:
@@ -85,6 +86,7 @@ class Member:
         self.modules, self.unit, self.device, self.policy = modules, unit, device, policy
         self.reshard_after_forward = reshard_after_forward
         self.tree: Root | None = None
+        self.is_tree_root = False
         self.shared_lanes: Lanes | None = None
         self._has_begun = False
         # 1. Modules of this member that have not been run in the forward that is going on.
@@ -200,7 +202,8 @@ class Member:
         """Forgets gradients of this iteration that have not been reduced, or not over all replicas."""
         for unit in self.current_tree().units:
             unit.layout.take_gradient(with_unreduced=True)
-            unit.plan.partial = None
+            for plan in unit.plans:
+                plan.partial = None
 
     # --- the tree ---
 
@@ -235,6 +238,7 @@ class Member:
         grouped = [member for member in found if len(member.modules) > 1]
         for member in found:
             member.tree, member._grouped = tree, grouped
+            member.is_tree_root = member is self
         return tree
 
     # --- by hand ---

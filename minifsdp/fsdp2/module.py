@@ -28,6 +28,7 @@ from torch import nn
 
 from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.lanes import Lanes
+from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.trouble import trouble
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp2.member import Member, member_of, members_in
@@ -100,7 +101,7 @@ class FSDPModule:
             RuntimeError: the module is not the root of its tree.
         """
         member = _member(self)
-        if member.tree is not None and member.tree.outermost is not member.unit:
+        if member.tree is not None and not member.is_tree_root:
             raise RuntimeError(
                 trouble(
                     "reset-root-only",
@@ -121,17 +122,18 @@ class FSDPModule:
         """Whether backward reduces gradients, or keeps them whole for a later one (FS2-SYNC-01)."""
         for unit in _units(self, recurse):
             unit.reduces = requires_gradient_sync
-            unit.plan.all_reduces = requires_gradient_sync
+        for plan in _plans(self, recurse):
+            plan.all_reduces = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward sums over replicas, or keeps this copy's sum for a later one (NEW-08)."""
-        for unit in _units(self, recurse):
-            unit.plan.all_reduces = requires_all_reduce
+        for plan in _plans(self, recurse):
+            plan.all_reduces = requires_all_reduce
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """What this module's gradients are divided by, in place of the number of ranks (NEW-10)."""
-        for unit in _units(self, recurse=False):
-            unit.plan.scaling = Scaling.by(factor, unit.plan.dtype)
+        for plan in _plans(self, recurse=False):
+            plan.scaling = Scaling.by(factor, plan.dtype)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor` (NEW-10)."""
@@ -158,15 +160,15 @@ class FSDPModule:
         Raises:
             ValueError: a stream together with a (replicate, shard) mesh.
         """
-        for unit in _units(self, recurse=False):
-            if stream is not None and unit.plan.mesh.replicate is not None:
+        for plan in _plans(self, recurse=False):
+            if stream is not None and plan.mesh.replicate is not None:
                 raise ValueError(
                     trouble(
                         "hook-stream",
                         "stream cannot be set when using native HSDP: the all-reduce over replicas has its own",
                     )
                 )
-            unit.plan.after, unit.plan.after_lane = hook, stream
+            plan.after, plan.after_lane = hook, stream
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether parameters that got no gradient on this rank count as zeros (NEW-14)."""
@@ -296,6 +298,14 @@ def choose_reshard(unit: Unit, choice: bool | int) -> int | None:
                 "a number that divides them, or True or False",
             )
         )
+    if len(unit.plans) > 1:
+        raise NotImplementedError(
+            trouble(
+                "reshard-number-and-meshes",
+                f"reshard_after_forward={choice} is not offered where shard_placement_fn gives parameters meshes of "
+                "their own; choose True or False, or call fully_shard on their modules with mesh=",
+            )
+        )
     return choice
 
 
@@ -312,6 +322,10 @@ def _members(module: Any, recurse: bool) -> list[Member]:
 
 def _units(module: Any, recurse: bool) -> list[Unit]:
     return [member.unit for member in _members(module, recurse) if member.unit is not None]
+
+
+def _plans(module: Any, recurse: bool) -> list[ReducePlan]:
+    return [plan for unit in _units(module, recurse) for plan in unit.plans]
 
 
 def _units_of(modules: Iterable[Any]) -> list[Unit]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as helpers
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed._composable_state import _get_module_state
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
@@ -30,6 +31,7 @@ from spec_tests.fsdp1.four_blocks import (
 from spec_tests.harness import device, ranks
 
 NARROW = torch.bfloat16
+KINDS = (FullyShardedDataParallel, torch_fsdp.FullyShardedDataParallel)
 
 
 def widen(wrappers: list[Any]) -> list[tuple[str, ...]]:
@@ -110,6 +112,8 @@ def check_without_parameters() -> None:
     assert model._flat_param is None
     assert model._handle is None
     assert model[0]._has_params
+    assert model.params == []
+    assert len(model[0].params) == 1
 
 
 def test_a_wrapper_that_was_left_nothing_says_so_and_does_not_show_an_inner_ones() -> None:
@@ -129,6 +133,47 @@ def check_marks() -> None:
 
 def test_what_an_optimizer_owns_is_marked_as_a_flat_parameter() -> None:
     check_marks()
+
+
+@ranks(2)
+def check_params(use_orig_params: bool) -> None:
+    model, oracle = (make(seeded(), use_orig_params=use_orig_params) for make in (sharded, as_torch))
+    wrappers = [kind.fsdp_modules(m) for kind, m in zip(KINDS, (model, oracle), strict=True)]
+    for wrapper, other in zip(*wrappers, strict=True):
+        (mine,), (theirs,) = wrapper.params, other.params
+        assert (mine.numel(), mine.shape) == (mine.data.numel(), mine.data.shape)
+        if not use_orig_params:
+            # With original parameters torch's has gaps.
+            assert torch.equal(mine.data, theirs.data)
+        assert isinstance(mine, nn.Parameter) is not use_orig_params
+        assert wrapper._is_root is other._is_root is None
+    for either in (model, oracle):
+        iterate(either)
+    assert [w._is_root for w in wrappers[0]] == [w._is_root for w in wrappers[1]] == [True] + [False] * 4
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.spec("NAMES-11")
+def test_a_wrapper_lists_its_flat_parameter_and_says_whether_it_is_the_root(use_orig_params: bool) -> None:
+    check_params(use_orig_params=use_orig_params)
+
+
+@pytest.mark.spec("NAMES-11")
+@ranks(2)
+def test_the_registry_of_states_knows_wrappers_and_nothing_inside() -> None:
+    wrapper = FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2, device=device())))
+    assert _get_module_state(wrapper) is wrapper
+    assert _get_module_state(wrapper.module) is None
+
+
+@pytest.mark.spec("NAMES-11")
+@ranks(2)
+def test_an_unrelated_question_to_a_slice_is_not_answered_with_optimizer_states() -> None:
+    wrapper = FullyShardedDataParallel(nn.Linear(2, 2, device=device()), use_orig_params=True)
+    with pytest.raises(AttributeError, match=r"no attribute 'grad'.*use_orig_params=False") as error:
+        _ = wrapper._flat_param.grad
+    assert "optim" not in str(error.value)
+    assert not hasattr(wrapper._handle, "is_sharded")
 
 
 # --- the functions of torch.distributed.checkpoint.state_dict ---

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from minifsdp import (
@@ -225,6 +226,27 @@ def test_a_local_dict_is_one_slice_for_each_unit_and_needs_no_gather(keep: bool)
             model.load_state_dict({**state, "flat_param": torch.ones(2)})
     after = model.state_dict()
     assert all(torch.equal(after[key], before[key]) for key in before if "running" not in key)
+
+
+@pytest.mark.spec("SD-LOCAL-06")
+@flat_or_original
+@ranks(2)
+def test_on_a_device_mesh_a_local_dict_is_that_of_a_group(keep: bool) -> None:
+    mesh = init_device_mesh(device().type, (2,))
+    model, other = (sharded(plain_model(seed), use_orig_params=keep, device_mesh=mesh) for seed in (0, 7))
+    usual = sharded(plain_model(0), use_orig_params=keep)
+    states = []
+    for either in (model, usual):
+        with FSDP.state_dict_type(either, LOCAL):
+            states.append(either.state_dict())
+    kinds = [{key: type(value) for key, value in state.items()} for state in states]
+    assert kinds[0] == kinds[1]
+    for state in states:
+        with FSDP.state_dict_type(other, LOCAL):
+            other.load_state_dict(state)
+        for mine, expected in zip(other.parameters(), usual.parameters(), strict=True):
+            assert torch.equal(mine, expected)
+        other.load_state_dict(plain_model(7).state_dict())
 
 
 @pytest.mark.spec("MP-04", "MP-10")

@@ -1,0 +1,267 @@
+"""Tensors that decide what is sent, in the flows of programs: built on meta, patched by hand, on a mesh of two axes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from spec_tests.fsdp2.four_blocks import WIDTH, Stack, batch, grid_mesh, iterate, seeded
+from spec_tests.fsdp2.int8_shards import Holds, Plain, extended
+from spec_tests.fsdp2.subject import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from spec_tests.harness import device, ranks
+from spec_tests.oracles import count_collectives
+
+NARROW = torch.bfloat16
+
+
+# --- what the methods are given on a mesh of two axes ---
+
+
+class NotesMesh(Plain):
+    """Writes down over whom it is gathered."""
+
+    meshes: list[Any] = []
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        NotesMesh.meshes.append(mesh)
+        return (self.inner,), None
+
+
+@pytest.mark.spec("FS2-EXT-02")
+@ranks(4)
+def test_with_replicas_the_methods_are_given_the_axis_of_the_shards_alone() -> None:
+    NotesMesh.meshes.clear()
+    mesh = grid_mesh()
+    layer = fully_shard(extended(seeded(lambda: nn.Linear(WIDTH, 4, bias=False)), NotesMesh), mesh=mesh)
+    layer(batch())
+    (given,) = NotesMesh.meshes
+    assert given == mesh["shard"]
+    assert (given.ndim, given.get_group()) == (1, mesh.get_group("shard"))
+
+
+# --- tensors with any strides ---
+
+
+class Striding(Plain):
+    """Sends columns, one behind the other in memory, and computes with what lies so, too."""
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        return (self.inner.t().contiguous().t(),), None
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        (whole,) = gathered
+        if out is None:
+            columns = whole.t().contiguous()
+            return columns.t(), (columns,)
+        with torch.no_grad(), _unsafe_preserve_version_counter(out):
+            # What arrived ends with the padding.
+            out.copy_(whole[: len(out)])
+        return None
+
+
+@ranks(2)
+def check_strides(rows: int) -> None:
+    layer, usual = (seeded(lambda: nn.Linear(WIDTH, rows, bias=False)) for _ in range(2))
+    fully_shard(extended(layer, Striding))
+    fully_shard(usual)
+    for step in range(2):
+        torch.testing.assert_close(layer(batch(step)), usual(batch(step)))
+        for either in (layer, usual):
+            either(batch(step)).square().sum().backward()
+        torch.testing.assert_close(local(layer.weight.grad), local(usual.weight.grad))
+
+
+@pytest.mark.parametrize("rows", [4, 3])
+@pytest.mark.spec("FS2-EXT-02")
+def test_tensors_of_any_strides_may_be_sent_and_computed_with(rows: int) -> None:
+    check_strides(rows=rows)
+
+
+def local(tensor: Any) -> Tensor:
+    mine = tensor.to_local()
+    return mine.inner if isinstance(mine, Holds) else mine
+
+
+# --- built on meta ---
+
+
+class Half(Plain):
+    """Sent in bfloat16, computed with in the dtype of the unit."""
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        return (self.inner.to(NARROW),), None
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        return widened(gathered, metadata, param_dtype, out=out)
+
+
+def widened(
+    gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    (narrow,) = gathered
+    assert narrow.dtype is NARROW
+    if out is None:
+        whole = narrow.to(param_dtype)
+        return whole, (narrow, whole)
+    with torch.no_grad(), _unsafe_preserve_version_counter(out):
+        out.copy_(narrow[: len(out)])
+    return None
+
+
+def filled(model: nn.Module) -> nn.Module:
+    """Gives a model from meta its memory and the same values whoever has sharded it."""
+    model.to_empty(device=device())
+    generator = torch.Generator(device()).manual_seed(7 + dist.get_rank())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            mine = local(parameter)
+            mine.copy_(torch.randn(mine.shape, generator=generator, device=device()) / 4)
+    return model
+
+
+def trained(model: nn.Module, num_steps: int = 3) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    losses = []
+    for step in range(num_steps):
+        losses.append(iterate(model, step))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                local(parameter).sub_(local(parameter.grad), alpha=0.1)
+        optimizer.zero_grad()
+    return losses
+
+
+def on_meta(kind: type[Holds] | None, shard: Any, policy: Any) -> nn.Module:
+    with torch.device("meta"):
+        model = Stack()
+    model = extended(model, kind) if kind is not None else model
+    for block in model.blocks:
+        shard(block, mp_policy=policy)
+    return shard(model, mp_policy=policy)
+
+
+@ranks(2)
+def check_from_meta(policy: dict[str, Any]) -> None:
+    ours = filled(on_meta(Half, fully_shard, MixedPrecisionPolicy(**policy)))
+    theirs = filled(on_meta(Half, torch_fsdp.fully_shard, torch_fsdp.MixedPrecisionPolicy(**policy)))
+    assert trained(ours) == trained(theirs)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert type(mine.to_local()) is type(other.to_local())
+        assert torch.equal(local(mine), local(other))
+
+
+POLICIES = {"plain": {}, "narrow": {"param_dtype": NARROW, "reduce_dtype": torch.float32}}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.spec("FS2-EXT-05")
+def test_a_model_from_meta_is_filled_and_trained_as_by_torch(policy: dict[str, Any]) -> None:
+    check_from_meta(policy=policy)
+
+
+# --- methods that are given to a tensor ---
+
+
+def patched(model: nn.Module) -> nn.Module:
+    """Gives the local tensors of all weights the two methods, without a class."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("weight"):
+            mine = parameter._local_tensor
+            mine.fsdp_pre_all_gather = functools.partial(narrowed, mine)
+            mine.fsdp_post_all_gather = widened
+    return model
+
+
+def narrowed(
+    mine: Tensor, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
+) -> tuple[tuple[Tensor, ...], Any]:
+    return (mine.to(NARROW),), None
+
+
+def made_whole(shard: Any, *, from_meta: bool) -> nn.Module:
+    with torch.device("meta" if from_meta else device()):
+        model = Stack() if from_meta else seeded()
+    for block in model.blocks:
+        shard(block)
+    shard(model)
+    return filled(model) if from_meta else model
+
+
+@ranks(2)
+def check_patched(from_meta: bool) -> None:
+    ours = patched(made_whole(fully_shard, from_meta=from_meta))
+    theirs = patched(made_whole(torch_fsdp.fully_shard, from_meta=from_meta))
+    plain = made_whole(fully_shard, from_meta=from_meta)
+    losses = trained(ours)
+    assert losses == trained(theirs)
+    assert losses != trained(plain), "it does make a difference"
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(local(mine), local(other))
+
+
+@pytest.mark.parametrize("from_meta", [False, True])
+@pytest.mark.spec("FS2-EXT-06")
+def test_methods_given_to_a_local_tensor_decide_as_those_of_a_class_do(from_meta: bool) -> None:
+    check_patched(from_meta=from_meta)
+
+
+@pytest.mark.spec("FS2-EXT-06")
+@ranks(2)
+def test_half_of_the_bytes_of_a_patched_weight_is_sent_also_of_uneven_rows() -> None:
+    layer, usual = (fully_shard(seeded(lambda: nn.Linear(WIDTH, 3))) for _ in range(2))
+    patched(layer)
+    mine = layer.weight._local_tensor
+    with count_collectives() as counts:
+        output = layer(batch())
+    assert counts.num_bytes["all_gather"] == 4 * WIDTH * 2 + 4 * 4, "and the bias as it is"
+    torch.testing.assert_close(output, usual(batch()), rtol=0.02, atol=0.02)
+    layer.reshard()
+    assert layer.weight._local_tensor is mine
+
+
+@pytest.mark.spec("FS2-EXT-06")
+@ranks(2)
+def test_a_patched_weight_on_the_cpu_is_moved_when_it_is_sent() -> None:
+    layer = seeded(lambda: nn.Linear(WIDTH, 4))
+    patched(fully_shard(layer, offload_policy=CPUOffloadPolicy(pin_memory=False)))
+    usual = patched(fully_shard(seeded(lambda: nn.Linear(WIDTH, 4))))
+    for either in (layer, usual):
+        either(batch()).sum().backward()
+    assert layer.weight.grad.device.type == layer.weight.device.type == "cpu"
+    assert torch.equal(local(layer.weight.grad), local(usual.weight.grad).cpu())
+
+
+@pytest.mark.spec("FS2-EXT-06")
+@ranks(2)
+def test_a_weight_that_was_given_another_tensor_travels_as_it_is_again() -> None:
+    layer = patched(fully_shard(seeded(lambda: nn.Linear(WIDTH, 4))))
+    layer(batch())
+    layer.load_state_dict({name: value.detach().clone() for name, value in layer.state_dict().items()}, assign=True)
+    usual = fully_shard(seeded(lambda: nn.Linear(WIDTH, 4)))
+    assert torch.equal(layer(batch()), usual(batch()))
+
+
+@pytest.mark.spec("FS2-EXT-03")
+@ranks(2)
+def test_one_method_alone_on_a_tensor_is_refused() -> None:
+    layer = fully_shard(nn.Linear(WIDTH, 4, device=device()))
+    layer.weight._local_tensor.fsdp_post_all_gather = widened
+    with pytest.raises(AssertionError, match="fsdp_pre_all_gather"):
+        layer(batch())

@@ -1,0 +1,126 @@
+"""Parameters on a mesh of their own beside the others of their group: experts, chosen by ``shard_placement_fn``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import minifsdp
+from minifsdp import fully_shard
+from spec_tests.fsdp2.four_blocks import WIDTH, batch, grid_mesh, iterate, line_mesh, wide
+from spec_tests.harness import device, ranks
+
+Place = Callable[[nn.Parameter], Any]
+
+
+def experts_of(model: Any) -> set[nn.Parameter]:
+    """The second layer of each block stands for the experts."""
+    return {block.down.weight for block in model.blocks}
+
+
+def placed(experts: set[nn.Parameter], info: Any) -> Place:
+    return lambda parameter: ShardPlacementResult(None, info) if parameter in experts else None
+
+
+def made_by(shard: Any, mesh: DeviceMesh, info: Any, **options: Any) -> Any:
+    model = wide()
+    place = placed(experts_of(model), info)
+    for block in model.blocks:
+        shard(block, mesh=mesh, shard_placement_fn=place, **options)
+    return shard(model, mesh=mesh, shard_placement_fn=place, **options)
+
+
+def local(tensor: Any) -> Tensor:
+    return tensor.to_local()
+
+
+def trained(model: nn.Module) -> list[Any]:
+    """Losses, and every gradient of three steps, the second of which is accumulated without communication."""
+    seen: list[Any] = []
+    for step in range(3):
+        model.set_requires_gradient_sync(step != 1)
+        seen.append(iterate(model, step))
+        if step != 1:
+            seen.extend(local(p.grad).clone() for p in model.parameters())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    local(parameter).sub_(local(parameter.grad), alpha=0.1)
+            model.zero_grad()
+    return seen
+
+
+def assert_alike(ours: Any, theirs: Any) -> None:
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert isinstance(mine, DTensor)
+        assert mine.device_mesh == other.device_mesh, name
+        assert mine.placements == other.placements, name
+    for mine, other in zip(trained(ours), trained(theirs), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+@ranks(4)
+def check_own_mesh(axis: str, reshard_after_forward: bool, policy: bool) -> None:
+    grid, line = grid_mesh(), line_mesh()
+    info = HSDPMeshInfo(grid, 1, 0) if axis == "both" else FSDPMeshInfo(grid[axis], 0)
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if policy else {}
+    models = []
+    for library in (minifsdp, torch_fsdp):
+        options = {"mp_policy": library.MixedPrecisionPolicy(**dtypes), "reshard_after_forward": reshard_after_forward}
+        models.append(made_by(library.fully_shard, line, info, **options))
+    assert_alike(*models)
+    weight = models[0].blocks[0].down.weight
+    assert weight.placements == ((Replicate(), Shard(0)) if axis == "both" else (Shard(0),))
+
+
+@pytest.mark.parametrize("policy", [False, True])
+@pytest.mark.parametrize("axis", ["shard", "replicate", "both"])
+@pytest.mark.spec("NEW-23")
+def test_experts_on_a_mesh_of_their_own_are_trained_as_by_torch(axis: str, policy: bool) -> None:
+    check_own_mesh(axis=axis, reshard_after_forward=axis != "replicate", policy=policy)
+
+
+@pytest.mark.spec("NEW-23")
+@ranks(4)
+def test_a_dim_may_be_chosen_beside_the_mesh() -> None:
+    layer, grid = nn.Linear(WIDTH, 4, bias=False, device=device()), grid_mesh()
+    info = FSDPMeshInfo(grid["shard"], 0)
+    fully_shard(layer, mesh=line_mesh(), shard_placement_fn=lambda _: ShardPlacementResult(Shard(1), info))
+    assert layer.weight.device_mesh == grid["shard"]
+    assert layer.weight.to_local().shape == (4, WIDTH // 2)
+
+
+@pytest.mark.spec("NEW-23")
+@ranks(4)
+def test_a_number_of_ranks_to_rest_on_is_refused_beside_meshes() -> None:
+    grid = grid_mesh()
+    with pytest.raises(NotImplementedError, match="meshes of their own"):
+        made_by(fully_shard, line_mesh(), FSDPMeshInfo(grid["shard"], 0), reshard_after_forward=2)
+
+
+@pytest.mark.spec("NEW-23")
+@ranks(4)
+def test_a_mesh_with_an_axis_for_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="mesh of 2 axes"):
+        made_by(fully_shard, line_mesh(), FSDPMeshInfo(grid_mesh(), 1))
+
+
+@pytest.mark.spec("NEW-23")
+@ranks(4)
+def test_a_gradient_is_the_mean_over_the_ranks_of_its_own_mesh() -> None:
+    layer, info = nn.Linear(WIDTH, 4, device=device()), FSDPMeshInfo(grid_mesh()["shard"], 0)
+    experts = {layer.weight}
+    fully_shard(layer, mesh=line_mesh(), shard_placement_fn=placed(experts, info))
+    layer(batch()).sum().backward()
+    first = dist.get_rank() // 2 * 2
+    expected = sum(batch(0, rank).sum(0) for rank in (first, first + 1)) / 2
+    torch.testing.assert_close(layer.weight.grad.full_tensor(), expected.expand(4, WIDTH))
+    assert layer.bias.grad.full_tensor().tolist() == [len(batch())] * 4
