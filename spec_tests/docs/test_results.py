@@ -25,7 +25,8 @@ def test_variants_of_a_test_are_joined_and_the_worst_counts(tmp_path: Path, monk
         "a.py::u": {"cpu-gloo": "passed"},
     }
     fresh, record = tmp_path / "fresh.json", tmp_path / "record.json"
-    fresh.write_text(json.dumps({"CTOR-01": {"statement": "s", "results": {"cpu-gloo": "failed"}, "tests": tests}}))
+    row = {"statement": "s", "results": {"cpu-gloo": "failed"}, "kinds": {}, "tests": tests}
+    fresh.write_text(json.dumps({"CTOR-01": row}))
     monkeypatch.setattr(results, "FRESH", fresh)
     monkeypatch.setattr(results, "RECORD", record)
     results.write_record()
@@ -38,8 +39,11 @@ def test_variants_of_a_test_are_joined_and_the_worst_counts(tmp_path: Path, monk
 def test_what_another_backend_did_earlier_stays_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh, record = tmp_path / "fresh.json", tmp_path / "record.json"
     record.write_text(json.dumps({"runs": {"cuda-nccl": {"date": "2026-01-01", "machine": "m"}}, "rows": {}}))
-    fresh.write_text(json.dumps({"CTOR-01": {"results": {}, "tests": {"a.py::t": {"cpu-gloo": "passed"}}}}))
+    row = {"results": {}, "kinds": {"cpu-gloo": "text"}, "tests": {"a.py::t": {"cpu-gloo": "passed (text)"}}}
+    fresh.write_text(json.dumps({"CTOR-01": row}))
     monkeypatch.setattr(results, "FRESH", fresh)
     monkeypatch.setattr(results, "RECORD", record)
     results.write_record()
-    assert set(json.loads(record.read_text())["runs"]) == {"cpu-gloo", "cuda-nccl"}
+    written = json.loads(record.read_text())
+    assert set(written["runs"]) == {"cpu-gloo", "cuda-nccl"}
+    assert written["rows"]["CTOR-01"]["kinds"] == {"cpu-gloo": "text"}

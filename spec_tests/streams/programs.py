@@ -638,6 +638,13 @@ def each_offload_not_pinned() -> Any:
 
 
 @program(2)
+def each_offload_not_pinned_accumulating() -> Any:
+    model = each(offload_policy=CPUOffloadPolicy(pin_memory=False))
+    loss_of(model).backward()
+    return trained(model)
+
+
+@program(2)
 def each_offload_accumulating() -> Any:
     model = each(offload_policy=CPUOffloadPolicy())
     optimizer = sgd(model)

@@ -97,10 +97,10 @@ MUTANTS = [
     ),
     Mutant(
         "own-entries-alias-the-unit",
-        "_finish",
-        "state[key] = value.detach().clone()",
-        "state[key] = value.detach()",
-        "An entry that a module's own code writes lies in memory of the unit.",
+        "copy_what_lies_in",
+        "return tensor.detach().clone() if memory_of(tensor) in memory else tensor",
+        "return tensor",
+        "Buffers, and what a module's own code writes, lie in memory of the model.",
         "SD-FULL-07",
     ),
     Mutant(

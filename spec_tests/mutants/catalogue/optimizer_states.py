@@ -26,9 +26,8 @@ MUTANTS = [
     Mutant(
         "first-moments-for-second-ones",
         "_unit_states",
-        "full = _full_values(unit, states, key, cut, facts[cut[0]][key].dtype)",
-        "full = _full_values(unit, states, next(iter(facts[cut[0]])) if key == 'exp_avg_sq' else key, cut, "
-        "facts[cut[0]][key].dtype)",
+        "full = _full_values(unit, states, key, of_dtype, dtype)",
+        "full = _full_values(unit, states, next(iter(facts[cut[0]])) if key == 'exp_avg_sq' else key, of_dtype, dtype)",
         "Of Adam's two moments another state is handed out for the second one.",
         "OSD-04",
     ),

@@ -106,12 +106,13 @@ BREAKS = [
         "stops",
     ),
     Break(
-        "steps-before-it-arrives",
+        "hooks-called-at-the-end",
         LAYOUT,
         f"{HOOKED} or {GIVEN}",
         GIVEN,
-        "That the user's hooks read the gradient is overlooked.",
+        "That the user's hooks wait for the gradient is overlooked: they are called when all have arrived.",
         "each_offload_with_the_optimizer_in_backward",
+        "stops",
     ),
     Break(
         "stops-for-each-unit",
@@ -189,7 +190,7 @@ BREAKS = [
         "        piece = piece.to(self._entries[0].piece.device)\n",
         "        piece = piece.to(self._entries[0].piece.device, non_blocking=True)\n",
         "Without pinned memory, too, the copy is not waited for.",
-        "each_offload_not_pinned",
+        "each_offload_not_pinned_accumulating",
     ),
     Break(
         "one-copy-for-each-parameter",
