@@ -187,8 +187,8 @@ MUTANTS = [
     Mutant(
         "extensions-send-views",
         "ExtendedRow.gather",
-        "sent = [tensor.contiguous() for tensor in tensors]",
-        "sent = list(tensors)",
+        "self._filled_up(tensor).to(self.device).contiguous()",
+        "self._filled_up(tensor).to(self.device)",
         "What an extension gives to be sent must be contiguous.",
         "FS2-EXT-02",
     ),
@@ -226,9 +226,9 @@ MUTANTS = [
     ),
     Mutant(
         "mean-in-place-over-the-shards-only",
-        "_make_unit",
-        "Scaling.mean(table.num_ranks, dtype)",
-        "Scaling.mean(table.num_shards, dtype)",
+        "ReducePlan.mean",
+        "Scaling.mean(mesh.num_ranks, dtype)",
+        "Scaling.mean(mesh.num_shards, dtype)",
         "The mean forgets the replicas of a mesh of two axes.",
         "FS2-18 MIG-04",
     ),
