@@ -117,7 +117,7 @@ class RankPool:
     def __init__(self, num_ranks: int, kind: str = "cpu", *, is_alone: bool = False) -> None:
         self.num_ranks = 1 if is_alone else num_ranks
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="ranks-"))
-        port = _free_port()
+        port = free_port()
         self.seats = [
             Seat(rank, num_ranks, kind, self.folder, port, is_alone=is_alone) for rank in range(self.num_ranks)
         ]
@@ -254,7 +254,8 @@ def _pickled(arguments: Mapping[str, Any]) -> bytes:
         ) from error
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -21,7 +21,6 @@ import pickle
 import re
 import resource
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -104,7 +103,7 @@ def run(
     if save is not None:
         arguments += [f"--save={save}", f"--resume={save}", f"--save-every={EVERY}", *(["--full"] if full else [])]
     mine, its = context.Pipe(duplex=False)
-    port = _free_port()
+    port = pool.free_port()
     processes = []
     for rank in range(num_ranks):
         killed_here = moment if moment is not None and moment.victim == rank else None
@@ -124,12 +123,6 @@ def run(
                 process.kill()
                 process.join()
     return _outcome(codes, work)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _kill_later(process: Any, says: Any, seconds: float) -> None:

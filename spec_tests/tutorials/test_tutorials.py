@@ -1,7 +1,8 @@
-"""The lessons in ``tutorials/``: each runs on two ranks as a reader starts it, and what it asserts holds.
+"""The lessons in ``tutorials/``: each runs on two ranks, and what it asserts holds.
 
 A lesson that fails an assertion on any rank ends with a status other than 0, and with it every test here that looks at
-its output. Each script is run once with the same arguments, however many tests look. Those that need packages beyond
+its output. Each script is run once with the same arguments, however many tests look; the first of them by torchrun, as
+a reader starts it, the others by ``spec_tests/harness/programs.py``, which costs less. Those that need packages beyond
 the test extra are marked, and reported as not run where these are missing.
 """
 
@@ -23,21 +24,29 @@ from types import ModuleType
 import pytest
 import torch
 
+from spec_tests.harness.programs import output_of_ranks
+
 TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
 
 needs_scikit_learn = pytest.mark.needs("sklearn")
 needs_transformers = pytest.mark.needs("transformers")
 
 
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+
+
 @functools.cache
 def output_of(script: str, *arguments: str, num_ranks: int = 2) -> str:
-    """What the ranks printed together, of the script as a reader would start it."""
+    """What the ranks printed together."""
+    return output_of_ranks(TUTORIALS / script, *arguments, num_ranks=num_ranks, environment=ENVIRONMENT)
+
+
+def output_under_torchrun(script: str) -> str:
+    """The same of two ranks, of a script as a reader would start it."""
     launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    environment = {name: value for name, value in os.environ.items() if name not in launcher}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes", "1"]
-    launch += ["--nproc_per_node", str(num_ranks)]
-    command = [*launch, str(TUTORIALS / script), *arguments]
+    environment = {name: value for name, value in os.environ.items() if name not in launcher} | ENVIRONMENT
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*launch, str(TUTORIALS / script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -58,7 +67,7 @@ def lesson(name: str) -> ModuleType:
 
 @pytest.mark.spec("TRAIN-01", "PAR-01", "SHARD-04")
 def test_a_naive_fsdp_trains_like_a_single_process_at_every_step_and_ends_as_minifsdp() -> None:
-    output = output_of("naive_fsdp.py")
+    output = output_under_torchrun("naive_fsdp.py")
 
     assert output.startswith("2 ranks (cpu, gloo)\n")
     rows = [line.split() for line in output.splitlines() if line.count(" ") > 20 and line.split()[-1].isdigit()]

@@ -1,0 +1,102 @@
+"""Runs a script on some ranks, as torchrun would, without what torchrun costs.
+
+``torchrun lesson.py`` imports torch, and so does each of the ranks that it starts: on two cores six seconds, of which
+nothing is learnt. Here the ranks are copies of a process that has torch already, the fork server of the pool. Each is
+told its place in the environment, as torchrun does, and runs the file as ``__main__``.
+
+That the real torchrun starts the lessons as well is a test of its own for one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spec_tests.harness import pool
+
+__all__ = ["output_of_ranks"]
+
+GRACE = 10.0  # seconds for the others to end, when one has failed
+
+
+def output_of_ranks(
+    script: Path, *arguments: str, num_ranks: int, environment: Mapping[str, str], limit: float = 600.0
+) -> str:
+    """What the ranks of ``script`` print together.
+
+    Args:
+        script: is run as ``__main__`` on each rank, with its folder in front of the places to import from.
+        arguments: its command line.
+        num_ranks: how many ranks.
+        environment: beside what torchrun tells a rank.
+        limit: seconds, after which the ranks are ended.
+
+    Raises:
+        AssertionError: some rank has not ended with status 0; with what all have printed.
+    """
+    context = pool.fork_server()
+    port = pool.free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "output"
+        output.touch()
+        ranks = []
+        for rank in range(num_ranks):
+            place: dict[str, int | str] = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": num_ranks,
+                "LOCAL_WORLD_SIZE": num_ranks,
+            }
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            told = {**environment, **{name: str(value) for name, value in place.items()}}
+            ranks.append(context.Process(target=_run, args=(script, arguments, told, output)))
+        try:
+            for process in ranks:
+                process.start()
+            _wait(ranks, limit)
+            codes = [process.exitcode for process in ranks]
+        finally:
+            for process in ranks:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+        text = output.read_text()
+    assert not any(code is None or code for code in codes), f"{script.name} ended with {codes}:\n{text}"
+    return text
+
+
+def _wait(ranks: list[Any], limit: float) -> None:
+    """Until all have ended, or one has failed and the others have had time to notice."""
+    end = time.monotonic() + limit
+    running: dict[Any, Any] = {process.sentinel: process for process in ranks}
+    while running and time.monotonic() < end:
+        for sentinel in wait(list(running), timeout=end - time.monotonic()):
+            process = running.pop(sentinel)
+            process.join()
+            if process.exitcode:
+                end = min(end, time.monotonic() + GRACE)
+
+
+def _run(script: Path, arguments: tuple[str, ...], told: Mapping[str, str], output: Path) -> None:
+    """On a rank."""
+    os.environ.update(told)
+    number = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(number, 1)
+    os.dup2(number, 2)
+    torch.set_num_threads(1)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
