@@ -50,7 +50,8 @@ def test_the_named_test_fails_once_the_line_is_changed(
 ) -> None:
     for name in ("minifsdp", "spec_tests", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for name in ("conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
     source = tmp_path / "minifsdp" / module
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", f"{file}::{test}"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}

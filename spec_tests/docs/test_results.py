@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from docs_build import results
+from docs_build.order import ROOT
 
 
 def test_every_row_of_the_spec_is_read_with_its_section() -> None:
@@ -47,3 +50,16 @@ def test_what_another_backend_did_earlier_stays_in_the_record(tmp_path: Path, mo
     written = json.loads(record.read_text())
     assert set(written["runs"]) == {"cpu-gloo", "cuda-nccl"}
     assert written["rows"]["CTOR-01"]["kinds"] == {"cpu-gloo": "text"}
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_record() -> None:
+    rows = json.loads(results.RECORD.read_text())["rows"].values()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = {line.group(1): line.group(2) for line in re.finditer(r"^\| `([a-z-]+)` \| (.*) \|$", readme, re.MULTILINE)}
+    assert tuple(lines) == results.BACKENDS
+    for backend, line in lines.items():
+        kinds = Counter(row["kinds"].get(backend, "none") for row in rows)
+        proven = sum(row["results"][backend] == "proven" for row in rows)
+        shown = [proven, *(kinds[kind] for kind in results.KINDS), len(rows) - proven]
+        assert line == " | ".join(map(str, shown)), backend
+        assert proven == sum(shown[1:-1])
