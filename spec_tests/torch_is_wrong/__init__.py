@@ -102,5 +102,7 @@ def said_by_torchrun(case: Case) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode == 0:
         return done.stdout.strip().removeprefix("rank 0: ")
-    ends = re.findall(r"^\[rank0\]: (\w+: .*)|(Signal \d+ \(\w+\))", done.stderr, re.MULTILINE)
-    return "".join(ends[-1]) if ends else done.stderr
+    errors = re.findall(r"^\[rank0\]: (\w+: .*)", done.stderr, re.MULTILINE)
+    # torchrun ends what is left with signals of its own, and names the first cause last.
+    signals = re.findall(r"Signal \d+ \(\w+\)", done.stderr)
+    return (errors or signals or [done.stderr])[-1]
