@@ -8,7 +8,7 @@ from html import escape
 
 from mkdocs.utils import get_relative_url
 
-from docs_build import exercises, fragments, pictures, results, streams, values
+from docs_build import exercises, fragments, pictures, results, streams, values, wrong
 from docs_build.markup import to_html
 
 __all__ = ["badges", "counted", "expand", "put_back"]
@@ -110,6 +110,12 @@ def _simulated(rest: str, _: str) -> str:
     return _raw(streams.figure(name.strip(), caption.strip()))
 
 
+def _wrong(rest: str, start: str) -> str:
+    """A case in which torch is wrong, with its program and the rows that say what is right."""
+    case = wrong.find(rest.strip())
+    return wrong.prose(case) + _raw(wrong.program(case)) + _proof(" ".join(case.rows), start)
+
+
 def _html(name: str) -> Callable[[str, str], str]:
     def make(rest: str, start: str) -> str:
         from docs_build import myths, troubles, verbs
@@ -144,6 +150,7 @@ VERBS: dict[str, Callable[[str, str], str]] = {
     "simulated": _simulated,
     "breaks": lambda rest, start: _raw(streams.breaks()),
     "findings": lambda rest, start: streams.findings(),
+    "wrong": _wrong,
     "verbs": _html("verbs"),
     "path": _html("path"),
     "myths": _html("myths"),

@@ -128,6 +128,25 @@ def test_a_fresh_optimizer_is_restored_and_training_goes_on_bit_by_bit(keep: boo
         assert step(again, restored, number) == step(model, optimizer, number)
 
 
+@pytest.mark.spec("OSD-LOAD-03")
+@flat_or_original
+@ranks(2)
+def test_a_fresh_optimizer_asks_for_no_states_until_it_has_made_a_step(keep: bool, tmp_path: Path) -> None:
+    model, optimizer = trained(None, use_orig_params=keep)
+    save(model, optimizer, tmp_path, None)
+    again = wrapped(make(7), use_orig_params=keep)
+    FSDP.set_state_dict_type(again, SHARDED)
+    restored = torch.optim.Adam(again.parameters(), lr=0.01)
+    load(again, restored, tmp_path, None)
+    assert not restored.state, "as libraries resume that load in this way, see docs/troubleshoot.md"
+    for parameter in again.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    restored.step()
+    load(again, restored, tmp_path, None)
+    for number in (5, 6):
+        assert step(again, restored, number) == step(model, optimizer, number)
+
+
 @pytest.mark.spec("SD-SHARD-04", "HYB-10")
 @kinds
 @ranks(4)

@@ -1,0 +1,32 @@
+"""A full state dict with ``offload_to_cpu=True`` of original parameters crashes on a CPU.
+
+The same program as above, but for ``use_orig_params=True``: freed memory is read, and the process ends.
+
+With torch 2.13.0::
+
+    Signal 11 (SIGSEGV)
+
+With minifsdp::
+
+    bias [2], weight [2, 4]
+
+Spec: SD-FULL-06.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullStateDictConfig, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+
+def main() -> str:
+    model = FSDP(nn.Linear(4, 2), use_orig_params=True, device_id=torch.device("cpu"))
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True)):
+        return ", ".join(f"{name} {list(value.shape)}" for name, value in sorted(model.state_dict().items()))
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    print(f"rank {dist.get_rank()}: {main()}")
+    dist.destroy_process_group()

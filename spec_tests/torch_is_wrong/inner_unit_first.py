@@ -1,0 +1,33 @@
+"""A unit that has run on its own cannot become part of a model.
+
+An encoder is tried by itself before it is trained inside of a larger model. From then on it takes itself for a root,
+and the model's first forward ends in an assertion about one of torch's own attributes.
+
+With torch 2.13.0::
+
+    AssertionError: Non-root FSDP instance's `_is_root` should not have been set yet or should have been set to `False`
+
+With minifsdp::
+
+    the whole model gives [1, 2]
+
+Spec: CTOR-11.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+
+def main() -> str:
+    encoder = FSDP(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    model = FSDP(nn.Sequential(encoder, nn.Linear(4, 2)), device_id=torch.device("cpu"))
+    encoder(torch.ones(1, 4))
+    return f"the whole model gives {list(model(torch.ones(1, 4)).shape)}"
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    print(f"rank {dist.get_rank()}: {main()}")
+    dist.destroy_process_group()

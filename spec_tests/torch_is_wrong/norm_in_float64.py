@@ -1,0 +1,32 @@
+"""Gradients in float64 cannot be clipped.
+
+``clip_grad_norm_`` asks for norms in float32, and PyTorch refuses to narrow what it adds up.
+
+With torch 2.13.0::
+
+    RuntimeError: linalg.vector_norm: the dtype of the input (Double) should be convertible without narrowing to the...
+
+With minifsdp::
+
+    2.828 in torch.float64
+
+Spec: CLIP-07.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+
+def main() -> str:
+    model = FSDP(nn.Linear(4, 2, bias=False, dtype=torch.float64), device_id=torch.device("cpu"))
+    model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    norm = model.clip_grad_norm_(100.0)
+    return f"{norm:.4g} in {norm.dtype}"
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    print(f"rank {dist.get_rank()}: {main()}")
+    dist.destroy_process_group()

@@ -1,0 +1,63 @@
+"""The norm of gradients is wrong where strategies are mixed, and each rank clips by its own.
+
+``clip_grad_norm_`` adds up the squares of all sharded gradients over the group of the root. That is right if all units
+are sharded over the same ranks. Elements of a unit with replicas it counts once for each replica; and if it is the root
+that has replicas, parts that lie outside of its group are not seen. In the second case ranks get different norms,
+scale their pieces by different factors, and replicas drift apart.
+
+Four ranks, as two replicas of two. All ranks have the same batch, so the norm must be the same three times.
+
+With torch 2.13.0::
+
+    sharded in sharded: 14.97 on all ranks
+    hybrid in sharded: 19.6 on all ranks
+    sharded in hybrid: 9.798, 9.798, 13.86, 13.86
+
+With minifsdp::
+
+    sharded in sharded: 14.97 on all ranks
+    hybrid in sharded: 14.97 on all ranks
+    sharded in hybrid: 14.97 on all ranks
+
+Spec: CLIP-02, CLIP-08. Ranks: 4.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
+
+
+def main() -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    groups = (mesh.get_group("shard"), mesh.get_group("replicate"))
+    sharded = {"sharding_strategy": ShardingStrategy.FULL_SHARD, "device_id": torch.device("cpu")}
+    hybrid = {**sharded, "sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": groups}
+    return "\n".join(
+        [
+            f"sharded in sharded: {norms(sharded, sharded)}",
+            f"hybrid in sharded: {norms(sharded, hybrid)}",
+            f"sharded in hybrid: {norms(hybrid, sharded)}",
+        ]
+    )
+
+
+def norms(of_root: dict, of_inner: dict) -> str:
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(2)]
+    for layer in layers:
+        nn.init.constant_(layer.weight, 0.5)
+    # Half of the first layer has larger gradients.
+    layers[1].weight.data[:, 2:] = 1.0
+    model = FSDP(nn.Sequential(FSDP(layers[0], **of_inner), layers[1]), **of_root)
+    model(torch.ones(1, 4)).sum().backward()
+    found: list = [None] * 4
+    dist.all_gather_object(found, f"{float(model.clip_grad_norm_(100.0)):.4g}")
+    return f"{found[0]} on all ranks" if len(set(found)) == 1 else ", ".join(found)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    print(f"rank {dist.get_rank()}: {main()}")
+    dist.destroy_process_group()

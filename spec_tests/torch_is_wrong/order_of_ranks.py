@@ -1,0 +1,49 @@
+"""Ranks that run units in different orders compute with each other's weights.
+
+A branch that depends on the rank's own data, and ``fully_shard``. Collectives pair up by their order: the one rank's
+gather of the first unit with the other's gather of the second. If sizes agree nothing fails, and each rank computes
+with weights that are half of one unit and half of the other.
+
+The weights of the first unit are 1, those of the second 10.
+
+With torch 2.13.0::
+
+    weight of the first unit: 1.0 to 10.0
+
+With minifsdp::
+
+    RuntimeError: rank 0: the ranks are about to gather different units, rank 0: '0', rank 1: '1'; up to here all...
+
+Spec: NEW-19.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+
+class Branches(nn.ModuleList):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        order = self if dist.get_rank() == 0 else reversed(self)
+        for layer in order:
+            x = layer(x)
+        return x
+
+
+def main() -> str:
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(2)]
+    seen = []
+    for layer, value in zip(layers, (1.0, 10.0), strict=True):
+        nn.init.constant_(layer.weight, value)
+        layer.register_forward_hook(lambda layer, *_: seen.append((layer, layer.weight.aminmax())))
+        fully_shard(layer)
+    fully_shard(Branches(layers))(torch.ones(1, 4))
+    low, high = next(weight for layer, weight in seen if layer is layers[0])
+    return f"weight of the first unit: {float(low)} to {float(high)}"
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    print(f"rank {dist.get_rank()}: {main()}")
+    dist.destroy_process_group()

@@ -1,0 +1,42 @@
+"""A gradient that is replaced while it is summoned is lost.
+
+``summon_full_params(with_grads=True)`` writes changes back when it is left. Of gradients it writes back what was
+changed in place; a new tensor as ``.grad`` is dropped, without a word.
+
+With torch 2.13.0::
+
+    changed in place: 5.0, replaced: 1.0
+
+With minifsdp::
+
+    changed in place: 5.0, replaced: 5.0
+
+Spec: SUMMON-15.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+
+def main() -> str:
+    return f"changed in place: {after(in_place=True)}, replaced: {after(in_place=False)}"
+
+
+def after(in_place: bool) -> float:
+    model = FSDP(nn.Linear(4, 2, bias=False), use_orig_params=True, device_id=torch.device("cpu"))
+    model(torch.ones(1, 4)).sum().backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        if in_place:
+            model.weight.grad.fill_(5.0)
+        else:
+            model.weight.grad = torch.full((2, 4), 5.0)
+    with FSDP.summon_full_params(model, with_grads=True):
+        return float(model.weight.grad.mean())
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    print(f"rank {dist.get_rank()}: {main()}")
+    dist.destroy_process_group()

@@ -1,0 +1,40 @@
+"""Two roots that share their streams cannot go backward in the order of forward.
+
+``share_comm_ctx`` is for pipelines, where a root is a stage. The list of what ran in forward is shared, too. The last
+backward of one root clears it, and the next one looks for its place in an empty list.
+
+With torch 2.13.0::
+
+    IndexError: list index out of range
+
+With minifsdp::
+
+    both have gradients: True
+
+Spec: NEW-17.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard, share_comm_ctx
+
+
+def main() -> str:
+    first, second = stage(), stage()
+    share_comm_ctx([first, second])
+    losses = [first(torch.ones(1, 4)).sum(), second(torch.ones(1, 4)).sum()]
+    for loss in losses[::-1]:
+        loss.backward()
+    have = [p.grad is not None for root in (first, second) for p in root.parameters()]
+    return f"both have gradients: {all(have)}"
+
+
+def stage() -> nn.Module:
+    return fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4))))
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    print(f"rank {dist.get_rank()}: {main()}")
+    dist.destroy_process_group()

@@ -1,0 +1,33 @@
+"""``FSDP.state_dict_type`` around a model of ``fully_shard`` fails when it is left.
+
+The settings are those of the wrapper and mean nothing to such a model. Inside of the block nothing happens, and
+on leaving it torch looks for settings that it has not stored.
+
+With torch 2.13.0::
+
+    KeyError: None
+
+With minifsdp::
+
+    left, with a DTensor
+
+Spec: FS2-SD-13.
+"""
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullStateDictConfig, StateDictType, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+
+def main() -> str:
+    model = fully_shard(nn.Linear(4, 2))
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
+        state = model.state_dict()
+    return f"left, with a {type(state['weight']).__name__}"
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    print(f"rank {dist.get_rank()}: {main()}")
+    dist.destroy_process_group()

@@ -1,0 +1,41 @@
+"""An optimizer whose states have two dtypes cannot be saved.
+
+Optimizers that keep one moment in a low precision do so. With original parameters torch asserts that all states of a
+parameter are of one dtype; with flat ones it saves them.
+
+With torch 2.13.0::
+
+    AssertionError: Expected dtype == info.dtype, got torch.bfloat16 != torch.float32
+
+With minifsdp::
+
+    first torch.bfloat16, second torch.float32
+
+Spec: OSD-04, OSD-08.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+
+class Optimizer(torch.optim.Optimizer):
+    def step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {"first": p.grad.bfloat16(), "second": p.grad**2}
+
+
+def main() -> str:
+    model = FSDP(nn.Linear(4, 4, bias=False), use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = Optimizer(model.parameters(), {})
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    found = FSDP.optim_state_dict(model, optimizer)["state"]["weight"]
+    return ", ".join(f"{name} {value.dtype}" for name, value in found.items())
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    print(f"rank {dist.get_rank()}: {main()}")
+    dist.destroy_process_group()

@@ -1,0 +1,83 @@
+"""Both sides of each program: torch still does what the page says, and minifsdp in its place does what is right."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from spec_tests.harness import ranks
+from spec_tests.torch_is_wrong import OURS, TORCH, Case, cases, is_said, said_by_torchrun
+
+pytestmark = pytest.mark.cpu
+
+HERE = torch.__version__.partition("+")[0]
+CASES = {case.name: case for case in cases()}
+
+
+def of(num_ranks: int, *, claimed: bool = False) -> Any:
+    """The programs for so many ranks; if claimed, those that say something of this torch and do not end the process."""
+    chosen = [
+        pytest.param(case.name, marks=[] if claimed else pytest.mark.spec(*case.rows))
+        for case in CASES.values()
+        if case.num_ranks == num_ranks and not (claimed and (HERE not in case.versions or case.is_fatal))
+    ]
+    return pytest.mark.parametrize("name", chosen)
+
+
+def assert_says(case: Case, expected: str, found: str) -> None:
+    assert is_said(expected, found), f"{case.name} should say\n{expected}\nbut says\n{found}"
+
+
+def run(name: str, library: str, expected: str) -> None:
+    case = CASES[name]
+    namespace: dict[str, Any] = {"__name__": name}
+    exec(compile(case.text_for(library), f"{name}.py", "exec"), namespace)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            found = namespace["main"]()
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}".splitlines()[0]
+    if dist.get_rank() == 0:
+        assert_says(case, expected, found)
+
+
+@of(2, claimed=True)
+@ranks(2)
+def test_torch_is_wrong_in_the_way_that_the_page_says(name: str) -> None:
+    run(name, TORCH, CASES[name].in_torch)
+
+
+@of(4, claimed=True)
+@ranks(4)
+def test_torch_is_wrong_on_four_ranks_in_the_way_that_the_page_says(name: str) -> None:
+    run(name, TORCH, CASES[name].in_torch)
+
+
+@of(2)
+@ranks(2)
+def test_minifsdp_is_right(name: str) -> None:
+    run(name, OURS, CASES[name].in_minifsdp)
+
+
+@of(4)
+@ranks(4)
+def test_minifsdp_is_right_on_four_ranks(name: str) -> None:
+    run(name, OURS, CASES[name].in_minifsdp)
+
+
+# It would take the pool's ranks along, so it is started as users start it.
+@pytest.mark.parametrize("name", [case.name for case in CASES.values() if case.is_fatal and HERE in case.versions])
+def test_torch_takes_the_process_with_it(name: str) -> None:
+    assert_says(CASES[name], CASES[name].in_torch, said_by_torchrun(CASES[name]))
+
+
+def test_each_program_is_on_the_page_once() -> None:
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "torch-is-wrong.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^\{\{ wrong (\w+) \}\}$", page, re.MULTILINE)) == sorted(CASES)

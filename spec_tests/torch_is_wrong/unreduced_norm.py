@@ -1,0 +1,34 @@
+"""The norm of gradients that were never reduced is a number like any other.
+
+If the last micro-batch of a step ran inside of ``no_sync()``, too, each rank has only its own gradients. Clipping does
+not mind and adds them up as if they were pieces of one: the norm of nobody's gradient. A step that follows fails over
+their size. Here the gradients are eight times 1 and eight times 3; their mean has the norm 5.657.
+
+With torch 2.13.0::
+
+    norm 8.944
+
+With minifsdp::
+
+    RuntimeError: rank 0: clip_grad_norm_() found gradients that were never reduced: no backward outside of no_sync()...
+
+Spec: NOSYNC-10.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+
+def main() -> str:
+    model = FSDP(nn.Linear(4, 2, bias=False), device_id=torch.device("cpu"))
+    with model.no_sync():
+        model(torch.full((1, 4), 1.0 + 2 * dist.get_rank())).sum().backward()
+    return f"norm {float(model.clip_grad_norm_(100.0)):.4g}"
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    print(f"rank {dist.get_rank()}: {main()}")
+    dist.destroy_process_group()
