@@ -659,7 +659,8 @@ def test_param_init_fn_sees_every_owner_of_meta_tensors_and_nobody_else() -> Non
     model["unit"] = FSDP(model["unit"], param_init_fn=inner)
     assert [type(module) for module in inner.calls] == [nn.Linear]
     init = Initializer()
-    wrapped = FSDP(model, param_init_fn=init, ignored_modules=[model["ignored"]])
+    with pytest.warns(UserWarning, match="containers that do not implement forward"):
+        wrapped = FSDP(model, param_init_fn=init, ignored_modules=[model["ignored"]])
     assert [type(module) for module in init.calls] == [nn.BatchNorm1d, nn.Linear, Speechless, Table]
     assert model["ignored"][0].weight.is_meta, "somebody else's business"
     with FSDP.summon_full_params(wrapped):
@@ -669,7 +670,7 @@ def test_param_init_fn_sees_every_owner_of_meta_tensors_and_nobody_else() -> Non
 @pytest.mark.spec("META-06")
 @ranks(2)
 def test_the_default_leaves_wrapped_and_ignored_modules_alone_too() -> None:
-    model = nn.ModuleList(on_meta(lambda: Counted(3, 3)) for _ in range(3))
+    model = nn.Sequential(*(on_meta(lambda: Counted(3, 3)) for _ in range(3)))
     layers = list(model)
     model[0] = FSDP(layers[0])
     FSDP(model, ignored_modules=[layers[1]])
