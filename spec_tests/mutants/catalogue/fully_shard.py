@@ -196,6 +196,14 @@ MUTANTS = [
         "simulated",
     ),
     Mutant(
+        "rows-of-other-ranks-are-loaded",
+        "_refuse_other_cuts",
+        "is_elsewhere = value.device_mesh != parameter.device_mesh",
+        "is_elsewhere = False",
+        "A DTensor over other ranks is found out halfway, or never.",
+        "FS2-SD-14",
+    ),
+    Mutant(
         "whole-tensors-are-loaded",
         "check_before_load",
         "if get_debug_level() != DebugLevel.DETAIL:",
