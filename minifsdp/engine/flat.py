@@ -356,10 +356,17 @@ class FlatLayout(LendingLayout):
 
     def local_values(self) -> torch.Tensor:
         """The shard."""
+        self._collect()
         return self.owner.shard.detach()
+
+    def _collect(self) -> None:
+        """What the user has given other memory counts; but while full values are lent, the other memory is theirs."""
+        if self._loan is None:
+            self.owner.collect()
 
     def overwrite_local(self, piece: torch.Tensor) -> None:
         """A new shard."""
+        self._collect()
         self.owner.overwrite(piece)
 
     def overwrite(self, values: Mapping[int, torch.Tensor]) -> None:
@@ -401,6 +408,7 @@ class FlatLayout(LendingLayout):
 
     def full_row(self) -> torch.Tensor:
         """A gather of its own, in the stored dtype; the shard itself if nothing is sharded."""
+        self._collect()
         shard, group = self.owner.shard.data, self.mesh.shard
         if group is None:
             return shard

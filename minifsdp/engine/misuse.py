@@ -46,6 +46,7 @@ __all__ = [
     "note_place",
     "check_reduced",
     "is_flattened",
+    "is_only_called_in_parts",
     "note_flattened",
     "note_taken",
     "note_unreduced",
@@ -178,6 +179,14 @@ def check_one_door(module: nn.Module, door: str) -> None:
                 )
             )
     _doors[module] = door
+
+
+def is_only_called_in_parts(module: nn.Module) -> bool:
+    """Whether ``module`` is a list or dict of modules, which nobody calls, so that nothing would gather its unit.
+
+    Other modules without a forward may have another method that gathers.
+    """
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
 def check_reduced(what: str, owners: Iterable[HoldsGradient]) -> None:

@@ -11,15 +11,15 @@ Worked example, ``weight`` of shape (2, 3) and ``bias`` of shape (3), two ranks:
     rank 1    weight: 1 element      bias: 3 elements, and behind them one of padding that nobody sees
 
 The slices are views of the shard, so a step of the optimizer writes into the shard and there is nothing to copy back.
-But here the user can also give a parameter other memory, ``p.data = ...``, as ``model.to()`` does; that is noticed
-before the next gather, by its address, and copied into the shard.
+But here the user can also give a parameter other memory, ``p.data = ...``, as ``model.to_empty()`` does; that is
+noticed before the shard is read, gathered or written the next time, by its address, and copied into the shard.
 
 Frozen and trained parameters may share a unit. All of them take part in the gather and in the reduction, frozen ones
 for nothing; the slice of the gradient that belongs to a frozen one is dropped.
 
 *In torch:* ``_use_sharded_views``, ``_use_sharded_grad_views`` and ``_writeback_orig_params`` of ``FlatParamHandle``.
 
-Spec: ORIG-02 to ORIG-05, ORIG-08 to ORIG-10, ORIG-13, NOSYNC-05, STREAM-05.
+Spec: ORIG-02 to ORIG-05, ORIG-08 to ORIG-10, ORIG-13, ORIG-17, NOSYNC-05, STREAM-05.
 """
 
 from __future__ import annotations
@@ -172,6 +172,8 @@ class OriginalOwnership(Ownership):
                 )
             mine.copy_(original.data.reshape(-1))
             original.data = self._own_views(self.shard)[index]
+            # The address is the old one again; without this a unit that is kept would not be stale.
+            torch.autograd.graph.increment_version(original)
             has_copied = True
         return has_copied
 

@@ -67,7 +67,7 @@ class Ownership(ABC):
 
     @abstractmethod
     def collect(self) -> bool:
-        """Fetches into the shard what the user has put elsewhere, if anything; called before each gather."""
+        """Fetches into the shard what the user has put elsewhere, if anything; called before the shard is used."""
 
     @abstractmethod
     def settle(self) -> None:

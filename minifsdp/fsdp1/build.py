@@ -9,7 +9,8 @@ collective among these is making the groups of a hybrid strategy, when the user 
 
 *In torch:* ``_init_utils.py``, 1236 lines; a string for a strategy ends in a bare ``KeyError`` there.
 
-Spec: CTOR-02, CTOR-06 to CTOR-09, CTOR-14, CTOR-17, PREF-01, HYB-02, HYB-03, HYB-07, HYB-08, DEV-09, LEGACY-04.
+Spec: CTOR-02, CTOR-06 to CTOR-09, CTOR-14, CTOR-17, CTOR-18, PREF-01, HYB-02, HYB-03, HYB-07, HYB-08, DEV-09,
+LEGACY-04, WRAP-19.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ __all__ = [
     "modules_of_unit",
     "precision_of",
     "prefetch_of",
+    "strategy_on",
 ]
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
@@ -59,6 +61,8 @@ def check_options(
     mixed_precision: Any,
 ) -> None:
     """Whether each argument is of a kind that it may be. Nothing is communicated.
+
+    A list or dict of modules is of such a kind, and warned of (WRAP-19).
 
     Raises:
         TypeError: one is not.
@@ -93,6 +97,36 @@ def check_options(
         )
     if auto_wrap_policy is not None:
         policies.require_policy(auto_wrap_policy)
+    if misuse.is_only_called_in_parts(module):
+        # Up to "forward", here and in `strategy_on`, the words are those that programs written for torch look for.
+        warnings.warn(
+            trouble(
+                "wraps-container",
+                "FSDP will not all-gather parameters for containers that do not implement forward: nobody calls a "
+                f"{type(module).__name__} as a whole. Wrap each module in it that has parameters, or the module that "
+                "contains it",
+            ),
+            stacklevel=4,
+        )
+
+
+def strategy_on(mesh: Mesh, strategy: ShardingStrategy) -> ShardingStrategy:
+    """``strategy``, or ``NO_SHARD`` with a warning where its sharding group has one rank (CTOR-18).
+
+    The warning names no module and has one place, so Python shows it once, and not once for each unit of a model.
+    """
+    if mesh.shard is not None or strategy is ShardingStrategy.NO_SHARD:
+        return strategy
+    warnings.warn(
+        trouble(
+            "nobody-to-shard-with",
+            f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1: the group that "
+            "shards has no other rank, so every parameter stays whole. Start more processes, for instance with "
+            "torchrun --nproc-per-node 2; or say so with ShardingStrategy.NO_SHARD",
+        ),
+        stacklevel=2,
+    )
+    return ShardingStrategy.NO_SHARD
 
 
 def choose_mesh(

@@ -168,15 +168,36 @@ def misplaced_rows(value: Any, where: str, group: Group | None) -> Iterator[str]
     rows, full = local_rows(value), tuple(_whole_among(value, group))
     assert rows is not None
     found = tuple(rows.shape)
-    expected = full
+    expected, start = full, 0
     if group is not None and full:
         size = rows_per_rank(full[0], group.size)
-        expected = (min(size, max(0, full[0] - group.rank * size)), *full[1:])
+        start = min(group.rank * size, full[0])
+        expected = (min(size, full[0] - start), *full[1:])
     if found != expected:
         yield (
             f"{where}: expected rows of shape {expected} here, found {found}; a sharded dict is read by as many ranks "
-            "as wrote it, let torch.distributed.checkpoint change the number"
+            f"as wrote it, let torch.distributed.checkpoint change the number{_cut_how(value)}"
         )
+    elif found and found[0] and full == tuple(value.size()) and _first_row(value) != start:
+        yield (
+            f"{where}: expected the rows from {start} on here, found those from {_first_row(value)} on; a sharded dict "
+            f"is read by the ranks that wrote it in the same order, let torch.distributed.checkpoint change it"
+            f"{_cut_how(value)}"
+        )
+
+
+def _first_row(value: Any) -> int:
+    """Where in the whole this rank's rows begin; it has some."""
+    if isinstance(value, DTensor):
+        _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+        return offset[0]
+    return cast(int, value.local_shards()[0].metadata.shard_offsets[0])
+
+
+def _cut_how(value: Any) -> str:
+    if not isinstance(value, DTensor):
+        return ""
+    return f" (the DTensor lies on ranks {value.device_mesh.mesh.tolist()} with placements {value.placements})"
 
 
 def gathered_rows(value: Any, shape: torch.Size, group: Group | None, device: torch.device) -> torch.Tensor:

@@ -215,7 +215,10 @@ def _misfit(key: str, value: Any, expected: Expected, is_sharded: bool) -> Itera
             "set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT) before reading a sharded dict"
         )
     elif tuple(value.size()) != shape and not expected.is_elsewhere(key):
-        yield f"size mismatch for {key}: expected shape {shape}, found {tuple(value.size())}"
+        yield (
+            f"size mismatch for {key}: expected shape {shape}, found {tuple(value.size())}; the dict is one of a model "
+            "of other sizes, build the model as it was when the dict was saved"
+        )
     elif is_rows and tuple(value.size()) == shape:
         yield from chunks.misplaced_rows(value, key, group)
 

@@ -123,7 +123,7 @@ class FullyShardedDataParallel(NameMethods, StateDictMethods, OptimStateMethods,
         # Of a hybrid strategy's two groups the one that shards.
         self.process_group = groups[0] if isinstance(groups, tuple) else groups
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
-        self.sharding_strategy = strategy
+        self.sharding_strategy = build.strategy_on(self.mesh, strategy)
         self.cpu_offload = cpu_offload or CPUOffload()
         self.backward_prefetch = backward_prefetch
         self.mixed_precision = mixed_precision or MixedPrecision()

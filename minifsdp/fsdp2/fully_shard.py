@@ -142,7 +142,7 @@ def _check_modules(modules: list[nn.Module]) -> None:
         raise ValueError(trouble("no-modules", "fully_shard was given an empty list of modules"))
     for module in modules:
         # In a list of several, the others gather for it.
-        if len(modules) == 1 and _is_only_called_in_parts(module):
+        if len(modules) == 1 and misuse.is_only_called_in_parts(module):
             raise ValueError(
                 trouble(
                     "no-forward",
@@ -168,11 +168,6 @@ def _check_modules(modules: list[nn.Module]) -> None:
                 "list; list the outer one alone",
             )
         )
-
-
-def _is_only_called_in_parts(module: nn.Module) -> bool:
-    # Others without a forward may have another method that gathers, see `register_fsdp_forward_method`.
-    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
 def _default_mesh() -> DeviceMesh:

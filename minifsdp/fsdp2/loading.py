@@ -1,20 +1,24 @@
 """``load_state_dict`` on a sharded model: what would go wrong in silence is refused before anything is loaded.
 
-A sharded model takes a dict of DTensors. Two mistakes are common:
+A sharded model takes a dict of DTensors. Three mistakes are common:
 
 * *a plain dict*, of whole tensors: PyTorch refuses the copy into a DTensor, key by key, in words about mixed kinds;
-* *a model on the meta device*: copying into it succeeds and does nothing.
+* *a model on the meta device*: copying into it succeeds and does nothing;
+* *DTensors over other ranks*, or the same ones in another order: PyTorch refuses the copy, and with ``assign=True``
+  takes another rank's rows for its own.
 
-Both are noticed here, for the whole model, before the first value has been copied. For those who are finding their way,
+All are noticed here, for the whole model, before the first value has been copied. For those who are finding their way,
 ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` makes the first one work: every rank cuts its rows out of the whole tensors.
 
-*In torch:* the first ends in an error for each key, the second in a warning.
+*In torch:* the first ends in an error for each key, the second in a warning, the third in an error that names no ranks,
+or in silence.
 
-Spec: FS2-SD-04, FS2-SD-05, NEW-21.
+Spec: FS2-SD-04, FS2-SD-05, FS2-SD-14, NEW-21.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -32,15 +36,18 @@ def check_before_load(
     """A hook before ``load_state_dict``.
 
     Raises:
-        RuntimeError: whole tensors for a sharded model, or a model on the meta device without ``assign=True``.
+        RuntimeError: whole tensors for a sharded model, a model on the meta device without ``assign=True``, or DTensors
+            that are cut otherwise.
     """
     sharded = {
         prefix + name: parameter
         for name, parameter in module.named_parameters(remove_duplicate=False)
         if isinstance(parameter, DTensor) and prefix + name in state
     }
+    assigns = metadata.get("assign_to_params_buffers", False)
+    _refuse_other_cuts(sharded, state, with_placements=assigns)
     on_meta = [key for key, parameter in sharded.items() if parameter.device.type == "meta"]
-    if on_meta and not metadata.get("assign_to_params_buffers", False):
+    if on_meta and not assigns:
         raise RuntimeError(
             trouble(
                 "load-into-meta",
@@ -65,6 +72,29 @@ def check_before_load(
         value = state[key].to(parameter.device)
         # Every rank has the whole, so nobody needs to send anything.
         state[key] = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def _refuse_other_cuts(sharded: Mapping[str, DTensor], state: dict[str, Any], *, with_placements: bool) -> None:
+    for key, parameter in sharded.items():
+        value = state[key]
+        if not isinstance(value, DTensor):
+            continue
+        is_elsewhere = value.device_mesh != parameter.device_mesh
+        # A copy redistributes over the same ranks; a tensor that is put in the parameter's place stays as it is.
+        if is_elsewhere or (with_placements and value.placements != parameter.placements):
+            raise RuntimeError(
+                trouble(
+                    "load-other-cut",
+                    f"load_state_dict expected {key!r} of shape {tuple(parameter.shape)} {_cut_how(parameter)}, found "
+                    f"shape {tuple(value.shape)} {_cut_how(value)}. Let torch.distributed.checkpoint read it, which "
+                    "cuts it anew, or pass value.full_tensor() to distribute_tensor with the parameter's own "
+                    "device_mesh and placements",
+                )
+            )
+
+
+def _cut_how(tensor: DTensor) -> str:
+    return f"on ranks {tensor.device_mesh.mesh.tolist()} with placements {tensor.placements}"
 
 
 def _some(keys: list[str]) -> str:

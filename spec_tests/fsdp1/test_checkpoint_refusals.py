@@ -16,6 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -173,6 +176,48 @@ def test_rows_that_were_cut_for_another_number_of_ranks_are_refused(keep: bool, 
         assert all(torch.equal(after[name], before[name]) for name in before)
         assert of_two.load_state_dict(of_two.state_dict()) == ([], []), "they can go on together"
     dist.barrier()
+
+
+def cut_over(full: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
+    return distribute_tensor(full, mesh, placements, src_data_rank=None)
+
+
+@pytest.mark.spec("SD-SHARD-03")
+@flat_or_original
+@ranks(2)
+def test_a_dtensor_that_is_cut_otherwise_is_refused_with_what_was_expected_and_what_to_do(keep: bool) -> None:
+    name = "net.head.weight"
+    model = model_of(keep)
+    full = model.state_dict()[name].cpu()
+    mesh, turned = init_device_mesh("cpu", (2,)), DeviceMesh("cpu", [1, 0])
+    rank = dist.get_rank()
+    by_shape = "expected rows of shape (1, 5) here, found "
+    checkpoint = "let torch.distributed.checkpoint change"
+    wrong: dict[str, tuple[Any, list[str]]] = {
+        "other sizes": (
+            cut_over(torch.ones(6, 5), mesh, Shard(0)),
+            [f"size mismatch for {name}: expected shape (2, 5), found (6, 5)", "build the model as it was"],
+        ),
+        "turned round": (
+            cut_over(full, turned, Shard(0)),
+            [
+                f"rank {rank}: {name}: expected the rows from {rank} on here, found those from {1 - rank} on",
+                checkpoint,
+                "ranks [1, 0] with placements (Shard(dim=0),)",
+            ],
+        ),
+        "copies": (cut_over(full, mesh, Replicate()), [f"{name}: {by_shape}(2, 5)", checkpoint, "(Replicate(),)"]),
+        "columns": (cut_over(full, mesh, Shard(1)), [f"{name}: {by_shape}(2, ", checkpoint, "(Shard(dim=1),)"]),
+    }
+    with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(use_dtensor=True)):
+        state = model.state_dict()
+        for value, parts in wrong.values():
+            refused(model, {**state, name: value}, *parts)
+        plain = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
+        refused(model, plain, "expected a ShardedTensor or DTensor, found a full tensor", "FULL_STATE_DICT")
+        assert not model.load_state_dict(state).missing_keys
+        # One alone among rows: that of a unit which was not sharded has every row as well.
+        assert not model.load_state_dict({**state, name: plain[name]}).missing_keys
 
 
 @pytest.mark.spec("SD-CFG-08", "SD-CFG-09")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -491,7 +492,7 @@ def test_a_rank_in_a_group_of_its_own_behaves_as_no_shard(strategy: ShardingStra
 
 def assert_trains_alone(strategy: ShardingStrategy, group: dist.ProcessGroup | None) -> None:
     plain = seeded()
-    with caught_warnings():  # torch warns here; whoever does may.
+    with pytest.warns(UserWarning, match="since the world size is 1"):
         model = sharded(sharding_strategy=strategy, process_group=group)
     not_sharded = sharded(sharding_strategy=NO_SHARD, process_group=group)
     sizes = {unit: parameter.shape for unit, parameter in flat_parameters(model).items()}
@@ -509,6 +510,52 @@ def assert_trains_alone(strategy: ShardingStrategy, group: dist.ProcessGroup | N
             optimizer.zero_grad()
         not_sharded.zero_grad()
     assert_same(full_values(model), named(plain), bitwise=True)
+
+
+@pytest.mark.spec("CTOR-18")
+@pytest.mark.parametrize("strategy", [None, FULL_SHARD, SHARD_GRAD_OP])
+@ranks(1)
+def test_sharding_with_nobody_is_warned_of_in_the_words_of_torch(strategy: ShardingStrategy | None) -> None:
+    name = None if strategy is None else strategy.name
+    theirs = None if name is None else torch_fsdp.ShardingStrategy[name]
+    with pytest.warns(UserWarning) as by_torch:
+        torch_fsdp.FullyShardedDataParallel(seeded(), sharding_strategy=theirs, device_id=device())
+    with pytest.warns(UserWarning) as by_us:
+        model = FSDP(seeded(), sharding_strategy=strategy)
+    (said,), (ours,) = ([str(each.message) for each in caught] for caught in (by_torch, by_us))
+    assert ours.startswith(f"rank 0: {said.removesuffix('.')}: ")
+    assert "torchrun" in ours
+    assert model.sharding_strategy is NO_SHARD
+
+
+@pytest.mark.spec("CTOR-18")
+@ranks(1)
+def test_sharding_with_nobody_is_told_once_for_a_model_of_many_units() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")  # As in a program that has chosen nothing.
+        model = sharded()
+    assert len(FSDP.fsdp_modules(model)) == 5
+    assert len(caught) == 1
+
+
+@pytest.mark.spec("CTOR-18")
+@ranks(2)
+def test_who_asked_for_no_sharding_or_has_somebody_to_shard_with_is_not_warned() -> None:
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    with caught_warnings() as caught:
+        sharded(sharding_strategy=NO_SHARD, process_group=alone)
+        sharded()
+    assert caught == []
+
+
+@pytest.mark.spec("CTOR-18", "HYB-05")
+@ranks(2)
+def test_copies_of_which_each_has_one_rank_are_warned_of_and_averaged_all_the_same() -> None:
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    with pytest.warns(UserWarning, match="instead of ShardingStrategy.HYBRID_SHARD since the world size is 1"):
+        model = FSDP(seeded(), (alone, dist.group.WORLD), HYBRID_SHARD, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    iterate(model)
+    assert_same(flat_gradients(model), chunked(seeded(), mean_gradients(seeded()), 1, 0), bitwise=True)
 
 
 # --- nesting ---
@@ -640,14 +687,14 @@ def test_instances_nested_by_hand_train_as_those_made_by_a_policy() -> None:
 @pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 @ranks(2)
 def test_printing_shows_every_unit_as_a_layer(keep: bool) -> None:
-    model = FSDP(nn.ModuleDict({"a": sharded(use_orig_params=keep), "b": FSDP(nn.Linear(2, 2, device=device()))}))
+    model = FSDP(nn.Sequential(sharded(use_orig_params=keep), FSDP(nn.Linear(2, 2, device=device()))))
     assert len(FSDP.fsdp_modules(model)) == 7
-    for each in (model, model["a"], model["b"]):
+    for each in (model, model[0], model[1]):
         assert num_printed(each) == len(FSDP.fsdp_modules(each))
         assert str(each) == repr(each)
-    iterate(model["a"])
+    iterate(model[0])
     assert num_printed(model) == 7
-    lines = [line.strip() for line in repr(model["a"]).splitlines()]
+    lines = [line.strip() for line in repr(model[0]).splitlines()]
     assert any(line.startswith("(enter): Linear(") for line in lines), "and what is no unit stays a layer"
 
 

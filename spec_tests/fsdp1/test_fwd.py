@@ -496,6 +496,28 @@ def test_zero_grad_clears_what_no_sync_has_left_behind() -> None:
     assert local_gradients(plain, [0], 0), "while a plain model has some"
 
 
+@pytest.mark.spec("FWD-08")
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@flat_or_original
+@ranks(2)
+def test_zero_grad_between_forward_and_backward_reaches_units_that_are_gathered(
+    keep: bool, strategy: ShardingStrategy, set_to_none: bool
+) -> None:
+    """Modules show the full parameters then, which have no gradient, in place of those that the optimizer owns."""
+    plain = seeded()
+    model = sharded(sharding_strategy=strategy, use_orig_params=keep)
+    owned = list(model.parameters())
+    iterate(model, 5)
+    loss = loss_of(model(batch()))
+    model.zero_grad(set_to_none=set_to_none)
+    assert not any(parameter.grad is not None and parameter.grad.any() for parameter in owned)
+    loss.backward()
+    torch.optim.SGD(owned, lr=1.0).step()
+    mean = mean_gradients(plain)
+    assert_same(full_values(model), {name: value - mean[name] for name, value in named(plain).items()})
+
+
 @pytest.mark.spec("FWD-08", "NOSYNC-10")
 @pytest.mark.parametrize("by_optimizer", [False, True])
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)

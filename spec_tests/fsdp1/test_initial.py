@@ -594,6 +594,32 @@ class Initializer:
             nn.init.constant_(tensor.data, float(len(self.calls)))
 
 
+@pytest.mark.spec("META-04")
+@as_units
+@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+@ranks(2)
+def test_an_owner_that_is_made_real_leaves_its_children_as_they_are(units: str, keep: bool) -> None:
+    class Owner(Parent):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(WIDTH, WIDTH, device=device()), Counted(WIDTH, 3))
+            self.scale = nn.Parameter(torch.empty(WIDTH, device="meta"))
+
+        def reset_parameters(self) -> None:
+            self.num_resets += 1
+            nn.init.ones_(self.scale)
+
+    model = Owner()
+    real, deferred = model
+    model[1] = deferred.to("meta")
+    expected = {name: value.detach().clone() for name, value in real.state_dict().items()}
+    values = gathered_values(FSDP(model, auto_wrap_policy=POLICIES[units], use_orig_params=keep))
+    assert (model.num_resets, deferred.num_resets) == (1, 1)
+    for name, value in expected.items():
+        assert torch.equal(values[f"0.{name}"], value), "what had values has kept them"
+    assert torch.equal(values["1.weight"], torch.full_like(values["1.weight"], 0.5))
+    assert torch.equal(values["scale"], torch.ones_like(values["scale"]))
+
+
 @pytest.mark.spec("META-03", "META-04")
 @as_units
 @ranks(2)
@@ -659,7 +685,8 @@ def test_param_init_fn_sees_every_owner_of_meta_tensors_and_nobody_else() -> Non
     model["unit"] = FSDP(model["unit"], param_init_fn=inner)
     assert [type(module) for module in inner.calls] == [nn.Linear]
     init = Initializer()
-    wrapped = FSDP(model, param_init_fn=init, ignored_modules=[model["ignored"]])
+    with pytest.warns(UserWarning, match="containers that do not implement forward"):
+        wrapped = FSDP(model, param_init_fn=init, ignored_modules=[model["ignored"]])
     assert [type(module) for module in init.calls] == [nn.BatchNorm1d, nn.Linear, Speechless, Table]
     assert model["ignored"][0].weight.is_meta, "somebody else's business"
     with FSDP.summon_full_params(wrapped):
@@ -669,7 +696,7 @@ def test_param_init_fn_sees_every_owner_of_meta_tensors_and_nobody_else() -> Non
 @pytest.mark.spec("META-06")
 @ranks(2)
 def test_the_default_leaves_wrapped_and_ignored_modules_alone_too() -> None:
-    model = nn.ModuleList(on_meta(lambda: Counted(3, 3)) for _ in range(3))
+    model = nn.Sequential(*(on_meta(lambda: Counted(3, 3)) for _ in range(3)))
     layers = list(model)
     model[0] = FSDP(layers[0])
     FSDP(model, ignored_modules=[layers[1]])

@@ -115,7 +115,8 @@ def test_indexing_goes_to_the_wrapped_module() -> None:
     assert [model[index] for index in range(3)] == layers
     assert model[-1] is layers[-1]
     assert list(model[1:]) == layers[1:]
-    by_name = FSDP(nn.ModuleDict({"a": nn.Linear(4, 4, device=device())}))
+    with pytest.warns(UserWarning, match="containers that do not implement forward"):
+        by_name = FSDP(nn.ModuleDict({"a": nn.Linear(4, 4, device=device())}))
     assert by_name["a"] is by_name.module["a"]
     with pytest.raises(TypeError):
         FSDP(nn.Linear(4, 4, device=device()))[0]

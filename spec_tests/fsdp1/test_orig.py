@@ -182,6 +182,68 @@ def test_original_names_and_objects_stay(strategy: ShardingStrategy) -> None:
     check("after an evaluation")
 
 
+# --- other memory, given by the user ---
+
+
+def summoned(model: FullyShardedDataParallel) -> dict[str, Tensor]:
+    with FullyShardedDataParallel.summon_full_params(model):
+        return {name: value.detach().clone() for name, value in named(model).items()}
+
+
+def in_form(form: StateDictType) -> Callable[[FullyShardedDataParallel], dict[str, Tensor]]:
+    """Saved in this form, and loaded into a fresh model."""
+
+    def saved(model: FullyShardedDataParallel) -> dict[str, Tensor]:
+        fresh = sharded(sharding_strategy=model.sharding_strategy, use_orig_params=True)
+        for each in (model, fresh):
+            FullyShardedDataParallel.set_state_dict_type(each, form)
+        fresh.load_state_dict(model.state_dict())
+        return summoned(fresh)
+
+    return saved
+
+
+READERS = {"summoned": summoned, **{form.name: in_form(form) for form in StateDictType}}
+
+
+@pytest.mark.spec("ORIG-17")
+@pytest.mark.parametrize("reader", list(READERS))
+@flat_strategies
+@ranks(2)
+def test_whoever_reads_finds_what_a_parameter_was_given(strategy: ShardingStrategy, reader: str) -> None:
+    model = sharded(sharding_strategy=strategy, use_orig_params=True)
+    slices = list(model.parameters())
+    # After it some strategies keep units whole, with the values of now.
+    model(batch())
+    for parameter in slices:
+        parameter.data = 3 * parameter.data
+    tripled = {name: 3 * value for name, value in named(seeded()).items()}
+    assert_same(READERS[reader](model), tripled, bitwise=True)
+    plain = seeded()
+    plain.load_state_dict(tripled)
+    assert_same({"": model(batch())}, {"": plain(batch())}, bitwise=True)
+
+
+@pytest.mark.spec("ORIG-17", "META-04")
+@pytest.mark.parametrize("form", list(StateDictType))
+@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+@flat_strategies
+@ranks(2)
+def test_a_model_that_was_emptied_has_what_is_loaded_into_it(
+    strategy: ShardingStrategy, keep: bool, form: StateDictType
+) -> None:
+    model = sharded(sharding_strategy=strategy, use_orig_params=keep)
+    FullyShardedDataParallel.set_state_dict_type(model, form)
+    saved = model.state_dict()
+    iterate(model)
+    model.to_empty(device=device(), recurse=True)
+    model.load_state_dict(saved)
+    iterate(model)
+    assert_same(summoned(model), named(seeded()), bitwise=True)
+    plain = seeded()
+    assert_same({"": model(batch())}, {"": plain(batch())}, bitwise=True)
+
+
 # --- original parameters: the sharded form ---
 
 

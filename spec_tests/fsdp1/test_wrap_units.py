@@ -75,6 +75,8 @@ def wrap_nothing(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> boo
 
 
 @pytest.mark.spec("WRAP-10")
+# Every module means the list of blocks, too, and a list that is wrapped is warned of, as in torch (WRAP-19).
+@pytest.mark.filterwarnings("ignore:.*containers that do not implement forward:UserWarning")
 @pytest.mark.parametrize("kind", ["nothing", "blocks", "everything"])
 @ranks(2)
 def test_the_module_passed_in_is_always_the_outermost_unit_and_keeps_what_is_left(kind: str) -> None:
@@ -425,6 +427,42 @@ def test_batch_norms_become_units_of_their_own_with_mixed_precision_off() -> Non
     assert {dtypes.of_inputs[f"{index}.layer_norm"] for index in (1, 2)} == {LOW}, "and cast back"
     gathered = {event.unit: event.dtype for event in recorder.events if event.kind == "AG"}
     assert gathered == {"": LOW, "1": LOW, "2": LOW, "1.batch_norm": FULL, "2.batch_norm": FULL}
+
+
+@pytest.mark.spec("WRAP-19")
+@pytest.mark.parametrize("kind", ["list", "dict"])
+@ranks(2)
+def test_a_container_that_nobody_calls_is_warned_of_in_the_words_of_torch(kind: str) -> None:
+    def container() -> nn.Module:
+        layer = nn.Linear(4, 4, device=device())
+        return nn.ModuleList([layer]) if kind == "list" else nn.ModuleDict({"layer": layer})
+
+    with pytest.warns(UserWarning) as by_torch:
+        torch_fsdp.FullyShardedDataParallel(container(), device_id=device())
+    for policy in (None, ModuleWrapPolicy({nn.Linear})):
+        with pytest.warns(UserWarning) as by_us:
+            FSDP(container(), auto_wrap_policy=policy)
+        (said,), (ours,) = ([str(each.message) for each in caught] for caught in (by_torch, by_us))
+        words = said.split(":")[0]
+        assert ours.startswith(f"rank {dist.get_rank()}: {words}: ")
+        assert type(container()).__name__ in ours
+        assert by_us[0].filename == __file__, "it points to the line that has wrapped it"
+
+
+class Chosen(nn.ModuleList):
+    """A list that runs one of its layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self[1](x)
+
+
+@pytest.mark.spec("WRAP-19")
+@ranks(2)
+def test_a_container_with_a_forward_of_its_own_is_not_warned_of() -> None:
+    with caught_warnings() as caught:
+        model = FSDP(Chosen(nn.Linear(4, 4, device=device()) for _ in range(2)))
+    assert caught == []
+    assert loss_of(model(torch.ones(2, 4, device=device()))).requires_grad
 
 
 @pytest.mark.spec("MP-19")

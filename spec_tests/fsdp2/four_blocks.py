@@ -55,6 +55,7 @@ __all__ = [
     "all_connected",
     "assert_same",
     "batch",
+    "column_mesh",
     "full",
     "full_gradients",
     "full_values",
@@ -96,6 +97,13 @@ def line_mesh() -> DeviceMesh:
 def grid_mesh() -> DeviceMesh:
     """Four ranks: 0 and 1 shard, 2 and 3 shard; 0 and 2 are replicas, 1 and 3 are replicas."""
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    all_connected()
+    return mesh
+
+
+def column_mesh() -> DeviceMesh:
+    """All ranks are replicas, and each has the whole."""
+    mesh = init_device_mesh(device().type, (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
     all_connected()
     return mesh
 

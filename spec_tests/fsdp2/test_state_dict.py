@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import minifsdp
 from minifsdp.wrap import ModuleWrapPolicy
@@ -198,6 +199,41 @@ def test_plain_tensors_are_refused_with_a_word_on_what_to_use() -> None:
     with pytest.raises((RuntimeError, ValueError), match="set_model_state_dict"):
         model.load_state_dict(seeded().state_dict())
     assert {type(p.data) for p in model.parameters()} == {DTensor}
+
+
+@pytest.mark.spec("FS2-SD-14")
+@pytest.mark.parametrize("assign", [False, True])
+@ranks(2)
+def test_dtensors_over_other_ranks_are_refused_before_anything_is_copied(assign: bool) -> None:
+    model = other()
+    before = full_values(model)
+    state = sharded().state_dict()
+    mesh = next(iter(state.values())).device_mesh
+    turned = DeviceMesh(mesh.device_type, [1, 0])
+    whole = {name: value.full_tensor() for name, value in state.items()}
+    # The last of all, so that everything else would have been copied before it.
+    last = list(state)[-1]
+    otherwise: dict[str, tuple[DeviceMesh, list[Placement]]] = {
+        "turned": (turned, [Shard(0)]),
+        "copies": (mesh, [Replicate()]),
+    }
+    for kind, (ranks_of_it, placements) in otherwise.items():
+        state[last] = distribute_tensor(whole[last], ranks_of_it, placements, src_data_rank=None)
+        if kind == "copies" and not assign:
+            continue
+        with pytest.raises(RuntimeError) as caught:
+            model.load_state_dict(state, assign=assign)
+        for part in (
+            f"rank {dist.get_rank()}: load_state_dict expected {last!r} of shape {tuple(whole[last].shape)}",
+            "on ranks [0, 1] with placements (Shard(dim=0),)",
+            f"found shape {tuple(whole[last].shape)} on ranks {ranks_of_it.mesh.tolist()} with placements",
+            "torch.distributed.checkpoint",
+        ):
+            assert part in str(caught.value)
+        assert_same(full_values(model), before, bitwise=True)
+    if not assign:
+        model.load_state_dict(state)
+        assert_same(full_values(model), whole, bitwise=True)
 
 
 @pytest.mark.spec("NEW-21")

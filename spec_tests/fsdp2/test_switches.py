@@ -25,6 +25,7 @@ from spec_tests.fsdp2.four_blocks import (
     all_connected,
     assert_same,
     batch,
+    column_mesh,
     full_gradients,
     full_values,
     grid_mesh,
@@ -43,13 +44,6 @@ from spec_tests.harness import device, plain_tensor, ranks
 # --- copies that nobody shards: a mesh of (n, 1) ---
 
 
-def column_mesh() -> Any:
-    """All ranks are replicas, and each has the whole."""
-    mesh = init_device_mesh(device().type, (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
-    all_connected()
-    return mesh
-
-
 @pytest.mark.spec("NEW-08")
 @ranks(2)
 def test_where_nothing_is_sharded_all_reduce_can_be_put_off_as_well_and_the_sum_is_exact() -> None:
@@ -65,17 +59,6 @@ def test_where_nothing_is_sharded_all_reduce_can_be_put_off_as_well_and_the_sum_
             assert bool(full_gradients(model)) is is_last
         assert_same(full_gradients(model), mean_gradients(seeded(), steps))
         model.zero_grad()
-
-
-@pytest.mark.spec("NEW-08", "FS2-SYNC-01")
-@ranks(2)
-def test_where_nothing_is_sharded_no_sync_and_no_all_reduce_can_follow_each_other() -> None:
-    model = sharded(mesh=column_mesh())
-    for step, (sync, all_reduce) in enumerate(((False, False), (True, False), (True, True))):
-        model.set_requires_gradient_sync(sync)
-        model.set_requires_all_reduce(all_reduce)
-        iterate(model, step)
-    assert_same(full_gradients(model), mean_gradients(seeded(), (0, 1, 2)))
 
 
 @pytest.mark.spec("NEW-15")

@@ -6,15 +6,19 @@ there, so on two ranks the comparison is bit by bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from minifsdp import trace
 from spec_tests.fsdp2.four_blocks import (
     assert_same,
     batch,
+    column_mesh,
     full_gradients,
     full_values,
     grid_mesh,
@@ -189,9 +193,10 @@ def test_all_reduce_can_be_put_off_for_one_module_alone() -> None:
 
 
 @pytest.mark.spec("NEW-08", "FS2-SYNC-01")
+@pytest.mark.parametrize("mesh", [grid_mesh, column_mesh])
 @ranks(4)
-def test_no_sync_and_no_all_reduce_can_follow_each_other() -> None:
-    model = sharded(mesh=grid_mesh())
+def test_no_sync_and_no_all_reduce_can_follow_each_other(mesh: Callable[[], DeviceMesh]) -> None:
+    model = sharded(mesh=mesh())
     for step, (sync, all_reduce) in enumerate(((False, False), (True, False), (True, True))):
         model.set_requires_gradient_sync(sync)
         model.set_requires_all_reduce(all_reduce)

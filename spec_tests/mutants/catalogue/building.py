@@ -64,6 +64,22 @@ MUTANTS = [
         "CTOR-14",
     ),
     Mutant(
+        "sharding-with-nobody-is-silent",
+        "strategy_on",
+        "if mesh.shard is not None or strategy is ShardingStrategy.NO_SHARD:",
+        "if True:",
+        "Nobody says that a group of one rank shards nothing.",
+        "CTOR-18",
+    ),
+    Mutant(
+        "wrapped-container-is-silent",
+        "check_options",
+        "if misuse.is_only_called_in_parts(module):",
+        "if False:",
+        "Nobody says that a list of modules is never called, so that its unit is never gathered.",
+        "WRAP-19",
+    ),
+    Mutant(
         "no-prefetch-means-the-default",
         "prefetch_of",
         "return Prefetch.NEVER",

@@ -160,6 +160,14 @@ MUTANTS = [
         "SD-SHARD-03",
     ),
     Mutant(
+        "rows-in-another-order-pass",
+        "misplaced_rows",
+        "and _first_row(value) != start:",
+        "and False:",
+        "A DTensor whose mesh names the ranks in another order is loaded with its rows exchanged.",
+        "SD-SHARD-03",
+    ),
+    Mutant(
         "sharded-rows-stay-on-the-device",
         "_formed",
         'device = torch.device("cpu") if offloads else full.device',

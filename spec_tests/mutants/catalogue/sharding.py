@@ -160,6 +160,22 @@ MUTANTS = [
         "ORIG-04",
     ),
     Mutant(
+        "given-memory-is-read-at-a-gather-only",
+        "FlatLayout._collect",
+        "if self._loan is None:",
+        "if False:",
+        "State dicts and summon_full_params do not know what a parameter was given by p.data = ....",
+        "ORIG-17",
+    ),
+    Mutant(
+        "given-memory-leaves-kept-units-as-they-are",
+        "OriginalOwnership.collect",
+        "torch.autograd.graph.increment_version(original)",
+        "pass",
+        "A unit that is kept computes with the values from before p.data = ....",
+        "ORIG-17",
+    ),
+    Mutant(
         "originals-step-back-when-kept",
         "FlatLayout.show_resting",
         "if not is_kept or self.owner.hides_originals or self.mesh.shard is None:",
