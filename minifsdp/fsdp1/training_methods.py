@@ -23,6 +23,7 @@ from minifsdp.engine import misuse
 from minifsdp.engine.partition import Form, local_part
 from minifsdp.engine.trouble import trouble
 from minifsdp.fsdp1.base import WrapperBase
+from minifsdp.fsdp1.build import HYBRID
 from minifsdp.fsdp1.full_params import check_idle, check_not_running, check_summon_options, summoned
 from minifsdp.fsdp1.training_aids import clip_gradients
 
@@ -173,15 +174,17 @@ class TrainingMethods(WrapperBase):
                     "register_comm_hook was called after the first forward; call it right after wrapping",
                 )
             )
-        units = [w._unit for w in WrapperBase.fsdp_modules(self) if w._unit is not None]
-        for unit in units:
-            if unit.plan.mesh.shard is not None and unit.plan.mesh.replicate is not None:
-                raise AssertionError(
-                    trouble(
-                        "hook-hybrid",
-                        "register_comm_hook does not support hybrid strategies: there are two collectives to replace",
-                    )
+        wrappers = WrapperBase.fsdp_modules(self)
+        # Also where one of the two groups has a single rank: on more nodes it would be refused.
+        if any(wrapper.sharding_strategy in HYBRID for wrapper in wrappers):
+            raise AssertionError(
+                trouble(
+                    "hook-hybrid",
+                    "register_comm_hook does not support hybrid strategies: there are two collectives to replace",
                 )
+            )
+        units = [wrapper._unit for wrapper in wrappers if wrapper._unit is not None]
+        for unit in units:
             if unit.plan.hook is not None:
                 raise AssertionError(
                     trouble("hook-twice", "register_comm_hook: a communication hook is already registered")

@@ -97,6 +97,11 @@ def _bang(_: Tensor) -> None:
     raise Bang
 
 
+def _halve_inputs(_: nn.Module, of_inputs: Any, of_outputs: Any) -> Any:
+    x, tokens = of_inputs
+    return None if x is None else x / 2, tokens
+
+
 class Piece(nn.Module):
     """A node come to life; see the table above."""
 
@@ -198,6 +203,9 @@ def plain_model(description: Description) -> Piece:
         torch.manual_seed(description.seed)
         leaves: list[Piece] = []
         model = Piece(description.model, description.width, Clock(), leaves)
+    if description.hook == "backward":
+        for leaf in dict.fromkeys(leaves):
+            leaf.register_full_backward_hook(_halve_inputs)
     for first, second in description.ties:
         (module, name), (other, other_name) = (_first_slot(leaves[number]) for number in (first, second))
         setattr(other, other_name, getattr(module, name))
@@ -381,7 +389,34 @@ def sharded(description: Description, model: Piece, groups: Groups, **others: An
     with warnings.catch_warnings():
         # Frozen parameters among trained ones; a root that has none; what torch thinks of its older strategies.
         warnings.simplefilter("ignore")
-        return DOORS[description.door](description, model, groups, **others)
+        wrapped = DOORS[description.door](description, model, groups, **others)
+    _lay_hook(description.hook, wrapped)
+    return wrapped
+
+
+def _lay_hook(kind: str, model: Any) -> None:
+    if kind == "communication" and hasattr(model, "register_comm_hook"):
+        model.register_comm_hook(None, _combine_and_halve)
+    elif kind == "communication":
+        for unit in model.modules():
+            if hasattr(unit, "set_all_reduce_hook"):
+                unit.set_all_reduce_hook(lambda reduced: reduced.div_(2))
+    elif kind == "accumulated":
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.div_(2))
+
+
+# Its name since torch 2.13, where the old one warns.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _combine_and_halve(_: Any, gradient: Tensor, piece: Tensor | None = None) -> None:
+    if piece is None:
+        dist.all_reduce(gradient)
+    else:
+        _reduce_scatter(piece, gradient)
+    (gradient if piece is None else piece).div_(2 * dist.get_world_size())
 
 
 def parameters_here(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

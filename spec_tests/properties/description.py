@@ -25,6 +25,7 @@ __all__ = [
     "OWN_SHAPES",
     "Description",
     "Node",
+    "forms_of",
     "from_json",
     "legal",
     "num_uses",
@@ -104,6 +105,11 @@ class Description:
         edits: between steps the user halves all parameters.
         saves: whether the state dict is compared at the end.
         tracks_input: the batch wants a gradient, too.
+        adam: Adam is the optimizer, instead of SGD.
+        hook: a hook of the user's halves gradients: ``"communication"``, in place of what combines them, or after it;
+            ``"accumulated"``, on each parameter of the optimizer; ``"backward"``, on the inputs of each leaf; or none.
+        resumes: at the end model and optimizer are saved in this form, see ``saving.py``, and loaded into
+            others; both do one step more, and are compared. Or ``""``.
         apart: number of a unit among the root's parts that runs alone, without grad, before each step; or -1.
         seed: of initial values and batches.
     """
@@ -136,6 +142,9 @@ class Description:
     saves: bool = False
     tracks_input: bool = False
     apart: int = -1
+    adam: bool = False
+    hook: str = ""
+    resumes: str = ""
     seed: int = 0
 
     @property
@@ -223,8 +232,33 @@ def _legal_options(d: Description) -> Description:
         changes.update(clips=False, apart=-1)
     if any(node.every > 1 for node, _ in walk(d.model)):
         # A flat gradient has zeros where the single process has nothing, and momentum can tell the difference.
-        changes["momentum"] = False
+        changes.update(momentum=False, adam=False)
+    if d.resumes:
+        # Whoever has been loaded is edited by nobody.
+        changes["edits"] = False
+        if d.resumes not in forms_of(d.door):
+            changes["resumes"] = "full"
+    if not _may_hook(d):
+        changes["hook"] = ""
     return replace(d, **changes)
+
+
+def forms_of(door: str) -> tuple[str, ...]:
+    """In which forms a state can be saved there; see ``saving.py``."""
+    if "fully_shard" in door:
+        return ("full", "rank0", "sharded", "own")
+    return ("full", "rank0", "sharded", "dtensor", "local")
+
+
+def _may_hook(d: Description) -> bool:
+    nodes = [node for node, _ in walk(d.model)]
+    if d.hook == "communication":
+        return "fully_shard" in d.door or not d.is_hybrid
+    if d.hook == "accumulated":
+        # Who is reduced more than once halves each time what was there before, which the oracle does not know of.
+        return not any(d.micro_batches[:-1]) and not any(node.checkpoint == "reentrant" for node in nodes)
+    # Autograd looks for inputs and outputs no further than this.
+    return all(node.returns in ("tensor", "tuple") and not node.keywords for node in nodes)
 
 
 class _Rules:

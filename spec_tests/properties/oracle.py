@@ -29,6 +29,8 @@ __all__ = ["LEARNING_RATE", "Oracle", "loss_of", "optimizer_for"]
 
 # Powers of two: a product with them is exact, so it does not matter whether a kernel fuses it with a sum.
 LEARNING_RATE, MOMENTUM = 1 / 32, 0.5
+# Adam divides by the size of a gradient. That of a tiny one is mostly rounding, which must not become a whole step.
+EPSILON = 1 / 8
 
 
 def optimizer_for(description: Description, model: nn.Module) -> torch.optim.Optimizer | None:
@@ -36,6 +38,8 @@ def optimizer_for(description: Description, model: nn.Module) -> torch.optim.Opt
     parameters = list(model.parameters())
     if not parameters:
         return None
+    if description.adam:
+        return torch.optim.Adam(parameters, lr=LEARNING_RATE, eps=EPSILON)
     return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM if description.momentum else 0.0)
 
 
@@ -73,11 +77,12 @@ class Oracle:
         losses: list[list[float]] = [[] for _ in range(d.num_ranks)]
         for segment in _segments(d.micro_batches):
             gradients = []
+            computing = self._computing_copy()
             for rank in range(d.num_ranks):
-                computing = self._computing_copy()
                 for number in segment:
                     losses[rank].append(self._forward_backward(computing, step, number, rank))
                 gradients.append([p.grad for p in computing.parameters()])
+                computing.zero_grad(set_to_none=True)
             self._meet(gradients)
         if not is_per_parameter(d):
             self._fill_up()
@@ -122,7 +127,11 @@ class Oracle:
             for gradient in there[1:]:
                 total = total + gradient.to(dtype)
             mean = (total / len(of_ranks)).float()
+            if self.description.hook == "communication":
+                mean = mean / 2
             parameter.grad = mean if parameter.grad is None else parameter.grad + mean
+            if self.description.hook == "accumulated":
+                parameter.grad = parameter.grad / 2
 
     def _fill_up(self) -> None:
         """In a flat gradient, whoever has none counts as zero."""

@@ -23,6 +23,7 @@ import json
 import pathlib
 import traceback
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from spec_tests.properties.build import (
 )
 from spec_tests.properties.description import Description, Node, from_json, num_uses, walk
 from spec_tests.properties.oracle import Oracle, loss_of, optimizer_for
+from spec_tests.properties.saving import load, save
 
 __all__ = ["tolerance_of", "train_all"]
 
@@ -52,11 +54,14 @@ __all__ = ["tolerance_of", "train_all"]
 EVALUATION = 50
 # PyTorch's word on a reentrant checkpoint around what has no gradient, in the plain model; such a run ends there.
 MEANINGLESS = "this checkpoint() is not necessary"
-# A unit that runs in every other step only confounds a prefetch; the next two are in ``pyproject.toml`` for all tests.
+# A unit that runs in every other step only confounds a prefetch; the next three are in ``pyproject.toml``, too.
 EXPECTED_WARNINGS = (
     "rank .*: forward_prefetch expects units in the order",
     "None of the inputs have requires_grad=True",
     "The .grad attribute of a Tensor that is not a leaf Tensor",
+    "Please use DTensor instead",
+    # The first module, whose input is the batch.
+    "Full backward hook is firing when gradients are computed with respect to module outputs",
     "clip_grad_norm_ was called on rank . with no gradients",
 )
 
@@ -112,15 +117,19 @@ def tolerance_of(description: Description) -> Tolerance:
 
 class _Run:
     def __init__(self, description: Description, groups: Groups) -> None:
-        self.d, self.rank = description, dist.get_rank()
+        self.d, self.rank, self.groups = description, dist.get_rank(), groups
         self.findings: list[str] = []
         self.is_trained = True
         self.inputs: dict[int, Tensor] = {}
         self.tolerance = tolerance_of(description)
         self.oracle = Oracle(description)
+        self._make(description)
+
+    def _make(self, description: Description) -> None:
+        """A sharded model, and its optimizer."""
         plain = plain_model(description)
         self.clock = plain.clock
-        self.model: Any = sharded(description, plain, groups)
+        self.model: Any = sharded(description, plain, self.groups)
         self.optimizer = optimizer_for(description, self.model)
         # Between forward and backward a module may show something else in their places.
         self.owned = dict(parameters_here(self.model))
@@ -130,45 +139,73 @@ class _Run:
         d = self.d
         self._compare_values("before the first step")
         for step in range(d.steps):
-            self.clock.step = step
-            if d.apart >= 0:
-                self._evaluate(step, d.apart)
-            if d.bomb:
-                self._break_off(step)
-            if self.optimizer is not None:
-                self.optimizer.zero_grad(set_to_none=d.clears)
-            try:
-                expected = self.oracle.backward(step)[self.rank]
-            except RuntimeError as error:
-                if MEANINGLESS not in str(error):
-                    raise
+            if not self._step(step):
                 break
-            losses = [self._micro_batch(step, number) for number in range(len(d.micro_batches))]
-            self._compare(f"losses of step {step}", torch.tensor(losses), torch.tensor(expected))
-            if not self.is_trained:
-                # No gradient comes from here at all, and what strategies keep for a backward, they keep.
-                break
-            self._compare_gradients(f"in step {step}")
-            self._compare_input_gradients(f"in step {step}")
-            if d.clips:
-                norm = self.model.clip_grad_norm_(1e9)
-                norm_here = torch.tensor(self.oracle.gradient_norm())
-                # Norms of pieces are added up in another order than norms of parameters.
-                self._compare(f"norm in step {step}", norm.cpu().float(), norm_here, self._at_least(FLOAT))
-            if d.evaluates == "forgotten":
-                self._evaluate(step, is_recorded=True)
-            if self.optimizer is not None:
-                self.optimizer.step()
-            self.oracle.optimize()
-            self._compare_values(f"after step {step}")
-            if d.evaluates == "after":
-                self._evaluate(step)
-            if d.edits:
-                self._edit()
-                self._compare_values(f"edited after step {step}")
         if d.saves and self.is_trained:
             self._compare_state_dicts()
+        if d.resumes and self.is_trained and self.optimizer is not None:
+            self._compare_with_resumed(d.steps, self.optimizer)
         return self.findings
+
+    def _step(self, step: int) -> bool:
+        """One step, here and in one process; whether there was anything to train."""
+        d = self.d
+        self.clock.step = step
+        if d.apart >= 0:
+            self._evaluate(step, d.apart)
+        if d.bomb:
+            self._break_off(step)
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=d.clears)
+        try:
+            expected = self.oracle.backward(step)[self.rank]
+        except RuntimeError as error:
+            if MEANINGLESS not in str(error):
+                raise
+            return False
+        losses = self._micro_batches(step)
+        self._compare(f"losses of step {step}", torch.tensor(losses), torch.tensor(expected))
+        if not self.is_trained:
+            # No gradient comes from here at all, and what strategies keep for a backward, they keep.
+            return False
+        self._compare_gradients(f"in step {step}")
+        self._compare_input_gradients(f"in step {step}")
+        if d.clips:
+            norm = self.model.clip_grad_norm_(1e9)
+            norm_here = torch.tensor(self.oracle.gradient_norm())
+            # Norms of pieces are added up in another order than norms of parameters.
+            self._compare(f"norm in step {step}", norm.cpu().float(), norm_here, self._at_least(FLOAT))
+        if d.evaluates == "forgotten":
+            self._evaluate(step, is_recorded=True)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        self.oracle.optimize()
+        self._compare_values(f"after step {step}")
+        if d.evaluates == "after":
+            self._evaluate(step)
+        if d.edits:
+            self._edit()
+            self._compare_values(f"edited after step {step}")
+        return True
+
+    def _compare_with_resumed(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+        """One step of this model, and the same step of one that was loaded with what had been saved before it.
+
+        In this order: had the saved state shared memory with the model, it would have been trained along.
+        """
+        saved = save(self.d, self.model, optimizer)
+        if not self._step(step):
+            return
+        uninterrupted = {name: _local(parameter).detach().clone() for name, parameter in self.owned.items()}
+        self._make(replace(self.d, seed=self.d.seed + 1))
+        assert self.optimizer is not None
+        load(self.d, self.model, self.optimizer, saved)
+        self.clock.step = step
+        self._micro_batches(step)
+        self.optimizer.step()
+        for name, parameter in self.owned.items():
+            what = f"value of {name!r} after step {step}, resumed from a {self.d.resumes} state"
+            self._compare(what, _local(parameter), uninterrupted[name], BIT_EQUAL)
 
     def _break_off(self, step: int) -> None:
         d = self.d
@@ -203,6 +240,10 @@ class _Run:
 
     def _at_least(self, tolerance: Tolerance) -> Tolerance:
         return tolerance if self.tolerance is BIT_EQUAL else self.tolerance
+
+    def _micro_batches(self, step: int) -> list[float]:
+        """Forward and backward of each; their losses."""
+        return [self._micro_batch(step, number) for number in range(len(self.d.micro_batches))]
 
     def _micro_batch(self, step: int, number: int) -> float:
         d = self.d

@@ -202,9 +202,17 @@ MUTANTS = [
     Mutant(
         "hook-under-hybrid",
         "TrainingMethods.register_comm_hook",
-        "if unit.plan.mesh.shard is not None and unit.plan.mesh.replicate is not None:",
+        "if any(wrapper.sharding_strategy in HYBRID for wrapper in wrappers):",
         "if False:",
         "A hook under a hybrid strategy passes.",
+        "HOOK-10",
+    ),
+    Mutant(
+        "hook-under-half-a-hybrid",
+        "TrainingMethods.register_comm_hook",
+        "wrapper.sharding_strategy in HYBRID for",
+        "wrapper.sharding_strategy in HYBRID and wrapper._unit.plan.mesh.shard is not None for",
+        "A hook under a hybrid strategy passes where each rank is alone with its shard.",
         "HOOK-10",
     ),
 ]

@@ -95,4 +95,37 @@ MUTANTS = [
         "A unit that is computed again in backward is freed before its backward comes.",
         "PAR-07",
     ),
+    Mutant(
+        "hooks-of-the-first-sum-alone",
+        "FlatOwnership.add_reduced",
+        "if self.shard._post_accumulate_grad_hooks:",
+        "if before is None and self.shard._post_accumulate_grad_hooks:",
+        "A hook on a flat parameter is not called when its gradient was added to that of an earlier micro-batch.",
+        "PAR-08",
+    ),
+    Mutant(
+        "hooks-of-the-first-sum-alone-per-parameter",
+        "PerParameterLayout.accept_gradient",
+        "            if hooks:",
+        "            if hooks and before is None:",
+        "With fully_shard, a hook is not called when a gradient was added to that of an earlier micro-batch.",
+        "PAR-08",
+    ),
+    Mutant(
+        "offloaded-copies-are-not-averaged",
+        "_end",
+        "        plan.scaling.complete(item.piece)",
+        "        if replicas is None or plan.mesh.shard is None or not item.layout.offloads:\n"
+        "            plan.scaling.complete(item.piece)",
+        "An offloaded gradient is not divided under hybrid sharding.",
+        "PAR-08",
+    ),
+    Mutant(
+        "half-a-frozen-unit-passes-with-offload",
+        "FlatLayout.__init__",
+        "            check_uniform_training(home, parameters)",
+        "            offload or check_uniform_training(home, parameters)",
+        "A flat parameter that is half frozen is refused only where nothing is offloaded.",
+        "PAR-09",
+    ),
 ]

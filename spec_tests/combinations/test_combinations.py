@@ -1,0 +1,76 @@
+"""Options together train, save and resume like one process, or are refused with a name."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch.distributed as dist
+
+from spec_tests.combinations.covering import Row, covering, meetings
+from spec_tests.combinations.table import OPTIONS, REFUSALS, description_of, is_allowed, line_of, plain, table
+from spec_tests.harness import ranks
+from spec_tests.properties.build import Groups, plain_model, sharded
+from spec_tests.properties.hunt import BATCH, findings_of
+
+doors = pytest.mark.parametrize("door", OPTIONS)
+# By number of ranks, how many values meet. On two the comparison is bit by bit, and a row costs a fourth.
+STRENGTHS = {"2": 3, "4": 2}
+
+
+@pytest.mark.ranks
+@pytest.mark.spec("PAR-08")
+@pytest.mark.parametrize("num_ranks", STRENGTHS)
+@doors
+def test_any_options_together_train_and_resume_like_one_process(door: str, num_ranks: str) -> None:
+    rows = table(door, STRENGTHS[num_ranks], ranks=num_ranks)
+    for start in range(0, len(rows), BATCH):
+        batch = rows[start : start + BATCH]
+        findings = findings_of([description_of(row, door) for row in batch])
+        failures = [(line_of(row, door), text) for row, text in zip(batch, findings, strict=True) if text]
+        if failures:
+            pytest.fail("\n".join([*(line for line, _ in failures), failures[0][1]]), pytrace=False)
+
+
+@pytest.mark.spec("PAR-09", "HOOK-10", "ORIG-12")
+@pytest.mark.parametrize("story", REFUSALS)
+@ranks(4)
+def test_what_excludes_each_other_is_refused_with_a_name_whatever_stands_beside_it(story: str) -> None:
+    refusal = REFUSALS[story]
+    others = [other for name, other in REFUSALS.items() if name != story]
+    options = {**OPTIONS["fsdp1"], **refusal.values, "ranks": ("4",)}
+    groups: Groups = {}
+    for row in covering(options, 2, lambda row: not any(other.concerns(row) for other in others)):
+        description = description_of(row, "fsdp1")
+        with pytest.raises(refusal.error) as refused:
+            sharded(description, plain_model(description), groups)
+        for word in (f"rank {dist.get_rank()}", *refusal.words):
+            assert word in str(refused.value), row
+
+
+@pytest.mark.parametrize("strength", [2, 3])
+@doors
+def test_whatever_may_meet_meets(door: str, strength: int) -> None:
+    rows = table(door, strength)
+    met = {frozenset(some) for row in rows for some in itertools.combinations(row.items(), strength)}
+    assert met == set(meetings(OPTIONS[door], strength, is_allowed))
+
+
+@doors
+def test_no_row_has_what_is_refused(door: str) -> None:
+    assert all(is_allowed(row) for row in table(door, 3))
+    assert is_allowed(plain(door))
+
+
+def test_the_same_seed_draws_the_same_table_and_another_one_another() -> None:
+    assert table("fsdp1", 2) == table("fsdp1", 2)
+    assert table("fsdp1", 2) != table("fsdp1", 2, seed=1)
+
+
+@doors
+def test_each_value_of_an_option_is_another_training_run(door: str) -> None:
+    def run(**changed: str) -> object:
+        return description_of({**plain(door), **changed}, door)
+
+    rows: list[Row] = [{name: value} for name, values in OPTIONS[door].items() for value in values[1:]]
+    assert len({run(), *(run(**row) for row in rows)}) == 1 + len(rows)
