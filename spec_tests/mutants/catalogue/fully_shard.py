@@ -214,7 +214,7 @@ MUTANTS = [
     Mutant(
         "loading-into-meta",
         "check_before_load",
-        'if on_meta and not metadata.get("assign_to_params_buffers", False):',
+        "if on_meta and not assigns:",
         "if False:",
         "Copying values into the meta device passes.",
         "FS2-SD-04",
