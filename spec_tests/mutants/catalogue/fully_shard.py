@@ -167,14 +167,6 @@ MUTANTS = [
         "limit_gathers=True",
         "The CPU waits for a freed unit before it asks for a third.",
         "FS2-26 MIG-14",
-    ),
-    Mutant(
-        "fully-shard-has-a-limiter-on-an-accelerator",
-        "Member._find_tree",
-        "limit_gathers=False",
-        "limit_gathers=True",
-        "The CPU waits for a freed unit before it asks for a third.",
-        "FS2-26 MIG-14",
         "simulated",
     ),
     Mutant(
@@ -214,7 +206,7 @@ MUTANTS = [
     Mutant(
         "loading-into-meta",
         "check_before_load",
-        'if on_meta and not metadata.get("assign_to_params_buffers", False):',
+        "if on_meta and not assigns:",
         "if False:",
         "Copying values into the meta device passes.",
         "FS2-SD-04",
