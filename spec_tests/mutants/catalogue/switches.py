@@ -65,8 +65,8 @@ MUTANTS = [
     ),
     Mutant(
         "sums-of-other-parameters-are-added",
-        "_add_partial",
-        "if numbers != item.gradient.numbers:",
+        "_check_partial",
+        "if waiting != new:",
         "if False:",
         "A partial sum is added to one of other parameters.",
         "NEW-08",
