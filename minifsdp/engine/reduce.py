@@ -165,6 +165,9 @@ class Reducer:
 
         Every rank of the unit's mesh must call it, in the same order of units.
         """
+        if plan.partial is not None:
+            # Before the lane reads the gradient: after an error nobody would keep it alive.
+            _check_partial(name, plan.partial[0], gradient.numbers)
         self._lanes.reduce.follow()
         with self._lanes.reduce as lane:
             new = _InFlight(name, layout, plan, gradient)
@@ -308,21 +311,23 @@ def _call_after(after: Callable[[torch.Tensor], None], stream: Any, piece: torch
 
 def _add_partial(item: _InFlight) -> None:
     """Takes along what earlier backwards have left."""
-    partial, item.plan.partial = item.plan.partial, None
-    if partial is None:
+    if item.plan.partial is None:
         return
-    numbers, row = partial
-    if numbers != item.gradient.numbers:
+    _check_partial(item.name, item.plan.partial[0], item.gradient.numbers)
+    (_, row), item.plan.partial = item.plan.partial, None
+    item.piece.add_(row)
+    item.partial = row
+
+
+def _check_partial(name: str, waiting: list[int], new: list[int]) -> None:
+    if waiting != new:
         raise RuntimeError(
             trouble(
                 "uneven-partial",
-                f"unit {item.name!r} has a partial gradient of {len(numbers)} parameters that waits for its "
-                f"all-reduce, and a new one of {len(item.gradient.numbers)}; between two all-reduces each backward "
-                "must reach the same parameters",
+                f"unit {name!r} has a partial gradient of {len(waiting)} parameters that waits for its all-reduce, "
+                f"and a new one of {len(new)}; between two all-reduces each backward must reach the same parameters",
             )
         )
-    item.piece.add_(row)
-    item.partial = row
 
 
 def _run_hook(new: _InFlight) -> None:

@@ -283,21 +283,21 @@ def choose_reshard(unit: Unit, choice: bool | int) -> int | None:
     """
     if not isinstance(choice, bool | int):
         raise ValueError(trouble("reshard-type", f"reshard_after_forward should be a bool or an int, got {choice!r}"))
-    shard = unit.plan.mesh.shard
+    num_shards = unit.plan.mesh.num_shards
+    if not isinstance(choice, bool) and (choice < 1 or num_shards % choice):
+        raise ValueError(
+            trouble(
+                "reshard-factor",
+                f"reshard_after_forward={choice} is not a factor of {num_shards}, the number of ranks on the shard "
+                "axis; choose a number that divides it, or True or False",
+            )
+        )
     unit.reshard_after_forward, unit.rests_with = bool(choice), None
-    if isinstance(choice, bool) or shard is None or choice == shard.size:
+    if isinstance(choice, bool) or choice == num_shards:
         return None
     if choice == 1:
         unit.reshard_after_forward = False
         return None
-    if choice < 1 or shard.size % choice:
-        raise ValueError(
-            trouble(
-                "reshard-factor",
-                f"reshard_after_forward={choice} is not a factor of the {shard.size} ranks on the shard axis; choose "
-                "a number that divides them, or True or False",
-            )
-        )
     if len(unit.plans) > 1:
         raise NotImplementedError(
             trouble(

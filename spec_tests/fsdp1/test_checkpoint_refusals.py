@@ -128,6 +128,18 @@ def test_what_may_be_missing_is_not_missed(keep: bool) -> None:
     refused(model, {**other, "table": torch.ones(4)}, "size mismatch for table")
 
 
+@pytest.mark.spec("SD-FULL-08")
+@flat_or_original
+@ranks(2)
+def test_a_number_that_was_saved_as_a_tensor_of_one_element_is_read_as_in_a_plain_module(keep: bool) -> None:
+    """So were numbers without dimensions saved long ago."""
+    model = model_of(keep)
+    state = model.state_dict()
+    state["norm.num_batches_tracked"] = torch.tensor([7])
+    model.load_state_dict(state)
+    assert model.state_dict()["norm.num_batches_tracked"] == 7
+
+
 @pytest.mark.spec("SD-SHARD-03", "SD-CFG-08")
 @flat_or_original
 @ranks(2)

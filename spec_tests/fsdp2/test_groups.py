@@ -15,6 +15,7 @@ from minifsdp import trace
 from spec_tests.fsdp2.four_blocks import (
     assert_same,
     batch,
+    column_mesh,
     full_gradients,
     full_values,
     iterate,
@@ -400,6 +401,17 @@ def test_a_forward_without_grad_and_a_change_of_values_are_followed() -> None:
 def test_a_number_that_does_not_divide_the_ranks_is_refused(number: int) -> None:
     with pytest.raises(ValueError, match=str(number)):
         fully_shard(seeded(), reshard_after_forward=number)
+
+
+@pytest.mark.spec("NEW-05")
+@pytest.mark.parametrize("number", [0, 2, -1])
+@ranks(2)
+def test_where_nothing_is_sharded_every_number_but_one_is_refused(number: int) -> None:
+    with pytest.raises(ValueError, match=rf"reshard_after_forward={number} is not a factor of 1\b"):
+        fully_shard(seeded(), mesh=column_mesh(), reshard_after_forward=number)
+    with pytest.raises(ValueError, match="factor"):
+        torch_fully_shard(seeded(), mesh=column_mesh(), reshard_after_forward=number)
+    iterate(fully_shard(seeded(), mesh=column_mesh(), reshard_after_forward=1))
 
 
 @pytest.mark.spec("NEW-05")

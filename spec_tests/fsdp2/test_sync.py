@@ -204,6 +204,36 @@ def test_no_sync_and_no_all_reduce_can_follow_each_other(mesh: Callable[[], Devi
     assert_same(full_gradients(model), mean_gradients(seeded(), (0, 1, 2)))
 
 
+@pytest.mark.spec("NEW-08", "FS2-SYNC-01")
+@pytest.mark.parametrize("mesh", [grid_mesh, column_mesh])
+@ranks(4)
+def test_whoever_asks_for_reduction_asks_for_the_all_reduce_too(mesh: Callable[[], DeviceMesh]) -> None:
+    model = sharded(mesh=mesh())
+    model.set_requires_all_reduce(False)
+    iterate(model, 0)
+    model.set_requires_gradient_sync(True)
+    iterate(model, 1)
+    assert_same(full_gradients(model), mean_gradients(seeded(), (0, 1)))
+
+
+@pytest.mark.spec("NEW-08")
+@pytest.mark.parametrize("mesh", [grid_mesh, column_mesh])
+@ranks(4)
+def test_sums_of_different_parameters_are_not_added_up_but_refused(mesh: Callable[[], DeviceMesh]) -> None:
+    model = sharded(mesh=mesh())
+    model.set_requires_all_reduce(False)
+    iterate(model)
+    bias = model.blocks[1].linear.bias
+    bias.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"'blocks.1' has a partial gradient of 2 parameters .* new one of 1"):
+        iterate(model)
+    model.reset_iter_state()
+    bias.requires_grad_(True)
+    model.set_requires_all_reduce(True)
+    iterate(model)
+    assert_same(full_gradients(model), mean_gradients(seeded()))
+
+
 @pytest.mark.spec("NEW-08")
 @ranks(2)
 def test_on_one_axis_there_is_no_all_reduce_to_put_off() -> None:

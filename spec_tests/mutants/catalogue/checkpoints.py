@@ -160,6 +160,14 @@ MUTANTS = [
         "SD-SHARD-03",
     ),
     Mutant(
+        "numbers-of-one-element-are-refused",
+        "_value_problems",
+        "and not is_old and",
+        "and",
+        "A number without dimensions is not read from a tensor of one element.",
+        "SD-FULL-08",
+    ),
+    Mutant(
         "rows-in-another-order-pass",
         "misplaced_rows",
         "and _first_row(value) != start:",

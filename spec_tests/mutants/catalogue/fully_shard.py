@@ -167,14 +167,6 @@ MUTANTS = [
         "limit_gathers=True",
         "The CPU waits for a freed unit before it asks for a third.",
         "FS2-26 MIG-14",
-    ),
-    Mutant(
-        "fully-shard-has-a-limiter-on-an-accelerator",
-        "Member._find_tree",
-        "limit_gathers=False",
-        "limit_gathers=True",
-        "The CPU waits for a freed unit before it asks for a third.",
-        "FS2-26 MIG-14",
         "simulated",
     ),
     Mutant(
