@@ -49,7 +49,7 @@ def _resuming(door: str, seed: int) -> list[str]:
 
 
 def _combinations(door: str, seed: int) -> list[str]:
-    return [to_json(description_of(row, door, seed)) for row in table(door, 2, seed)]
+    return [to_json(description_of(row, door, seed)) for row in table(door, seed)]
 
 
 def _scenarios(door: str, seed: int) -> list[str]:
