@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from spec_tests.combinations.covering import Row, covering
+from spec_tests.combinations.covering import Row, Values, covering, meetings
 from spec_tests.properties.build import PRECISIONS
 from spec_tests.properties.description import Description, Node, forms_of
 from spec_tests.properties.hunt import replay_line
 
-__all__ = ["OPTIONS", "REFUSALS", "Refusal", "description_of", "is_allowed", "line_of", "plain", "table"]
+__all__ = ["OPTIONS", "REFUSALS", "Refusal", "description_of", "is_allowed", "line_of", "plain", "table", "wanted"]
 
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
@@ -41,6 +41,8 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "state": forms_of("fully_shard"),
     },
 }
+# They decide what happens between two steps, and when.
+IN_ITERATION = ("strategy", "parameters", "precision", "offload", "frozen", "accumulation", "hook", "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,17 @@ def is_allowed(row: Mapping[str, str]) -> bool:
     return not any(refusal.concerns(row) for refusal in REFUSALS.values())
 
 
-def table(door: str, strength: int, seed: int = 0, **fixed: str) -> list[Row]:
-    """Rows in which each so many values meet that do not exclude each other; ``fixed`` values are those of all rows."""
+def wanted(options: Mapping[str, tuple[str, ...]], *, triples: bool) -> Iterator[Values]:
+    """All pairs of values, with or without triples of those that take part in an iteration."""
+    yield from meetings(options, 2, is_allowed)
+    if triples:
+        yield from meetings({name: values for name, values in options.items() if name in IN_ITERATION}, 3, is_allowed)
+
+
+def table(door: str, seed: int = 0, *, triples: bool = False, **fixed: str) -> list[Row]:
+    """Rows in which all values meet that are `wanted`; those that are ``fixed`` are in each row."""
     options = {name: (fixed[name],) if name in fixed else values for name, values in OPTIONS[door].items()}
-    return covering(options, strength, is_allowed, seed)
+    return covering(options, wanted(options, triples=triples), is_allowed, seed)
 
 
 def plain(door: str) -> Row:

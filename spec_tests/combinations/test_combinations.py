@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 
 import pytest
 import torch.distributed as dist
 
 from spec_tests.combinations.covering import Row, covering, meetings
-from spec_tests.combinations.table import OPTIONS, REFUSALS, description_of, is_allowed, line_of, plain, table
+from spec_tests.combinations.table import OPTIONS, REFUSALS, description_of, is_allowed, line_of, plain, table, wanted
 from spec_tests.harness import ranks
 from spec_tests.properties.build import Groups, plain_model, sharded
 from spec_tests.properties.hunt import BATCH, findings_of
 
 doors = pytest.mark.parametrize("door", OPTIONS)
-# By number of ranks, how many values meet. On two the comparison is bit by bit, and a row costs a fourth.
-STRENGTHS = {"2": 3, "4": 2}
 
 
 @pytest.mark.ranks
 @pytest.mark.spec("PAR-08")
-@pytest.mark.parametrize("num_ranks", STRENGTHS)
+@pytest.mark.parametrize("num_ranks", OPTIONS["fsdp1"]["ranks"])
 @doors
 def test_any_options_together_train_and_resume_like_one_process(door: str, num_ranks: str) -> None:
-    rows = table(door, STRENGTHS[num_ranks], ranks=num_ranks)
+    # On two ranks the comparison is bit by bit, and a row costs a fourth.
+    rows = table(door, triples=num_ranks == "2", ranks=num_ranks)
     for start in range(0, len(rows), BATCH):
         batch = rows[start : start + BATCH]
         findings = findings_of([description_of(row, door) for row in batch])
@@ -40,7 +40,11 @@ def test_what_excludes_each_other_is_refused_with_a_name_whatever_stands_beside_
     others = [other for name, other in REFUSALS.items() if name != story]
     options = {**OPTIONS["fsdp1"], **refusal.values, "ranks": ("4",)}
     groups: Groups = {}
-    for row in covering(options, 2, lambda row: not any(other.concerns(row) for other in others)):
+
+    def is_refused_once(row: Mapping[str, str]) -> bool:
+        return not any(other.concerns(row) for other in others)
+
+    for row in covering(options, meetings(options, 2, is_refused_once), is_refused_once):
         description = description_of(row, "fsdp1")
         with pytest.raises(refusal.error) as refused:
             sharded(description, plain_model(description), groups)
@@ -48,23 +52,32 @@ def test_what_excludes_each_other_is_refused_with_a_name_whatever_stands_beside_
             assert word in str(refused.value), row
 
 
-@pytest.mark.parametrize("strength", [2, 3])
+@pytest.mark.parametrize("triples", [False, True])
 @doors
-def test_whatever_may_meet_meets(door: str, strength: int) -> None:
-    rows = table(door, strength)
-    met = {frozenset(some) for row in rows for some in itertools.combinations(row.items(), strength)}
-    assert met == set(meetings(OPTIONS[door], strength, is_allowed))
+def test_whatever_is_wanted_together_meets(door: str, triples: bool) -> None:
+    rows = table(door, triples=triples)
+    met = {frozenset(some) for row in rows for size in (2, 3) for some in itertools.combinations(row.items(), size)}
+    assert met >= set(wanted(OPTIONS[door], triples=triples))
+
+
+def test_wanted_are_all_values_that_may_meet() -> None:
+    options = {"strategy": ("FULL_SHARD", "HYBRID_SHARD"), "hook": ("none", "communication"), "tied": ("no", "yes")}
+    pairs = set(wanted(options, triples=False))
+    assert len(pairs) == 12 - 1
+    assert frozenset({("strategy", "HYBRID_SHARD"), ("hook", "communication")}) not in pairs
+    assert set(wanted(options, triples=True)) == pairs, "only two of them take part in an iteration"
+    assert len(list(wanted(OPTIONS["fsdp1"], triples=True))) > 2000
 
 
 @doors
 def test_no_row_has_what_is_refused(door: str) -> None:
-    assert all(is_allowed(row) for row in table(door, 3))
+    assert all(is_allowed(row) for row in table(door, triples=True))
     assert is_allowed(plain(door))
 
 
 def test_the_same_seed_draws_the_same_table_and_another_one_another() -> None:
-    assert table("fsdp1", 2) == table("fsdp1", 2)
-    assert table("fsdp1", 2) != table("fsdp1", 2, seed=1)
+    assert table("fsdp1") == table("fsdp1")
+    assert table("fsdp1") != table("fsdp1", seed=1)
 
 
 @doors

@@ -8,7 +8,8 @@ is trained on some ranks and, unsharded, in one process, and the two must agree.
 * ``draw.py``: where descriptions come from.
 * ``build.py``: from a description to a model, and from a plain model to a sharded one, by one of several *doors*.
 * ``oracle.py``: the same run in one process.
-* ``run.py``: what a rank does: train, compare, next.
+* ``saving.py``: saving model and optimizer, and loading them into others.
+* ``run.py``: what a rank does: train, compare, save and resume, next.
 * ``hunt.py``: hands batches of descriptions to the ranks; if one fails, makes it smaller until nothing can be left out.
 * ``replay.py``: ``python -m spec_tests.properties.replay '<json>'`` runs one again.
 
@@ -18,5 +19,6 @@ How many, and which? Two variables of the environment say so::
 
     MINIFSDP_PROPERTY_EXAMPLES=3000 MINIFSDP_PROPERTY_SEED=17 python -m pytest -s spec_tests/fsdp1/test_properties.py
 
-Without them it is some hundreds, always the same.
+Without them it is some hundreds, always the same. ``spec_tests/combinations`` draws a table of options instead of
+models, and ``python -m spec_tests.hunt --minutes 30`` goes on with seeds that nobody has tried (``spec_tests/hunt``).
 """

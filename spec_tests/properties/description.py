@@ -234,8 +234,10 @@ def _legal_options(d: Description) -> Description:
         # A flat gradient has zeros where the single process has nothing, and momentum can tell the difference.
         changes.update(momentum=False, adam=False)
     if d.resumes:
-        # Whoever has been loaded is edited by nobody.
+        # Whoever has been loaded is edited by nobody, and when he trains, the oracle is a step ahead.
         changes["edits"] = False
+        if d.evaluates == "between":
+            changes["evaluates"] = "after"
         if d.resumes not in forms_of(d.door):
             changes["resumes"] = "full"
     if not _may_hook(d):

@@ -6,15 +6,16 @@ cold one, so they are drawn first, all of them, and run in batches; what fails i
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from spec_tests.properties.build import PRECISIONS
-from spec_tests.properties.description import CONTAINERS, LEAVES, Description, Node, legal
+from spec_tests.properties.description import CONTAINERS, LEAVES, Description, Node, forms_of, legal
 
-__all__ = ["collected", "descriptions", "drawn"]
+__all__ = ["collected", "descriptions", "drawn", "resuming"]
 
 T = TypeVar("T")
 
@@ -95,6 +96,18 @@ def descriptions(draw: st.DrawFn, num_ranks: int, door: str) -> Description:
 def drawn(num: int, number: int, num_ranks: int, door: str) -> list[Description]:
     """``num`` descriptions, the same for the same seed ``number``."""
     return collected(descriptions(num_ranks, door), num, number)
+
+
+def resuming(num: int, number: int, num_ranks: int, door: str) -> list[Description]:
+    """The same, with what a longer life has: other optimizers, hooks on gradients, a state that is saved and loaded."""
+    strategy = st.builds(
+        lambda d, adam, hook, form: legal(replace(d, adam=adam, hook=hook, resumes=form)),
+        descriptions(num_ranks, door),
+        adam=st.booleans(),
+        hook=st.sampled_from(["", "", "communication", "accumulated", "backward"]),
+        form=st.sampled_from(forms_of(door)),
+    )
+    return collected(strategy, num, number)
 
 
 def collected(strategy: st.SearchStrategy[T], num: int, number: int) -> list[T]:

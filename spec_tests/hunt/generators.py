@@ -1,0 +1,93 @@
+"""Who draws cases, who tries them, and who makes them smaller.
+
+A case is a line of JSON, whatever it is a case of, so the hunt need not know what it hunts for.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spec_tests.combinations.table import description_of, table
+from spec_tests.hunt import scenarios
+from spec_tests.properties.description import Description, from_json, to_json
+from spec_tests.properties.draw import drawn, resuming
+from spec_tests.properties.hunt import findings_of, first_failure, simplest
+from spec_tests.streams import scenario
+
+__all__ = ["GENERATORS", "Generator"]
+
+BATCH = 25
+SMALL_BATCH = 10  # of scenarios, which are played in many orders
+LONGEST = 120.0  # seconds for making a case smaller
+
+
+@dataclass(frozen=True)
+class Generator:
+    """One kind of cases.
+
+    Attributes:
+        draw: some cases, the same for the same seed.
+        findings: for each case what is wrong with it, or ``None``.
+        simplest: the case without all that can be left out.
+    """
+
+    draw: Callable[[int], list[str]]
+    findings: Callable[[list[str]], list[str | None]]
+    simplest: Callable[[str], str]
+
+
+def _runs(door: str, seed: int) -> list[str]:
+    return [to_json(d) for d in drawn(BATCH, seed, _num_ranks(seed), door)]
+
+
+def _resuming(door: str, seed: int) -> list[str]:
+    return [to_json(d) for d in resuming(BATCH, seed, _num_ranks(seed), door)]
+
+
+def _combinations(door: str, seed: int) -> list[str]:
+    return [to_json(description_of(row, door, seed)) for row in table(door, seed)]
+
+
+def _scenarios(door: str, seed: int) -> list[str]:
+    shape = random.Random(seed).choice(list(scenario.SHAPES))
+    return [scenario.to_json(s) for s in scenario.drawn(SMALL_BATCH, seed, shape, door)]
+
+
+def _num_ranks(seed: int) -> int:
+    # Two most often: there the comparison is bit by bit.
+    return random.Random(seed).choice([1, 2, 2, 2, 3, 4])
+
+
+def _try(texts: list[str]) -> list[str | None]:
+    """Trains them, those for equally many ranks together."""
+    descriptions = [from_json(text) for text in texts]
+    found: dict[Description, str | None] = {}
+    for num_ranks in sorted({d.num_ranks for d in descriptions}):
+        together = [d for d in descriptions if d.num_ranks == num_ranks]
+        found.update(zip(together, findings_of(together), strict=True))
+    return [found[d] for d in descriptions]
+
+
+def _simplest(text: str) -> str:
+    end = time.monotonic() + LONGEST
+
+    def failing(candidates: list[Description]) -> Description | None:
+        return first_failure(candidates) if time.monotonic() < end else None
+
+    return to_json(simplest(from_json(text), failing))
+
+
+GENERATORS = {
+    f"{name}-{door}": Generator(functools.partial(draw, door), findings, smaller)
+    for name, draw, findings, smaller in (
+        ("runs", _runs, _try, _simplest),
+        ("resumed", _resuming, _try, _simplest),
+        ("combinations", _combinations, _try, _simplest),
+        ("scenarios", _scenarios, scenarios.findings_of, scenarios.simplest_of),
+    )
+    for door in ("fsdp1", "fully_shard")
+}
