@@ -202,8 +202,8 @@ BREAKS = [
     Break(
         "assigned-data-not-told",
         PER_PARAMETER,
-        "            self._has_copied = True\n",
-        "",
+        "        self._has_copied = True\n        for entry",
+        "        for entry",
         "That something was copied is not told.",
         "each_assigned_after_an_event",
     ),
