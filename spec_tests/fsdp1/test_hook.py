@@ -539,7 +539,6 @@ def test_nor_do_they_where_only_shards_or_only_copies_meet(strategy: ShardingStr
         model = FullyShardedDataParallel(seeded(), sharding_strategy=strategy, process_group=groups)
         with pytest.raises(AssertionError, match=rf"rank {dist.get_rank()}.*hybrid"):
             model.register_comm_hook(Seen(), note_and_fill)
-        check_nothing_is_registered(model)
 
 
 @pytest.mark.spec("HOOK-10")
