@@ -175,7 +175,7 @@ class TrainingMethods(WrapperBase):
                 )
             )
         wrappers = WrapperBase.fsdp_modules(self)
-        # Also where one of the two groups has a single rank: on more nodes it would be refused.
+        # Also where there are no copies: on more nodes it would be refused.
         if any(wrapper.sharding_strategy in HYBRID for wrapper in wrappers):
             raise AssertionError(
                 trouble(

@@ -211,8 +211,8 @@ MUTANTS = [
         "hook-under-half-a-hybrid",
         "TrainingMethods.register_comm_hook",
         "wrapper.sharding_strategy in HYBRID for",
-        "wrapper.sharding_strategy in HYBRID and wrapper._unit.plan.mesh.shard is not None for",
-        "A hook under a hybrid strategy passes where each rank is alone with its shard.",
+        "wrapper.sharding_strategy in HYBRID and wrapper._unit.plan.mesh.replicate is not None for",
+        "A hook under a hybrid strategy passes where there are no copies.",
         "HOOK-10",
     ),
 ]
