@@ -1,0 +1,43 @@
+"""Under a hybrid strategy whose sharding group has one rank, copies drift apart.
+
+Two ranks as one by two: each has all of the model, and the other has a copy. torch goes over to ``NO_SHARD``, with a
+warning, but on the group of one that shards and not on that of the copies. So nobody averages the gradients, which are
+divided by the number of copies all the same; each rank trains another model. The batches here are 1 on rank 0 and 2 on
+rank 1, and the mean of their gradients is 1.5.
+
+With torch 2.13.0::
+
+    gradients 0.5 and 1.0
+
+With minifsdp::
+
+    gradients 1.5 and 1.5
+
+Spec: CTOR-18, HYB-05.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
+
+
+def main() -> str:
+    alone, _ = dist.new_subgroups_by_enumeration([[0], [1]])
+    model = FSDP(
+        nn.Linear(1, 1, bias=False),
+        process_group=(alone, dist.group.WORLD),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_id=torch.device("cpu"),
+    )
+    model(torch.full((1, 1), 1.0 + dist.get_rank())).sum().backward()
+    gradients = [torch.zeros(1) for _ in range(2)]
+    dist.all_gather(gradients, next(model.parameters()).grad.view(-1))
+    return "gradients " + " and ".join(f"{float(one):.1f}" for one in gradients)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    print(f"rank {dist.get_rank()}: {main()}")
+    dist.destroy_process_group()
