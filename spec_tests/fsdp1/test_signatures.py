@@ -73,6 +73,7 @@ SUBMODULES = {
 
 BY_DOCUMENT = "the flag has this name, in every class, in the documents (SD-CFG-12 to 15); torch has made it private"
 MEANT = {
+    "FullyShardedDataParallel.params": "torch sets the list on each instance instead (NAMES-11)",
     "FullyShardedDataParallel.params_with_grad": "a property of torch 1.13, kept with a warning (NAMES-09)",
     "FullyShardedDataParallel.state_dict": "passes on whatever nn.Module.state_dict takes, by position too",
     "StateDictSettings.state_dict_type": "a superset: what every unit begins with is the default (SD-CFG-01)",
