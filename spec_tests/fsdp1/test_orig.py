@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -822,11 +823,11 @@ class TiedBlocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
-        self.decoder = nn.ModuleDict({"out": nn.Linear(6, 6)})
-        self.decoder["out"].weight = self.encoder[0].weight
+        self.decoder = nn.Sequential(OrderedDict(out=nn.Linear(6, 6)))
+        self.decoder.out.weight = self.encoder[0].weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.decoder["out"](self.encoder(x))
+        return self.decoder(self.encoder(x))
 
 
 def by_policy(model: TiedBlocks, **options: Any) -> None:
