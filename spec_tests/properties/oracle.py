@@ -62,6 +62,7 @@ class Oracle:
         self.model: Piece = plain_model(description)
         self.units = units_of(self.model)
         self._optimizer = optimizer_for(description, self.model)
+        self._copy = self._copied()
         self.input_gradients: dict[tuple[int, int], Tensor | None] = {}
         self._clear(True)
 
@@ -88,14 +89,23 @@ class Oracle:
             self._fill_up()
         return losses
 
+    @torch.no_grad()
     def _computing_copy(self) -> Piece:
-        computing = copy.deepcopy(self.model)
-        computing.clock = self.model.clock
-        for module in computing.modules():
+        """A model with the values of now, in the dtype of the compute and without gradients; the same one every time.
+
+        To copy values costs a fiftieth of what a deep copy does, and pieces have no buffers.
+        """
+        for computing, parameter in zip(self._copy.parameters(), self.model.parameters(), strict=True):
+            computing.copy_(parameter)
+        self._copy.zero_grad(set_to_none=True)
+        return self._copy
+
+    def _copied(self) -> Piece:
+        copied = copy.deepcopy(self.model)
+        for module in copied.modules():
             if isinstance(module, Piece):
                 module.clock = self.model.clock
-        computing.zero_grad(set_to_none=True)
-        return computing.to(PRECISIONS[self.description.precision].get("param_dtype", torch.float32))
+        return copied.to(PRECISIONS[self.description.precision].get("param_dtype", torch.float32))
 
     def _forward_backward(self, computing: Piece, step: int, number: int, rank: int) -> float:
         d = self.description

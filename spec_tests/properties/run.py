@@ -302,6 +302,8 @@ class _Run:
     def _compare(self, what: str, ours: Tensor, expected: Tensor, tolerance: Tolerance | None = None) -> None:
         chosen = tolerance or self.tolerance
         ours, expected = ours.detach(), expected.detach()
+        if ours.dtype == expected.dtype and torch.equal(ours, expected):
+            return  # nearly always, and a tenth of the time that the next lines take
         try:
             largest = float(expected.abs().max()) if expected.numel() else 0.0
             torch.testing.assert_close(ours, expected, rtol=chosen.rtol, atol=chosen.atol * max(1.0, largest))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from minifsdp import ShardedGradScaler
 from spec_tests.harness import ranks
+from spec_tests.harness.programs import output_of_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "tutorials" / "train_gpt.py"
@@ -423,31 +423,23 @@ def test_wrong_options_of_saving_are_explained(
     assert complaint in capsys.readouterr().err
 
 
-def program(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The tutorial as a visitor starts it."""
-    launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    environment = {name: value for name, value in os.environ.items() if name not in launcher}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, str(SCRIPT), *TINY, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+def output_of(*arguments: str, num_ranks: int = 2) -> str:
+    """What the whole program prints."""
+    return output_of_ranks(SCRIPT, *TINY, *arguments, num_ranks=num_ranks, environment={"OMP_NUM_THREADS": "1"})
 
 
 @pytest.mark.spec("TRAIN-11")
 def test_the_same_line_said_twice_continues(tmp_path: Path) -> None:
     line = [f"--save={tmp_path}", f"--resume={tmp_path}"]
-    first = program(*line, "--steps=2", "--save-every=1", "--keep=1")
-    assert first.returncode == 0, first.stdout + first.stderr
-    assert re.findall(r"^saved +(.*)", first.stdout, re.MULTILINE) == [
-        f"{tmp_path}/step-00000{step}" for step in (1, 2)
-    ]
+    first = output_of(*line, "--steps=2", "--save-every=1", "--keep=1")
+    assert re.findall(r"^saved +(.*)", first, re.MULTILINE) == [f"{tmp_path}/step-00000{step}" for step in (1, 2)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["newest", "step-000002"]
 
-    second = program(*line, "--steps=3", "--world-size=1")
-    assert second.returncode == 0, second.stdout + second.stderr
-    assert re.findall(r"^resume +(.*)", second.stdout, re.MULTILINE) == [
+    second = output_of(*line, "--steps=3", num_ranks=1)
+    assert re.findall(r"^resume +(.*)", second, re.MULTILINE) == [
         f"{tmp_path}/step-000002: 2 steps are done",
         "other than then: ranks was 2, and is 1 now",
         "other than then: steps was 2, and is 3 now",
     ]
-    assert "step     3 of 3" in second.stdout
-    assert "step     1 of 3" not in second.stdout
+    assert "step     3 of 3" in second
+    assert "step     1 of 3" not in second

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spec_tests.harness import ranks
+from spec_tests.harness.programs import output_of_ranks
 from tutorials.gpt import options
 from tutorials.gpt import ranks as starting
 from tutorials.gpt.counting import CollectiveCounter
@@ -404,7 +405,7 @@ def test_started_plainly_it_starts_its_own_ranks_and_draws_what_they_did(tmp_pat
 
 @pytest.mark.spec("TRAIN-20")
 def test_the_comparison_finds_equal_losses_half_the_memory_and_the_same_traffic_as_torch() -> None:
-    rows = table(output_of(sys.executable, str(SCRIPT), "--compare", *TINY))
+    rows = table(output_of_ranks(SCRIPT, "--compare", *TINY, num_ranks=2, environment={"OMP_NUM_THREADS": "1"}))
     whole, half, most = f"{WHOLE:,}", f"{WHOLE // 2:,}", f"{4 * (2 * BLOCK + ROOT):,}"
 
     assert rows["on each rank"] == ["single", "DDP", "torch FSDP", "minifsdp", "torch f_s", "mini f_s"]

@@ -41,12 +41,11 @@ def output_of(script: str, *arguments: str, num_ranks: int = 2) -> str:
     return output_of_ranks(TUTORIALS / script, *arguments, num_ranks=num_ranks, environment=ENVIRONMENT)
 
 
-def output_under_torchrun(script: str) -> str:
-    """The same of two ranks, of a script as a reader would start it."""
+def output_started_plainly(script: str) -> str:
+    """The same, of a script that a reader starts without ranks: it starts its own, as torchrun would."""
     launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     environment = {name: value for name, value in os.environ.items() if name not in launcher} | ENVIRONMENT
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launch, str(TUTORIALS / script)]
+    command = [sys.executable, str(TUTORIALS / script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -67,7 +66,7 @@ def lesson(name: str) -> ModuleType:
 
 @pytest.mark.spec("TRAIN-01", "PAR-01", "SHARD-04")
 def test_a_naive_fsdp_trains_like_a_single_process_at_every_step_and_ends_as_minifsdp() -> None:
-    output = output_under_torchrun("naive_fsdp.py")
+    output = output_started_plainly("naive_fsdp.py")
 
     assert output.startswith("2 ranks (cpu, gloo)\n")
     rows = [line.split() for line in output.splitlines() if line.count(" ") > 20 and line.split()[-1].isdigit()]
