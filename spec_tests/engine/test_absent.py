@@ -120,7 +120,8 @@ def test_a_part_of_a_sharded_model_that_is_called_directly_says_what_to_do(momen
         loss = model(draw(0)).sum()
         if moment == "after a backward":
             loss.backward()
-    with pytest.raises(RuntimeError, match=r"'up\.weight' \(shape \(4, 3\)\) is sharded right now.*wrap that part"):
+    remedies = "call the wrapped module instead, or wrap that part"
+    with pytest.raises(RuntimeError, match=rf"'up\.weight' \(shape \(4, 3\)\) is sharded right now.*{remedies}"):
         model.module[0].module(draw(0))
 
 

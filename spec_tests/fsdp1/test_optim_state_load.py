@@ -319,6 +319,18 @@ def test_groups_find_their_settings_by_the_names_in_them(form: Any, keep: bool) 
     assert step(again, restored, 1) == step(model, optimizer, 1)
 
 
+@pytest.mark.spec("OSD-LOAD-01", "OSD-LOAD-03")
+@flat_or_original
+@ranks(2)
+def test_a_group_without_parameters_finds_its_settings_by_its_place(keep: bool) -> None:
+    (model, optimizer), (other, restored) = fresh(use_orig_params=keep), fresh(use_orig_params=keep)
+    optimizer.add_param_group({"params": [], "lr": 0.3})
+    restored.add_param_group({"params": [], "lr": 0.5})
+    states = FSDP.optim_state_dict(model, optimizer)
+    restored.load_state_dict(FSDP.optim_state_dict_to_load(other, restored, states))
+    assert [group["lr"] for group in restored.param_groups] == [0.01, 0.3]
+
+
 @pytest.mark.spec("OSD-08")
 @flat_or_original
 @ranks(2)

@@ -676,6 +676,21 @@ def test_frozen_and_trained_original_parameters_may_share_a_unit(strategy: Shard
         assert torch.equal(values[name], start) is (name in frozen), "what is frozen does not move, the rest does"
 
 
+@pytest.mark.spec("ORIG-13", "NOSYNC-05")
+@flat_strategies
+@ranks(2)
+def test_frozen_parameters_get_no_unreduced_gradient_either(strategy: ShardingStrategy) -> None:
+    model = sharded_quietly(frozen_biases(), sharding_strategy=strategy)
+    shapes = {name: parameter.shape for name, parameter in frozen_biases().named_parameters()}
+    with model.no_sync():
+        iterate(model)
+    for name, parameter in by_name(model).items():
+        assert (parameter.grad is not None) is parameter.requires_grad
+        assert parameter.grad is None or parameter.grad.numel() == shapes[name].numel()
+    iterate(model, 1)
+    assert_same(whole(model, group=group_of(strategy))[1], mean_gradients(frozen_biases(), [0, 1]))
+
+
 @pytest.mark.spec("ORIG-13")
 @pytest.mark.not_simulated("torch's wrapper, the oracle, zeroes on a stream that its accumulation does not wait for")
 @ranks(2)

@@ -34,29 +34,36 @@ def test_any_training_run_equals_one_process(num_ranks: int) -> None:
         pytest.fail(failure, pytrace=False)
 
 
-# What hunts have found, made small; by what was wrong.
+# What hunts have found, made small; by what was wrong, with the row that it broke.
 FOUND = {
     "a frozen unit that another tree takes over": (
-        '{"model":{"kind":"chain","children":[{"kind":"one_sided","unit":true,"frozen":true}]},"apart":0}'
+        "CTOR-11",
+        '{"model":{"kind":"chain","children":[{"kind":"one_sided","unit":true,"frozen":true}]},"apart":0}',
     ),
     "zero_grad(set_to_none=False) on an unreduced gradient, with a reduced one put aside": (
+        "FWD-08",
         '{"model":{"kind":"chain","children":[{"kind":"norm"}]},"micro_batches":[false,true],"clears":false,'
-        '"bomb":"forward","bomb_at":1}'
+        '"bomb":"forward","bomb_at":1}',
     ),
     "the same with original parameters": (
+        "FWD-08",
         '{"model":{"kind":"chain","children":[{"kind":"norm"}]},"micro_batches":[false,true],"clears":false,'
-        '"bomb":"forward","bomb_at":1,"originals":true}'
+        '"bomb":"forward","bomb_at":1,"originals":true}',
     ),
     "a kept unit of which one rank stores nothing: only the others saw the step, and gathered": (
+        "ORIG-05",
         '{"model":{"kind":"chain","children":[{"kind":"linear","unit":true},{"kind":"own","size":1,"unit":true}]},'
-        '"strategy":"SHARD_GRAD_OP","originals":true,"evaluates":"forgotten"}'
+        '"strategy":"SHARD_GRAD_OP","originals":true,"evaluates":"forgotten"}',
     ),
 }
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("story", FOUND)
+@pytest.mark.parametrize(
+    "story", [pytest.param(story, marks=pytest.mark.spec(row)) for story, (row, _) in FOUND.items()]
+)
 def test_what_was_found_once_is_right_now(story: str) -> None:
-    failure = failure_of(from_json(FOUND[story]))
+    _, line = FOUND[story]
+    failure = failure_of(from_json(line))
     if failure is not None:
         pytest.fail(failure, pytrace=False)

@@ -146,6 +146,16 @@ def test_parameters_become_dtensors_over_all_ranks_with_their_global_shapes() ->
         assert parameter.is_leaf
 
 
+@pytest.mark.spec("FS2-04")
+@ranks(2)
+def test_what_a_program_has_noted_on_a_parameter_stays_on_it() -> None:
+    layer = linear(2, 4, bias=True)
+    layer.weight.learning_rate_scale = 0.5
+    fully_shard(layer)
+    assert layer.weight.learning_rate_scale == 0.5
+    assert not hasattr(layer.bias, "learning_rate_scale")
+
+
 @pytest.mark.spec("FS2-05")
 @ranks(2)
 def test_two_rows_on_two_ranks_are_one_row_each() -> None:

@@ -342,6 +342,19 @@ def test_resharding_by_hand_goes_back_to_the_whole_group() -> None:
     assert members["blocks.1"] == ((0, 1), (2, 3))[dist.get_rank() // 2]
 
 
+@pytest.mark.spec("NEW-05", "NEW-06")
+@ranks(4)
+def test_who_switches_to_true_means_all_ranks_again_and_who_switches_to_false_no_gather() -> None:
+    model = sharded(reshard_after_forward=2)
+    iterate(model)
+    for choice, gathered in ((True, {(0, 1, 2, 3)}), (False, set())):
+        model.set_reshard_after_forward(choice)
+        loss = loss_of(model(batch()))
+        with trace.record() as backward:
+            loss.backward()
+        assert {event.ranks for event in backward.events if event.kind == "AG"} == gathered
+
+
 @pytest.mark.spec("NEW-05")
 @pytest.mark.parametrize("rows", [8, 6, 5, 1])
 @pytest.mark.parametrize("dim", [0, 1])

@@ -215,4 +215,12 @@ MUTANTS = [
         "A hook under a hybrid strategy passes where there are no copies.",
         "HOOK-10",
     ),
+    Mutant(
+        "zero-grad-of-one",
+        "OriginalOwnership.take_unreduced",
+        "                part.zero_()\n                continue",
+        "                continue",
+        "zero_grad() of one original parameter forgets only what was reduced.",
+        "FWD-08",
+    ),
 ]

@@ -239,4 +239,20 @@ MUTANTS = [
         "torch.compile over flat parameters gets no warning.",
         "ORIG-07",
     ),
+    Mutant(
+        "stamp-without-steps",
+        "OriginalOwnership.stamp",
+        "return misuse.num_steps(), ",
+        "return 0, ",
+        "A rank on which nothing of a kept unit lies does not see that a step was taken.",
+        "ORIG-05",
+    ),
+    Mutant(
+        "frozen-get-unreduced",
+        "OriginalOwnership.keep_unreduced",
+        "            if original.requires_grad:\n",
+        "            if True:\n",
+        "Frozen parameters get unreduced gradients.",
+        "ORIG-13 NOSYNC-05",
+    ),
 ]

@@ -175,4 +175,28 @@ MUTANTS = [
         "Clipping without gradients gets no warning.",
         "CLIP-10",
     ),
+    Mutant(
+        "aside-gradients-lost",
+        "OriginalOwnership.take_back",
+        "assign_gradient(original, gradient)",
+        "pass",
+        "Gradients that were put aside for the time of summoning do not come back.",
+        "SUMMON-15 SUMMON-20",
+    ),
+    Mutant(
+        "aside-gradients-shown",
+        "OriginalOwnership.lend",
+        "            original.grad = None\n",
+        "",
+        "Sharded gradients are shown beside full parameters.",
+        "SUMMON-02 SUMMON-20",
+    ),
+    Mutant(
+        "overwritten-originals-not-stale",
+        "OriginalOwnership.overwrite",
+        "            torch.autograd.graph.increment_version(original)",
+        "            pass",
+        "What is gathered is not stale after values were written.",
+        "SD-FULL-08 SUMMON-07 SD-SHARD-03",
+    ),
 ]
