@@ -124,8 +124,6 @@ class Cycle:
         if unit.phase is Phase.PRE_BACKWARD:
             # 6. Recomputation: all is in place.
             return
-        if unit.phase is Phase.SUMMONED:
-            raise not_while_summoned(unit, "forward")
         if self._lingering is not None:
             self._release_lingering(unit)
         unit.phase = Phase.FORWARD

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, MutableMapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from torch.utils._pytree import tree_map_only
 
 from minifsdp import trace
 from minifsdp.engine.flat_parameter import FLAT_NAME
-from minifsdp.fsdp1 import chunks
+from minifsdp.fsdp1 import chunks, shared_tensors
 from minifsdp.fsdp1.build import FlatUnit
 from minifsdp.fsdp1.full_params import check_idle
 from minifsdp.fsdp1.own_code import lent, shown_in_full
@@ -197,11 +198,27 @@ def _finish(
     copy_what_lies_in({memory_of(tensor) for tensor in shown}, state, prefix)
 
 
-def copy_what_lies_in(memory: set[int | None], state: MutableMapping[str, Any], prefix: str) -> None:
-    """Gives every tensor below ``prefix`` that lies in ``memory`` memory of its own, also one in a list or a dict."""
+def copy_what_lies_in(
+    memory: set[int | None],
+    state: MutableMapping[str, Any],
+    prefix: str,
+    may_share: Mapping[int | None, torch.Tensor] = MappingProxyType({}),
+) -> None:
+    """Gives every tensor below ``prefix`` that lies in ``memory`` memory of its own, also one in a list or a dict.
+
+    Args:
+        memory: see `memory_of`.
+        state: a dict of which part or all is below ``prefix``.
+        prefix: the beginning of its keys.
+        may_share: tensors of the model, by their memory, that the dict may have as they are; see ``shared_tensors.py``.
+    """
 
     def apart(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().clone() if memory_of(tensor) in memory else tensor
+        where = memory_of(tensor)
+        if where in may_share and shared_tensors.is_alike(tensor, may_share[where]):
+            shared_tensors.share(tensor, may_share[where])
+            return tensor
+        return tensor.detach().clone() if where in memory else tensor
 
     for key in [key for key in state if key.startswith(prefix)]:
         state[key] = tree_map_only(torch.Tensor, apart, state[key])

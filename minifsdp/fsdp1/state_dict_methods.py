@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.trouble import rank_of_this_process
-from minifsdp.fsdp1 import agreement, build, chunks, own_code, state_dict, state_dict_load
+from minifsdp.fsdp1 import agreement, build, chunks, own_code, shared_tensors, state_dict, state_dict_load
 from minifsdp.fsdp1.base import PREFIX, WrapperBase, clean_name, is_wrapper
 from minifsdp.fsdp1.state_dict_options import (
     OptimStateDictConfig,
@@ -74,14 +74,22 @@ class StateDictMethods(WrapperBase):
         with state_dict.shown_to_walk(self._unit, is_looked_at=self._is_looked_at):
             state: dict[str, Any] = super().state_dict(*args, **kwargs)
             if self._is_outermost_here(prefix) and not keeps_vars:
-                state_dict.copy_what_lies_in(self._memory(), state, prefix)
+                self._take_apart(state, prefix)
         return state
 
-    def _memory(self) -> set[int | None]:
-        """All memory that will be trained on, of units and of what belongs to none."""
-        units = [w._unit for w in WrapperBase.fsdp_modules(self) if w._unit is not None]
-        shards = [unit.layout.local_values() for unit in units]
-        return {state_dict.memory_of(tensor) for tensor in [*shards, *self.parameters(), *self.buffers()]}
+    def _take_apart(self, state: dict[str, Any], prefix: str) -> None:
+        """Nothing in the dict may change when training goes on, neither what is of units nor the rest."""
+        wrappers = WrapperBase.fsdp_modules(self)
+        shards = [wrapper._unit.layout.local_values() for wrapper in wrappers if wrapper._unit is not None]
+        of_no_unit = [*(p for wrapper in wrappers for p in wrapper._ignored_parameters), *self.buffers()]
+        if any(_is_shown(wrapper) for wrapper in wrappers):
+            # Summoned: values are to be changed by hand, which nothing here notices.
+            of_no_unit = []
+        memory = {state_dict.memory_of(tensor) for tensor in (*shards, *self.parameters(), *self.buffers())}
+        may_share = {state_dict.memory_of(tensor): tensor for tensor in of_no_unit}
+        may_share.pop(None, None)
+        state_dict.copy_what_lies_in(memory, state, prefix, may_share)
+        shared_tensors.watch(wrappers)
 
     def _note_who_looks(self, wrappers: Sequence[WrapperBase], looks: Sequence[bool], groups: Sequence[Group]) -> None:
         """A unit is shown in full on all of its ranks or on none, and somebody may have a hook on one rank only.
@@ -143,6 +151,7 @@ class StateDictMethods(WrapperBase):
 
     def _before_load(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         if self._is_outermost_here(prefix):
+            shared_tensors.part()
             state_dict_load.drop_own_tensors(self, state, prefix)
             # A plain module around this one has not told its hooks whether it is strict; it will see to the keys.
             state_dict_load.refuse_misfit(self, state, prefix, strict=self._reads_strictly)

@@ -221,6 +221,69 @@ def test_a_model_that_is_saved_while_it_is_summoned_stays_what_it_was(keep: bool
     assert_unchanged(saved, before)
 
 
+NOT_OF_A_UNIT = ("plain.weight", "inner.1.running_mean", "steps")
+
+
+def places(model: nn.Module) -> list[int]:
+    plain = model.module
+    return [t.untyped_storage().data_ptr() for t in (plain.plain.weight, plain.inner[1].running_mean, plain.steps)]
+
+
+@pytest.mark.spec("SD-FULL-07")
+@pytest.mark.parametrize("form", [form for form in FORMS if "offloaded" not in form])
+@ranks(2)
+def test_what_belongs_to_no_unit_is_not_copied_until_the_model_is_about_to_change_it(form: str) -> None:
+    model, optimizer = wrapped(made(), ShardingStrategy.FULL_SHARD, keep=False)
+    weight, steps = model.module.plain.weight, model.module.steps
+    with FSDP.state_dict_type(model, *FORMS[form]):
+        saved = model.state_dict()
+    before = picture(saved)
+    assert [saved[name].untyped_storage().data_ptr() for name in NOT_OF_A_UNIT] == places(model)
+    then = places(model)
+    step(model, optimizer)
+    assert not set(then) & set(places(model)), "all three have moved"
+    assert model.module.plain.weight is weight and model.module.steps is steps
+    assert_unchanged(saved, before)
+    then = places(model)
+    step(model, optimizer)
+    assert places(model) == then, "once"
+
+
+@pytest.mark.spec("SD-FULL-07")
+@ranks(2)
+def test_a_dict_that_was_dropped_is_copied_never() -> None:
+    model, optimizer = wrapped(made(), ShardingStrategy.FULL_SHARD, keep=False)
+    then = places(model)
+    model.state_dict()
+    step(model, optimizer)
+    assert places(model) == then
+
+
+@pytest.mark.spec("SD-FULL-07")
+@pytest.mark.parametrize("change", ["step", "load", "forward of a part", "inference"])
+@ranks(2)
+def test_whatever_changes_the_model_next_leaves_a_dict_as_it_was(change: str) -> None:
+    model, optimizer = wrapped(made(), ShardingStrategy.FULL_SHARD, keep=False)
+    other = {name: value + 1 for name, value in model.state_dict().items()}
+    step(model, optimizer)
+    saved = model.state_dict()
+    before, then = picture(saved), places(model)
+    if change == "step":
+        # With the gradients that are there.
+        optimizer.step()
+    elif change == "load":
+        model.load_state_dict(other)
+    elif change == "forward of a part":
+        model.module.inner(torch.randn(4, 3, device=device()))
+    else:
+        with torch.inference_mode():
+            model(torch.randn(4, 3, device=device()))
+    assert_unchanged(saved, before)
+    assert not set(then) & set(places(model))
+    step(model, optimizer)
+    assert_unchanged(saved, before)
+
+
 @pytest.mark.spec("SD-FULL-07")
 @ranks(2)
 def test_a_sparse_buffer_is_copied_too() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -57,9 +56,7 @@ def test_an_optimizer_from_before_has_stale_parameters_and_changes_nothing() -> 
     sharded(model)
     before = full_values(model)
     iterate(model)
-    with warnings.catch_warnings():
-        # That it says so is more than is asked for.
-        warnings.simplefilter("ignore")
+    with pytest.warns(UserWarning, match="parameters of this SGD were replaced when the model was sharded"):
         stale.step()
     assert_same(full_values(model), before)
     fresh = torch.optim.SGD(model.parameters(), lr=1.0)

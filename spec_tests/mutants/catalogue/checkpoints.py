@@ -232,4 +232,28 @@ MUTANTS = [
         "Problems that only the walk finds are told by one rank alone.",
         "SD-FULL-09",
     ),
+    Mutant(
+        "dict-shares-for-good",
+        "part",
+        "            own.data = own.detach().clone()\n",
+        "            pass\n",
+        "Buffers and ignored parameters in a dict go on with the training.",
+        "SD-FULL-07",
+    ),
+    Mutant(
+        "nothing-is-watched",
+        "watch",
+        "    if _shared:\n",
+        "    if False:\n",
+        "Neither a forward nor a step tells that shared tensors are about to change.",
+        "SD-FULL-07",
+    ),
+    Mutant(
+        "nothing-is-shared",
+        "is_alike",
+        "saved is not own\n",
+        "False\n",
+        "Buffers and ignored parameters are copied at once.",
+        "SD-FULL-07",
+    ),
 ]

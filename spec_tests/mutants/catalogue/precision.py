@@ -17,9 +17,9 @@ MUTANTS = [
     ),
     Mutant(
         "reduces-in-full-precision",
-        "FullyShardedDataParallel._make_unit",
-        "precision.reduce or layout.dtype",
-        "precision.reduce or layout.local_values().dtype",
+        "Root.__init__",
+        "plan.use(unit.layout.dtype)",
+        "plan.use(unit.layout.local_values().dtype)",
         "Without a reduce_dtype gradients travel in full precision instead of param_dtype.",
         "MP-06",
     ),

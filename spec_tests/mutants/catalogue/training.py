@@ -97,10 +97,10 @@ MUTANTS = [
     ),
     Mutant(
         "forward-while-summoned",
-        "Cycle.pre_forward",
-        "if unit.phase is Phase.SUMMONED:",
-        "if False:",
-        "A forward inside of summon_full_params is not refused by the unit.",
+        "Root.begin_forward",
+        "            if unit.phase is Phase.SUMMONED:\n",
+        "            if False:\n",
+        "A forward inside of summon_full_params is not refused.",
         "SUMMON-17",
     ),
     Mutant(
