@@ -90,7 +90,7 @@ MUTANTS = [
     Mutant(
         "own-entries-alias-the-unit",
         "copy_what_lies_in",
-        "return tensor.detach().clone() if memory_of(tensor) in memory else tensor",
+        "return tensor.detach().clone() if where in memory else tensor",
         "return tensor",
         "Buffers, and what a module's own code writes, lie in memory of the model.",
         "SD-FULL-07",
