@@ -94,6 +94,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
             "fsdp1/state_dict_methods.py",
             "fsdp1/state_dict_load.py",
             "fsdp1/own_code.py",
+            "fsdp1/shared_tensors.py",
             "fsdp1/chunks.py",
             "fsdp1/agreement.py",
             "fsdp1/optim_state_methods.py",

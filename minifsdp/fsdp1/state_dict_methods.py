@@ -60,8 +60,8 @@ class StateDictMethods(WrapperBase):
         """The state in the chosen form, full by default (SD-FULL, SD-SHARD, SD-LOCAL). Every rank must call it.
 
         Takes what ``nn.Module.state_dict`` takes; the form is chosen by `set_state_dict_type` or `state_dict_type`.
-        What is returned has memory of its own; only with ``keep_vars=True`` buffers, and parameters that belong to no
-        unit, are the model's own tensors.
+        What is returned stays as it is when training goes on; only with ``keep_vars=True`` buffers, and parameters that
+        belong to no unit, are the model's own tensors.
         """
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         is_local = self._state_dict_settings.state_dict_type is LOCAL
