@@ -24,7 +24,7 @@ from minifsdp.engine.partition import Form, local_part
 from minifsdp.engine.trouble import trouble
 from minifsdp.fsdp1.base import WrapperBase
 from minifsdp.fsdp1.build import HYBRID
-from minifsdp.fsdp1.full_params import check_idle, check_not_running, check_summon_options, summoned
+from minifsdp.fsdp1.full_params import check_not_running, check_summon_options, summoned
 from minifsdp.fsdp1.training_aids import clip_gradients
 
 
@@ -114,8 +114,6 @@ class TrainingMethods(WrapperBase):
         Raises:
             RuntimeError: inside ``summon_full_params``.
         """
-        if self._unit is not None:
-            check_idle(self._unit)
         with TrainingMethods.summon_full_params(self, recurse=False):
             super().apply(fn)
         return self

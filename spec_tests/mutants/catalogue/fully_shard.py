@@ -241,7 +241,7 @@ MUTANTS = [
         "            and other._spec.placements == self._spec.placements\n",
         "",
         "A DTensor of other placements can be put in a parameter's place.",
-        "FS2-SD-03",
+        "FS2-04",
     ),
     Mutant(
         "stale-optimizer-in-place-is-silent",

@@ -72,14 +72,6 @@ MUTANTS = [
         "APPLY-01 APPLY-04",
     ),
     Mutant(
-        "apply-while-summoned",
-        "TrainingMethods.apply",
-        "            check_idle(self._unit)\n",
-        "            pass\n",
-        "apply() inside of summon_full_params is refused by the second summon only.",
-        "APPLY-03",
-    ),
-    Mutant(
         "inputs-that-reach-nobody-are-forgotten",
         "Cycle.end_backward",
         "if not unit.layout.signals_gradient and unit.phase is not Phase.POST_BACKWARD and _expects_gradient(unit):",
