@@ -157,7 +157,7 @@ MUTANTS = [
         "and not is_old and",
         "and",
         "A number without dimensions is not read from a tensor of one element.",
-        "SD-FULL-08",
+        "SD-FULL-08 SD-FULL-13",
     ),
     Mutant(
         "rows-in-another-order-pass",
@@ -207,14 +207,6 @@ MUTANTS = [
         "",
         "Loading asks nobody whether all are there.",
         "SD-FULL-03",
-    ),
-    Mutant(
-        "old-scalars-refused",
-        "_value_problems",
-        "and not is_old and",
-        "and",
-        "Scalars that older versions have saved with one element are refused.",
-        "SD-FULL-13 SD-FULL-08",
     ),
     Mutant(
         "own-tensors-stay",

@@ -257,7 +257,7 @@ MUTANTS = [
         "start += entry.sharding.cut.chunk_numel",
         "start += entry.piece.numel()",
         "On ranks with fewer rows gradients of later parameters are shifted.",
-        "FS2-OPT-04 FS2-13",
+        "FS2-OPT-04 FS2-13 FS2-06",
     ),
     Mutant(
         "mean-in-place-over-the-shards-only",
@@ -290,14 +290,6 @@ MUTANTS = [
         "pass",
         "What a program has noted on a parameter is lost.",
         "FS2-04",
-    ),
-    Mutant(
-        "uneven-rows-start",
-        "PerParameterLayout.accept_gradient",
-        "start += entry.sharding.cut.chunk_numel",
-        "start += entry.piece.numel()",
-        "Gradients are taken from where even rows would begin.",
-        "FS2-06",
     ),
     Mutant(
         "grad-hooks-not-called",
