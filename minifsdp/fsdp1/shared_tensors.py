@@ -33,6 +33,7 @@ __all__ = ["is_alike", "part", "share", "watch"]
 
 _shared: list[tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = []
 _hooks: list[RemovableHandle] = []
+_watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def is_alike(saved: torch.Tensor, own: torch.Tensor) -> bool:
@@ -51,15 +52,22 @@ def share(saved: torch.Tensor, own: torch.Tensor) -> None:
 
 def watch(wrappers: Iterable[nn.Module]) -> None:
     """Lets the next forward of any of these, or the next step of any optimizer, begin with `part`."""
-    if _shared:
+    _shared[:] = [pair for pair in _shared if pair[0]() is not None]
+    if not _shared:
+        return
+    if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(part))
-        _hooks.extend(wrapper.register_forward_pre_hook(part) for wrapper in wrappers)
+    # A program may save often between two forwards.
+    fresh = [wrapper for wrapper in wrappers if wrapper not in _watched]
+    _hooks.extend(wrapper.register_forward_pre_hook(part) for wrapper in fresh)
+    _watched.update(fresh)
 
 
 def part(*_: Any) -> None:
     """Gives the model memory of its own wherever a dict that somebody still has lies in it."""
     while _hooks:
         _hooks.pop().remove()
+    _watched.clear()
     while _shared:
         saved, own = (reference() for reference in _shared.pop())
         if saved is None or own is None or saved.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():

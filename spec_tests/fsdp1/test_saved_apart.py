@@ -260,6 +260,18 @@ def test_a_dict_that_was_dropped_is_copied_never() -> None:
 
 
 @pytest.mark.spec("SD-FULL-07")
+@ranks(2)
+def test_after_many_dicts_a_forward_has_one_hook_and_after_it_none() -> None:
+    model, optimizer = wrapped(made(), ShardingStrategy.FULL_SHARD, keep=False)
+    saved = [model.state_dict() for _ in range(3)]
+    before = picture(saved)
+    assert {len(wrapper._forward_pre_hooks) for wrapper in FSDP.fsdp_modules(model)} == {1}
+    step(model, optimizer)
+    assert {len(wrapper._forward_pre_hooks) for wrapper in FSDP.fsdp_modules(model)} == {0}
+    assert_unchanged(saved, before)
+
+
+@pytest.mark.spec("SD-FULL-07")
 @pytest.mark.parametrize("change", ["step", "load", "forward of a part", "inference"])
 @ranks(2)
 def test_whatever_changes_the_model_next_leaves_a_dict_as_it_was(change: str) -> None:

@@ -235,8 +235,8 @@ MUTANTS = [
     Mutant(
         "nothing-is-watched",
         "watch",
-        "    if _shared:\n",
-        "    if False:\n",
+        "    if not _shared:\n",
+        "    if True:\n",
         "Neither a forward nor a step tells that shared tensors are about to change.",
         "SD-FULL-07",
     ),
