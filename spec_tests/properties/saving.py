@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,8 +62,7 @@ def load(description: Description, model: nn.Module, optimizer: torch.optim.Opti
         options = _options(form, loads=True)
         # Not both at once: `set_state_dict` takes an empty part for one that is not to be loaded, on that rank alone.
         set_model_state_dict(model, weights, options=options)
-        # A parameter that has never had a gradient has no state, and torch would miss it.
-        set_optimizer_state_dict(model, optimizer, states, options=replace(options, strict=False))
+        set_optimizer_state_dict(model, optimizer, states, options=options)
         return
     if form == "rank0":
         # The optimizer's part is sent by the wrapper, the model's by the user.
