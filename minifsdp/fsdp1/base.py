@@ -93,6 +93,11 @@ class WrapperBase(nn.Module, _FSDPState):
         tree = self._tree
         return self._find_tree() if tree is None or tree.is_dissolved else tree
 
+    def _mend(self) -> None:
+        """Before the user looks at what the units hold: tidies up after a backward that ended in an exception."""
+        if self._tree is not None:
+            self._tree.mend()
+
     def _find_tree(self) -> Root:
         """A forward runs here with no other wrapper around it, so here is the root (CTOR-10)."""
         members = [(clean_name(name), m) for name, m in self.named_modules() if isinstance(m, WrapperBase)]

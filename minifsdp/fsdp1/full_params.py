@@ -109,7 +109,7 @@ def check_not_running(tree: Root) -> None:
     """Whether no forward or backward of the whole tree is going on.
 
     Raises:
-        UnitIsBusyError: one is, or was broken off by an exception.
+        UnitIsBusyError: one is.
     """
     if tree.is_busy:
         raise UnitIsBusyError(

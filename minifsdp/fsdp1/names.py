@@ -72,8 +72,7 @@ class NameMethods(WrapperBase):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As ever, but without the wrappers' prefixes inside ``summon_full_params`` (NAMES-02)."""
-        if self._tree is not None:
-            self._tree.mend()
+        self._mend()
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield (name.replace(PREFIX, "") if self._shows_clean_names else name), parameter
 

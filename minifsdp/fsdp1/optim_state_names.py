@@ -57,6 +57,7 @@ class UnitNames:
     def __init__(self, wrapper: WrapperBase, prefix: str) -> None:
         unit = wrapper._unit
         assert unit is not None
+        wrapper._mend()
         check_idle(unit)
         self.wrapper, self.layout = wrapper, unit.layout
         self.mesh: Mesh = unit.plan.mesh

@@ -63,6 +63,7 @@ class StateDictMethods(WrapperBase):
         What is returned stays as it is when training goes on; only with ``keep_vars=True`` buffers, and parameters that
         belong to no unit, are the model's own tensors.
         """
+        self._mend()
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         is_local = self._state_dict_settings.state_dict_type is LOCAL
         if self._is_outermost_here(prefix):
@@ -150,6 +151,7 @@ class StateDictMethods(WrapperBase):
                     wrapper._reading.close()
 
     def _before_load(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self._mend()
         if self._is_outermost_here(prefix):
             shared_tensors.part()
             state_dict_load.drop_own_tensors(self, state, prefix)

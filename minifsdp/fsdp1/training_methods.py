@@ -93,6 +93,7 @@ class TrainingMethods(WrapperBase):
         if not recurse:
             wrappers = [wrapper for wrapper in wrappers if wrapper is module]
         for wrapper in wrappers:
+            wrapper._mend()
             if wrapper._tree is not None:
                 check_not_running(wrapper._tree)
         units = [wrapper._unit for wrapper in wrappers if wrapper._unit is not None]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -239,6 +239,58 @@ def test_after_an_exception_in_the_middle_the_next_iteration_is_right(strategy: 
     model.zero_grad()
     iterate(model, 0)
     assert_same(flat_gradients(model), expected, bitwise=True)
+
+
+def saved_full(model: FSDP, _: torch.optim.Optimizer) -> dict[str, Any]:
+    return model.state_dict()
+
+
+def saved_in_shards(model: FSDP, _: torch.optim.Optimizer) -> dict[str, Any]:
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        return {name: value.local_tensor() for name, value in model.state_dict().items()}
+
+
+def saved_optimizer(model: FSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    states = FSDP.optim_state_dict(model, optimizer)["state"]
+    return {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
+
+
+def loaded(model: FSDP, _: torch.optim.Optimizer) -> dict[str, Any]:
+    model.load_state_dict(seeded().state_dict())
+    return full_values(model)
+
+
+LOOKS: dict[str, Callable[[FSDP, torch.optim.Optimizer], dict[str, Any]]] = {
+    "full": saved_full,
+    "sharded": saved_in_shards,
+    "optimizer": saved_optimizer,
+    "loaded": loaded,
+    "summoned": lambda model, _: full_values(model),
+}
+
+
+@pytest.mark.spec("NEW-15")
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+@ranks(2)
+def test_after_an_exception_in_backward_the_state_can_be_saved_and_looked_at(keep: bool, look: str) -> None:
+    plain = seeded()
+    breaks = False
+
+    def fuse(*_: Any) -> None:
+        if breaks:
+            raise Broken
+
+    plain.blocks[1].linear.register_full_backward_hook(fuse)
+    model = sharded(plain, use_orig_params=keep)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+    iterate(model, 0)
+    optimizer.step()
+    expected = {name: torch.clone(value) for name, value in LOOKS[look](model, optimizer).items()}
+    breaks = True
+    with pytest.raises(Broken):
+        iterate(model, 1)
+    assert_same(LOOKS[look](model, optimizer), expected, bitwise=True)
 
 
 @contextmanager

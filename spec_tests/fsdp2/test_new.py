@@ -467,6 +467,20 @@ def test_without_a_reset_it_is_correct_too(fault: str) -> None:
 
 
 @pytest.mark.spec("NEW-15")
+@pytest.mark.parametrize("fault", FAULTS)
+@ranks(2)
+def test_without_a_reset_the_state_is_saved_and_loaded_as_it_was(fault: str) -> None:
+    model = sharded()
+    expected = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    FAULTS[fault](model)
+    saved = model.state_dict()
+    assert_same({name: value.full_tensor() for name, value in saved.items()}, expected)
+    FAULTS[fault](model)
+    model.load_state_dict({name: value.detach().zero_() for name, value in saved.items()})
+    assert not any(value.full_tensor().any() for value in model.state_dict().values())
+
+
+@pytest.mark.spec("NEW-15")
 @ranks(2)
 def test_the_reset_is_the_roots_and_harmless_when_there_is_nothing_to_reset() -> None:
     model = sharded()

@@ -96,6 +96,14 @@ MUTANTS = [
         "SUMMON-16",
     ),
     Mutant(
+        "broken-off-and-not-mended",
+        "WrapperBase._mend",
+        "self._tree.mend()",
+        "pass",
+        "After a backward that raised, nothing can be saved or summoned.",
+        "NEW-15",
+    ),
+    Mutant(
         "forward-while-summoned",
         "Root.begin_forward",
         "            if unit.phase is Phase.SUMMONED:\n",
