@@ -10,6 +10,7 @@ ones every rank must call the trainer; all ranks get the same record, except for
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
@@ -46,6 +47,7 @@ Named = dict[str, Tensor]
 # --- one process ---
 
 
+@functools.lru_cache(maxsize=64)  # Tests that follow each other ask for the same one, and none changes the record.
 def train_single(animal: Animal, world_size: int, recipe: Recipe = USUAL, *, flat_units: bool = False) -> Record:
     """One process that plays all ranks in turn. Needs no process group.
 
