@@ -17,6 +17,7 @@ from spec_tests.oracles.recipe import Record
 
 __all__ = [
     "BIT_EQUAL",
+    "DOUBLE",
     "FLOAT",
     "LOW_PRECISION",
     "SAME_MATH",
@@ -42,6 +43,8 @@ BIT_EQUAL = Tolerance("BIT_EQUAL", rtol=0.0, atol=0.0)
 SAME_MATH = Tolerance("SAME_MATH", rtol=2e-6, atol=2e-7)
 # Sums over ranks or micro-batches in another order: more ranks, other accumulation.
 FLOAT = Tolerance("FLOAT", rtol=1e-5, atol=1e-6)
+# The same in float64. What a deep model makes of the last bits is still far below what any mistake makes of a result.
+DOUBLE = Tolerance("DOUBLE", rtol=1e-9, atol=1e-10)
 # Against float32, where parameters or gradients went through bfloat16 (8 bits) for a few steps. Finds a wrong factor
 # or a lost gradient, not a wrong rounding.
 LOW_PRECISION = Tolerance("LOW_PRECISION", rtol=0.05, atol=0.02)

@@ -128,8 +128,7 @@ class Piece(nn.Module):
         elif node.kind == "embedding":
             self.rows = nn.Embedding(max(size, 1), width)
         elif node.kind == "norm":
-            # With the usual eps it blows up what rounding leaves of almost equal features, 300 times.
-            self.norm = nn.LayerNorm(width, eps=0.1)
+            self.norm = nn.LayerNorm(width)
         elif node.kind in ("own", "unused"):
             self.p = nn.Parameter(torch.randn(OWN_SHAPES[size % len(OWN_SHAPES)]) / 4)
         elif node.kind == "one_sided":
@@ -220,8 +219,8 @@ def _first_slot(leaf: Piece) -> tuple[nn.Module, str]:
 
 
 def output_of(node: Node, model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor:
-    """What the model, sharded or not, makes of a batch; float32 for the loss."""
-    return _UNPACKED[node.returns](model(*inputs)).float()
+    """What the model, sharded or not, makes of a batch; not in low precision, for the loss."""
+    return _UNPACKED[node.returns](model(*inputs)).to(torch.get_default_dtype())
 
 
 def batch(description: Description, step: int, index: int, rank: int) -> tuple[Tensor, Tensor]:

@@ -257,13 +257,9 @@ def forms_of(door: str) -> tuple[str, ...]:
 def _may_use_torchs_functions(d: Description) -> bool:
     """Whether the functions for state dicts of ``torch.distributed.checkpoint`` load what they have saved.
 
-    They do not send whole values to a module that is found in two places, nor the states of an optimizer that has none,
-    and miss the state of a parameter that has never had a gradient.
+    They do not send whole values to a module that is found in two places, nor the states of an optimizer that has none.
     """
-    nodes = [node for node, _ in walk(d.model)]
-    may_lack_gradients = any(node.kind in ("unused", "one_sided", "blind", "detach") for node in nodes)
-    is_shared = any(node.same_as >= 0 for node in nodes)
-    return not is_shared and not may_lack_gradients and (d.momentum or d.adam)
+    return not any(node.same_as >= 0 for node, _ in walk(d.model)) and (d.momentum or d.adam)
 
 
 def _may_hook(d: Description) -> bool:

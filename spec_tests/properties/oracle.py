@@ -11,7 +11,7 @@ gradient of micro-batch m on rank r)::
     + (g20 + g21) / 2               the third for itself
 
 Low precision is a copy of the model in that dtype, made anew for each step. Its gradients are widened, or narrowed, to
-the dtype of the sum; the mean is brought to float32.
+the dtype of the sum; the mean is brought to the default dtype.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Oracle:
         for module in copied.modules():
             if isinstance(module, Piece):
                 module.clock = self.model.clock
-        return copied.to(PRECISIONS[self.description.precision].get("param_dtype", torch.float32))
+        return copied.to(PRECISIONS[self.description.precision].get("param_dtype", torch.get_default_dtype()))
 
     def _forward_backward(self, computing: Piece, step: int, number: int, rank: int) -> float:
         d = self.description
@@ -124,7 +124,7 @@ class Oracle:
         if self.description.tracks_input and torch.is_grad_enabled():
             x.requires_grad_()
             x.register_hook(lambda gradient: self.input_gradients.__setitem__((rank, index), gradient))
-        return x.to(PRECISIONS[self.description.precision].get("param_dtype", torch.float32)), tokens
+        return x.to(PRECISIONS[self.description.precision].get("param_dtype", torch.get_default_dtype())), tokens
 
     def _meet(self, gradients: list[list[Tensor | None]]) -> None:
         """Adds the mean of the ranks' gradients to the model's."""
@@ -136,7 +136,7 @@ class Oracle:
             total = there[0].to(dtype)
             for gradient in there[1:]:
                 total = total + gradient.to(dtype)
-            mean = (total / len(of_ranks)).float()
+            mean = (total / len(of_ranks)).to(torch.get_default_dtype())
             if self.description.hook == "communication":
                 mean = mean / 2
             parameter.grad = mean if parameter.grad is None else parameter.grad + mean
