@@ -240,7 +240,8 @@ def _legal_options(d: Description) -> Description:
             changes["evaluates"] = "after"
         if d.resumes not in forms_of(d.door):
             changes["resumes"] = "full"
-        if "fully_shard" in d.door and not _may_use_torchs_functions(replace(d, **changes)):
+        if "fully_shard" in d.door and any(node.same_as >= 0 for node, _ in walk(d.model)):
+            # torch.distributed.checkpoint does not send whole values to a module that is found in two places.
             changes["resumes"] = "own"
     if not _may_hook(d):
         changes["hook"] = ""
@@ -252,14 +253,6 @@ def forms_of(door: str) -> tuple[str, ...]:
     if "fully_shard" in door:
         return ("full", "rank0", "sharded", "own")
     return ("full", "rank0", "sharded", "dtensor", "local")
-
-
-def _may_use_torchs_functions(d: Description) -> bool:
-    """Whether the functions for state dicts of ``torch.distributed.checkpoint`` load what they have saved.
-
-    They do not send whole values to a module that is found in two places, nor the states of an optimizer that has none.
-    """
-    return not any(node.same_as >= 0 for node, _ in walk(d.model)) and (d.momentum or d.adam)
 
 
 def _may_hook(d: Description) -> bool:

@@ -210,8 +210,9 @@ class _Run:
         In this order: had the saved state shared memory with the model, it would have been trained along.
         """
         missing = {p for p in self.model.parameters() if p.requires_grad} - optimizer.state.keys()
-        if missing and is_per_parameter(self.d):
-            # torch's functions insist on a state for each trained parameter, also for one without a gradient ever.
+        if is_per_parameter(self.d) and (missing or not optimizer.state):
+            # torch's functions insist on a state for each trained parameter, also for one without a gradient ever, and
+            # do not send the states of an optimizer that has none.
             self.d = replace(self.d, resumes="own")
         saved = save(self.d, self.model, optimizer)
         if not self._step(step):
