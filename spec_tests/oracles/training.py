@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from spec_tests.harness import device
@@ -154,15 +154,11 @@ def _buffers(model: nn.Module) -> Named:
 
 
 def _plain(model: nn.Module) -> tuple[Named, Named]:
-    return _whole(model, lambda tensor: tensor)
-
-
-def _whole(model: nn.Module, whole: Callable[[Tensor], Tensor]) -> tuple[Named, Named]:
     values, gradients = {}, {}
     for name, parameter in model.named_parameters():
-        values[clean_name(name)] = whole(parameter.detach()).to("cpu", copy=True)
+        values[clean_name(name)] = parameter.detach().to("cpu", copy=True)
         if parameter.grad is not None:
-            gradients[clean_name(name)] = whole(parameter.grad).to("cpu", copy=True)
+            gradients[clean_name(name)] = parameter.grad.to("cpu", copy=True)
     return values, gradients
 
 
@@ -264,7 +260,7 @@ def train_fsdp2(library: Any, animal: Animal, recipe: Recipe = USUAL, **options:
         yield
         model.set_requires_gradient_sync(True)
 
-    return _train(model, animal, recipe, no_sync, lambda _: _whole(model, _full_tensor))
+    return _train(model, animal, recipe, no_sync, lambda _: _joined(model))
 
 
 def shard_fsdp2(library: Any, animal: Animal, **options: Any) -> Any:
@@ -273,5 +269,23 @@ def shard_fsdp2(library: Any, animal: Animal, **options: Any) -> Any:
     return wrap_units(model, animal.unit_classes, lambda module: library(module, **options))
 
 
-def _full_tensor(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _joined(model: nn.Module) -> tuple[Named, Named]:
+    """Whole values and gradients from dim-0 chunks: end to end they are the elements of the whole in their order."""
+    values, gradients = _plain(model)
+    chunks = {
+        name: (_local_row(value), _local_row(gradients[name]) if name in gradients else None)
+        for name, value in values.items()
+        if isinstance(value, DTensor)
+    }
+    mesh = next(value.device_mesh for value in values.values() if isinstance(value, DTensor))
+    for name, (value, gradient) in gather_chunks(chunks, mesh.get_group(mesh.ndim - 1)).items():
+        values[name] = value.view(values[name].shape)
+        if gradient is not None:
+            gradients[name] = gradient.view(values[name].shape)
+    return values, gradients
+
+
+def _local_row(tensor: Any) -> Tensor:
+    assert tensor.placements[-1] == Shard(0), tensor.placements
+    row: Tensor = tensor.to_local().reshape(-1)
+    return row
