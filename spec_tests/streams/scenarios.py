@@ -299,6 +299,8 @@ class _Run:
     def _optimize(self) -> None:
         if self.optimizer is None:
             return
+        if self.s.scales and all(p.grad is None for group in self.optimizer.param_groups for p in group["params"]):
+            return  # The scaler refuses a step without any gradient.
         if self.d.clips:
             self.scaler.unscale_(self.optimizer)
             clip: Callable[..., Tensor] = self.model.clip_grad_norm_
