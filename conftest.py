@@ -15,7 +15,10 @@ import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Where the ranks compute, and how much is asked there."""
+    """Which rows are asked about, where the ranks compute, and how much is asked there."""
+    parser.addoption(
+        "--spec", action="append", metavar="ROW", help="only the tests of a row of docs/spec.md, or of two"
+    )
     there = "cuda" if torch.cuda.is_available() else "cpu"
     parser.addoption("--device", choices=["cpu", "simulated", "cuda"], default=there, help="where the ranks compute")
     parser.addoption(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 import pytest
 
 from spec_tests.harness import pool, worker
-from spec_tests.harness.accounting import Accounting, rows_of_accelerators
+from spec_tests.harness.accounting import Accounting, read_rows, rows_of_accelerators
 
 pytest.register_assert_rewrite(*worker.REWRITTEN)
 
@@ -34,6 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not item.get_closest_marker("ranks"):
             item.add_marker("pure")
+    choose_rows(config, items)
     yield
     leave_out_by_device(config, items)
     for package in sorted({package for item in items for package in needs_of(item)}):
@@ -42,6 +43,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             leave_out(config, items, why, lambda item: package in needs_of(item), in_need=True)
     if not config.option.collectonly and any(item.get_closest_marker("ranks") for item in items):
         pool.start_early()
+
+
+def choose_rows(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """``--spec PREF-03``: only the tests that carry this row."""
+    chosen = set(config.getoption("--spec") or [])
+    if unknown := sorted(chosen - read_rows().keys()):
+        raise pytest.UsageError(f"--spec: docs/spec.md has no row {', '.join(unknown)}")
+    if chosen:
+        others = [item for item in items if not chosen & set(rows_proven_by(item))]
+        items[:] = [item for item in items if chosen & set(rows_proven_by(item))]
+        config.hook.pytest_deselected(items=others)
 
 
 def leave_out_by_device(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -10,10 +10,12 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from spec_tests.conftest import choose_rows
 from spec_tests.harness.accounting import ROOT, Accounting, kind_of_proof, read_rows, section_of, verdict
 
 HANGING = """
@@ -96,6 +98,29 @@ def test_a_session_writes_what_it_has_proven_and_counts_gpu_tests_as_not_run(tmp
     assert "1 by behaviour, 1 by text" in session.stdout
     assert "1 tests not run (no_such_package is not installed)\nso not proven here: CTOR-06" in session.stdout
     assert results["CTOR-01"]["statement"].startswith("The constructor takes")
+
+
+def test_whoever_asks_for_rows_gets_their_tests_and_for_an_unknown_one_an_error() -> None:
+    class Item:
+        def __init__(self, *rows: str) -> None:
+            self.rows = rows
+
+        def iter_markers(self, name: str) -> list[pytest.Mark]:
+            return [pytest.mark.spec(*self.rows).mark] if self.rows and name == "spec" else []
+
+    def chosen(*asked: str) -> list[Any]:
+        left: list[Any] = list(items)
+        config: Any = SimpleNamespace(getoption={"--spec": list(asked)}.get, hook=hook)
+        choose_rows(config, left)
+        return left
+
+    items = one, two, _ = Item("CTOR-01"), Item("CTOR-02", "CTOR-03"), Item()
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    assert chosen("CTOR-03") == [two]
+    assert chosen("CTOR-03", "CTOR-01") == [one, two]
+    assert chosen() == list(items)
+    with pytest.raises(pytest.UsageError, match="no row CTOR-999"):
+        chosen("CTOR-01", "CTOR-999")
 
 
 def is_running(process: int) -> bool:
