@@ -10,6 +10,9 @@ gradient of micro-batch m on rank r)::
     (g00 + g10 + g01 + g11) / 2     the first two meet once
     + (g20 + g21) / 2               the third for itself
 
+Where N processes want to know, each computes the batches of its own rank, and they tell each other: these are sums that
+nobody else takes part in, of a model that is whole everywhere.
+
 Low precision is a copy of the model in that dtype, made anew for each step. Its gradients are widened, or narrowed, to
 the dtype of the sum; the mean is brought to the default dtype.
 """
@@ -18,10 +21,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from spec_tests.harness import device
 from spec_tests.properties.build import PRECISIONS, Piece, batch, is_per_parameter, output_of, plain_model, units_of
 from spec_tests.properties.description import Description
 
@@ -48,8 +55,38 @@ def loss_of(outputs: list[Tensor]) -> Tensor:
     return torch.stack([torch.tanh(output).square().mean() for output in outputs]).sum()
 
 
+@dataclass
+class _Part:
+    """What the batches of one rank have given; they travel as numbers, which are exact, and pickled in no time."""
+
+    losses: list[float]
+    gradients: list[Tensor | None]
+    input_gradients: dict[tuple[int, int], Tensor | None]
+    error: str = ""
+
+    def __reduce__(self) -> Any:
+        inputs = {key: _said(value) for key, value in self.input_gradients.items()}
+        return _heard, (self.losses, [_said(gradient) for gradient in self.gradients], inputs, self.error)
+
+
+def _said(tensor: Tensor | None) -> Any:
+    return None if tensor is None else (tensor.tolist(), tensor.dtype, tensor.shape)
+
+
+def _heard(losses: Any, gradients: Any, inputs: Any, error: str) -> _Part:
+    def tensor(said: Any) -> Tensor | None:
+        return None if said is None else torch.tensor(said[0], dtype=said[1], device=device()).view(said[2])
+
+    return _Part(losses, [tensor(said) for said in gradients], {k: tensor(said) for k, said in inputs.items()}, error)
+
+
 class Oracle:
     """Trains the model of a description in this process.
+
+    Args:
+        description: of the run.
+        rank: whose batches to compute here, if there is a process for each rank; then all of them must train. ``None``
+            computes the batches of all.
 
     Attributes:
         model: the plain model in full precision; ``.grad`` holds the last step's mean gradients.
@@ -57,8 +94,8 @@ class Oracle:
         input_gradients: of the last step, by rank and number of the forward.
     """
 
-    def __init__(self, description: Description) -> None:
-        self.description = description
+    def __init__(self, description: Description, rank: int | None = None) -> None:
+        self.description, self.rank = description, rank
         self.model: Piece = plain_model(description)
         self.units = units_of(self.model)
         self._optimizer = optimizer_for(description, self.model)
@@ -74,17 +111,18 @@ class Oracle:
         d = self.description
         self.model.clock.step = step
         self._clear(d.clears)
-        self.input_gradients = {}
+        input_gradients: dict[tuple[int, int], Tensor | None] = {}
         losses: list[list[float]] = [[] for _ in range(d.num_ranks)]
         for segment in _segments(d.micro_batches):
             gradients = []
-            computing = self._computing_copy()
-            for rank in range(d.num_ranks):
-                for number in segment:
-                    losses[rank].append(self._forward_backward(computing, step, number, rank))
-                gradients.append([p.grad for p in computing.parameters()])
-                computing.zero_grad(set_to_none=True)
+            for rank, part in enumerate(self._parts(step, segment)):
+                if part.error:
+                    raise RuntimeError(part.error)
+                losses[rank].extend(part.losses)
+                gradients.append(part.gradients)
+                input_gradients.update(part.input_gradients)
             self._meet(gradients)
+        self.input_gradients = input_gradients
         if not is_per_parameter(d):
             self._fill_up()
         return losses
@@ -106,6 +144,25 @@ class Oracle:
             if isinstance(module, Piece):
                 module.clock = self.model.clock
         return copied.to(PRECISIONS[self.description.precision].get("param_dtype", torch.get_default_dtype()))
+
+    def _parts(self, step: int, segment: list[int]) -> list[_Part]:
+        """What each rank contributes to a segment."""
+        computing = self._computing_copy()
+        if self.rank is None:
+            return [self._part(computing, step, segment, rank) for rank in range(self.description.num_ranks)]
+        everybody: list[Any] = [None] * self.description.num_ranks
+        dist.all_gather_object(everybody, self._part(computing, step, segment, self.rank))
+        return everybody
+
+    def _part(self, computing: Piece, step: int, segment: list[int], rank: int) -> _Part:
+        self.input_gradients = {}
+        try:
+            losses = [self._forward_backward(computing, step, number, rank) for number in segment]
+        except RuntimeError as error:
+            return _Part([], [], {}, str(error))
+        gradients = [p.grad for p in computing.parameters()]
+        computing.zero_grad(set_to_none=True)
+        return _Part(losses, gradients, self.input_gradients)
 
     def _forward_backward(self, computing: Piece, step: int, number: int, rank: int) -> float:
         d = self.description

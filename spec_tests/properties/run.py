@@ -138,7 +138,7 @@ class _Run:
         self.is_trained = True
         self.inputs: dict[int, Tensor] = {}
         self.tolerance = tolerance_of(description)
-        self.oracle = Oracle(description)
+        self.oracle = Oracle(description, self.rank)
         self._make(description)
 
     def _make(self, description: Description) -> None:
