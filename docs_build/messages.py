@@ -1,7 +1,7 @@
-"""The messages of the package: read from the source, so that none is missing.
+"""The messages of the package: their texts from its catalogue, who raises them from the source; so none is missing.
 
-Every message is made by ``trouble(entry, text)`` (``engine/trouble.py``), so its address on the page "Troubleshoot" is
-found beside its text.
+Every message is made by ``message(entry, ...)`` (``engine/messages.py``), so its address on the page "Troubleshoot" is
+found where it is raised.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from string import Formatter
 from typing import TypeGuard
 
 from docs_build.order import PACKAGE, all_modules
+from minifsdp.engine.messages import texts
 
-__all__ = ["Message", "messages"]
+__all__ = ["Message", "is_message", "messages"]
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,15 @@ def _in(node: ast.AST, module: str, place: str) -> Iterator[Message]:
         inner = place
         if isinstance(child, ast.FunctionDef | ast.ClassDef):
             inner = f"{place}.{child.name}" if place else child.name
-        if isinstance(child, ast.Call) and child.args and _is_trouble(child.args[0]):
-            entry, text = child.args[0].args
-            yield Message(f"E-{ast.literal_eval(entry)}", _kind(child), _words(text), module, place)
+        if isinstance(child, ast.Call) and child.args and is_message(child.args[0]):
+            entry = ast.literal_eval(child.args[0].args[0])
+            yield Message(f"E-{entry}", _kind(child), _words(texts()["message"][entry]), module, place)
         yield from _in(child, module, inner)
 
 
-def _is_trouble(node: ast.AST) -> TypeGuard[ast.Call]:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "trouble"
+def is_message(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Whether it makes a message."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "message"
 
 
 def _kind(call: ast.Call) -> str:
@@ -70,15 +73,5 @@ def _kind(call: ast.Call) -> str:
     return call.args[1].id if len(call.args) > 1 and isinstance(call.args[1], ast.Name) else "UserWarning"
 
 
-def _words(text: ast.AST) -> str:
-    return " ".join(_template(text).split())
-
-
-def _template(node: ast.AST) -> str:
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(_template(value) for value in node.values)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _template(node.left) + _template(node.right)
-    return "\u2026"
+def _words(text: str) -> str:
+    return "".join(words + ("" if field is None else "\u2026") for words, field, _, _ in Formatter().parse(text))

@@ -55,7 +55,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
             "engine/loan.py",
             "engine/extension.py",
             "engine/absent.py",
-            "engine/trouble.py",
+            "engine/messages.py",
             "engine/misuse.py",
             "engine/order_check.py",
             "engine/triggers.py",

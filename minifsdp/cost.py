@@ -48,7 +48,7 @@ from typing import Any
 
 import torch
 
-from minifsdp.engine.trouble import trouble
+from minifsdp.engine.messages import message
 from minifsdp.formulas import (
     Shape,
     gather_sends,
@@ -190,13 +190,11 @@ def cost_of(job: Job) -> Cost:
 def _check(job: Job) -> None:
     known = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
     if job.strategy not in known:
-        raise ValueError(trouble("cost-strategy", f"strategy must be one of {', '.join(known)}, got {job.strategy!r}"))
+        raise ValueError(message("cost-strategy", known=", ".join(known), strategy=job.strategy))
     if min(job.num_shards, job.num_replicas, job.micro_batches) < 1:
         raise ValueError(
-            trouble(
-                "cost-counts",
-                f"num_shards={job.num_shards}, num_replicas={job.num_replicas} and micro_batches={job.micro_batches} "
-                "must be at least 1",
+            message(
+                "cost-counts", num_shards=job.num_shards, num_replicas=job.num_replicas, micro_batches=job.micro_batches
             )
         )
 

@@ -4,22 +4,8 @@ The class, and what there is to read about it, is in ``fsdp1/wrapper.py``. The t
 because checkpoint scripts use them to take wrapper prefixes out of names.
 """
 
-from minifsdp.api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from minifsdp import api
+from minifsdp.api import *  # noqa: F403
 from minifsdp.engine.flat_parameter import FLAT_NAME as FLAT_PARAM
 from minifsdp.fsdp1.base import PREFIX as FSDP_PREFIX
 from minifsdp.fsdp1.base import WRAPPED as FSDP_WRAPPED_MODULE
@@ -29,26 +15,13 @@ from minifsdp.fsdp1.state_dict_options import OptimStateKeyType
 from minifsdp.fsdp1.wrapper import FullyShardedDataParallel
 
 __all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
     "CustomPolicy",
     "FLAT_PARAM",
     "FSDP_PREFIX",
     "FSDP_WRAPPED_MODULE",
     "FlatParameter",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
     "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
     "ModuleWrapPolicy",
-    "OptimStateDictConfig",
     "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
 ]
+__all__ += api.__all__

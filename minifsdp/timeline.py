@@ -41,7 +41,7 @@ from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import escape
 
-from minifsdp.engine.trouble import trouble
+from minifsdp.engine.messages import message
 from minifsdp.trace import Event
 
 __all__ = ["chrome_trace", "gathered_bytes", "peak_gathered_bytes", "svg"]
@@ -97,12 +97,7 @@ def _origins(events_per_rank: EventsPerRank, origins: Sequence[float] | None) ->
     if origins is None:
         return [min((event.start for event in events), default=0.0) for events in events_per_rank]
     if len(origins) != len(events_per_rank):
-        raise ValueError(
-            trouble(
-                "timeline-origins",
-                f"there are events of {len(events_per_rank)} ranks but {len(origins)} origins; give one for each rank",
-            )
-        )
+        raise ValueError(message("timeline-origins", ranks=len(events_per_rank), origins=len(origins)))
     return list(origins)
 
 
@@ -275,9 +270,7 @@ def svg(
         ValueError: there is not one origin for each rank, or the width leaves no room for a lane.
     """
     if width < 2 * (_LEFT + _RIGHT):
-        raise ValueError(
-            trouble("timeline-width", f"width={width} leaves no room beside the names of the lanes; give at least 300")
-        )
+        raise ValueError(message("timeline-width", width=width))
     zeros = _origins(events_per_rank, origins)
     shifted = [[_moved(event, zero) for event in events] for events, zero in zip(events_per_rank, zeros, strict=True)]
     everything = [event for events in shifted for event in events]

@@ -26,10 +26,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from minifsdp.engine.messages import message
 from minifsdp.engine.precision import tensors_in
-from minifsdp.engine.trouble import trouble
-
-__all__ = ["AbsentParameter", "ForwardGuard"]
 
 
 class AbsentParameter(torch.Tensor):
@@ -88,14 +86,7 @@ class AbsentParameter(torch.Tensor):
         raise _absent(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise RuntimeError(
-            trouble(
-                "copy-of-absent",
-                f"a sharded model cannot be copied with copy.deepcopy (parameter {self.path!r} is not here to be "
-                "copied). Copy the plain model before wrapping it, or carry the values over with state_dict() and "
-                "load_state_dict()",
-            )
-        )
+        raise RuntimeError(message("copy-of-absent", path=self.path))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -124,11 +115,4 @@ class ForwardGuard:
 
 
 def _absent(missing: AbsentParameter | ForwardGuard) -> RuntimeError:
-    return RuntimeError(
-        trouble(
-            "absent",
-            f"parameter {missing.path!r} (shape {tuple(missing.shape)}) is sharded right now, and its full values are "
-            "on no rank. If you called a part of a wrapped model directly, call the wrapped module instead, or wrap "
-            "that part as a unit of its own; to read or change values, use summon_full_params()",
-        )
-    )
+    return RuntimeError(message("absent", path=missing.path, shape=tuple(missing.shape)))

@@ -38,8 +38,6 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Broad
 from minifsdp.engine.lanes import NOTHING, Promise
 from minifsdp.engine.mesh import Group
 
-__all__ = ["Scaling", "all_reduce", "broadcast", "gather", "reduce_scatter"]
-
 
 def _on_current_stream(options: Any) -> Any:
     # On CUDA a synchronous call puts the collective on the current stream, which is the lane's, instead of a hidden

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import functools
 
-__all__ = ["step_over_this_package"]
-
 
 @functools.cache
 def step_over_this_package() -> None:

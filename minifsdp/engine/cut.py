@@ -30,9 +30,7 @@ from functools import cached_property
 
 import torch
 
-from minifsdp.engine.trouble import trouble
-
-__all__ = ["Cut"]
+from minifsdp.engine.messages import message
 
 
 @dataclass(frozen=True)
@@ -55,11 +53,7 @@ class Cut:
     def __post_init__(self) -> None:
         if self.dim != 0 and self.shape[self.dim] % self.num_shards:
             raise NotImplementedError(
-                trouble(
-                    "uneven-dim",
-                    f"FSDP does not support uneven sharding on dim {self.dim}: a parameter of shape "
-                    f"{tuple(self.shape)} cannot be cut into {self.num_shards} equal pieces there; choose Shard(0)",
-                )
+                message("uneven-dim", dim=self.dim, shape=tuple(self.shape), num_shards=self.num_shards)
             )
 
     @cached_property

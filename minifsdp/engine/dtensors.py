@@ -33,9 +33,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from minifsdp.engine.cut import Cut
 from minifsdp.engine.mesh import Mesh
-from minifsdp.engine.trouble import trouble
-
-__all__ = ["Sharding", "piece_of", "set_piece"]
+from minifsdp.engine.messages import message
 
 
 def piece_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,35 +69,19 @@ class Sharding:
         self.mesh, self.table = mesh, table
         where = f"parameter {path!r}"
         if parameter.ndim == 0:
-            raise ValueError(
-                trouble(
-                    "scalar-parameter",
-                    f"{where} is a scalar and has no dim to be sharded along: fully_shard doesn't support scalar "
-                    "parameters. Change it to a 1D tensor with numel equal to 1, or list it in ignored_params",
-                )
-            )
+            raise ValueError(message("scalar-parameter", where=where))
         if not isinstance(placement, Shard | None):
-            raise ValueError(
-                trouble("placement-type", f"{where}: shard_placement_fn must return a Shard or None, got {placement!r}")
-            )
+            raise ValueError(message("placement-type", where=where, placement=placement))
         self._tensor_parallel: DTensorSpec | None = parameter._spec if isinstance(parameter, DTensor) else None
         local = self.local_of(parameter)
         if not local.is_contiguous():
             raise NotImplementedError(
-                trouble(
-                    "not-contiguous",
-                    f"{where}: FSDP does not support non-contiguous parameters (shape {tuple(local.shape)}, stride "
-                    f"{local.stride()}); make it contiguous before sharding",
-                )
+                message("not-contiguous", where=where, shape=tuple(local.shape), stride=local.stride())
             )
         dim = placement.dim if placement is not None else 0
         dim = dim + parameter.ndim if dim < 0 else dim
         if not 0 <= dim < parameter.ndim:
-            raise ValueError(
-                trouble(
-                    "placement-dim", f"{where} of shape {tuple(parameter.shape)} has no dim {dim} to be sharded along"
-                )
-            )
+            raise ValueError(message("placement-dim", where=where, shape=tuple(parameter.shape), dim=dim))
         self.cut = Cut(local.shape, dim, mesh.size(mesh.ndim - 1))
         self._spec = self._make_spec(parameter, mesh)
 

@@ -35,9 +35,7 @@ from minifsdp.engine import collectives, lifetime
 from minifsdp.engine.cut import Cut
 from minifsdp.engine.lanes import NOTHING, Lane, Promise
 from minifsdp.engine.mesh import Group
-from minifsdp.engine.trouble import trouble
-
-__all__ = ["ExtendedRow", "ExtensionContext", "is_extended"]
+from minifsdp.engine.messages import message
 
 BEFORE, AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -67,11 +65,7 @@ def is_extended(tensor: torch.Tensor, path: str) -> bool:
     if len(has) == 1:
         missing = AFTER if has == [BEFORE] else BEFORE
         raise AssertionError(
-            trouble(
-                "half-extension",
-                f"parameter {path!r} is a {type(tensor).__name__}, which has {has[0]} but not {missing}. Both "
-                "fsdp_pre_all_gather and fsdp_post_all_gather are needed, or neither",
-            )
+            message("half-extension", path=path, type=type(tensor).__name__, method=has[0], missing=missing)
         )
     return bool(has)
 
@@ -198,13 +192,7 @@ class ExtendedRow:
 
     def rest(self, group: Group) -> None:
         """Refuses: what the class makes of a gathered parameter cannot be cut again."""
-        raise NotImplementedError(
-            trouble(
-                "extension-in-parts",
-                f"a parameter with {BEFORE} can be freed after forward or kept, but reshard_after_forward cannot be a "
-                "number",
-            )
-        )
+        raise NotImplementedError(message("extension-in-parts", method=BEFORE))
 
     def resting_pieces(self, group: Group) -> list[torch.Tensor]:
         """None: it never rests."""

@@ -50,20 +50,18 @@ from minifsdp.engine import collectives
 from minifsdp.engine.absent import ForwardGuard
 from minifsdp.engine.flat_parameter import FlatOwnership
 from minifsdp.engine.lanes import NOTHING, Lanes, Promise
-from minifsdp.engine.layout import Gradient, LendingLayout, OwnedParameter, rebound
+from minifsdp.engine.layout import Gradient, Layout, OwnedParameter, rebound
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.loan import Loan
 from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.engine.messages import message
 from minifsdp.engine.originals import OriginalOwnership
 from minifsdp.engine.ownership import Ownership
 from minifsdp.engine.partition import Form, Partition, local_part
-from minifsdp.engine.trouble import trouble
 from minifsdp.engine.unsharded import Unsharded
 
-__all__ = ["FlatLayout"]
 
-
-class FlatLayout(LendingLayout):
+class FlatLayout(Layout):
     """The parameters of one unit in one flat tensor.
 
     Args:
@@ -235,9 +233,7 @@ class FlatLayout(LendingLayout):
 
     def rest(self, group: Group) -> None:
         """Refuses: a slice may begin anywhere, so there is only one way to put the row together."""
-        raise NotImplementedError(
-            trouble("flat-in-parts", "a flat unit can be freed after forward or kept, but not kept in parts")
-        )
+        raise NotImplementedError(message("flat-in-parts"))
 
     def wake(self) -> None:
         """The next gather comes from the shards, as ever."""
@@ -350,12 +346,12 @@ class FlatLayout(LendingLayout):
     # --- the user ---
 
     @property
-    def hides_originals(self) -> bool:  # type: ignore[override]
-        """As the ownership has it."""
+    def hides_originals(self) -> bool:
+        """Whether the original parameters are out of sight between computations."""
         return self.owner.hides_originals
 
     def local_values(self) -> torch.Tensor:
-        """The shard."""
+        """What this rank stores, 1-D, padding included; not a copy."""
         self._collect()
         return self.owner.shard.detach()
 
@@ -365,12 +361,12 @@ class FlatLayout(LendingLayout):
             self.owner.collect()
 
     def overwrite_local(self, piece: torch.Tensor) -> None:
-        """A new shard."""
+        """New values for what this rank stores."""
         self._collect()
         self.owner.overwrite(piece)
 
     def overwrite(self, values: Mapping[int, torch.Tensor]) -> None:
-        """New values in the places of the given parameters, the old ones in the others."""
+        """New full values for some parameters, by number; this rank keeps its part of each. Nothing is communicated."""
         index, partition = self.mesh.shard_index, self.partition
         piece = self.local_values().clone()
         places = partition.slices_of_piece(index)
@@ -380,7 +376,7 @@ class FlatLayout(LendingLayout):
         self.owner.overwrite(piece)
 
     def views_of(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """Views, in the original shapes, and distributed as the originals were."""
+        """The parameters in a row from `full_row`: views, in the original shapes, distributed as the originals were."""
         views = self.partition.views(row, self._shapes_in_row)
         return self._distributed(views) if self._any_distributed else views
 
@@ -407,7 +403,10 @@ class FlatLayout(LendingLayout):
         return [((*sharers, *form.groups), part) for form, part in zip(self._forms, gradients, strict=True)]
 
     def full_row(self) -> torch.Tensor:
-        """A gather of its own, in the stored dtype; the shard itself if nothing is sharded."""
+        """The full values of all parameters in the stored dtype; the shard itself if nothing is sharded.
+
+        All ranks of the shard group must call it: it is a gather of its own.
+        """
         self._collect()
         shard, group = self.owner.shard.data, self.mesh.shard
         if group is None:
@@ -417,7 +416,10 @@ class FlatLayout(LendingLayout):
         return row
 
     def full_gradient_row(self) -> tuple[torch.Tensor, list[bool]]:
-        """Like `full_row`, for gradients; a parameter has one if any rank of the shard group has a part of it."""
+        """The full reduced gradients in one row, and for each parameter whether there is one on any rank.
+
+        All ranks of the shard group must call it.
+        """
         piece, present = self.owner.reduced_gradient()
         group = self.mesh.shard
         if group is None:
@@ -429,7 +431,10 @@ class FlatLayout(LendingLayout):
         return row, [vote > 0 for vote in votes.tolist()]
 
     def show_row(self, row: torch.Tensor, gradients: tuple[torch.Tensor, list[bool]] | None) -> None:
-        """Ordinary parameters, in the order in which the modules had them; the flat parameter steps aside."""
+        """Puts ordinary parameters on the modules, views of ``row``, with views of the full gradients if given.
+
+        They are in the order in which the modules had them; the flat parameter steps aside.
+        """
         self._loan = Loan(row, self.views_of(row), gradients)
         self._loan.parameters = self.owner.lend(self._loan.views)
         if gradients is not None:
@@ -441,7 +446,10 @@ class FlatLayout(LendingLayout):
         self._guard()
 
     def hide_row(self, *, keep_changes: bool) -> None:
-        """The reverse; a parameter that was given other memory in between is read from there."""
+        """Puts back what the modules had before, and if wished this rank's part of the changes into the shard.
+
+        A parameter that was given other memory in between is read from there.
+        """
         loan, self._loan = self._loan, None
         assert loan is not None
         exchanged = [
@@ -488,22 +496,10 @@ def check_uniform_dtype(home: nn.Module, parameters: Mapping[nn.Parameter, Owned
     whole = [o.path for p, o in parameters.items() if not (p.is_floating_point() or p.is_complex())]
     if whole and len(dtypes) == 1:
         raise ValueError(
-            trouble(
-                "integer-parameters",
-                f"the unit {type(home).__name__} has parameters of an integer dtype only ({dtypes[0]}: "
-                f"{', '.join(whole)}), which cannot be flattened because nothing about them is trained; pass them as "
-                "ignored_states, or make them buffers",
-            )
+            message("integer-parameters", type=type(home).__name__, dtype=dtypes[0], parameters=", ".join(whole))
         )
     if len(dtypes) > 1:
-        raise ValueError(
-            trouble(
-                "mixed-dtypes",
-                f"the unit {type(home).__name__} has parameters of several dtypes ({', '.join(dtypes)}), which cannot "
-                "be laid out in one flat tensor; convert the module, or wrap the submodules of another dtype as "
-                "units of their own",
-            )
-        )
+        raise ValueError(message("mixed-dtypes", type=type(home).__name__, dtypes=", ".join(dtypes)))
 
 
 def check_uniform_training(home: nn.Module, parameters: Mapping[nn.Parameter, OwnedParameter]) -> None:
@@ -515,11 +511,4 @@ def check_uniform_training(home: nn.Module, parameters: Mapping[nn.Parameter, Ow
     trained = [owned.path for original, owned in parameters.items() if original.requires_grad]
     frozen = [owned.path for original, owned in parameters.items() if not original.requires_grad]
     if trained and frozen:
-        raise ValueError(
-            trouble(
-                "mixed-requires-grad",
-                f"the unit {type(home).__name__} has both parameters with requires_grad=True ({trained}) and "
-                f"requires_grad=False ({frozen}); one flat parameter cannot be both when use_orig_params=False. Wrap "
-                "the frozen parts as units of their own, or set use_orig_params=True",
-            )
-        )
+        raise ValueError(message("mixed-requires-grad", type=type(home).__name__, trained=trained, frozen=frozen))

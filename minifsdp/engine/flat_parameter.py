@@ -39,8 +39,6 @@ from minifsdp.engine.absent import AbsentParameter
 from minifsdp.engine.layout import OwnedParameter
 from minifsdp.engine.ownership import Ownership, assign_gradient, call_hooks
 
-__all__ = ["FLAT_NAME", "FlatOwnership"]
-
 FLAT_NAME = "_flat_param"
 
 

@@ -50,15 +50,13 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from minifsdp import trace
 from minifsdp.engine.layout import Gradient
+from minifsdp.engine.messages import message
 from minifsdp.engine.order_check import OrderCheck
 from minifsdp.engine.precision import tensors_in
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import Schedule
 from minifsdp.engine.triggers import NOT_IN_BACKWARD, graph_task, lay_wire, pass_through
-from minifsdp.engine.trouble import trouble
 from minifsdp.engine.unit import Phase, State, Unit
-
-__all__ = ["Cycle", "Prefetch", "not_while_summoned"]
 
 
 class Prefetch(Enum):
@@ -136,7 +134,7 @@ class Cycle:
                 next_one = self.schedule.next_forward(unit)
                 if next_one is not None:
                     next_one.unshard()
-        for ahead in unit.ahead_in_forward or ():
+        for ahead in unit.policy.ahead_in_forward or ():
             ahead.unshard()
         unit.wait()
         unit.layout.show_unsharded()
@@ -181,13 +179,13 @@ class Cycle:
         if self._frees_after_forward(unit):
             unit.reshard(rests=unit.awaits_backward)
         else:
-            unit.layout.show_resting(is_kept=not unit.reshard_after_forward)
+            unit.layout.show_resting(is_kept=not unit.policy.reshard_after_forward)
 
     def _frees_after_forward(self, unit: Unit) -> bool:
-        if unit.reshard_after_forward:
+        if unit.policy.reshard_after_forward:
             # The root's backward follows its forward at once: freeing it would only mean to gather it again.
-            return not (unit.is_kept_root and unit.awaits_backward)
-        if not (unit.reshard_after_evaluation and unit.reshard_after_backward):
+            return not (unit.policy.stays_for_backward and unit.awaits_backward)
+        if not (unit.policy.reshard_after_evaluation and unit.policy.reshard_after_backward):
             return False
         # Kept for its backward. After an evaluation nobody would free it later; but a part without
         # grad inside a recorded forward is no evaluation, it is checkpointed and will be computed again.
@@ -241,7 +239,7 @@ class Cycle:
         if self._lingering is not None:
             self._release_lingering(unit)
         unit.awaits_backward = False
-        if unit.gathers_in_backward:
+        if unit.policy.gathers_in_backward:
             unit.unshard()
         if self.backward_prefetch is Prefetch.BEFORE_GRADIENTS:
             self._prefetch_backward(unit)
@@ -252,20 +250,20 @@ class Cycle:
     def post_backward(self, unit: Unit) -> None:
         """The unit's gradient is complete, or, where that cannot be told, those of its inputs are."""
         self.begin_backward()
-        gradient = unit.layout.take_gradient(with_unreduced=unit.reduces)
+        gradient = unit.layout.take_gradient(with_unreduced=unit.policy.reduces)
         nested = graph_task() != unit.graph_task
         unit.phase = Phase.POST_BACKWARD
         if trace.recorder is not None:
             trace.recorder.finish(self._spans.pop(unit, None))
         if nested and unit.state is State.UNSHARDED:
             self._lingering = unit
-        elif unit.reshard_after_backward:
+        elif unit.policy.reshard_after_backward:
             unit.reshard()
         if self.backward_prefetch is Prefetch.AFTER_GRADIENTS:
             self._prefetch_backward(unit)
         if gradient is None:
             return
-        if not unit.reduces:
+        if not unit.policy.reduces:
             unit.layout.keep_unreduced(gradient)
         elif len(unit.plans) == 1:
             self.reducer.reduce(unit.name, unit.layout, unit.plan, gradient)
@@ -279,12 +277,12 @@ class Cycle:
                 self.reducer.reduce(unit.name, unit.layout, plan, part)
 
     def _prefetch_backward(self, unit: Unit) -> None:
-        if unit.ahead_in_backward is not None:
-            for ahead in unit.ahead_in_backward:
+        if unit.policy.ahead_in_backward is not None:
+            for ahead in unit.policy.ahead_in_backward:
                 ahead.unshard()
             return
         next_one = self.schedule.next_backward(unit)
-        if next_one is not None and next_one.awaits_backward and next_one.gathers_in_backward:
+        if next_one is not None and next_one.awaits_backward and next_one.policy.gathers_in_backward:
             next_one.unshard()
 
     def _release_lingering(self, arriving: Unit) -> None:
@@ -293,14 +291,18 @@ class Cycle:
         if lingering is None or lingering is arriving or arriving in lingering.inner:
             return
         self._lingering = None
-        if lingering.phase is not Phase.PRE_BACKWARD and lingering.reshard_after_forward and not lingering.is_kept_root:
+        if (
+            lingering.phase is not Phase.PRE_BACKWARD
+            and lingering.policy.reshard_after_forward
+            and not lingering.policy.stays_for_backward
+        ):
             lingering.reshard()
 
     def _close(self, unit: Unit) -> None:
         """The unit has nothing more to do in this backward."""
         unit.phase = Phase.IDLE
         unit.awaits_backward = False
-        if unit.reshard_after_backward:
+        if unit.policy.reshard_after_backward:
             unit.reshard()
         else:
             # Its memory is kept for the next iteration, but the gradients that the user may ask for are there now.
@@ -364,15 +366,13 @@ class Cycle:
 
 
 def _expects_gradient(unit: Unit) -> bool:
-    return unit.phase is Phase.PRE_BACKWARD or unit.layout.has_gradient or (unit.reduces and unit.layout.has_unreduced)
+    return (
+        unit.phase is Phase.PRE_BACKWARD
+        or unit.layout.has_gradient
+        or (unit.policy.reduces and unit.layout.has_unreduced)
+    )
 
 
 def not_while_summoned(unit: Unit, what: str) -> RuntimeError:
     """The error for computing with what the user has in his hands."""
-    return RuntimeError(
-        trouble(
-            "while-summoned",
-            f"{what} of unit {unit.name!r} was started while its full parameters are summoned; leave "
-            "summon_full_params first",
-        )
-    )
+    return RuntimeError(message("while-summoned", what=what, unit=unit.name))

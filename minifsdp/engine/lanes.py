@@ -38,8 +38,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["NOTHING", "Lane", "Lanes", "Promise", "current_stream", "passed"]
-
 
 class Promise(Protocol):
     """Something that was issued and will be complete once `wait` has returned."""

@@ -24,7 +24,7 @@ Spec: SHARD-02, ORIG-01 to ORIG-04, FWD-04, CTOR-12.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -34,9 +34,7 @@ from minifsdp.engine import misuse
 from minifsdp.engine.lanes import Lanes, Promise
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, Mesh
-from minifsdp.engine.trouble import trouble
-
-__all__ = ["Gradient", "Layout", "LendingLayout", "OwnedParameter", "Slot", "owned_parameters"]
+from minifsdp.engine.messages import message
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +125,7 @@ def owned_parameters(
 def rebound(slot: Slot, unit_name: str) -> RuntimeError:
     """The error for a slot that does not hold what was put there."""
     return RuntimeError(
-        trouble(
-            "replaced-parameter",
-            f"parameter {_join(unit_name, slot.path)!r} of {type(slot.module).__name__} was removed or replaced after "
-            "sharding, so the unit that owns it can no longer show the gathered values there. Change parameters in "
-            "place inside summon_full_params(), or replace them before wrapping the model",
-        )
+        message("replaced-parameter", parameter=_join(unit_name, slot.path), type=type(slot.module).__name__)
     )
 
 
@@ -179,10 +172,6 @@ class Layout(ABC):
     @abstractmethod
     def settle(self) -> None:
         """Adapts to what was done to the module between construction and the first forward."""
-
-    @abstractmethod
-    def use_stored_dtype(self, stored: bool) -> None:
-        """Whether to compute in the dtype of the shard for now; to be called while the unit is sharded."""
 
     @property
     @abstractmethod
@@ -308,51 +297,3 @@ class Layout(ABC):
     @abstractmethod
     def local_parameters(self) -> list[nn.Parameter]:
         """What the optimizer owns of this unit."""
-
-
-class LendingLayout(Layout):
-    """A layout whose full values can be had, and lent to the user, as one row.
-
-    Attributes:
-        hides_originals: whether the original parameters are out of sight between computations.
-    """
-
-    hides_originals: bool
-
-    @abstractmethod
-    def local_values(self) -> torch.Tensor:
-        """What this rank stores, 1-D, padding included; not a copy."""
-
-    @abstractmethod
-    def overwrite_local(self, piece: torch.Tensor) -> None:
-        """New values for what this rank stores."""
-
-    @abstractmethod
-    def overwrite(self, values: Mapping[int, torch.Tensor]) -> None:
-        """New full values for some parameters, by number; this rank keeps its part of each. Nothing is communicated."""
-
-    @abstractmethod
-    def views_of(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters in a row from `full_row`, in their shapes."""
-
-    @abstractmethod
-    def full_row(self) -> torch.Tensor:
-        """The full values of all parameters in the stored dtype, in memory of their own unless nothing is sharded.
-
-        All ranks of the shard group must call it.
-        """
-
-    @abstractmethod
-    def full_gradient_row(self) -> tuple[torch.Tensor, list[bool]]:
-        """The full reduced gradients in one row, and for each parameter whether there is one on any rank.
-
-        All ranks of the shard group must call it.
-        """
-
-    @abstractmethod
-    def show_row(self, row: torch.Tensor, gradients: tuple[torch.Tensor, list[bool]] | None) -> None:
-        """Puts ordinary parameters on the modules, views of ``row``, with views of the full gradients if given."""
-
-    @abstractmethod
-    def hide_row(self, *, keep_changes: bool) -> None:
-        """Puts back what the modules had before, and if wished this rank's part of the changes into the shard."""

@@ -36,8 +36,6 @@ import torch
 from minifsdp import trace
 from minifsdp.engine.lanes import current_stream
 
-__all__ = ["DONE", "RateLimiter", "release"]
-
 
 class ReleaseEvent(Protocol):
     """Says when the main road is done with a freed unit."""

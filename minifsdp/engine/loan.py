@@ -22,8 +22,6 @@ from torch import nn
 
 from minifsdp.engine.partition import local_part
 
-__all__ = ["Loan"]
-
 
 class Loan:
     """Full parameters in the user's hands.

@@ -38,9 +38,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from minifsdp.engine.trouble import trouble
-
-__all__ = ["Group", "Mesh", "default_group", "node_groups"]
+from minifsdp.engine.messages import message
 
 
 @dataclass(frozen=True)
@@ -150,9 +148,7 @@ class Mesh:
 
 
 def _not_a_member(group: str) -> ValueError:
-    return ValueError(
-        trouble("not-a-member", f"this rank is not a member of {group}; pass every rank a group that it belongs to")
-    )
+    return ValueError(message("not-a-member", group=group))
 
 
 def default_group() -> dist.ProcessGroup:
@@ -162,13 +158,7 @@ def default_group() -> dist.ProcessGroup:
         RuntimeError: there is none yet.
     """
     if not dist.is_initialized():
-        raise RuntimeError(
-            trouble(
-                "no-process-group",
-                "sharding needs a process group and there is none: call torch.distributed.init_process_group() "
-                "before wrapping the model, or pass process_group=",
-            )
-        )
+        raise RuntimeError(message("no-process-group"))
     group = dist.group.WORLD
     assert group is not None
     return group
@@ -197,13 +187,7 @@ def node_groups(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGr
     world = default_group()
     num_ranks, per_node = dist.get_world_size(), node_size(device)
     if num_ranks % per_node:
-        raise ValueError(
-            trouble(
-                "uneven-nodes",
-                f"{num_ranks} ranks cannot be laid out in nodes of {per_node}; pass process_group=(sharding group, "
-                "replication group) to say who belongs together",
-            )
-        )
+        raise ValueError(message("uneven-nodes", num_ranks=num_ranks, per_node=per_node))
     key = (world, per_node)
     alive = dist.distributed_c10d._world.pg_map
     if key not in _node_groups or any(group not in alive for group in _node_groups[key]):

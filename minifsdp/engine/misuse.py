@@ -36,22 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minifsdp.engine.mesh import Mesh
-from minifsdp.engine.trouble import trouble
-
-__all__ = [
-    "check_not_in_ddp",
-    "check_not_tied",
-    "check_one_door",
-    "check_place",
-    "note_place",
-    "check_reduced",
-    "is_flattened",
-    "is_only_called_in_parts",
-    "note_flattened",
-    "note_taken",
-    "note_unreduced",
-    "num_steps",
-]
+from minifsdp.engine.messages import message
 
 
 class HoldsGradient(Protocol):
@@ -117,14 +102,7 @@ def check_not_tied(parameter: nn.Parameter, path: str) -> None:
     """
     reference, other = _taken.get(id(parameter), (None, ""))
     if reference is not None and reference() is parameter:
-        raise ValueError(
-            trouble(
-                "tied-across-units",
-                f"parameter {path!r} is the same as {other!r} of a unit that was wrapped before. A parameter cannot "
-                "be tied across units, the copies would drift apart; wrap a module that contains both of its users "
-                "as one unit, and neither of them alone",
-            )
-        )
+        raise ValueError(message("tied-across-units", path=path, other=other))
 
 
 def note_place(module: nn.Module, name: str, path: str) -> None:
@@ -140,12 +118,7 @@ def check_place(module: nn.Module, name: str, path: str) -> None:
     """
     if name in _places.get(module, {}):
         raise ValueError(
-            trouble(
-                "outer-before-inner",
-                f"parameter {path!r} of {type(module).__name__} belongs to a unit that was made before, as "
-                f"{_places[module][name]!r}. Shard inner modules first and the root last: a unit consists of what is "
-                "left when the call is made",
-            )
+            message("outer-before-inner", path=path, type=type(module).__name__, first=_places[module][name])
         )
 
 
@@ -171,13 +144,7 @@ def check_one_door(module: nn.Module, door: str) -> None:
     for name, inner in module.named_modules():
         other = _doors.get(inner, door)
         if other != door:
-            raise ValueError(
-                trouble(
-                    "two-doors",
-                    f"{door} cannot shard {type(module).__name__}: its part {name!r} was sharded by {other} before. "
-                    "Use one of the two for the whole model",
-                )
-            )
+            raise ValueError(message("two-doors", door=door, type=type(module).__name__, name=name, other=other))
     _doors[module] = door
 
 
@@ -196,14 +163,7 @@ def check_reduced(what: str, owners: Iterable[HoldsGradient]) -> None:
         RuntimeError: one is.
     """
     if any(owner.has_unreduced for owner in owners):
-        raise RuntimeError(
-            trouble(
-                "unreduced-gradients",
-                f"{what} found gradients that were never reduced: no backward outside of no_sync() followed the ones "
-                "inside. Let the last micro-batch of each step run outside of no_sync(), or call zero_grad() to drop "
-                "the gradients",
-            )
-        )
+        raise RuntimeError(message("unreduced-gradients", what=what))
 
 
 def check_not_in_ddp(owners: Iterable[tuple[HoldsGradient, Mesh]]) -> None:
@@ -222,15 +182,7 @@ def check_not_in_ddp(owners: Iterable[tuple[HoldsGradient, Mesh]]) -> None:
     apart = {p for owner, mesh in owners if not mesh.covers(ranks) for p in owner.local_parameters()}
     for name, parameter in around.module.named_parameters():
         if parameter in apart and parameter.requires_grad and name not in around.parameters_to_ignore:
-            raise RuntimeError(
-                trouble(
-                    "ddp-around",
-                    f"parameter {name!r} is sharded, and a DistributedDataParallel around the model waits for its "
-                    f"gradient, which goes another way: the mean over the ranks {ranks} would not be taken. For "
-                    "shards inside of replicas use ShardingStrategy.HYBRID_SHARD, or fully_shard with a mesh of "
-                    "(replicate, shard)",
-                )
-            )
+            raise RuntimeError(message("ddp-around", name=name, ranks=ranks))
 
 
 def num_steps() -> int:
@@ -278,12 +230,7 @@ def _warn_if_stale(optimizer: torch.optim.Optimizer) -> None:
     num_stale = sum(id(p) in _replaced and _replaced[id(p)][0]() is p for p in parameters)
     if num_stale:
         warnings.warn(
-            trouble(
-                "stale-optimizer",
-                f"{num_stale} of {len(parameters)} parameters of this {type(optimizer).__name__} were replaced when "
-                "the model was sharded, so its step cannot change the model; build the optimizer after wrapping, "
-                "from the wrapped model's parameters()",
-            ),
+            message("stale-optimizer", num_stale=num_stale, number=len(parameters), type=type(optimizer).__name__),
             stacklevel=4,
         )
 

@@ -31,10 +31,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Group
-from minifsdp.engine.trouble import trouble
+from minifsdp.engine.messages import message
 from minifsdp.engine.unit import Unit
-
-__all__ = ["OrderCheck"]
 
 
 class OrderCheck:
@@ -80,11 +78,4 @@ class OrderCheck:
     def _mismatch(self, numbers: dict[int, int]) -> RuntimeError:
         about_to = ", ".join(f"rank {rank}: {self._names[number]!r}" for rank, number in numbers.items())
         before = [unit.name for unit in self._agreed]
-        return RuntimeError(
-            trouble(
-                "different-order",
-                f"the ranks are about to gather different units, {about_to}; up to here all gathered {before}. "
-                "Collectives pair up by order, so they would get each other's weights. Make every rank run the same "
-                "units in the same order, for instance by a forward on dummy input where a rank has none",
-            )
-        )
+        return RuntimeError(message("different-order", about_to=about_to, before=before))

@@ -33,11 +33,9 @@ from torch.distributed.tensor import DTensor
 
 from minifsdp.engine import misuse
 from minifsdp.engine.layout import OwnedParameter, Slot
+from minifsdp.engine.messages import message
 from minifsdp.engine.ownership import Ownership, assign_gradient, call_hooks
 from minifsdp.engine.partition import Partition, local_part
-from minifsdp.engine.trouble import trouble
-
-__all__ = ["OriginalOwnership"]
 
 
 class OriginalOwnership(Ownership):
@@ -87,14 +85,7 @@ class OriginalOwnership(Ownership):
     def _warn_if_mixed(self) -> None:
         frozen = [path for path, p in zip(self._paths, self.originals, strict=True) if not p.requires_grad]
         if frozen and len(frozen) < len(self.originals):
-            warnings.warn(
-                trouble(
-                    "frozen-among-trained",
-                    f"a unit has frozen parameters ({frozen}) among trained ones; its gradients take memory for the "
-                    "frozen ones too. Wrap the frozen parts as units of their own to avoid that",
-                ),
-                stacklevel=6,
-            )
+            warnings.warn(message("frozen-among-trained", frozen=frozen), stacklevel=6)
 
     # --- what is visible ---
 
@@ -163,12 +154,7 @@ class OriginalOwnership(Ownership):
                 continue
             if original.numel() != mine.numel():
                 raise RuntimeError(
-                    trouble(
-                        "wrong-size",
-                        f"parameter {self._paths[index]!r} was given {original.numel()} elements outside of "
-                        f"summon_full_params(), but this rank stores {mine.numel()} of it; change full values inside "
-                        "summon_full_params()",
-                    )
+                    message("wrong-size", parameter=self._paths[index], found=original.numel(), expected=mine.numel())
                 )
             mine.copy_(original.data.reshape(-1))
             original.data = self._own_views(self.shard)[index]

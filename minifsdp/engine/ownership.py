@@ -22,8 +22,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-__all__ = ["Ownership", "assign_gradient", "call_hooks"]
-
 
 class Ownership(ABC):
     """What the optimizer owns of one flat unit.

@@ -37,9 +37,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from minifsdp.engine.mesh import Group
-from minifsdp.engine.trouble import trouble
-
-__all__ = ["Form", "Partition", "local_part"]
+from minifsdp.engine.messages import message
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -101,9 +99,7 @@ class Partition:
 
     def __post_init__(self) -> None:
         if self.num_shards < 1:
-            raise ValueError(
-                trouble("no-ranks", f"a row cannot be cut into {self.num_shards} pieces; there is at least one rank")
-            )
+            raise ValueError(message("no-ranks", num_shards=self.num_shards))
 
     @cached_property
     def numel(self) -> int:

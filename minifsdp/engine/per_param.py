@@ -50,10 +50,8 @@ from minifsdp.engine.lanes import Lane, Lanes, Promise
 from minifsdp.engine.layout import Gradient, Layout, OwnedParameter, rebound
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.engine.messages import message
 from minifsdp.engine.row import VERSION, Row
-from minifsdp.engine.trouble import trouble
-
-__all__ = ["PerParameterLayout"]
 
 
 class _Entry:
@@ -223,19 +221,7 @@ class PerParameterLayout(Layout):
         self._notice_methods()
         without = [self.full_name(entry.owned.path) for entry in self._entries if entry.piece.device.type == "meta"]
         if without:
-            raise RuntimeError(
-                trouble(
-                    "still-meta",
-                    f"parameters on the meta device have no values to compute with: {without}. After sharding give "
-                    "them memory by model.to_empty(device=...) and values by the model's own reset_parameters(), or "
-                    "load a state dict with assign=True",
-                )
-            )
-
-    def use_stored_dtype(self, stored: bool) -> None:
-        """Changes the dtype of the leaves; to be called while the unit is sharded."""
-        for row in self._rows:
-            row.replace(row.pieces, None if stored else self._compute_dtype_of(row.pieces[0].dtype))
+            raise RuntimeError(message("still-meta", without=without))
 
     @property
     def is_trained(self) -> bool:
@@ -367,13 +353,7 @@ class PerParameterLayout(Layout):
             for entry in self._entries
             if entry.row is row
         ]
-        return RuntimeError(
-            trouble(
-                "converted-apart",
-                f"parameters of one unit are on different devices: {', '.join(paths)}; convert all of them before "
-                "the unit is used",
-            )
-        )
+        return RuntimeError(message("converted-apart", parameters=", ".join(paths)))
 
     def _notice_methods(self) -> bool:
         """Sorts the parameters into rows anew if local tensors were given the two methods, or have lost them."""

@@ -34,8 +34,6 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["Precision", "cast_floating", "map_tensors", "move", "tensors_in"]
-
 
 @dataclass(frozen=True)
 class Precision:

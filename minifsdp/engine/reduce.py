@@ -60,9 +60,7 @@ from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.lanes import NOTHING, Lanes, Promise, current_stream
 from minifsdp.engine.layout import Gradient, Layout
 from minifsdp.engine.mesh import Group, Mesh
-from minifsdp.engine.trouble import trouble
-
-__all__ = ["CommHook", "ReducePlan", "Reducer"]
+from minifsdp.engine.messages import message
 
 CommHook = Callable[..., Any]
 
@@ -321,13 +319,7 @@ def _add_partial(item: _InFlight) -> None:
 
 def _check_partial(name: str, waiting: list[int], new: list[int]) -> None:
     if waiting != new:
-        raise RuntimeError(
-            trouble(
-                "uneven-partial",
-                f"unit {name!r} has a partial gradient of {len(waiting)} parameters that waits for its all-reduce, "
-                f"and a new one of {len(new)}; between two all-reduces each backward must reach the same parameters",
-            )
-        )
+        raise RuntimeError(message("uneven-partial", name=name, waiting=len(waiting), new=len(new)))
 
 
 def _run_hook(new: _InFlight) -> None:

@@ -41,8 +41,6 @@ from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.triggers import NOT_IN_BACKWARD, graph_task
 from minifsdp.engine.unit import Phase, State, Unit
 
-__all__ = ["Root"]
-
 
 class Root:
     """What the units of one tree share.
@@ -83,7 +81,7 @@ class Root:
         self.after_optimizer: Any = None
         for name, unit in units:
             unit.name = unit.layout.name = name
-            unit.is_kept_root = unit is outermost and keeps_outermost
+            unit.choose(stays_for_backward=unit is outermost and keeps_outermost)
             unit.layout.settle()
             if unit.precision.reduce is None:
                 # The model may have been converted since.
@@ -146,7 +144,7 @@ class Root:
         self.after_optimizer = None
         # 4. Changed since it was gathered.
         for unit in self.units:
-            if (unit.state is not State.SHARDED or unit.rests_with is not None) and unit.layout.is_stale():
+            if (unit.state is not State.SHARDED or unit.policy.rests_with is not None) and unit.layout.is_stale():
                 unit.reshard()
         self._forward_is_open = True
         self.cycle.num_forwards += 1

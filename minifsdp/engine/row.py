@@ -44,8 +44,6 @@ from minifsdp.engine.cut import Cut
 from minifsdp.engine.lanes import NOTHING, Lane, Promise, passed
 from minifsdp.engine.mesh import Group
 
-__all__ = ["VERSION", "Row"]
-
 # How often a tensor was changed in place.
 VERSION = operator.attrgetter("_version")
 

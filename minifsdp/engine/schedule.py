@@ -28,10 +28,8 @@ from __future__ import annotations
 
 import warnings
 
-from minifsdp.engine.trouble import trouble
+from minifsdp.engine.messages import message
 from minifsdp.engine.unit import Unit
-
-__all__ = ["Schedule"]
 
 
 class Schedule:
@@ -75,15 +73,7 @@ class Schedule:
         if (position is None or position > self._position) and not self._warned:
             self._warned = True
             expected = self._first_order[self._position].name if self._position < len(self._first_order) else "none"
-            warnings.warn(
-                trouble(
-                    "changed-order",
-                    f"forward_prefetch expects units in the order of the first iteration, but {unit.name!r} came "
-                    f"where {expected!r} was expected. Results stay correct; the prefetched parameters were in vain. "
-                    "Turn forward_prefetch off for a model whose order changes",
-                ),
-                stacklevel=2,
-            )
+            warnings.warn(message("changed-order", unit=unit.name, expected=expected), stacklevel=2)
         if position is not None:
             self._position = max(self._position, position + 1)
 

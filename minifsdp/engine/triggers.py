@@ -24,8 +24,6 @@ import torch
 
 from minifsdp.engine.precision import map_tensors, tensors_in
 
-__all__ = ["NOT_IN_BACKWARD", "graph_task", "lay_wire", "pass_through"]
-
 NOT_IN_BACKWARD = -1
 
 

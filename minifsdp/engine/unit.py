@@ -32,8 +32,9 @@ Spec: SHARD-04, SHARD-08, SHARD-13, PREF-02 to PREF-06, LIM-02.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Generic
+from typing import Any, Generic
 
 import torch
 from torch import nn
@@ -44,11 +45,9 @@ from minifsdp.engine.lanes import Lanes, Promise
 from minifsdp.engine.layout import Layout
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.mesh import Group
+from minifsdp.engine.messages import message
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
-from minifsdp.engine.trouble import trouble
-
-__all__ = ["Phase", "State", "Unit"]
 
 
 class State(Enum):
@@ -69,6 +68,32 @@ class Phase(Enum):
     SUMMONED = auto()
 
 
+@dataclass(frozen=True)
+class UnitPolicy:
+    """When a unit gathers, frees and reduces. It is replaced as a whole and never changed.
+
+    Attributes:
+        reshard_after_forward: free after forward and gather again for backward, or keep in between.
+        reshard_after_backward: free after a backward.
+        reshard_after_evaluation: free after a forward that no backward will follow, also if it would be kept for one.
+        stays_for_backward: it belongs to the outermost module, whose backward follows at once, and is not freed before.
+        rests_with: a smaller group, to which the unit is resharded after forward instead of all the way.
+        gathers_in_backward: whether backward needs the parameters.
+        ahead_in_forward, ahead_in_backward: units to be gathered together with this one; ``None`` leaves the choice.
+        reduces: whether the next backward ends in a reduction.
+    """
+
+    reshard_after_forward: bool
+    reshard_after_backward: bool = True
+    reshard_after_evaluation: bool = True
+    stays_for_backward: bool = False
+    rests_with: Group | None = None
+    gathers_in_backward: bool = True
+    ahead_in_forward: tuple[Unit, ...] | None = None
+    ahead_in_backward: tuple[Unit, ...] | None = None
+    reduces: bool = True
+
+
 # Who makes units of one layout only may say so, ``Unit[FlatLayout]``, and use what that layout has beside the verbs.
 LayoutT = TypeVar("LayoutT", bound=Layout, covariant=True, default=Layout)
 
@@ -81,20 +106,14 @@ class Unit(Generic[LayoutT]):
         layout: its parameters in memory.
         plan: how its gradients are combined; several, one for each mesh, if not all parameters are cut over the same.
         precision: its dtypes.
-        reshard_after_forward: free after forward and gather again for backward, or keep in between.
+        policy: when it gathers, frees and reduces, to begin with.
 
     Attributes:
         plan, plans: the first plan, and all of them, nearly always one.
         name: full name of the module inside the root; set by the root.
-        reduces: whether the next backward ends in a reduction.
-        reshard_after_backward: free after a backward.
-        reshard_after_evaluation: free after a forward that no backward will follow, also if it would be kept for one.
-        rests_with: a smaller group, to which the unit is resharded after forward instead of all the way.
-        gathers_in_backward: whether backward needs the parameters.
-        ahead_in_forward, ahead_in_backward: units to be gathered together with this one; ``None`` leaves the choice.
+        policy: when it gathers, frees and reduces.
         awaits_backward: a forward has been recorded whose backward has not begun.
         inner: the units inside this unit's module.
-        is_kept_root: it belongs to the outermost module, and stays for the backward that will follow at once.
         on_gradient_of_output: the hook that is laid on each output.
         graph_task: number of the backward in which the gradient of its output arrived.
         num_pending: outermost forwards in which it was recorded and whose backward has not ended.
@@ -102,58 +121,21 @@ class Unit(Generic[LayoutT]):
         num_uses: recorded forwards since the last backward, counted where nothing is trained.
     """
 
-    __slots__ = (
-        "_event",
-        "_promise",
-        "ahead_in_backward",
-        "ahead_in_forward",
-        "awaits_backward",
-        "counted_in",
-        "gathers_in_backward",
-        "graph_task",
-        "inner",
-        "is_kept_root",
-        "lanes",
-        "layout",
-        "limiter",
-        "module",
-        "name",
-        "num_pending",
-        "num_uses",
-        "on_gradient_of_output",
-        "phase",
-        "plan",
-        "plans",
-        "precision",
-        "reduces",
-        "reshard_after_backward",
-        "reshard_after_evaluation",
-        "reshard_after_forward",
-        "rests_with",
-        "state",
-    )
-
     def __init__(
         self,
         module: nn.Module,
         layout: LayoutT,
         plan: ReducePlan | tuple[ReducePlan, ...],
         precision: Precision,
-        *,
-        reshard_after_forward: bool,
+        policy: UnitPolicy,
     ) -> None:
         self.module, self.layout, self.precision = module, layout, precision
         self.plans = plan if isinstance(plan, tuple) else (plan,)
         self.plan = self.plans[0]
-        self.reshard_after_forward = reshard_after_forward
+        self.policy = policy
         self.name = type(module).__name__
         self.state, self.phase = State.SHARDED, Phase.IDLE
-        self.reduces, self.awaits_backward, self.is_kept_root = True, False, False
-        self.reshard_after_backward, self.reshard_after_evaluation = True, True
-        self.rests_with: Group | None = None
-        self.gathers_in_backward = True
-        self.ahead_in_forward: tuple[Unit, ...] | None = None
-        self.ahead_in_backward: tuple[Unit, ...] | None = None
+        self.awaits_backward = False
         self.inner: frozenset[Unit] = frozenset()
         self.graph_task, self.num_uses, self.num_pending, self.counted_in = -1, 0, 0, -1
         self.on_gradient_of_output: Callable[[torch.Tensor], None]
@@ -161,6 +143,10 @@ class Unit(Generic[LayoutT]):
         self.limiter: RateLimiter
         self._promise: Promise | None = None
         self._event: trace.Event | None = None
+
+    def choose(self, **changes: Any) -> None:
+        """Another policy, the same but for ``changes``."""
+        self.policy = replace(self.policy, **changes)
 
     def join(self, lanes: Lanes, limiter: RateLimiter) -> None:
         """Becomes part of a tree, which shares its lanes and its limiter."""
@@ -190,7 +176,7 @@ class Unit(Generic[LayoutT]):
         if self.state is State.UNSHARDED:
             return
         if self.state is State.SHARDED:
-            raise RuntimeError(trouble("never-gathered", f"unit {self.name!r} is waited for but was never gathered"))
+            raise RuntimeError(message("never-gathered", name=self.name))
         promise, self._promise = self._promise, None
         if promise is not None:
             promise.wait()
@@ -203,15 +189,15 @@ class Unit(Generic[LayoutT]):
         """Any state -> SHARDED: frees the unsharded parameters; a gather in flight is waited for first.
 
         Args:
-            rests: keep a part of them, so that the next gather needs only the ranks of `rests_with`.
+            rests: keep a part of them, so that the next gather needs only the ranks of ``rests_with``.
         """
-        if self.rests_with is not None:
+        if self.policy.rests_with is not None:
             self.layout.wake()
         if self.state is State.SHARDED:
             return
         self.wait()
-        if rests and self.rests_with is not None:
-            self.layout.rest(self.rests_with)
+        if rests and self.policy.rests_with is not None:
+            self.layout.rest(self.policy.rests_with)
         self.layout.show_sharded()
         self.state = State.SHARDED
         event = self.layout.free()

@@ -28,8 +28,6 @@ import torch
 from minifsdp.engine import lifetime
 from minifsdp.engine.lifetime import ReleaseEvent
 
-__all__ = ["Unsharded"]
-
 
 class Unsharded:
     """An unsharded tensor with memory of its own, or borrowed from ``lender``.

@@ -37,9 +37,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from minifsdp.engine.mesh import Group, Mesh
-from minifsdp.engine.trouble import rank_of_this_process, trouble
-
-__all__ = ["StateDictMismatchError", "groups_of", "refuse_together", "roll_call", "tell"]
+from minifsdp.engine.messages import message, rank_of_this_process
 
 T = TypeVar("T")
 # A dict of another model can be wrong in every key, and on a thousand ranks.
@@ -103,12 +101,7 @@ def refuse_together(groups: Sequence[Group], problems: Sequence[str], opening: s
     if len(lines) > MOST_LINES:
         lines[MOST_LINES:] = [f"and {len(lines) - MOST_LINES} more"]
     where = " on every rank" if groups else ""
-    raise StateDictMismatchError(
-        trouble(
-            "state-dict-refused",
-            f"{opening}the state dict is refused{where}, and nothing was changed:\n" + "\n".join(lines),
-        )
-    )
+    raise StateDictMismatchError(message("state-dict-refused", opening=opening, where=where, lines="\n".join(lines)))
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -157,12 +150,7 @@ def _wait_for_all(group: Group, call: str, raises_hand: bool) -> bool:
         store.add(f"{key}/present", -1)
         store.delete_key(f"{key}/{group.rank}")
         raise RuntimeError(
-            trouble(
-                "missing-ranks",
-                f"{call} must be called by all of the ranks {list(group.ranks)}, because they send each other values; "
-                f"rank(s) {missing} did not call it within {limit.total_seconds():g} seconds. Call it on every rank; "
-                "rank0_only=True says who is given the result, not who calls",
-            )
+            message("missing-ranks", call=call, ranks=list(group.ranks), missing=missing, seconds=limit.total_seconds())
         ) from error
     complete_before[call] += 1
     store.delete_key(f"{key}/{group.rank}")

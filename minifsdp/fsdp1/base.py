@@ -27,9 +27,9 @@ from torch import nn
 from torch.distributed.fsdp._common_utils import _FSDPState
 
 from minifsdp.engine.mesh import Mesh
+from minifsdp.engine.messages import message
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.root import Root
-from minifsdp.engine.trouble import trouble
 from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1 import build, compiling
 from minifsdp.fsdp1.options import BackwardPrefetch, ShardingStrategy
@@ -141,10 +141,4 @@ class WrapperBase(nn.Module, _FSDPState):
 
     def _only_on_the_root(self, what: str) -> None:
         if self._is_inner:
-            raise RuntimeError(
-                trouble(
-                    "root-only",
-                    f"{what} acts on the whole tree and should only be called on the root FSDP instance, not on one "
-                    "inside it",
-                )
-            )
+            raise RuntimeError(message("root-only", what=what))

@@ -20,8 +20,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-__all__ = ["bf16_supported"]
-
 FIRST_NCCL = (2, 10)
 
 

@@ -27,22 +27,11 @@ from minifsdp.engine import misuse
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.hooks import Prefetch
 from minifsdp.engine.mesh import Group, Mesh, default_group, node_groups
+from minifsdp.engine.messages import message
 from minifsdp.engine.precision import Precision
-from minifsdp.engine.trouble import trouble
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1 import policies
 from minifsdp.fsdp1.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-
-__all__ = [
-    "check_options",
-    "choose_mesh",
-    "compute_device",
-    "flattened_in",
-    "modules_of_unit",
-    "precision_of",
-    "prefetch_of",
-    "strategy_on",
-]
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 # All units of this door lie flat.
@@ -68,46 +57,24 @@ def check_options(
         TypeError: one is not.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(trouble("not-a-module", f"module must be a torch.nn.Module, got {type(module).__name__}"))
+        raise TypeError(message("not-a-module", type=type(module).__name__))
     if isinstance(sharding_strategy, CPUOffload):
-        raise TypeError(
-            trouble(
-                "third-position",
-                "a CPUOffload stands where sharding_strategy is expected; the third position changed its meaning, "
-                "pass it as cpu_offload=",
-            ),
-        )
+        raise TypeError(message("third-position"))
     if sharding_strategy is not None and not isinstance(sharding_strategy, ShardingStrategy):
         members = ", ".join(f"ShardingStrategy.{member.name}" for member in ShardingStrategy)
-        raise TypeError(
-            trouble("strategy-type", f"sharding_strategy must be one of {members} or None, got {sharding_strategy!r}"),
-        )
+        raise TypeError(message("strategy-type", members=members, sharding_strategy=sharding_strategy))
     if cpu_offload is not None and not isinstance(cpu_offload, CPUOffload):
-        raise TypeError(trouble("offload-type", f"cpu_offload must be a CPUOffload or None, got {cpu_offload!r}"))
+        raise TypeError(message("offload-type", cpu_offload=cpu_offload))
     if backward_prefetch is not None and not isinstance(backward_prefetch, BackwardPrefetch):
         members = ", ".join(f"BackwardPrefetch.{member.name}" for member in BackwardPrefetch)
-        raise TypeError(
-            trouble("prefetch-type", f"backward_prefetch must be one of {members} or None, got {backward_prefetch!r}"),
-        )
+        raise TypeError(message("prefetch-type", members=members, backward_prefetch=backward_prefetch))
     if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision):
-        raise TypeError(
-            trouble(
-                "mixed-precision-type", f"mixed_precision must be a MixedPrecision or None, got {mixed_precision!r}"
-            ),
-        )
+        raise TypeError(message("mixed-precision-type", mixed_precision=mixed_precision))
     if auto_wrap_policy is not None:
         policies.require_policy(auto_wrap_policy)
     if misuse.is_only_called_in_parts(module):
         # Up to "forward", here and in `strategy_on`, the words are those that programs written for torch look for.
-        warnings.warn(
-            trouble(
-                "wraps-container",
-                "FSDP will not all-gather parameters for containers that do not implement forward: nobody calls a "
-                f"{type(module).__name__} as a whole. Wrap each module in it that has parameters, or the module that "
-                "contains it",
-            ),
-            stacklevel=4,
-        )
+        warnings.warn(message("wraps-container", type=type(module).__name__), stacklevel=4)
 
 
 def strategy_on(mesh: Mesh, strategy: ShardingStrategy) -> ShardingStrategy:
@@ -117,15 +84,7 @@ def strategy_on(mesh: Mesh, strategy: ShardingStrategy) -> ShardingStrategy:
     """
     if mesh.shard is not None or strategy is ShardingStrategy.NO_SHARD:
         return strategy
-    warnings.warn(
-        trouble(
-            "nobody-to-shard-with",
-            f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1: the group that "
-            "shards has no other rank, so every parameter stays whole. Start more processes, for instance with "
-            "torchrun --nproc-per-node 2; or say so with ShardingStrategy.NO_SHARD",
-        ),
-        stacklevel=2,
-    )
+    warnings.warn(message("nobody-to-shard-with", strategy=strategy), stacklevel=2)
     return ShardingStrategy.NO_SHARD
 
 
@@ -145,18 +104,10 @@ def choose_mesh(
         pair = _hybrid_groups(process_group, strategy, has_policy=has_policy, device=device)
         return Mesh.hybrid(Group.of(pair[0]), Group.of(pair[1])), pair
     if isinstance(process_group, (tuple, list)):
-        raise ValueError(
-            trouble(
-                "pair-of-groups",
-                f"a pair of process groups means a hybrid strategy, but sharding_strategy is {strategy.name}; pass "
-                "one group, or HYBRID_SHARD",
-            ),
-        )
+        raise ValueError(message("pair-of-groups", strategy=strategy.name))
     group = default_group() if process_group is None else process_group
     if not _is_group(group):
-        raise TypeError(
-            trouble("group-type", f"process_group must be a torch.distributed.ProcessGroup, got {process_group!r}"),
-        )
+        raise TypeError(message("group-type", process_group=process_group))
     members = Group.of(group)
     if strategy is ShardingStrategy.NO_SHARD:
         return Mesh.replicated(members), group
@@ -172,18 +123,10 @@ def groups_of(device_mesh: Any, process_group: Any, strategy: ShardingStrategy) 
     if device_mesh is None:
         return process_group
     if process_group is not None:
-        raise ValueError(
-            trouble("group-and-mesh", "pass process_group or device_mesh, not both: either says who shards")
-        )
+        raise ValueError(message("group-and-mesh"))
     num_axes = 2 if strategy in HYBRID else 1
     if device_mesh.ndim != num_axes:
-        raise ValueError(
-            trouble(
-                "mesh-ndim",
-                f"{strategy.name} needs a device_mesh with ndim={num_axes} (replicate, shard for hybrid strategies), "
-                f"got {device_mesh}",
-            ),
-        )
+        raise ValueError(message("mesh-ndim", strategy=strategy.name, num_axes=num_axes, device_mesh=device_mesh))
     return device_mesh.get_group() if num_axes == 1 else (device_mesh.get_group(1), device_mesh.get_group(0))
 
 
@@ -193,22 +136,11 @@ def _hybrid_groups(
     if process_group is None:
         default_group()
         if not has_policy:
-            raise ValueError(
-                trouble(
-                    "hybrid-by-hand",
-                    f"{strategy.name} without process_group needs an auto_wrap_policy: units that are wrapped one by "
-                    "one would each make groups of their own. Pass process_group=(sharding group, replication group)",
-                ),
-            )
+            raise ValueError(message("hybrid-by-hand", strategy=strategy.name))
         return node_groups(device)
     pair = tuple(process_group) if isinstance(process_group, (tuple, list)) else ()
     if len(pair) != 2 or not all(map(_is_group, pair)):
-        raise ValueError(
-            trouble(
-                "hybrid-groups",
-                f"{strategy.name} needs process_group=(sharding group, replication group), got {process_group!r}",
-            ),
-        )
+        raise ValueError(message("hybrid-groups", strategy=strategy.name, process_group=process_group))
     return pair[0], pair[1]
 
 
@@ -230,47 +162,23 @@ def compute_device(module: nn.Module, device_id: Any, ignored: Collection[nn.Par
     found = {p.device for p in module.parameters() if p.device.type != "meta" and p not in ignored}
     accelerators = {device for device in found if device.type != "cpu"}
     if len(accelerators) > 1 or (accelerators and len(found) > 1 and device_id is None):
-        raise RuntimeError(
-            trouble(
-                "several-devices",
-                f"the module's parameters are on several devices ({sorted(map(str, found))}); move it to one device "
-                "first, or pass device_id if a part of it is still on the CPU",
-            ),
-        )
+        raise RuntimeError(message("several-devices", devices=sorted(map(str, found))))
     if device_id is None:
         return next(iter(accelerators)) if accelerators else _current_device()
     device = _as_device(device_id)
     if accelerators and accelerators != {device}:
-        raise ValueError(
-            trouble(
-                "other-device",
-                f"device_id is {device} but the module is on {next(iter(accelerators))}; they must agree",
-            ),
-        )
+        raise ValueError(message("other-device", device=device, accelerator=next(iter(accelerators))))
     return device
 
 
 def _as_device(device_id: Any) -> torch.device:
     if callable(device_id) or isinstance(device_id, bool):
-        raise TypeError(
-            trouble(
-                "device-type",
-                f"device_id must be an int, a torch.device or None, got {device_id!r}; if this is "
-                "torch.cuda.current_device, call it",
-            ),
-        )
+        raise TypeError(message("device-type", device_id=device_id))
     device = torch.device(device_id)
     if device.type == "cpu":
         return torch.device("cpu")
     if device.index is None:
-        warnings.warn(
-            trouble(
-                "device-without-index",
-                f"device_id={device_id!r} has no index, the current device is taken; pass the local rank, or call "
-                "torch.cuda.set_device() before",
-            ),
-            stacklevel=4,
-        )
+        warnings.warn(message("device-without-index", device_id=device_id), stacklevel=4)
         return torch.device(device.type, torch.get_device_module(device).current_device())
     return device
 

@@ -38,21 +38,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Group
+from minifsdp.engine.messages import detail
 from minifsdp.engine.partition import local_part
-
-__all__ = [
-    "as_dtensor",
-    "as_sharded_tensor",
-    "device_mesh_for",
-    "from_local_slice",
-    "gathered_rows",
-    "is_cut",
-    "local_rows",
-    "misplaced_rows",
-    "rows_of",
-    "rows_per_rank",
-    "unadvised",
-]
 
 
 def rows_per_rank(num_rows: int, num_ranks: int) -> int:
@@ -174,16 +161,9 @@ def misplaced_rows(value: Any, where: str, group: Group | None) -> Iterator[str]
         start = min(group.rank * size, full[0])
         expected = (min(size, full[0] - start), *full[1:])
     if found != expected:
-        yield (
-            f"{where}: expected rows of shape {expected} here, found {found}; a sharded dict is read by as many ranks "
-            f"as wrote it, let torch.distributed.checkpoint change the number{_cut_how(value)}"
-        )
+        yield detail("rows-shape", where=where, expected=expected, found=found, cut=_cut_how(value))
     elif found and found[0] and full == tuple(value.size()) and _first_row(value) != start:
-        yield (
-            f"{where}: expected the rows from {start} on here, found those from {_first_row(value)} on; a sharded dict "
-            f"is read by the ranks that wrote it in the same order, let torch.distributed.checkpoint change it"
-            f"{_cut_how(value)}"
-        )
+        yield detail("rows-start", where=where, start=start, found=_first_row(value), cut=_cut_how(value))
 
 
 def _first_row(value: Any) -> int:

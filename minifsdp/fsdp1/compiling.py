@@ -22,10 +22,7 @@ import warnings
 
 from torch import nn
 
-from minifsdp.engine.compiler import step_over_this_package
-from minifsdp.engine.trouble import trouble
-
-__all__ = ["is_compiled", "step_over_this_package", "warn_if_compiled"]
+from minifsdp.engine.messages import message
 
 
 def warn_if_compiled(hides_originals: bool) -> None:
@@ -35,14 +32,7 @@ def warn_if_compiled(hides_originals: bool) -> None:
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
     if callable(get_eval_frame_callback()):
-        warnings.warn(
-            trouble(
-                "compiled-flat",
-                "torch.compile needs use_orig_params=True to see parameters under their names; this model was "
-                "wrapped with use_orig_params=False and will be compiled anew again and again, or run uncompiled",
-            ),
-            stacklevel=2,
-        )
+        warnings.warn(message("compiled-flat"), stacklevel=2)
 
 
 def is_compiled(module: nn.Module) -> bool:

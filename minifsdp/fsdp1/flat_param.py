@@ -20,8 +20,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["FlatParameter"]
-
 
 class _KnownByItsMark(type(nn.Parameter)):  # type: ignore[misc]
     """Makes ``isinstance`` ask for the mark."""

@@ -34,12 +34,10 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.fsdp import api as torch_api
 
-from minifsdp.engine.trouble import trouble
+from minifsdp.engine.messages import message
 from minifsdp.fsdp1 import state_dict_options
 from minifsdp.fsdp1.base import WrapperBase
 from minifsdp.fsdp1.build import FlatUnit
-
-__all__ = ["FrameworkNames", "Slice"]
 
 # The first names that torch's functions for optimizer states read of a handle.
 _ASKED_BY_OPTIMIZER_STATES = ("_use_orig_params", "flat_param")
@@ -70,24 +68,8 @@ class Slice:
             AttributeError: with what to call instead.
         """
         if name in _ASKED_BY_OPTIMIZER_STATES:
-            raise AttributeError(
-                trouble(
-                    "foreign-optimizer-state",
-                    f"{name!r} of a flat parameter's handle was asked for, which minifsdp has not. For the values "
-                    "read wrapper.params. If this comes from get_optimizer_state_dict(), get_state_dict() or "
-                    "set_state_dict() of torch.distributed.checkpoint, call minifsdp's "
-                    "FullyShardedDataParallel.optim_state_dict(model, optimizer) or "
-                    "optim_state_dict_to_load(model, optimizer, state) instead, under the state_dict_type that you "
-                    "want",
-                )
-            )
-        raise AttributeError(
-            trouble(
-                "flat-parameter-name",
-                f"a wrapper's slice of its parameters has no attribute {name!r}. It has data, dtype, device, shape, "
-                "numel() and requires_grad; wrap with use_orig_params=False for a flat parameter that is a tensor",
-            )
-        )
+            raise AttributeError(message("foreign-optimizer-state", name=name))
+        raise AttributeError(message("flat-parameter-name", name=name))
 
     def numel(self) -> int:
         """Elements of the slice, padding included."""

@@ -28,13 +28,11 @@ from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from minifsdp.engine import misuse
+from minifsdp.engine.messages import message
 from minifsdp.engine.root import Root
 from minifsdp.engine.triggers import NOT_IN_BACKWARD, graph_task
-from minifsdp.engine.trouble import trouble
 from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.build import FlatUnit
-
-__all__ = ["UnitIsBusyError", "check_idle", "check_not_running", "check_summon_options", "summoned"]
 
 
 def check_summon_options(*, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:
@@ -45,30 +43,11 @@ def check_summon_options(*, writeback: bool, rank0_only: bool, offload_to_cpu: b
             or ``with_grads`` with ``offload_to_cpu``.
     """
     if writeback and rank0_only:
-        raise NotImplementedError(
-            trouble(
-                "summon-write-rank0",
-                "summon_full_params cannot write back what only rank 0 has seen; pass writeback=False to look, or "
-                "rank0_only=False to change",
-            )
-        )
+        raise NotImplementedError(message("summon-write-rank0"))
     if with_grads and offload_to_cpu:
-        raise NotImplementedError(
-            trouble(
-                "summon-grads-offload",
-                "summon_full_params shows gradients where they were computed; with_grads=True does not go together "
-                "with offload_to_cpu=True",
-            )
-        )
+        raise NotImplementedError(message("summon-grads-offload"))
     if offload_to_cpu and not rank0_only:
-        warnings.warn(
-            trouble(
-                "summon-copies",
-                "offload_to_cpu=True with rank0_only=False makes a CPU copy of the whole model on every rank, also "
-                "where ranks share the memory of one machine; consider rank0_only=True",
-            ),
-            stacklevel=4,
-        )
+        warnings.warn(message("summon-copies"), stacklevel=4)
 
 
 @contextmanager
@@ -85,13 +64,7 @@ def summoned(
     for unit in units:
         check_idle(unit)
         if with_grads and unit.layout.hides_originals:
-            raise NotImplementedError(
-                trouble(
-                    "summon-no-grads",
-                    f"unit {unit.name!r} keeps no gradients of single parameters; summon_full_params(with_grads=True) "
-                    "needs use_orig_params=True",
-                )
-            )
+            raise NotImplementedError(message("summon-no-grads", unit=unit.name))
     if with_grads:
         sharded = [unit.layout for unit in units if unit.plan.mesh.shard is not None]
         misuse.check_reduced("summon_full_params(with_grads=True)", sharded)
@@ -112,13 +85,7 @@ def check_not_running(tree: Root) -> None:
         UnitIsBusyError: one is.
     """
     if tree.is_busy:
-        raise UnitIsBusyError(
-            trouble(
-                "summon-while-running",
-                f"every unit is expected to be in states [{Phase.IDLE}] but a forward or backward of the model runs. "
-                "Cannot manually unshard parameters during forward/backward: do it before or after",
-            )
-        )
+        raise UnitIsBusyError(message("summon-while-running", idle=Phase.IDLE))
 
 
 def check_idle(unit: FlatUnit) -> None:
@@ -129,21 +96,9 @@ def check_idle(unit: FlatUnit) -> None:
     """
     where = f"unit {unit.name!r} is expected to be in states [{Phase.IDLE}] but"
     if unit.phase is Phase.SUMMONED:
-        raise UnitIsBusyError(
-            trouble(
-                "summon-twice",
-                f"{where} is in {unit.phase}. Cannot manually unshard parameters when already unsharding parameters: "
-                "leave the outer summon_full_params() or apply() first",
-            )
-        )
+        raise UnitIsBusyError(message("summon-twice", where=where, phase=unit.phase))
     if unit.phase is not Phase.IDLE or graph_task() != NOT_IN_BACKWARD:
-        raise UnitIsBusyError(
-            trouble(
-                "summon-unit-runs",
-                f"{where} its forward or backward runs. Cannot manually unshard parameters during forward/backward: "
-                "do it before or after",
-            )
-        )
+        raise UnitIsBusyError(message("summon-unit-runs", where=where))
 
 
 @contextmanager
@@ -173,11 +128,4 @@ def _check_no_gradients(unit: FlatUnit) -> None:
     """
     shown = (slot.module._parameters.get(slot.name) for owned in unit.layout.parameters for slot in owned.slots)
     if any(parameter is not None and parameter.grad is not None for parameter in shown):
-        raise RuntimeError(
-            trouble(
-                "backward-while-summoned",
-                f"a backward inside summon_full_params() has left gradients on parameters of unit {unit.name!r}. They "
-                "would be lost: nobody reduces them, and the parameters are given back now. Run forward and backward "
-                "through the wrapped model, outside of the block",
-            )
-        )
+        raise RuntimeError(message("backward-while-summoned", unit=unit.name))

@@ -22,8 +22,6 @@ import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 
-__all__ = ["ShardedGradScaler"]
-
 
 class ShardedGradScaler(GradScaler):
     """A ``torch.amp.GradScaler`` whose ranks agree on whether to step. All ranks must call its methods.

@@ -20,9 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from minifsdp.engine.trouble import trouble
-
-__all__ = ["WrongElementsError", "find_ignored"]
+from minifsdp.engine.messages import message
 
 
 class WrongElementsError(TypeError, ValueError):
@@ -42,33 +40,14 @@ def find_ignored(
         TypeError: not an iterable, or with something else in it.
     """
     if ignored_modules is not None and ignored_states is not None:
-        raise ValueError(
-            trouble(
-                "ignored-both",
-                "Cannot pass both ignored_modules and ignored_states at the same time; ignored_states takes modules "
-                "as well",
-            )
-        )
+        raise ValueError(message("ignored-both"))
     roots, parameters = _sort_out(ignored_modules, ignored_states)
     for root in roots:
         if is_wrapper(root):
-            raise ValueError(
-                trouble(
-                    "ignored-wrapper",
-                    "an ignored module must not be a FullyShardedDataParallel itself; leave it out, its unit keeps "
-                    "sharding on its own",
-                )
-            )
+            raise ValueError(message("ignored-wrapper"))
     modules = {inner for root in roots for inner in _below(root, is_wrapper)}
     if module in modules:
-        warnings.warn(
-            trouble(
-                "ignored-all",
-                "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
-                f"parameters being ignored ({type(module).__name__} here): nothing is sharded",
-            ),
-            stacklevel=3,
-        )
+        warnings.warn(message("ignored-all", type=type(module).__name__), stacklevel=3)
     parameters |= {parameter for inner in modules for parameter in inner.parameters(recurse=False)}
     return modules, parameters
 
@@ -77,25 +56,14 @@ def _sort_out(ignored_modules: Any, ignored_states: Any) -> tuple[list[nn.Module
     if ignored_states is None:
         given = _as_list(ignored_modules, "ignored_modules")
         if not all(isinstance(item, nn.Module) for item in given):
-            raise WrongElementsError(
-                trouble(
-                    "ignored-modules-type",
-                    f"ignored_modules expects nn.Module list elements but got types {_types(given)}; pass parameters "
-                    "as ignored_states",
-                )
-            )
+            raise WrongElementsError(message("ignored-modules-type", types=_types(given)))
         return given, set()
     given = _as_list(ignored_states, "ignored_states")
     if all(isinstance(item, nn.Parameter) for item in given):
         return [], set(given)
     if all(isinstance(item, nn.Module) for item in given):
         return given, set()
-    raise WrongElementsError(
-        trouble(
-            "ignored-states-type",
-            f"ignored_states expects all nn.Parameter or all nn.Module list elements but got types {_types(given)}",
-        )
-    )
+    raise WrongElementsError(message("ignored-states-type", types=_types(given)))
 
 
 def _types(given: list[Any]) -> list[type]:
@@ -106,7 +74,7 @@ def _as_list(given: Iterable[Any] | None, argument: str) -> list[Any]:
     if given is None:
         return []
     if not isinstance(given, Iterable):
-        raise TypeError(trouble("ignored-not-iterable", f"{argument} must be an iterable, got {type(given).__name__}"))
+        raise TypeError(message("ignored-not-iterable", argument=argument, type=type(given).__name__))
     return list(given)
 
 

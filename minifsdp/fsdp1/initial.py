@@ -31,10 +31,8 @@ from torch import nn
 from minifsdp import trace
 from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Mesh
+from minifsdp.engine.messages import message
 from minifsdp.engine.partition import local_part
-from minifsdp.engine.trouble import trouble
-
-__all__ = ["cut_in_place", "materialize", "move_modules", "synchronize"]
 
 Modules = Sequence[tuple[str, nn.Module]]
 
@@ -53,7 +51,7 @@ def materialize(modules: Modules, param_init_fn: Any, device: torch.device, igno
     """
     on_meta = [(path, m) for path, m in modules if any(t.is_meta for t in _own_tensors(m, ignored))]
     if on_meta and param_init_fn is not None and not callable(param_init_fn):
-        raise ValueError(trouble("init-fn-type", f"expected param_init_fn to be callable, got {param_init_fn!r}"))
+        raise ValueError(message("init-fn-type", param_init_fn=param_init_fn))
     on_meta = on_meta or _deferred(modules, ignored)
     for path, module in on_meta:
         if param_init_fn is not None:
@@ -64,14 +62,7 @@ def materialize(modules: Modules, param_init_fn: Any, device: torch.device, igno
             name for name, t in [*module._parameters.items(), *module._buffers.items()] if t is not None and t.is_meta
         ]
         if left:
-            raise RuntimeError(
-                trouble(
-                    "init-fn-left-meta",
-                    f"{left} of module {path!r} ({type(module).__name__}) are still on the meta device; param_init_fn "
-                    "must give memory to everything that the module owns, for instance by "
-                    "module.to_empty(device=..., recurse=False)",
-                )
-            )
+            raise RuntimeError(message("init-fn-left-meta", left=left, path=path, type=type(module).__name__))
 
 
 def _deferred(modules: Modules, ignored: set[nn.Parameter]) -> list[tuple[str, nn.Module]]:
@@ -89,13 +80,7 @@ def _reset(path: str, module: nn.Module, device: torch.device) -> None:
         return
     reset: Callable[[], None] | None = getattr(module, "reset_parameters", None)
     if reset is None:
-        raise RuntimeError(
-            trouble(
-                "no-reset-parameters",
-                f"module {path!r} ({type(module).__name__}) owns tensors on the meta device but has no "
-                "reset_parameters(); give the class one, or pass param_init_fn",
-            )
-        )
+        raise RuntimeError(message("no-reset-parameters", path=path, type=type(module).__name__))
     module.to_empty(device=device, recurse=False)
     with torch.no_grad():
         reset()
@@ -130,20 +115,8 @@ def cut_in_place(modules: Modules, device: torch.device, ignored: set[nn.Paramet
         return
     where = f"the module is on the CPU and {device} computes"
     if sends:
-        raise ValueError(
-            trouble(
-                "sync-on-cpu",
-                f"{where}; sync_module_states=True sends values between accelerators. Pass device_id, so that the "
-                "module is moved there unit by unit, or move it before wrapping",
-            )
-        )
-    warnings.warn(
-        trouble(
-            "slow-on-cpu",
-            f"{where}; it is cut into slices on the CPU, which is slow. Pass device_id to have it moved unit by unit",
-        ),
-        stacklevel=4,
-    )
+        raise ValueError(message("sync-on-cpu", where=where))
+    warnings.warn(message("slow-on-cpu", where=where), stacklevel=4)
     for buffer in left:
         if not isinstance(buffer, nn.Parameter):
             _move(buffer, device)

@@ -17,9 +17,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from minifsdp.engine.trouble import trouble
-
-__all__ = ["takes_old_spellings", "warn_renamed"]
+from minifsdp.engine.messages import message
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -29,11 +27,7 @@ RENAMED_KEYWORDS = {"fsdp_auto_wrap_policy": "auto_wrap_policy"}
 
 def warn_renamed(old: str, new: str, stacklevel: int) -> None:
     """The one warning that every old spelling gives."""
-    warnings.warn(
-        trouble("old-spelling", f"{old} is an old spelling, write {new} instead"),
-        FutureWarning,
-        stacklevel=stacklevel + 1,
-    )
+    warnings.warn(message("old-spelling", old=old, new=new), FutureWarning, stacklevel=stacklevel + 1)
 
 
 def takes_old_spellings(constructor: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
@@ -48,7 +42,7 @@ def takes_old_spellings(constructor: Callable[Concatenate[S, P], None]) -> Calla
         for old, new in RENAMED_KEYWORDS.items():
             if old in kwargs:
                 if new in kwargs:
-                    raise TypeError(trouble("both-spellings", f"{old} is the old spelling of {new}; pass only {new}"))
+                    raise TypeError(message("both-spellings", old=old, new=new))
                 warn_renamed(f"{old}=", f"{new}=", stacklevel=2)
                 kwargs[new] = kwargs.pop(old)
         constructor(self, *args, **kwargs)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minifsdp.engine.trouble import trouble
+from minifsdp.engine.messages import message
 from minifsdp.fsdp1.base import PREFIX, WRAPPED, WrapperBase
 from minifsdp.fsdp1.legacy import warn_renamed
 
@@ -49,13 +49,7 @@ class NameMethods(WrapperBase):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NameMethods:
         """Refuses: slices and hooks cannot be copied one by one (NEW-22)."""
-        raise RuntimeError(
-            trouble(
-                "copy-of-wrapper",
-                "a FullyShardedDataParallel cannot be copied with copy.deepcopy. Copy the plain model before "
-                "wrapping it, or carry the values over with state_dict() and load_state_dict()",
-            )
-        )
+        raise RuntimeError(message("copy-of-wrapper"))
 
     def __getattr__(self, name: str) -> Any:
         """Looks up what the wrapper does not have in the wrapped module (NAMES-08)."""

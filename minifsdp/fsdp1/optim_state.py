@@ -41,13 +41,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minifsdp.engine.trouble import rank_of_this_process, trouble
+from minifsdp.engine.messages import message, rank_of_this_process
 from minifsdp.fsdp1 import agreement, chunks
 from minifsdp.fsdp1.optim_state_facts import Facts, Number, PerElement, facts_of_all_ranks
 from minifsdp.fsdp1.optim_state_names import ParameterNames, UnitNames
 from minifsdp.fsdp1.state_dict_options import StateDictSettings, StateDictType
-
-__all__ = ["OptimForm", "copied", "write"]
 
 Named = dict[str, dict[str, Any]]
 
@@ -76,13 +74,7 @@ class OptimForm:
             NotImplementedError: the settings ask for the local form.
         """
         if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-            raise NotImplementedError(
-                trouble(
-                    "no-local-optimizer",
-                    "optimizer states have no local form: choose SHARDED_STATE_DICT or FULL_STATE_DICT, or save "
-                    "optim.state_dict() as it is, for the same ranks of the same run only",
-                )
-            )
+            raise NotImplementedError(message("no-local-optimizer"))
         config = settings.optim_state_dict_config
         return cls(
             is_sharded=settings.state_dict_type is StateDictType.SHARDED_STATE_DICT,
@@ -240,12 +232,5 @@ def _unknown(given: Mapping[Any, Any], keys: Mapping[Any, nn.Parameter]) -> dict
     """What the user has put into the state under keys of his own; a copy of it goes into the result."""
     unknown = {key: copy.deepcopy(value) for key, value in given.items() if key not in keys}
     if unknown:
-        warnings.warn(
-            trouble(
-                "unknown-optimizer-keys",
-                f"the optimizer's state has the keys {sorted(map(str, unknown))}, which are no parameters of the "
-                "model; what is there is copied as it is, from this rank",
-            ),
-            stacklevel=4,
-        )
+        warnings.warn(message("unknown-optimizer-keys", keys=sorted(map(str, unknown))), stacklevel=4)
     return unknown

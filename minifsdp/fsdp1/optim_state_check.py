@@ -26,11 +26,10 @@ from typing import Any
 import torch
 
 from minifsdp.engine.mesh import Group
+from minifsdp.engine.messages import detail
 from minifsdp.fsdp1 import chunks
 from minifsdp.fsdp1.optim_state_facts import same
 from minifsdp.fsdp1.optim_state_names import ParameterNames, UnitNames
-
-__all__ = ["Expected", "check", "elementwise_keys"]
 
 
 @dataclass(frozen=True)
@@ -56,18 +55,14 @@ def check(given: Any, expected: Expected) -> list[str]:
     """What is wrong with a dict, in words; nothing if it fits."""
     if not isinstance(given, Mapping) or "state" not in given:
         found = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
-        return [f"optimizer state dict: expected the key 'state', found {found}"]
+        return [detail("state-missing", found=found)]
     numbers = [key for key in given["state"] if isinstance(key, int)]
     if numbers:
-        return [
-            f"optimizer state dict: expected names of parameters as keys, found the numbers {numbers[:3]}...; this is "
-            "the dict of a plain optimizer, or of one rank. Make one with optim_state_dict(), or give a plain one "
-            "names with rekey_optim_state_dict()"
-        ]
+        return [detail("state-numbered", numbers=numbers[:3])]
     shapeless = [name for name in expected.names.every_name if not isinstance(given["state"].get(name, {}), Mapping)]
     if shapeless:
         found = type(given["state"][shapeless[0]]).__name__
-        return [f"key {shapeless[0]!r}: expected a dict of states, found a {found}"]
+        return [detail("state-no-dict", name=shapeless[0], found=found)]
     problems = [*_missing(given, expected), *_superfluous(given, expected), *_full_instead_of_sharded(given, expected)]
     elementwise = elementwise_keys(given["state"], expected.names.every_name)
     for unit in expected.names.units:
@@ -86,17 +81,13 @@ def _missing(given: Mapping[str, Any], expected: Expected) -> Iterable[str]:
     outside = set(expected.names.outside.values()) if expected.is_lenient else set()
     for name in _owned_names(expected):
         if name not in listed and name not in outside:
-            yield f"key {name!r}: expected in a group of parameters, found in none"
+            yield detail("in-no-group", name=name)
     for index, group in enumerate(expected.groups):
         names = [name for p in group["params"] for name in expected.names.of[p]]
         sources = sorted({listed[name] for name in names if name in listed})
         if len(sources) > 1:
             by_source = {source: next(name for name in names if listed.get(name) == source) for source in sources}
-            yield (
-                f"group {index} of the optimizer: expected all of its parameters in one group of the dict, found them "
-                f"in groups {sources}, for instance {list(by_source.values())}; group the parameters as they were "
-                "when the dict was written"
-            )
+            yield detail("groups-differ", index=index, sources=sources, instances=list(by_source.values()))
 
 
 def _superfluous(given: Mapping[str, Any], expected: Expected) -> Iterable[str]:
@@ -107,7 +98,7 @@ def _superfluous(given: Mapping[str, Any], expected: Expected) -> Iterable[str]:
         # Something of the user's own may be there, if it does not look like the states of a parameter.
         looks_owned = name in listed or name in expected.names.every_name or isinstance(entries, Mapping)
         if name not in owned and name not in expected.own_keys and looks_owned:
-            yield f"key {name!r}: expected no such parameter in the optimizer, found one in the dict"
+            yield detail("state-superfluous", name=name)
 
 
 def _full_instead_of_sharded(given: Mapping[str, Any], expected: Expected) -> Iterable[str]:
@@ -122,11 +113,8 @@ def _full_instead_of_sharded(given: Mapping[str, Any], expected: Expected) -> It
     ]
     if tensors and all(chunks.local_rows(value) is None for _, _, value in tensors):
         name, key, _ = tensors[0]
-        yield (
-            f"optimizer state {key!r} of {name!r}: expected a ShardedTensor or DTensor, found a full tensor, as "
-            "everywhere in the dict; call set_state_dict_type(model, StateDictType.FULL_STATE_DICT) before reading a "
-            "full dict"
-        )
+        where = f"optimizer state {key!r} of {name!r}"
+        yield detail("all-full", where=where)
 
 
 def _of_unit(state: Mapping[str, Any], unit: UnitNames, expected: Expected, elementwise: set[str]) -> list[str]:
@@ -137,10 +125,7 @@ def _of_unit(state: Mapping[str, Any], unit: UnitNames, expected: Expected, elem
         for number in numbers if owner in owned else ():
             name = unit.names[number]
             if present and name not in state and owner.requires_grad and unit.shapes[number].numel():
-                problems.append(
-                    f"key {name!r}: expected states, as {present[0]!r} of the same unit has some, found none. If it "
-                    f"never had any, say so: state_dict['state'][{name!r}] = {{}}"
-                )
+                problems.append(detail("states-missing", name=name, first=present[0]))
             shape = None if unit.keeps_shapes else tuple(unit.shapes[number])
             for key, value in (state.get(name) or {}).items():
                 where = f"optimizer state {key!r} of {name!r}"
@@ -164,13 +149,10 @@ def _of_value(
     if not is_rows and not isinstance(value, torch.Tensor):
         return
     if is_rows and not is_sharded:
-        yield (
-            f"{where}: expected a full tensor, found a {type(value).__name__}; call "
-            "set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT) before reading a sharded dict"
-        )
+        yield detail("full-expected", where=where, type=type(value).__name__)
     found = tuple(value.size())
     if shape is not None and found not in ((), shape):
-        yield f"{where}: expected shape {shape}, found {found}"
+        yield detail("shape-differs", where=where, shape=shape, found=found)
     elif is_rows:
         yield from chunks.misplaced_rows(value, where, group)
 
@@ -186,12 +168,12 @@ def _once_only(state: Mapping[str, Any], unit: UnitNames, elementwise: set[str])
         for key in sorted({*of_first, *of_other}):
             if key not in of_first or key not in of_other:
                 there, lacking = (first, name) if key in of_first else (name, first)
-                problems.append(f"optimizer state {key!r} of {lacking!r}: expected, as {there!r} has it, found none")
+                problems.append(detail("state-lacking", key=key, lacking=lacking, there=there))
             elif not _agree(of_first[key], of_other[key], key in elementwise):
                 problems.append(
-                    f"optimizer state {key!r}: one flat parameter has it only once, so all parameters behind it must "
-                    f"have an equal one; expected {of_first[key]!r} as for {first!r}, found {of_other[key]!r} for "
-                    f"{name!r}"
+                    detail(
+                        "state-only-once", key=key, expected=of_first[key], first=first, found=of_other[key], name=name
+                    )
                 )
     return problems
 

@@ -32,11 +32,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from minifsdp.engine.mesh import Group, Mesh
-from minifsdp.engine.trouble import rank_of_this_process
+from minifsdp.engine.messages import detail, rank_of_this_process
 from minifsdp.fsdp1 import agreement
 from minifsdp.fsdp1.optim_state_names import ParameterNames, UnitNames
-
-__all__ = ["Facts", "Number", "PerElement", "facts_of_all_ranks", "same"]
 
 # For one unit: by number of the parameter, by name of the state.
 Facts = dict[int, dict[str, Any]]
@@ -144,11 +142,7 @@ def _merged(unit: UnitNames, by_rank: Mapping[int, Facts], problems: list[str]) 
             problems.extend(_differences(name, told))
         for key, fact in facts.items():
             if isinstance(fact, Unfit):
-                problems.append(
-                    f"optimizer state {key!r} of {name!r}: expected a value for each element of this rank's slice, or "
-                    f"one for all of it; found a tensor of shape {fact.shape}, which cannot be cut. Choose NO_SHARD, "
-                    "or an optimizer that works on elements"
-                )
+                problems.append(detail("state-unfit", key=key, name=name, shape=fact.shape))
     return merged
 
 
@@ -157,14 +151,18 @@ def _differences(name: str, told: Mapping[int, dict[str, Any] | None]) -> list[s
     lacking = [rank for rank, facts in told.items() if facts is None]
     if lacking:
         having = [rank for rank in told if rank not in lacking]
-        return [
-            f"optimizer state of {name!r}: expected on every rank that has a part of it, found on rank(s) {having} and "
-            f"not on rank(s) {lacking}; give the optimizer the same parameters, and step it, on all ranks"
-        ]
+        return [detail("state-on-some-ranks", name=name, having=having, lacking=lacking)]
     (first, expected), *others = [(rank, facts) for rank, facts in told.items() if facts is not None]
     return [
-        f"optimizer state {key!r} of {name!r}: expected {expected.get(key)!r} as on rank {first}, found "
-        f"{facts.get(key)!r} on rank {rank}"
+        detail(
+            "state-differs",
+            key=key,
+            name=name,
+            expected=expected.get(key),
+            first=first,
+            found=facts.get(key),
+            rank=rank,
+        )
         for rank, facts in others
         for key in sorted({*expected, *facts})
         if key not in expected or key not in facts or not same(expected[key], facts[key])

@@ -36,15 +36,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from minifsdp.engine.trouble import trouble
+from minifsdp.engine.messages import message
 from minifsdp.fsdp1 import optim_state, optim_state_load
 from minifsdp.fsdp1.base import WrapperBase
 from minifsdp.fsdp1.legacy import warn_renamed
 from minifsdp.fsdp1.optim_state import OptimForm
 from minifsdp.fsdp1.optim_state_names import ParameterNames
 from minifsdp.fsdp1.state_dict_options import OptimStateKeyType
-
-__all__ = ["OldOptimStateMethods"]
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter]
 
@@ -162,21 +160,13 @@ def _warn(old: str, new: str, optim_input: OptimInput | None = None) -> None:
 
 def _warn_optim_input(optim_input: OptimInput | None, stacklevel: int = 3) -> None:
     if optim_input is not None:
-        warnings.warn(
-            trouble(
-                "optim-input", "the `optim_input` argument is deprecated, pass optim= where there is one, else nothing"
-            ),
-            FutureWarning,
-            stacklevel=stacklevel,
-        )
+        warnings.warn(message("optim-input"), FutureWarning, stacklevel=stacklevel)
 
 
 def _groups(model: nn.Module, optim_input: OptimInput | None, optim: Optimizer | None) -> list[dict[str, Any]]:
     """The groups of an optimizer: its own, or those of what it was constructed with, or all parameters in one."""
     if optim is not None and optim_input is not None:
-        raise ValueError(
-            trouble("optim-input-and-optim", "optim_input and optim both tell how parameters are counted; pass optim")
-        )
+        raise ValueError(message("optim-input-and-optim"))
     if optim is not None:
         return list(optim.param_groups)
     given: list[Any] = list(model.parameters() if optim_input is None else optim_input)
@@ -190,7 +180,7 @@ def _rekeyed(
 ) -> dict[str, Any]:
     if key_type not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
         members = ", ".join(f"OptimStateKeyType.{member.name}" for member in OptimStateKeyType)
-        raise ValueError(trouble("key-type", f"optim_state_key_type must be one of {members}, got {key_type!r}"))
+        raise ValueError(message("key-type", members=members, key_type=key_type))
     to_names = key_type is OptimStateKeyType.PARAM_NAME
     keys = [*given["state"], *(key for group in given["param_groups"] for key in group["params"])]
     if all(isinstance(key, str) is to_names for key in keys):
@@ -199,18 +189,12 @@ def _rekeyed(
     parameters = [parameter for group in groups for parameter in group["params"]]
     problems = names.unknown(parameters)
     if problems:
-        raise ValueError(trouble("optimizer-parameters", problems[0]))
+        raise ValueError(message("optimizer-parameters", problem=problems[0]))
     numbered = [(number, name) for number, parameter in enumerate(parameters) for name in names.of[parameter]]
     table: dict[Any, Any] = dict(numbered) if to_names else {name: number for number, name in numbered}
     unknown = [key for key in keys if key not in table]
     if unknown:
-        raise ValueError(
-            trouble(
-                "rekey-mismatch",
-                f"the optimizer state dict has the keys {unknown[:5]}, expected are {list(table)[:5]} and so on; pass "
-                "the model, and the optimizer over it, that shall get the new keys",
-            )
-        )
+        raise ValueError(message("rekey-mismatch", unknown=unknown[:5], known=list(table)[:5]))
     rekeyed_groups = []
     for group in given["param_groups"]:
         new = [table[key] for key in group["params"]]

@@ -45,13 +45,11 @@ import torch.distributed as dist
 from torch import nn
 
 from minifsdp.engine.mesh import Group, Mesh
-from minifsdp.engine.trouble import trouble
+from minifsdp.engine.messages import detail, message
 from minifsdp.fsdp1 import agreement, chunks
 from minifsdp.fsdp1.optim_state import OptimForm, copied
 from minifsdp.fsdp1.optim_state_check import Expected, check, elementwise_keys
 from minifsdp.fsdp1.optim_state_names import ParameterNames, UnitNames
-
-__all__ = ["read"]
 
 
 @dataclass(frozen=True)
@@ -99,13 +97,7 @@ def read(
     """
     names = ParameterNames(model)
     if not names.units:
-        raise ValueError(
-            trouble(
-                "optimizer-without-fsdp",
-                f"{type(model).__name__} has no FullyShardedDataParallel in it; there is nothing to cut, so load the "
-                "dict with rekey_optim_state_dict() and optim.load_state_dict()",
-            )
-        )
+        raise ValueError(message("optimizer-without-fsdp", type=type(model).__name__))
     is_source = not form.first_only or names.units[0].mesh.is_first
     expected = Expected(names, groups_of_optimizer, form.is_sharded, own_keys, is_lenient)
     groups = agreement.groups_of(unit.mesh for unit in names.units) if talks else []
@@ -149,8 +141,7 @@ def _check_equal_rows(given: Mapping[str, Any], groups: Sequence[Group]) -> None
     mine = {(name, key, str(value.dtype)) for name, key, value in values if chunks.local_rows(value) is not None}
     everywhere = set.union(*agreement.tell(groups, mine).values())
     problems = [
-        f"optimizer state {key!r} of {name!r}: expected rows of {dtype}, as other ranks have them, found none"
-        for name, key, dtype in sorted(everywhere - mine)
+        detail("rows-lacking", key=key, name=name, dtype=dtype) for name, key, dtype in sorted(everywhere - mine)
     ]
     agreement.refuse_together(groups, problems)
 

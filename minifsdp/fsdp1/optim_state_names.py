@@ -35,11 +35,10 @@ from torch import nn
 
 from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.engine.messages import detail
 from minifsdp.fsdp1.base import WrapperBase
 from minifsdp.fsdp1.full_params import check_idle
 from minifsdp.fsdp1.state_dict import dotted, names_in_state, plain_path
-
-__all__ = ["ParameterNames", "UnitNames"]
 
 
 class UnitNames:
@@ -182,13 +181,10 @@ class ParameterNames:
         else:
             keys = list(range(len(parameters))) if groups is None else [key for g in groups for key in g["params"]]
             if len(keys) != len(parameters):
-                return {}, [
-                    f"the optimizer's own state dict: expected {len(parameters)} parameters in its groups, as the "
-                    f"optimizer has, found {len(keys)}"
-                ]
+                return {}, [detail("own-count", expected=len(parameters), found=len(keys))]
         strangers = [key for key in keys if isinstance(key, str) and key not in self._by_current_name]
         if strangers:
-            return {}, [f"the optimizer's own state dict: expected names of parameters, found {strangers[:5]}"]
+            return {}, [detail("own-names", strangers=strangers[:5])]
         return {
             key: self._by_current_name[key] if isinstance(key, str) else parameters[position]
             for position, key in enumerate(keys)
@@ -199,8 +195,4 @@ class ParameterNames:
         shapes = [tuple(parameter.shape) for parameter in parameters if parameter not in self.of]
         if not shapes:
             return []
-        return [
-            f"the optimizer: expected parameters of the model, found {len(shapes)}, of shapes {shapes[:5]}, that are "
-            "not parameters of the model; build it from model.parameters() after wrapping, and pass the model that it "
-            "was built from"
-        ]
+        return [detail("foreign-parameters", number=len(shapes), shapes=shapes[:5])]

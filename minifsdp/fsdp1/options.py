@@ -31,8 +31,6 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["BackwardPrefetch", "CPUOffload", "MixedPrecision", "ShardingStrategy"]
-
 
 class ShardingStrategy(Enum):
     """Which of parameters, gradients and optimizer state are sharded, over whom, and when the full ones are freed."""

@@ -35,8 +35,6 @@ from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.build import FlatUnit
 from minifsdp.fsdp1.full_params import summoned
 
-__all__ = ["lent", "looks_while_read", "reads_by_itself", "shown_in_full", "writes_by_itself"]
-
 
 def writes_by_itself(module: nn.Module) -> bool:
     """Whether code of the module's own has a part in what ``state_dict()`` writes, or its user's, in hooks."""

@@ -47,23 +47,8 @@ from typing import Any, ParamSpec
 
 from torch import nn
 
-from minifsdp.engine.trouble import trouble
+from minifsdp.engine.messages import message
 from minifsdp.fsdp1.legacy import warn_renamed
-
-__all__ = [
-    "CustomPolicy",
-    "ModuleWrapPolicy",
-    "Overrides",
-    "Question",
-    "always_wrap_policy",
-    "default_auto_wrap_policy",
-    "lambda_auto_wrap_policy",
-    "question",
-    "require_classes",
-    "require_policy",
-    "size_based_auto_wrap_policy",
-    "transformer_auto_wrap_policy",
-]
 
 P = ParamSpec("P")
 Overrides = dict[str, Any]
@@ -84,14 +69,7 @@ def _require_call(policy: Callable[..., object], *args: Any, **kwargs: Any) -> N
     except TypeError as error:
         name = getattr(policy, "__name__", repr(policy))
         own = [p for p in inspect.signature(policy).parameters if p not in ("module", "recurse", "nonwrapped_numel")]
-        raise TypeError(
-            trouble(
-                "policy-call",
-                f"the wrapping policy {name} cannot be called like this: {error}. It is called for you, as "
-                "policy(module=..., recurse=..., nonwrapped_numel=...), once or twice for each module; bind its "
-                f"other parameters and pass the result: functools.partial({name}, {own[0] if own else '...'}=...)",
-            )
-        ) from None
+        raise TypeError(message("policy-call", name=name, error=error, own=own[0] if own else "...")) from None
 
 
 def _explains_binding(policy: Callable[P, bool]) -> Callable[P, bool]:
@@ -111,11 +89,7 @@ def require_classes(classes: Any, name: str) -> tuple[type[nn.Module], ...]:
         found = tuple(classes)
         if all(isinstance(item, type) for item in found):
             return found
-    raise TypeError(
-        trouble(
-            "policy-classes", f"{name} must be a set of module classes, for instance {{nn.Linear}}, got {classes!r}"
-        )
-    )
+    raise TypeError(message("policy-classes", name=name, classes=classes))
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
@@ -262,13 +236,7 @@ class CustomPolicy(_Policy):
                 continue
             answer = self._lambda_fn(module)
             if not isinstance(answer, (bool, dict)):
-                raise ValueError(
-                    trouble(
-                        "policy-answer",
-                        "the function of a CustomPolicy must return True, False or a dict of constructor arguments, "
-                        f"but for a {type(module).__name__} it returned {answer!r}",
-                    )
-                )
+                raise ValueError(message("policy-answer", type=type(module).__name__, answer=answer))
             if answer:
                 chosen[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
         return chosen
@@ -285,13 +253,7 @@ def require_policy(policy: Any) -> None:
             (WRAP-09).
     """
     if isinstance(policy, type) or not (callable(policy) or hasattr(policy, "_run_policy")):
-        raise TypeError(
-            trouble(
-                "policy-type",
-                f"auto_wrap_policy must be a function or a policy object, got {policy!r}; to make a unit of every "
-                "Block, pass ModuleWrapPolicy({Block})",
-            )
-        )
+        raise TypeError(message("policy-type", policy=policy))
     if not hasattr(policy, "_run_policy"):
         _require_call(policy, module=None, recurse=True, **{_name_of_numel(policy): 0})
 

@@ -29,8 +29,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["is_alike", "part", "share", "watch"]
-
 _shared: list[tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = []
 _hooks: list[RemovableHandle] = []
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()

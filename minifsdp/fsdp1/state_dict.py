@@ -46,20 +46,6 @@ from minifsdp.fsdp1.full_params import check_idle
 from minifsdp.fsdp1.own_code import lent, shown_in_full
 from minifsdp.fsdp1.state_dict_options import StateDictSettings, StateDictType
 
-__all__ = [
-    "LOCAL_NAME",
-    "copy_what_lies_in",
-    "dotted",
-    "drop",
-    "memory_of",
-    "names_in_state",
-    "plain_path",
-    "rename",
-    "shown_to_walk",
-    "write_rest",
-    "write_unit",
-]
-
 LOCAL_NAME = "flat_param"
 CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 WRAPPER_PREFIX = "_fsdp_wrapped_module."

@@ -39,6 +39,7 @@ from torch.overrides import is_tensor_like
 
 from minifsdp.engine.flat_parameter import FLAT_NAME
 from minifsdp.engine.mesh import Group
+from minifsdp.engine.messages import detail
 from minifsdp.fsdp1 import agreement, chunks
 from minifsdp.fsdp1.base import PREFIX, WrapperBase
 from minifsdp.fsdp1.build import FlatUnit
@@ -46,8 +47,6 @@ from minifsdp.fsdp1.full_params import check_idle
 from minifsdp.fsdp1.own_code import lent, reads_by_itself, shown_in_full
 from minifsdp.fsdp1.state_dict import LOCAL_NAME, dotted, names_in_state, plain_path
 from minifsdp.fsdp1.state_dict_options import StateDictSettings, StateDictType
-
-__all__ = ["Reading", "drop_own_tensors", "refuse_misfit"]
 
 # What nn.Module says first.
 OPENING = "Error(s) in loading state_dict for FullyShardedDataParallel: "
@@ -168,7 +167,7 @@ def _key_problems(state: Mapping[str, Any], prefix: str, expected: Expected) -> 
     missing = [key for key in known if key not in state and key not in expected.optional]
     for key in missing:
         if not expected.is_elsewhere(key):
-            yield f'Missing key(s) in state_dict: "{key}"; expected a tensor of shape {known[key]}, found none'
+            yield detail("key-missing", key=key, shape=known[key])
     for key in state:
         if (
             key.startswith(prefix)
@@ -176,7 +175,7 @@ def _key_problems(state: Mapping[str, Any], prefix: str, expected: Expected) -> 
             and key not in expected.optional
             and not expected.is_elsewhere(key)
         ):
-            yield f'Unexpected key(s) in state_dict: "{key}"; expected no such key, found one'
+            yield detail("key-unexpected", key=key)
 
 
 def _value_problems(state: Mapping[str, Any], expected: Expected, is_sharded: bool) -> Iterator[str]:
@@ -186,7 +185,7 @@ def _value_problems(state: Mapping[str, Any], expected: Expected, is_sharded: bo
         # One number without dimensions was saved as a tensor of one element long ago, and nn.Module still reads it.
         is_old = shape == () and found is not None and tuple(found) == (1,)
         if found is not None and tuple(found) != shape and not is_old and not expected.is_elsewhere(key):
-            yield f"size mismatch for {key}: expected shape {shape}, found {tuple(found)}"
+            yield detail("size-mismatch", key=key, shape=shape, found=tuple(found))
     given = {key: state[key] for key in expected.in_units if key in state}
     for key, value in given.items():
         yield from _misfit(key, value, expected, is_sharded)
@@ -197,10 +196,7 @@ def _value_problems(state: Mapping[str, Any], expected: Expected, is_sharded: bo
     ]
     # Single full tensors may come from units that were not sharded. But all of them are another form.
     if is_sharded and cut and all(chunks.local_rows(value) is None for _, value in cut):
-        yield (
-            f"{cut[0][0]}: expected a ShardedTensor or DTensor, found a full tensor, as everywhere in the dict; "
-            "call set_state_dict_type(model, StateDictType.FULL_STATE_DICT) before reading a full dict"
-        )
+        yield detail("all-full", where=cut[0][0])
 
 
 def _misfit(key: str, value: Any, expected: Expected, is_sharded: bool) -> Iterator[str]:
@@ -208,17 +204,11 @@ def _misfit(key: str, value: Any, expected: Expected, is_sharded: bool) -> Itera
     shape, group = expected.in_units[key]
     is_rows = chunks.local_rows(value) is not None
     if not is_tensor_like(value):
-        yield f"{key}: expected a tensor, found a {type(value).__name__}"
+        yield detail("no-tensor", key=key, type=type(value).__name__)
     elif is_rows and not is_sharded:
-        yield (
-            f"{key}: expected a full tensor, found a {type(value).__name__}; call "
-            "set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT) before reading a sharded dict"
-        )
+        yield detail("full-expected", where=key, type=type(value).__name__)
     elif tuple(value.size()) != shape and not expected.is_elsewhere(key):
-        yield (
-            f"size mismatch for {key}: expected shape {shape}, found {tuple(value.size())}; the dict is one of a model "
-            "of other sizes, build the model as it was when the dict was saved"
-        )
+        yield detail("size-mismatch-of-unit", key=key, shape=shape, found=tuple(value.size()))
     elif is_rows and tuple(value.size()) == shape:
         yield from chunks.misplaced_rows(value, key, group)
 
@@ -226,21 +216,16 @@ def _misfit(key: str, value: Any, expected: Expected, is_sharded: bool) -> Itera
 def _local_problems(unit: FlatUnit | None, state: Mapping[str, Any], prefix: str, strict: bool) -> Iterator[str]:
     if unit is None:
         return
-    value, mine = _local_value(state, prefix), unit.layout.local_values()
+    where, value, mine = prefix + LOCAL_NAME, _local_value(state, prefix), unit.layout.local_values()
     if value is None:
         if strict:
-            yield (
-                f'Missing key(s) in state_dict: "{prefix}{LOCAL_NAME}"; expected a slice of {mine.numel()} elements, '
-                "found none. To read a dict of another form, call set_state_dict_type(model, ...) before"
-            )
+            yield detail("local-missing", where=where, expected=mine.numel())
         return
     local = chunks.local_rows(value)
     found = value.numel() if local is None else local.numel()
     if found != mine.numel() or value.dtype is not mine.dtype:
-        yield (
-            f"{prefix}{LOCAL_NAME} has {found} elements ({value.dtype}), but this rank stores {mine.numel()} "
-            f"({mine.dtype}) of that unit; a local state dict fits only the number of ranks and the wrapping that it "
-            "was written with, use a full or a sharded one to change them"
+        yield detail(
+            "local-size", where=where, found=found, mine=mine.numel(), found_dtype=value.dtype, dtype=mine.dtype
         )
 
 
@@ -252,7 +237,7 @@ def _check_equal_rows(state: Mapping[str, Any], expected: Expected, groups: list
     """Rows are gathered key by key, so all ranks must have some of the same ones."""
     mine = {key for key in expected.in_units if key in state and chunks.local_rows(state[key]) is not None}
     everywhere = set.union(*agreement.tell(groups, mine).values())
-    problems = [f"{key}: expected rows, as other ranks have them, found none" for key in sorted(everywhere - mine)]
+    problems = [detail("rows-lacking-of-unit", key=key) for key in sorted(everywhere - mine)]
     agreement.refuse_together(groups, problems, OPENING)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp.engine.mesh import Group, Mesh
-from minifsdp.engine.trouble import rank_of_this_process
+from minifsdp.engine.messages import rank_of_this_process
 from minifsdp.fsdp1 import agreement, build, chunks, own_code, shared_tensors, state_dict, state_dict_load
 from minifsdp.fsdp1.base import PREFIX, WrapperBase, clean_name, is_wrapper
 from minifsdp.fsdp1.state_dict_options import (

@@ -23,23 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from minifsdp.engine.trouble import trouble
-
-__all__ = [
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-    "common_settings",
-    "settings_for",
-]
+from minifsdp.engine.messages import message
 
 
 class StateDictType(Enum):
@@ -142,9 +126,7 @@ def settings_for(
     """
     if state_dict_type not in _CONFIGS:
         members = ", ".join(f"StateDictType.{member.name}" for member in StateDictType)
-        raise RuntimeError(
-            trouble("state-dict-type", f"state_dict_type must be one of {members}, got {state_dict_type!r}")
-        )
+        raise RuntimeError(message("state-dict-type", members=members, state_dict_type=state_dict_type))
     model_class, optim_class = _CONFIGS[state_dict_type]
     model = model_class() if state_dict_config is None else state_dict_config
     optim = optim_class() if optim_state_dict_config is None else optim_state_dict_config
@@ -154,9 +136,12 @@ def settings_for(
     ]:
         if type(config) is not expected:
             raise RuntimeError(
-                trouble(
+                message(
                     "config-type",
-                    f"Expected {name} of type {expected.__name__} for {state_dict_type}, got {type(config).__name__}",
+                    name=name,
+                    expected=expected.__name__,
+                    state_dict_type=state_dict_type,
+                    type=type(config).__name__,
                 )
             )
     return StateDictSettings(state_dict_type, model, optim)
@@ -173,11 +158,5 @@ def common_settings(all_settings: Sequence[tuple[str, StateDictSettings]]) -> St
     first_name, first = all_settings[0]
     for name, other in all_settings:
         if other != first:
-            raise AssertionError(
-                trouble(
-                    "mixed-settings",
-                    f"all units of a model must have the same state dict settings, but {first_name!r} has {first} and "
-                    f"{name!r} has {other}; set them on the outermost module",
-                )
-            )
+            raise AssertionError(message("mixed-settings", first_name=first_name, first=first, name=name, other=other))
     return first

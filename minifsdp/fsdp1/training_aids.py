@@ -32,9 +32,7 @@ import torch
 import torch.distributed as dist
 
 from minifsdp.engine.mesh import Group
-from minifsdp.engine.trouble import rank_of_this_process, trouble
-
-__all__ = ["clip_gradients"]
+from minifsdp.engine.messages import message, rank_of_this_process
 
 
 @torch.no_grad()
@@ -67,14 +65,7 @@ def clip_gradients(
     norm: torch.Tensor = _norm(norms, norm_type, device)
     every = [gradient for gradients in of_groups.values() for gradient in gradients]
     if not every:
-        warnings.warn(
-            trouble(
-                "clip-without-gradients",
-                f"clip_grad_norm_ was called on rank {rank_of_this_process()} with no gradients -- returning the "
-                f"total norm in the default dtype {norm.dtype}; call it after backward and before the optimizer step",
-            ),
-            stacklevel=4,
-        )
+        warnings.warn(message("clip-without-gradients", rank=rank_of_this_process(), dtype=norm.dtype), stacklevel=4)
         return norm
     # As in torch: the small number keeps a norm of 0 from dividing, the clamp keeps small gradients as they are.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from minifsdp.engine import misuse
+from minifsdp.engine.messages import message
 from minifsdp.engine.partition import Form, local_part
-from minifsdp.engine.trouble import trouble
 from minifsdp.fsdp1.base import WrapperBase
 from minifsdp.fsdp1.build import HYBRID
 from minifsdp.fsdp1.full_params import check_not_running, check_summon_options, summoned
@@ -44,15 +44,15 @@ class TrainingMethods(WrapperBase):
         """
         self._only_on_the_root("no_sync()")
         units = self._current_tree().units
-        before = [(unit.reduces, unit.reshard_after_backward) for unit in units]
+        before = [(unit.policy.reduces, unit.policy.reshard_after_backward) for unit in units]
         for unit in units:
             # A unit that is kept between forward and backward is kept until the backward that reduces.
-            unit.reduces, unit.reshard_after_backward = False, unit.reshard_after_forward
+            unit.choose(reduces=False, reshard_after_backward=unit.policy.reshard_after_forward)
         try:
             yield
         finally:
-            for unit, switches in zip(units, before, strict=True):
-                unit.reduces, unit.reshard_after_backward = switches
+            for unit, (reduces, frees) in zip(units, before, strict=True):
+                unit.choose(reduces=reduces, reshard_after_backward=frees)
 
     # --- full parameters ---
 
@@ -159,34 +159,18 @@ class TrainingMethods(WrapperBase):
             RuntimeError: forward has been run already.
         """
         if self._is_inner:
-            raise AssertionError(
-                trouble(
-                    "hook-root-only", "register_comm_hook can only be called on a root instance, not on one inside it"
-                )
-            )
+            raise AssertionError(message("hook-root-only"))
         if not callable(hook):
-            raise ValueError(trouble("hook-type", f"register_comm_hook expects a callable hook, got {hook!r}"))
+            raise ValueError(message("hook-type", hook=hook))
         if self._tree is not None:
-            raise RuntimeError(
-                trouble(
-                    "hook-too-late",
-                    "register_comm_hook was called after the first forward; call it right after wrapping",
-                )
-            )
+            raise RuntimeError(message("hook-too-late"))
         wrappers = WrapperBase.fsdp_modules(self)
         # Also where there are no copies: on more nodes it would be refused.
         if any(wrapper.sharding_strategy in HYBRID for wrapper in wrappers):
-            raise AssertionError(
-                trouble(
-                    "hook-hybrid",
-                    "register_comm_hook does not support hybrid strategies: there are two collectives to replace",
-                )
-            )
+            raise AssertionError(message("hook-hybrid"))
         units = [wrapper._unit for wrapper in wrappers if wrapper._unit is not None]
         for unit in units:
             if unit.plan.hook is not None:
-                raise AssertionError(
-                    trouble("hook-twice", "register_comm_hook: a communication hook is already registered")
-                )
+                raise AssertionError(message("hook-twice"))
         for unit in units:
             unit.plan.hook = functools.partial(hook, state)

@@ -48,12 +48,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from minifsdp.engine.messages import message
 from minifsdp.engine.precision import cast_floating, tensors_in
-from minifsdp.engine.trouble import trouble
 from minifsdp.fsdp1.compiling import is_compiled
 from minifsdp.fsdp1.policies import Overrides, question, require_classes
-
-__all__ = ["apply", "auto_wrap", "choose", "enable_wrap", "refuse_wrapped", "wrap"]
 
 
 def choose(
@@ -146,12 +144,7 @@ def refuse_wrapped(root_module: nn.Module, wrapper_cls: type[nn.Module]) -> None
         if isinstance(module, wrapper_cls):
             # The wording up to "in" is what programs written for torch's FSDP look for.
             raise ValueError(
-                trouble(
-                    "already-wrapped",
-                    "FSDP auto wrapping requires modules to not already have FSDP applied but found "
-                    f"{path or 'the module itself'} in {type(root_module).__name__}; give the policy a tree without "
-                    "wrappers, or wrap the rest by hand too and leave out auto_wrap_policy",
-                )
+                message("already-wrapped", module=path or "the module itself", type=type(root_module).__name__)
             )
 
 
@@ -173,14 +166,7 @@ def refuse_ties(
             full_name = f"{path}{name}"
             owner, other = first_seen.setdefault(parameter, (unit, full_name))
             if owner is not unit:
-                raise ValueError(
-                    trouble(
-                        "policy-splits-tie",
-                        f"parameters {other!r} and {full_name!r} are the same, and the policy puts them into "
-                        "different units, where the copies would drift apart. Choose a module that contains both of "
-                        "its users as one unit, and neither of them alone",
-                    )
-                )
+                raise ValueError(message("policy-splits-tie", other=other, full_name=full_name))
         for name, child in module.named_children():
             visit(child, f"{path}{name}.", unit)
 
@@ -196,14 +182,7 @@ def refuse_compiled(root_module: nn.Module, chosen: Mapping[nn.Module, Overrides
     for path, module in root_module.named_modules():
         inside = next((child for child in module.children() if child in chosen), None)
         if inside is not None and is_compiled(module):
-            raise ValueError(
-                trouble(
-                    "compiled-before",
-                    f"the policy chooses {type(inside).__name__} at {path!r}, which was compiled before by "
-                    "torch.compile; the compiled module would go past the wrapper. Compile after wrapping, or with "
-                    "module.compile(), which changes the module in place",
-                )
-            )
+            raise ValueError(message("compiled-before", type=type(inside).__name__, path=path))
 
 
 class _OwnDtype:
@@ -263,16 +242,7 @@ def auto_wrap(
     apart = [module for module in chosen if isinstance(module, set_apart)]
     if apart:
         names = ", ".join(sorted({type(module).__name__ for module in apart}))
-        warnings.warn(
-            trouble(
-                "kept-full-precision",
-                f"mixed_precision and an auto_wrap_policy are given, and the model contains {names}. These modules "
-                "will be wrapped as separate FSDP units that compute in their own dtype (mixed_precision=None); to "
-                "leave them in the units around them, take their classes out of "
-                "MixedPrecision(_module_classes_to_ignore=...)",
-            ),
-            stacklevel=3,
-        )
+        warnings.warn(message("kept-full-precision", names=names), stacklevel=3)
     for module in apart:
         _compute_in_own_dtype(module)
     apply(root_module, chosen, wrapper_cls, kwargs)

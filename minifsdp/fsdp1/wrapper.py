@@ -36,13 +36,14 @@ import torch
 from torch import nn
 
 from minifsdp.engine import misuse
+from minifsdp.engine.compiler import step_over_this_package
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.layout import owned_parameters
 from minifsdp.engine.precision import cast_floating, move
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.root import Root
-from minifsdp.engine.unit import State, Unit
-from minifsdp.fsdp1 import build, compiling, initial, wrap
+from minifsdp.engine.unit import State, Unit, UnitPolicy
+from minifsdp.fsdp1 import build, initial, wrap
 from minifsdp.fsdp1.base import WRAPPED, is_wrapper
 from minifsdp.fsdp1.framework_names import FrameworkNames
 from minifsdp.fsdp1.ignored import find_ignored
@@ -53,8 +54,6 @@ from minifsdp.fsdp1.options import BackwardPrefetch, CPUOffload, MixedPrecision,
 from minifsdp.fsdp1.state_dict_methods import StateDictMethods
 from minifsdp.fsdp1.state_dict_options import StateDictSettings
 from minifsdp.fsdp1.training_methods import TrainingMethods
-
-__all__ = ["FullyShardedDataParallel"]
 
 
 class FullyShardedDataParallel(NameMethods, StateDictMethods, OptimStateMethods, TrainingMethods, FrameworkNames):
@@ -165,7 +164,7 @@ class FullyShardedDataParallel(NameMethods, StateDictMethods, OptimStateMethods,
         self._register_state_dict_hook(self._after_write)  # type: ignore[no-untyped-call]
         self._register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(self._after_load)  # type: ignore[no-untyped-call]
-        compiling.step_over_this_package()
+        step_over_this_package()
 
     def _initialize(
         self, modules: list[tuple[str, nn.Module]], param_init_fn: Any, device_id: Any, sync_module_states: bool
@@ -198,7 +197,7 @@ class FullyShardedDataParallel(NameMethods, StateDictMethods, OptimStateMethods,
         )
         plan = ReducePlan.mean(self.mesh, precision.reduce or layout.dtype)
         frees = self.sharding_strategy in build.FREES_AFTER_FORWARD and self.mesh.shard is not None
-        return Unit(module, layout, plan, precision, reshard_after_forward=frees)
+        return Unit(module, layout, plan, precision, UnitPolicy(reshard_after_forward=frees))
 
     # --- the algorithm ---
 

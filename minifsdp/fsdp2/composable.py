@@ -24,8 +24,6 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed._composable_state import _insert_module_state, _State
 
-__all__ = ["is_replicated", "register"]
-
 
 def register(modules: list[nn.Module], state: _State) -> None:
     """Leaves the name of ``fully_shard`` on each module, and ``state`` where libraries look for it."""

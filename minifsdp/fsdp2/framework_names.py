@@ -32,8 +32,6 @@ from minifsdp.engine.unit import Unit
 if TYPE_CHECKING:
     from minifsdp.fsdp2.options import MixedPrecisionPolicy
 
-__all__ = ["FrameworkNames"]
-
 
 @dataclass(frozen=True)
 class _ParamGroup:

@@ -35,19 +35,17 @@ from minifsdp.engine.compiler import step_over_this_package
 from minifsdp.engine.dtensors import Sharding
 from minifsdp.engine.layout import OwnedParameter, owned_parameters
 from minifsdp.engine.mesh import Group, Mesh, default_group
+from minifsdp.engine.messages import message
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
-from minifsdp.engine.trouble import trouble
-from minifsdp.engine.unit import Unit
+from minifsdp.engine.unit import Unit, UnitPolicy
 from minifsdp.fsdp2.composable import is_replicated, register
 from minifsdp.fsdp2.initial import warn_if_different
 from minifsdp.fsdp2.member import Member, member_of
 from minifsdp.fsdp2.module import FSDPModule, choose_reshard
 from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fsdp2.subgroups import smaller_mesh
-
-__all__ = ["fully_shard"]
 
 _NO_POLICY = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
@@ -100,18 +98,10 @@ def fully_shard(  # type: ignore[misc]
         AssertionError: a module that is sharded already.
     """
     if dp_mesh_dims is not None:
-        raise NotImplementedError(
-            trouble(
-                "dp-mesh-dims",
-                "dp_mesh_dims is not offered by minifsdp; pass mesh=big_mesh['dp'], the part of the mesh that is for "
-                "data parallelism",
-            )
-        )
+        raise NotImplementedError(message("dp-mesh-dims"))
     modules = list(module) if isinstance(module, list | tuple) else [module]
     if wrong := [one for one in modules if not isinstance(one, nn.Module)]:
-        raise TypeError(
-            trouble("fully-shard-type", f"fully_shard expects a module or a list of modules, got {wrong[0]!r}")
-        )
+        raise TypeError(message("fully-shard-type", wrong=wrong[0]))
     _check_modules(modules)
     mesh = mesh if mesh is not None else _default_mesh()
     device = _device_of(mesh)
@@ -139,35 +129,17 @@ def fully_shard(  # type: ignore[misc]
 
 def _check_modules(modules: list[nn.Module]) -> None:
     if not modules:
-        raise ValueError(trouble("no-modules", "fully_shard was given an empty list of modules"))
+        raise ValueError(message("no-modules"))
     for module in modules:
         # In a list of several, the others gather for it.
         if len(modules) == 1 and misuse.is_only_called_in_parts(module):
-            raise ValueError(
-                trouble(
-                    "no-forward",
-                    "fully_shard does not support containers that do not implement forward, got "
-                    f"{type(module).__name__}: nobody would call it. Call fully_shard on each of its modules",
-                )
-            )
+            raise ValueError(message("no-forward", type=type(module).__name__))
         if member_of(module) is not None:
-            raise AssertionError(
-                trouble(
-                    "sharded-twice",
-                    f"fully_shard was called on {type(module).__name__} before. Each distinct composable distributed "
-                    "API can only be applied to a module once.",
-                )
-            )
+            raise AssertionError(message("sharded-twice", type=type(module).__name__))
         misuse.check_one_door(module, "fully_shard")
     inside = [one for one in modules for other in modules if other is not one and one in set(other.modules())]
     if inside:
-        raise ValueError(
-            trouble(
-                "nested-in-list",
-                f"fully_shard was given a list in which {type(inside[0]).__name__} is inside of another module of the "
-                "list; list the outer one alone",
-            )
-        )
+        raise ValueError(message("nested-in-list", type=type(inside[0]).__name__))
 
 
 def _default_mesh() -> DeviceMesh:
@@ -181,13 +153,7 @@ def _table(mesh: DeviceMesh) -> Mesh:
     if mesh.ndim == 1:
         return Mesh.sharded(Group.of(mesh.get_group()))
     if mesh.ndim != 2:
-        raise ValueError(
-            trouble(
-                "mesh-axes",
-                "fully_shard expects a mesh of one axis, to shard over, or of two, (replicate, shard), got "
-                f"{mesh.ndim}: {mesh}",
-            )
-        )
+        raise ValueError(message("mesh-axes", ndim=mesh.ndim, mesh=mesh))
     return Mesh.hybrid(shard=Group.of(mesh.get_group(1)), replicate=Group.of(mesh.get_group(0)))
 
 
@@ -250,13 +216,7 @@ def _mesh_of(info: Any, path: str) -> DeviceMesh:
     mesh: DeviceMesh = info.mesh
     axes = (info.shard_mesh_dim,) if info.replicate_mesh_dim is None else (info.replicate_mesh_dim, info.shard_mesh_dim)
     if axes != tuple(range(mesh.ndim)):
-        raise ValueError(
-            trouble(
-                "placement-mesh",
-                f"parameter {path!r}: shard_placement_fn gave it a mesh of {mesh.ndim} axes, of which {axes} are for "
-                "replicas and shards; give a mesh of one axis, to shard over, or of two, (replicate, shard)",
-            )
-        )
+        raise ValueError(message("placement-mesh", path=path, ndim=mesh.ndim, axes=axes))
     return mesh
 
 
@@ -290,12 +250,12 @@ def _make_unit(
     precision = Precision(compute=mp_policy.param_dtype, reduce=mp_policy.reduce_dtype)
     dtype = mp_policy.reduce_dtype or layout.dtype
     plans = tuple(ReducePlan.mean(table, dtype) for table in layout.meshes)
-    unit = Unit(modules[0], layout, plans, precision, reshard_after_forward=True)
-    unit.reshard_after_evaluation = False
+    policy = UnitPolicy(reshard_after_forward=True, reshard_after_evaluation=False)
+    unit = Unit(modules[0], layout, plans, precision, policy)
     num_ranks = choose_reshard(unit, True if reshard_after_forward is None else reshard_after_forward)
     if num_ranks is not None:
         layout.resting_mesh = smaller_mesh(mesh, num_ranks)
-        unit.rests_with = Group.of(layout.resting_mesh.get_group(1))
+        unit.choose(rests_with=Group.of(layout.resting_mesh.get_group(1)))
     return unit
 
 

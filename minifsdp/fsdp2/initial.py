@@ -25,9 +25,7 @@ from minifsdp.engine import collectives
 from minifsdp.engine.dtensors import piece_of
 from minifsdp.engine.layout import OwnedParameter
 from minifsdp.engine.mesh import Mesh
-from minifsdp.engine.trouble import trouble
-
-__all__ = ["warn_if_different"]
+from minifsdp.engine.messages import message
 
 
 def warn_if_different(parameters: dict[nn.Parameter, OwnedParameter], table: Mesh, device: torch.device) -> None:
@@ -46,15 +44,7 @@ def warn_if_different(parameters: dict[nn.Parameter, OwnedParameter], table: Mes
             different |= (everybody.view(group.size, -1) != mine).any(dim=0)
     names = [path for path, differs in zip(real.values(), different.tolist(), strict=True) if differs]
     if names:
-        warnings.warn(
-            trouble(
-                "initial-values-differ",
-                f"initial values of {names} differ between ranks, so the sharded model is a patchwork of several. "
-                "Seed all ranks equally, or send rank 0's values by set_model_state_dict with "
-                "StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)",
-            ),
-            stacklevel=3,
-        )
+        warnings.warn(message("initial-values-differ", names=names), stacklevel=3)
 
 
 def _checksum(values: torch.Tensor) -> float:

@@ -25,9 +25,7 @@ from torch import nn
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from minifsdp.engine.trouble import trouble
-
-__all__ = ["check_before_load"]
+from minifsdp.engine.messages import message
 
 
 def check_before_load(
@@ -48,25 +46,12 @@ def check_before_load(
     _refuse_other_cuts(sharded, state, with_placements=assigns)
     on_meta = [key for key, parameter in sharded.items() if parameter.device.type == "meta"]
     if on_meta and not assigns:
-        raise RuntimeError(
-            trouble(
-                "load-into-meta",
-                f"load_state_dict cannot copy values into parameters on the meta device ({_some(on_meta)}); pass "
-                "assign=True, or give the model memory by to_empty(device=...) first",
-            )
-        )
+        raise RuntimeError(message("load-into-meta", parameters=_some(on_meta)))
     whole = [key for key in sharded if not isinstance(state[key], DTensor)]
     if not whole:
         return
     if get_debug_level() != DebugLevel.DETAIL:
-        raise RuntimeError(
-            trouble(
-                "load-whole",
-                f"load_state_dict was given whole tensors ({_some(whole)}) for a model that fully_shard has sharded. "
-                "Use torch.distributed.checkpoint.state_dict.set_model_state_dict with "
-                "StateDictOptions(full_state_dict=True), or distribute_tensor each of them first",
-            )
-        )
+        raise RuntimeError(message("load-whole", tensors=_some(whole)))
     for key in whole:
         parameter = sharded[key]
         value = state[key].to(parameter.device)
@@ -83,12 +68,13 @@ def _refuse_other_cuts(sharded: Mapping[str, DTensor], state: dict[str, Any], *,
         # A copy redistributes over the same ranks; a tensor that is put in the parameter's place stays as it is.
         if is_elsewhere or (with_placements and value.placements != parameter.placements):
             raise RuntimeError(
-                trouble(
+                message(
                     "load-other-cut",
-                    f"load_state_dict expected {key!r} of shape {tuple(parameter.shape)} {_cut_how(parameter)}, found "
-                    f"shape {tuple(value.shape)} {_cut_how(value)}. Let torch.distributed.checkpoint read it, which "
-                    "cuts it anew, or pass value.full_tensor() to distribute_tensor with the parameter's own "
-                    "device_mesh and placements",
+                    key=key,
+                    shape=tuple(parameter.shape),
+                    cut=_cut_how(parameter),
+                    found_shape=tuple(value.shape),
+                    found_cut=_cut_how(value),
                 )
             )
 

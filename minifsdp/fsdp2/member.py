@@ -41,8 +41,6 @@ from minifsdp.fsdp2.framework_names import FrameworkNames
 from minifsdp.fsdp2.loading import check_before_load
 from minifsdp.fsdp2.options import MixedPrecisionPolicy
 
-__all__ = ["Member", "member_of", "members_in"]
-
 ATTRIBUTE = "_fully_sharded"
 # The function around a method that is registered as another forward.
 CALLER = "call_as_forward"
@@ -224,7 +222,7 @@ class Member(FrameworkNames):
         for member in found:
             if member.unit is not None and member.reshard_after_forward is None:
                 # The root's backward follows its forward at once.
-                member.unit.reshard_after_forward = member is not self
+                member.unit.choose(reshard_after_forward=member is not self)
         tree = Root(
             [(name, member.unit) for member, name in found.items() if member.unit is not None],
             self.unit,

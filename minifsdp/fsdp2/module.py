@@ -28,12 +28,10 @@ from torch import nn
 
 from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.lanes import Lanes
+from minifsdp.engine.messages import message
 from minifsdp.engine.reduce import ReducePlan
-from minifsdp.engine.trouble import trouble
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp2.member import Member, member_of, members_in
-
-__all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
 
 
 class UnshardHandle:
@@ -65,13 +63,7 @@ class FSDPModule:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refuses: shards and hooks cannot be copied one by one (NEW-22)."""
-        raise AssertionError(
-            trouble(
-                "copy-of-fully-shard",
-                "FSDP does not support deepcopy. Copy the plain model before fully_shard, or carry the values over "
-                "with state_dict() and load_state_dict()",
-            )
-        )
+        raise AssertionError(message("copy-of-fully-shard"))
 
     # --- by hand ---
 
@@ -102,13 +94,7 @@ class FSDPModule:
         """
         member = _member(self)
         if member.tree is not None and not member.is_tree_root:
-            raise RuntimeError(
-                trouble(
-                    "reset-root-only",
-                    "reset_iter_state() acts on the whole tree, so it should be called on the root FSDP module, not "
-                    "on one inside it",
-                )
-            )
+            raise RuntimeError(message("reset-root-only"))
         member.break_off()
         member.drop_gradients()
 
@@ -121,7 +107,7 @@ class FSDPModule:
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients, or keeps them whole for a later one (FS2-SYNC-01)."""
         for unit in _units(self, recurse):
-            unit.reduces = requires_gradient_sync
+            unit.choose(reduces=requires_gradient_sync)
         for plan in _plans(self, recurse):
             plan.all_reduces = requires_gradient_sync
 
@@ -137,14 +123,7 @@ class FSDPModule:
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor` (NEW-10)."""
-        warnings.warn(
-            trouble(
-                "divide-factor-renamed",
-                "set_reduce_scatter_divide_factor() was renamed, use set_gradient_divide_factor()",
-            ),
-            FutureWarning,
-            stacklevel=2,
-        )
+        warnings.warn(message("divide-factor-renamed"), FutureWarning, stacklevel=2)
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -162,12 +141,7 @@ class FSDPModule:
         """
         for plan in _plans(self, recurse=False):
             if stream is not None and plan.mesh.replicate is not None:
-                raise ValueError(
-                    trouble(
-                        "hook-stream",
-                        "stream cannot be set when using native HSDP: the all-reduce over replicas has its own",
-                    )
-                )
+                raise ValueError(message("hook-stream"))
             plan.after, plan.after_lane = hook, stream
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
@@ -184,13 +158,7 @@ class FSDPModule:
             ValueError: not a bool; a number of ranks can be chosen in `fully_shard` only, since it makes groups.
         """
         if not isinstance(reshard_after_forward, bool):
-            raise ValueError(
-                trouble(
-                    "reshard-switch",
-                    f"reshard_after_forward should be a bool here, got {reshard_after_forward!r}; a number of ranks "
-                    "can be chosen when fully_shard is called",
-                )
-            )
+            raise ValueError(message("reshard-switch", reshard_after_forward=reshard_after_forward))
         for member in _members(self, recurse):
             member.reshard_after_forward = reshard_after_forward
             if member.unit is not None:
@@ -199,12 +167,12 @@ class FSDPModule:
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether backward frees the full parameters (NEW-06)."""
         for unit in _units(self, recurse):
-            unit.reshard_after_backward = reshard_after_backward
+            unit.choose(reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs this group's parameters; an embedding's, for one, it does not (NEW-11)."""
         for unit in _units(self, recurse=False):
-            unit.gathers_in_backward = unshard_in_backward
+            unit.choose(gathers_in_backward=unshard_in_backward)
 
     # --- prefetch ---
 
@@ -216,7 +184,7 @@ class FSDPModule:
         """
         _check_modules(modules)
         for unit in _units(self, recurse=False):
-            unit.ahead_in_forward = tuple(_units_of(modules))
+            unit.choose(ahead_in_forward=tuple(_units_of(modules)))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Which groups to gather, in this order, when this module's backward begins (FS2-PREF-04).
@@ -228,7 +196,7 @@ class FSDPModule:
         """
         _check_modules(modules)
         for unit in _units(self, recurse=False):
-            unit.ahead_in_backward = tuple(_units_of(modules)) or None
+            unit.choose(ahead_in_backward=tuple(_units_of(modules)) or None)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """What the next iteration's gathers wait for, in place of all that was given to the main road (NEW-12)."""
@@ -282,37 +250,24 @@ def choose_reshard(unit: Unit, choice: bool | int) -> int | None:
         ValueError: a number that does not divide the ranks on the shard axis.
     """
     if not isinstance(choice, bool | int):
-        raise ValueError(trouble("reshard-type", f"reshard_after_forward should be a bool or an int, got {choice!r}"))
+        raise ValueError(message("reshard-type", choice=choice))
     num_shards = unit.plan.mesh.num_shards
     if not isinstance(choice, bool) and (choice < 1 or num_shards % choice):
-        raise ValueError(
-            trouble(
-                "reshard-factor",
-                f"reshard_after_forward={choice} is not a factor of {num_shards}, the number of ranks on the shard "
-                "axis; choose a number that divides it, or True or False",
-            )
-        )
-    unit.reshard_after_forward, unit.rests_with = bool(choice), None
-    if isinstance(choice, bool) or choice == num_shards:
-        return None
-    if choice == 1:
-        unit.reshard_after_forward = False
+        raise ValueError(message("reshard-factor", choice=choice, num_shards=num_shards))
+    # A smaller group of one rank is the whole on every rank: kept.
+    frees = choice if isinstance(choice, bool) else choice == num_shards or choice > 1
+    unit.choose(reshard_after_forward=frees, rests_with=None)
+    if isinstance(choice, bool) or choice in (1, num_shards):
         return None
     if len(unit.plans) > 1:
-        raise NotImplementedError(
-            trouble(
-                "reshard-number-and-meshes",
-                f"reshard_after_forward={choice} is not offered where shard_placement_fn gives parameters meshes of "
-                "their own; choose True or False, or call fully_shard on their modules with mesh=",
-            )
-        )
+        raise NotImplementedError(message("reshard-number-and-meshes", choice=choice))
     return choice
 
 
 def _member(module: Any) -> Member:
     member = member_of(module)
     if member is None:
-        raise AssertionError(trouble("not-sharded", f"No FSDP state found on {type(module).__name__}"))
+        raise AssertionError(message("not-sharded", type=type(module).__name__))
     return member
 
 
@@ -335,16 +290,11 @@ def _units_of(modules: Iterable[Any]) -> list[Unit]:
 def _check_modules(modules: Iterable[Any]) -> None:
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise ValueError(
-                trouble(
-                    "expects-fsdp-module",
-                    f"Expects FSDPModule but got {type(module).__name__}; call fully_shard on it first",
-                )
-            )
+            raise ValueError(message("expects-fsdp-module", type=type(module).__name__))
 
 
 def _not_offered(what: str, instead: str) -> NotImplementedError:
-    return NotImplementedError(trouble("not-offered", f"{what} is not offered by minifsdp; use {instead}"))
+    return NotImplementedError(message("not-offered", what=what, instead=instead))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -357,7 +307,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if member is None:
         return
     if not hasattr(module, method_name):
-        raise ValueError(trouble("no-such-method", f"{type(module)} does not have a method {method_name}"))
+        raise ValueError(message("no-such-method", type=type(module), method_name=method_name))
     method = getattr(module, method_name)
 
     @functools.wraps(method)

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy"]
-
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:

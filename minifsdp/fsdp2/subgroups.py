@@ -18,8 +18,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["smaller_mesh"]
-
 _made: dict[tuple[Any, ...], tuple[dist.ProcessGroup, DeviceMesh]] = {}
 
 

@@ -9,14 +9,15 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from string import Formatter
 
 import pytest
 from torch import nn
 
-from docs_build.messages import messages
+from docs_build.messages import is_message, messages
 from docs_build.order import PACKAGE, ROOT
 from minifsdp import FullyShardedDataParallel
-from minifsdp.engine.trouble import PAGE
+from minifsdp.engine.messages import PAGE, texts
 from spec_tests.harness import ranks
 
 WRITTEN = ROOT / "docs" / "troubleshoot.md"
@@ -60,8 +61,19 @@ def _speaking(path: Path) -> Iterator[ast.Call]:
 
 
 def _has_ends(call: ast.Call) -> bool:
-    words = call.args[0]
-    return isinstance(words, ast.Call) and isinstance(words.func, ast.Name) and words.func.id == "trouble"
+    return is_message(call.args[0])
+
+
+@pytest.mark.parametrize("kind", ["message", "detail"])
+def test_each_text_of_the_catalogue_is_used_with_exactly_what_its_braces_name(kind: str) -> None:
+    nodes = [node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") == kind]
+    used = {ast.literal_eval(call.args[0]): {keyword.arg for keyword in call.keywords} for call in calls}
+    assert used == {entry: _named_in(text) for entry, text in texts()[kind].items()}
+
+
+def _named_in(text: str) -> set[str]:
+    return {field for _, field, _, _ in Formatter().parse(text) if field}
 
 
 @ranks(2)

@@ -60,7 +60,7 @@ def test_the_unit_whose_forward_runs_first_with_no_other_around_it_is_the_root()
     model(draw(0))
     root, first, second = units_of(model)
     assert [unit.name for unit in (root, first, second)] == ["", "0", "1"]
-    assert [unit.is_kept_root for unit in (root, first, second)] == [True, False, False]
+    assert [unit.policy.stays_for_backward for unit in (root, first, second)] == [True, False, False]
     tree = model._tree
     assert all(wrapper._tree is tree for wrapper in FSDP.fsdp_modules(model))
     assert tree.outermost is root
@@ -137,10 +137,10 @@ def test_a_part_that_was_a_root_is_none_any_more_and_frees_after_forward() -> No
     model = sharded()
     model[0](draw(3))
     unit = model[0]._unit
-    assert unit.is_kept_root
+    assert unit.policy.stays_for_backward
     assert unit.name == ""
     model(draw(0))
-    assert not unit.is_kept_root
+    assert not unit.policy.stays_for_backward
     assert unit.name == "0"
     assert not is_open(unit)
 

@@ -15,7 +15,7 @@ from minifsdp.engine.lanes import Lanes
 from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
-from minifsdp.engine.unit import Phase, State, Unit
+from minifsdp.engine.unit import Phase, State, Unit, UnitPolicy
 
 CPU = torch.device("cpu")
 
@@ -62,7 +62,7 @@ def make(log: Log, mesh: Mesh | None = None) -> Unit:
     layout: Any = log
     plan = ReducePlan.mean(mesh or Mesh(None, None), torch.float32)
     log.gather_group = plan.mesh.shard
-    unit = Unit(nn.Linear(2, 2), layout, plan, Precision(), reshard_after_forward=True)
+    unit = Unit(nn.Linear(2, 2), layout, plan, Precision(), UnitPolicy(reshard_after_forward=True))
     limiter: Any = log
     unit.join(Lanes(CPU), limiter)
     unit.name = "block"

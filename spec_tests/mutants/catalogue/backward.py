@@ -10,8 +10,8 @@ MUTANTS = [
     Mutant(
         "submodules-compute-on-nothing",
         "_absent",
-        "If you called a part of a wrapped model directly, call the wrapped module instead",
-        "Try again",
+        'message("absent"',
+        'message("copy-of-absent"',
         "A submodule that is called past its unit is not told what to do.",
         "FWD-01",
     ),
@@ -114,8 +114,8 @@ MUTANTS = [
     Mutant(
         "no-sync-reduces",
         "TrainingMethods.no_sync",
-        "unit.reduces, unit.reshard_after_backward = False, unit.reshard_after_forward",
-        "unit.reshard_after_backward = unit.reshard_after_forward",
+        "unit.choose(reduces=False, reshard_after_backward=unit.policy.reshard_after_forward)",
+        "unit.choose(reshard_after_backward=unit.policy.reshard_after_forward)",
         "no_sync() reduces in each micro-batch.",
         "NOSYNC-01 NOSYNC-05",
     ),
@@ -146,8 +146,8 @@ MUTANTS = [
     Mutant(
         "no-sync-leaves-its-setting",
         "TrainingMethods.no_sync",
-        "unit.reduces, unit.reshard_after_backward = switches",
-        "unit.reduces = True",
+        "unit.choose(reduces=reduces, reshard_after_backward=frees)",
+        "unit.choose(reduces=True)",
         "Leaving no_sync() does not bring the earlier setting back.",
         "NOSYNC-06",
     ),

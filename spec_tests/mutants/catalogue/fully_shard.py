@@ -50,8 +50,8 @@ MUTANTS = [
     Mutant(
         "root-is-freed-after-forward-in-place",
         "Member._find_tree",
-        "member.unit.reshard_after_forward = member is not self",
-        "member.unit.reshard_after_forward = True",
+        "member.unit.choose(reshard_after_forward=member is not self)",
+        "member.unit.choose(reshard_after_forward=True)",
         "The root is freed after forward by default.",
         "FS2-17 FS2-21",
     ),
@@ -106,7 +106,7 @@ MUTANTS = [
     Mutant(
         "forward-prefetch-is-forgotten",
         "Cycle.pre_forward",
-        "for ahead in unit.ahead_in_forward or ():",
+        "for ahead in unit.policy.ahead_in_forward or ():",
         "for ahead in ():",
         "set_modules_to_forward_prefetch has no effect.",
         "FS2-PREF-03",
@@ -114,7 +114,7 @@ MUTANTS = [
     Mutant(
         "backward-prefetch-is-forgotten",
         "Cycle._prefetch_backward",
-        "if unit.ahead_in_backward is not None:",
+        "if unit.policy.ahead_in_backward is not None:",
         "if False:",
         "set_modules_to_backward_prefetch has no effect.",
         "FS2-PREF-04",
@@ -270,8 +270,8 @@ MUTANTS = [
     Mutant(
         "always-freed-after-forward",
         "choose_reshard",
-        "unit.reshard_after_forward, unit.rests_with = bool(choice), None",
-        "unit.reshard_after_forward, unit.rests_with = True, None",
+        "unit.choose(reshard_after_forward=frees, rests_with=None)",
+        "unit.choose(reshard_after_forward=True, rests_with=None)",
         "reshard_after_forward=False frees after forward.",
         "FS2-17",
     ),

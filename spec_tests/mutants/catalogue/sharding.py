@@ -34,7 +34,7 @@ MUTANTS = [
     Mutant(
         "kept-after-backward",
         "Cycle.post_backward",
-        "elif unit.reshard_after_backward:\n            unit.reshard()",
+        "elif unit.policy.reshard_after_backward:\n            unit.reshard()",
         "elif False:\n            unit.reshard()",
         "Units are freed only when the whole backward is over.",
         "SHARD-04",
@@ -42,7 +42,7 @@ MUTANTS = [
     Mutant(
         "root-is-freed-after-forward",
         "Cycle._frees_after_forward",
-        "return not (unit.is_kept_root and unit.awaits_backward)",
+        "return not (unit.policy.stays_for_backward and unit.awaits_backward)",
         "return True",
         "The root is freed after its forward and gathered again at once.",
         "SHARD-05",
@@ -58,8 +58,8 @@ MUTANTS = [
     Mutant(
         "kept-shard-is-freed",
         "TrainingMethods.no_sync",
-        "unit.reduces, unit.reshard_after_backward = False, unit.reshard_after_forward",
-        "unit.reduces = False",
+        "unit.choose(reduces=False, reshard_after_backward=unit.policy.reshard_after_forward)",
+        "unit.choose(reduces=False)",
         "SHARD_GRAD_OP frees its parameters in each micro-batch without synchronisation.",
         "SHARD-10",
     ),

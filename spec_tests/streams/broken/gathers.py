@@ -297,7 +297,7 @@ BREAKS = [
     Break(
         "prefetch-in-backward-forgotten",
         HOOKS,
-        "        if next_one is not None and next_one.awaits_backward and next_one.gathers_in_backward:\n"
+        "        if next_one is not None and next_one.awaits_backward and next_one.policy.gathers_in_backward:\n"
         "            next_one.unshard()\n",
         "",
         "Backward does not ask for the next unit.",
@@ -410,8 +410,8 @@ BREAKS = [
     Break(
         "stale-root-is-kept",
         ROOT,
-        "unit.rests_with is not None) and unit.layout.is_stale():\n                unit.reshard()\n",
-        "unit.rests_with is not None) and unit.layout.is_stale():\n                pass\n",
+        "unit.policy.rests_with is not None) and unit.layout.is_stale():\n                unit.reshard()\n",
+        "unit.policy.rests_with is not None) and unit.layout.is_stale():\n                pass\n",
         "A root that is still gathered from before the optimizer step is computed on.",
         "flat_loss_abandoned",
         "wrong values",

@@ -9,8 +9,10 @@ words:
     be tied across units, the copies would drift apart; wrap a module that contains both of its users
     More in the documentation of minifsdp: troubleshoot.html#E-tied-across-units
 
-The entry's name is written where the message is raised, so it stays when the wording changes. The page is made from
-those places, so none is missing there (``docs_build/messages.py``).
+What is said stands in ``messages.toml``, one text for each entry, with names in braces for what differs. So the code
+says in one line that something is refused, and the page "Troubleshoot" is made from the same texts:
+
+    raise ValueError(message("tied-across-units", path="head.weight", other="embed.weight"))
 
 *In torch:* a message is a plain text; which rank has raised it can be seen only if the launcher says so.
 
@@ -19,9 +21,11 @@ Spec: no row of its own; every row that asks for a clear error.
 
 from __future__ import annotations
 
-import torch.distributed as dist
+import tomllib
+from functools import cache
+from pathlib import Path
 
-__all__ = ["PAGE", "rank_of_this_process", "trouble"]
+import torch.distributed as dist
 
 PAGE = "troubleshoot.html"
 
@@ -31,6 +35,19 @@ def rank_of_this_process() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def trouble(entry: str, text: str) -> str:
-    """The message ``text`` with its two ends: this rank before it, the address of its ``entry`` behind it."""
+def message(entry: str, /, **values: object) -> str:
+    """The text of ``entry`` with ``values`` in the places of its braces, this rank before it, its address behind it."""
+    text = texts()["message"][entry].format(**values)
     return f"rank {rank_of_this_process()}: {text}\nMore in the documentation of minifsdp: {PAGE}#E-{entry}"
+
+
+def detail(entry: str, /, **values: object) -> str:
+    """A line about one value in a message about many, which has rank and address itself."""
+    return texts()["detail"][entry].format(**values)
+
+
+@cache
+def texts() -> dict[str, dict[str, str]]:
+    """All texts, by kind and entry. They are read when the first is needed, which in most runs is never."""
+    with (Path(__file__).parents[1] / "messages.toml").open("rb") as file:
+        return tomllib.load(file)
