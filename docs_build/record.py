@@ -33,7 +33,7 @@ from docs_build.models import Block, Net, Stage, batch
 from docs_build.order import PACKAGE
 from docs_build.results import machine
 from minifsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard, trace
-from minifsdp.fsdp2.member import members_in
+from minifsdp.fsdp2.fsdp_state import states_in
 from minifsdp.wrap import ModuleWrapPolicy
 
 __all__ = ["Run", "runs_of"]
@@ -182,7 +182,7 @@ def units_of(model: nn.Module) -> list[Any]:
     if isinstance(model, FullyShardedDataParallel):
         wrappers = FullyShardedDataParallel.fsdp_modules(model)
         return [wrapper._unit for wrapper in wrappers if wrapper._unit is not None]
-    return [member.unit for _, member in members_in(model) if member.unit is not None]
+    return [state.unit for _, state in states_in(model) if state.unit is not None]
 
 
 # --- recording ---

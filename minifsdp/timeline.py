@@ -14,7 +14,7 @@ How to read such a picture:
 
 1. *compute* is what the CPU thread was busy with. A box that lies under a longer one ran inside it: the forward of a
    block inside the forward of the root.
-2. *gather* and *reduce* are collectives, from their issue until somebody waited for them. Where such a box lies under
+2. *gather* and *reduce* are collectives, from their issue until they were waited for. Where such a box lies under
    a compute box, communication was hidden behind computation; where compute has a gap above it, it was not.
 3. *gathered* is the memory that holds full parameters: each gather adds, each free takes away. The saw teeth are the
    reason why anybody shards. A prefetch makes them higher and the gaps narrower, and that is its whole trade.
@@ -313,7 +313,7 @@ def _draw_heading(sheet: _Sheet, title: str, events: Sequence[Event], *, shared_
     sheet.text(20, 30, title, "title")
     zero = "the end of a barrier that all ranks shared" if shared_zero else "each rank's own first event"
     sheet.text(20, 50, f"Milliseconds of the CPU clock since {zero}.", "soft")
-    sheet.text(20, 66, "A collective lasts from its issue until somebody waited for it.", "soft")
+    sheet.text(20, 66, "A collective lasts from its issue until it was waited for.", "soft")
     return _draw_legend(sheet, 88.0, events)
 
 

@@ -7,7 +7,7 @@ letters that the spec and the tests use:
 =========  =============================================  ===========================================
 kind       what it is                                     its span, if it has one
 =========  =============================================  ===========================================
-``AG``     all-gather of a unit's parameters              from its issue until somebody waited for it
+``AG``     all-gather of a unit's parameters              from its issue until it was waited for
 ``F``      forward of a unit                              from entering the module until leaving it
 ``B``      backward of a unit                             from the arrival of the gradient of its output
                                                           until its own parameter gradient is complete
@@ -32,7 +32,7 @@ context manager and no formatted string on that path.
 The times are those of the CPU thread (``time.perf_counter``, seconds). On CUDA they therefore say when a thing was
 *issued*; when it ran is the profiler's to tell.
 
-*In torch:* ``torch.profiler.record_function`` ranges are opened in every step whether somebody looks or not, at 11 to
+*In torch:* ``torch.profiler.record_function`` ranges are opened in every step whether a profiler runs or not, at 11 to
 12 for each unit. Left out here for that price; PERFORMANCE of the design measured about 100 microseconds a unit.
 
 Spec: the paragraph "The tracer" at the head of the spec; used by the rows of SHARD, PREF, LIM, NOSYNC and HYB.

@@ -102,7 +102,7 @@ class Unit:
         self.row.grad = None
 
     def reduce_scatter(self) -> None:
-        """The same, but nobody receives what he would throw away."""
+        """The same, but no rank receives what it would throw away."""
         self.log.add("RS", self)
         self.slice.grad = torch.empty_like(self.slice)
         dist.reduce_scatter(self.slice.grad, list(self.row.grad.chunk(dist.get_world_size())))

@@ -2,7 +2,7 @@
 
 From the bottom up, each module using only those above it in this list:
 
-``trouble``         how it speaks when something is wrong
+``messages``        how it speaks when something is wrong
 ``compiler``        what ``torch.compile`` is told about it
 ``mesh``            who shards with whom, who replicates with whom
 ``lanes``           where gathers, reductions and copies run, and how to wait for them
@@ -15,7 +15,7 @@ From the bottom up, each module using only those above it in this list:
 ``layout``          what a unit asks of the tensors it consists of
 ``absent``          what a module shows in place of a parameter that is not here
 ``unsharded``       the tensor that autograd owns
-``loan``            full parameters in the user's hands
+``summoned``        full parameters, shown for a while
 ``ownership``       what the optimizer owns: the contract
 ``flat_parameter``  ... one flat parameter
 ``originals``       ... the original parameters

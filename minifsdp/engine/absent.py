@@ -5,7 +5,7 @@ and the slice may begin in the middle of one weight and end in the middle of the
 then? Three answers are possible:
 
 * the full-size view that was there during forward: its memory has been freed, and reading it is reading garbage;
-* nothing at all: ``linear.weight.shape`` in somebody's logging code would end with an ``AttributeError``;
+* nothing at all: ``linear.weight.shape`` in logging code would end with an ``AttributeError``;
 * a tensor that knows its shape, dtype and device but has no values, and says so when it is asked for them.
 
 This is the third. The usual way to meet it is to call a part of a wrapped model directly, ``model.module[0](x)``: only

@@ -6,7 +6,7 @@ Three collectives carry all of FSDP. Two ranks, a tensor of four elements::
     reduce_scatter   rank 0 has [1 2 3 4], rank 1 has [5 6 7 8]      rank 0 gets [6 8], rank 1 gets [10 12]
     all_reduce       rank 0 has [1 2], rank 1 has [3 4]              both get [4 6]
 
-The last two *sum*. What training wants is the *mean* over all ranks, so somebody must divide by their number: that is
+The last two *sum*. What training wants is the *mean* over all ranks, so one must divide by their number: that is
 `Scaling`. Dividing after the sum costs least, since by then only this rank's piece is left. In float16 the sum itself
 can overflow (its largest number is 65504), so there one part of the division goes before the sum and one part after
 it, as near to the square root each as powers of two allow: 8 ranks divide by 4 before and by 2 after.

@@ -1,6 +1,6 @@
 """How one parameter is cut: the arithmetic of the per-parameter layout, without any communication.
 
-A parameter is cut along one of its dims, the first unless somebody says otherwise, the way ``torch.chunk`` cuts: every
+A parameter is cut along one of its dims, the first unless the user says otherwise, the way ``torch.chunk`` cuts: every
 rank gets the same number of rows until there are none left. So that one all-gather fits all, each rank *sends* the same
 number of elements, and the last ones send some that mean nothing.
 

@@ -1,7 +1,7 @@
 """How one parameter is a DTensor: its cut, its mesh, and the way between a local piece and the distributed whole.
 
-A ``DTensor`` is a local tensor with a sentence about it: on this mesh, cut along that dim. `Sharding` keeps the
-sentence for one parameter and puts it around pieces: around the rows that the optimizer owns, and around their
+A ``DTensor`` is a local tensor with a DTensorSpec: on this mesh, cut along that dim. `Sharding` keeps the
+spec for one parameter and puts it around pieces: around the rows that the optimizer owns, and around their
 gradients.
 
 Worked example, a (4, 4) weight on the mesh ``(replicate=2, shard=2)``::
@@ -11,7 +11,7 @@ Worked example, a (4, 4) weight on the mesh ``(replicate=2, shard=2)``::
     rank 1, 3      rows 2 and 3
 
 A parameter may come as a DTensor already, when tensor parallelism has cut it over a mesh of its own. Then what is cut
-here is its local tensor, the sentence is about both meshes joined, and modules are shown, when it is gathered, the
+here is its local tensor, the spec is that of both meshes joined, and modules are shown, when it is gathered, the
 DTensor that they had before. Where both cut along the same dim, the rows of one rank are no longer neighbours in the
 whole; ``_StridedShard`` is how DTensor says so.
 
@@ -118,7 +118,7 @@ class Sharding:
         return piece_of(values) if isinstance(values, DTensor) else values
 
     def wrap(self, piece: torch.Tensor) -> DTensor:
-        """The sentence around a piece, without communication and without autograd."""
+        """A DTensor around a piece, without communication and without autograd."""
         spec = self._spec
         meta = spec.tensor_meta
         if meta is not None and meta.dtype is not piece.dtype:

@@ -52,12 +52,12 @@ from minifsdp.engine.flat_parameter import FlatOwnership
 from minifsdp.engine.lanes import NOTHING, Lanes, Promise
 from minifsdp.engine.layout import Gradient, Layout, OwnedParameter, rebound
 from minifsdp.engine.lifetime import ReleaseEvent
-from minifsdp.engine.loan import Loan
 from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.messages import message
 from minifsdp.engine.originals import OriginalOwnership
 from minifsdp.engine.ownership import Ownership
 from minifsdp.engine.partition import Form, Partition, local_part
+from minifsdp.engine.summoned import Summoned
 from minifsdp.engine.unsharded import Unsharded
 
 
@@ -122,14 +122,14 @@ class FlatLayout(Layout):
             for index, owned in enumerate(self.parameters)
             for slot in owned.slots
         ]
-        self._loan: Loan | None = None
+        self._summoned: Summoned | None = None
         # What the modules show right now, and the views of the last forward that autograd recorded.
         self._shown: Sequence[torch.Tensor] = self.owner.stand_ins
         self._guards = [] if self.owner.hides_originals else _guards_for(self.parameters)
         self._recorded: Sequence[torch.Tensor] | None = None
         self._gathered_at: object = None
         if self._now.is_borrowed and self.owner.hides_originals:
-            # Readable from now on, but nobody listens for gradients before there is a tree.
+            # Readable from now on, but nothing listens for gradients before there is a tree.
             self._guards = _guards_for(self.parameters)
             self._show(self.views_of(self._now.leaf))
         self._guard()
@@ -149,7 +149,7 @@ class FlatLayout(Layout):
         """From now on the unit computes in ``dtype``; to be called while it is sharded."""
         if dtype not in self._variants:
             shard, numel = self.owner.shard, self.partition.padded_numel
-            # Nobody shares and nobody casts: computed on where it is stored.
+            # Neither shared nor cast: computed on where it is stored.
             borrows = self.mesh.shard is None and dtype is shard.dtype and shard.device == self.device
             self._variants[dtype] = Unsharded(numel, dtype, self.device, shard if borrows else None)
             self._hook(self._variants[dtype])
@@ -211,7 +211,7 @@ class FlatLayout(Layout):
     def gather(self, lanes: Lanes) -> Promise | None:
         """Fills the unsharded tensor, from this rank's slice if nothing is sharded, else from everybody's."""
         if self.owner.collect():
-            # Just copied, and so after the lane has last followed the main road.
+            # Just copied, and so after the lane has last followed the compute stream.
             lanes.gather.follow()
         self._gathered_at = self.owner.stamp()
         now, shard, group = self._now, self.owner.shard.data, self.mesh.shard
@@ -290,10 +290,10 @@ class FlatLayout(Layout):
         self._guard()
 
     def _guard(self) -> None:
-        """Lets modules compute, or refuse to while they show slices or nobody would hear of their gradients."""
+        """Lets modules compute, or refuse to while they show slices or their gradients would not be heard of."""
         if not self._guards:
             return
-        refuses = self._loan is None and (self._shown is self.owner.stand_ins or self._on_gradient is None)
+        refuses = self._summoned is None and (self._shown is self.owner.stand_ins or self._on_gradient is None)
         for hooks, guard in self._guards:
             if refuses:
                 hooks[ForwardGuard.KEY] = guard
@@ -356,8 +356,8 @@ class FlatLayout(Layout):
         return self.owner.shard.detach()
 
     def _collect(self) -> None:
-        """What the user has given other memory counts; but while full values are lent, the other memory is theirs."""
-        if self._loan is None:
+        """Takes over what the user has given other memory, but not while that is the memory of summoned full values."""
+        if self._summoned is None:
             self.owner.collect()
 
     def overwrite_local(self, piece: torch.Tensor) -> None:
@@ -435,14 +435,14 @@ class FlatLayout(Layout):
 
         They are in the order in which the modules had them; the flat parameter steps aside.
         """
-        self._loan = Loan(row, self.views_of(row), gradients)
-        self._loan.parameters = self.owner.lend(self._loan.views)
+        self._summoned = Summoned(row, self.views_of(row), gradients)
+        self._summoned.parameters = self.owner.show_full(self._summoned.views)
         if gradients is not None:
-            self._loan.lend_gradients(self.views_of(gradients[0]), gradients[1])
+            self._summoned.show_gradients(self.views_of(gradients[0]), gradients[1])
         for dictionary, slot, index in self._places:
             dictionary.pop(slot.name)
-            slot.module._parameters[slot.name] = self._loan.parameters[index]
-            slot.update_second_list(self._loan.parameters[index])
+            slot.module._parameters[slot.name] = self._summoned.parameters[index]
+            slot.update_second_list(self._summoned.parameters[index])
         self._guard()
 
     def hide_row(self, *, keep_changes: bool) -> None:
@@ -450,24 +450,24 @@ class FlatLayout(Layout):
 
         A parameter that was given other memory in between is read from there.
         """
-        loan, self._loan = self._loan, None
-        assert loan is not None
+        summoned, self._summoned = self._summoned, None
+        assert summoned is not None
         exchanged = [
             slot
             for _, slot, index in self._places
-            if slot.module._parameters.pop(slot.name, None) is not loan.parameters[index]
+            if slot.module._parameters.pop(slot.name, None) is not summoned.parameters[index]
         ]
         self._show(self._shown)
         piece = self.partition.piece(self.mesh.shard_index)
-        loan.collect()
+        summoned.collect()
         if keep_changes and self.mesh.shard is not None:
-            self.owner.overwrite(loan.row[piece])
+            self.owner.overwrite(summoned.row[piece])
         elif keep_changes:
             # The row was the shard itself. A copy of it in another dtype may still be there from an earlier gather.
             self._gathered_at = None
-        self.owner.take_back()
-        if keep_changes and loan.gradients is not None:
-            self.owner.overwrite_gradient(loan.gradients[0][piece], loan.gradients[1])
+        self.owner.hide_full()
+        if keep_changes and summoned.gradients is not None:
+            self.owner.overwrite_gradient(summoned.gradients[0][piece], summoned.gradients[1])
         if exchanged:
             raise rebound(exchanged[0], self.name)
 

@@ -18,7 +18,7 @@ Worked example, one unit of 4 elements on two ranks, two micro-batches on rank 0
     after it                    .grad is [5 5] on both                                   reduced
 
 Why show the unreduced gradient at all, and not keep it out of sight? Because ``zero_grad()`` must find it. A sum that
-nobody can clear would leak into the next step.
+cannot be cleared would leak into the next step.
 
 The optimizer is told before it can trip over the difference in size (see ``misuse.py``).
 
@@ -47,7 +47,7 @@ class FlatOwnership(Ownership):
 
     Args:
         home: the unit's module; the flat parameter is registered there.
-        parameters: what it is made of; afterwards nobody here holds on to the originals.
+        parameters: what it is made of; afterwards nothing here holds on to the originals.
         shard: 1-D, this rank's slice, in the dtype and on the device where it is stored.
         keep_reduce_dtype: whether a reduced gradient may stay in another dtype than the shard's.
 
@@ -114,12 +114,12 @@ class FlatOwnership(Ownership):
         with torch.no_grad():
             self.shard.copy_(piece)
 
-    def lend(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
+    def show_full(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
         """Ordinary parameters for ``views``; the flat parameter is not listed while modules show them."""
         del self.home._parameters[FLAT_NAME]
         return [nn.Parameter(view, requires_grad=self.requires_grad) for view in views]
 
-    def take_back(self) -> None:
+    def hide_full(self) -> None:
         """The flat parameter is listed again."""
         self.home.register_parameter(FLAT_NAME, self.shard)
 

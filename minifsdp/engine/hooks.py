@@ -20,9 +20,9 @@ How do we get into backward?
    so the first trip wire does it.
 4. A unit without trained parameters has no gradient to wait for. Its backward is over when the gradients of its inputs
    are known, and if there are none, at the end of backward.
-5. With a leaf for each parameter nobody knows which of them will get a gradient in this backward. So there the inputs
-   of the module pass through a node that does nothing forward; when autograd comes back to it, all that happened in
-   between is done. What is missed, because no input asks for a gradient, is caught at the end of backward.
+5. With a leaf for each parameter it is not known which of them will get a gradient in this backward. So there the
+   inputs of the module pass through a node that does nothing forward; when autograd comes back to it, all that happened
+   in between is done. What is missed, because no input asks for a gradient, is caught at the end of backward.
 
 Activation checkpointing runs a unit's forward *again, inside backward*. That is noticed by the fact that autograd is
 running, and changes two things:
@@ -187,7 +187,7 @@ class Cycle:
             return not (unit.policy.stays_for_backward and unit.awaits_backward)
         if not (unit.policy.reshard_after_evaluation and unit.policy.reshard_after_backward):
             return False
-        # Kept for its backward. After an evaluation nobody would free it later; but a part without
+        # Kept for its backward. After an evaluation nothing would free it later; but a part without
         # grad inside a recorded forward is no evaluation, it is checkpointed and will be computed again.
         return not unit.awaits_backward and not self.is_recorded
 
@@ -315,7 +315,7 @@ class Cycle:
         its parameters. It is freed; the next forward must not meet parameters from before the optimizer step.
         """
         for unit in reversed(self.units):
-            # 5. Nobody said so: the inputs asked for no gradient, or it never reached them.
+            # 5. Nothing said so: the inputs asked for no gradient, or it never reached them.
             if not unit.layout.signals_gradient and unit.phase is not Phase.POST_BACKWARD and _expects_gradient(unit):
                 self.post_backward(unit)
         if not self.is_last_backward:
@@ -374,5 +374,5 @@ def _expects_gradient(unit: Unit) -> bool:
 
 
 def not_while_summoned(unit: Unit, what: str) -> RuntimeError:
-    """The error for computing with what the user has in his hands."""
+    """The error for computing with full parameters that are summoned."""
     return RuntimeError(message("while-summoned", what=what, unit=unit.name))

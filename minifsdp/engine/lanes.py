@@ -1,23 +1,23 @@
 """Lanes: where gathers, reductions and copies run, and how to wait for them.
 
-A unit's parameters should travel while another unit computes. So there is a main road, on which forward and backward
-run, and beside it a few lanes. Work is put on a lane (*issue*), the main road goes on, and stops only where it needs
-the result (*wait*)::
+A unit's parameters should travel while another unit computes. So there is a compute stream, on which forward and
+backward run, and beside it a few lanes. Work is put on a lane (*issue*), the compute stream goes on, and stops only
+where it needs the result (*wait*)::
 
-    main road   ---- F0 ----|---- F1 ----|---- F2 ----
+    compute     ---- F0 ----|---- F1 ----|---- F2 ----
     gather           AG1 ---^    AG2 ---^                   ^ = the wait
 
-On CUDA a lane is a stream, and a wait is an event that the main road's stream waits for: the CPU does not stop. On the
+On CUDA a lane is a stream, and a wait is an event that the compute stream waits for: the CPU does not stop. On the
 CPU a lane is only a name. Collectives of gloo run in threads of their own and hand back a ``Work``; waiting for it does
 stop the calling thread, but what happened between issue and wait was overlap all the same. Both kinds of promise have
 one method, ``wait()``, and nothing else in the engine asks which kind it is.
 
 Three rules keep the lanes correct on CUDA:
 
-1. a lane follows the main road up to the point where what it reads was written: the gather lane once in an iteration,
-   behind the optimizer step that changed the shards, the reduce lane for each gradient. Following more often than
-   that would be correct and slow: a gather that waits for the compute issued before it does not overlap with it;
-2. nobody waits for a whole lane, only for the event of the one thing that is needed;
+1. a lane follows the compute stream up to the point where what it reads was written: the gather lane once in an
+   iteration, behind the optimizer step that changed the shards, the reduce lane for each gradient. Following more often
+   than that would be correct and slow: a gather that waits for the compute issued before it does not overlap with it;
+2. a wait is never for a whole lane, only for the event of the one thing that is needed;
 3. a stream is always asked for by its device. Without one PyTorch answers with a stream of the *current* device, which
    is another one where ``device_id`` was given and ``set_device`` never called.
 
@@ -43,7 +43,7 @@ class Promise(Protocol):
     """Something that was issued and will be complete once `wait` has returned."""
 
     def wait(self) -> Any:
-        """Until this returns, what was promised must not be used on the main road."""
+        """Until this returns, what was promised must not be used on the compute stream."""
         ...
 
 
@@ -60,7 +60,7 @@ NOTHING: Promise = _Nothing()
 
 
 class _EventPromise:
-    """A promise of a CUDA lane: the stream of who waits, nearly always the main road's, waits for the event."""
+    """A promise of a CUDA lane: the stream of who waits, nearly always the compute stream, waits for the event."""
 
     __slots__ = ("_device", "_event")
 
@@ -77,7 +77,7 @@ def current_stream(device: torch.device) -> Any:
 
 
 def passed(device: torch.device) -> Any:
-    """An event for all that the main road of ``device`` has been given so far; ``None`` on the CPU: all is done."""
+    """An event for all that the compute stream of ``device`` was given so far; ``None`` on the CPU: all is done."""
     if device.type in ("cpu", "meta"):
         return None
     return current_stream(device).record_event()
@@ -99,7 +99,7 @@ class Lane:
         self.stream: Any = None
         self._held: list[tuple[Any, Any]] = []
         if device.type != "cpu":
-            # Collectives go first: they are short for the GPU and somebody always waits for them.
+            # Collectives go first: they are short for the GPU and are always waited for.
             self.stream = torch.get_device_module(device).Stream(device=device, priority=-1)
 
     def __enter__(self) -> Lane:
@@ -115,17 +115,17 @@ class Lane:
             self._context.__exit__(kind, error, trace)
 
     def follow(self, event: Any = None) -> None:
-        """Rule 1: what is issued on the lane from now on runs after what the main road has been given so far.
+        """Rule 1: what is issued on the lane from now on runs after what the compute stream has been given so far.
 
         Args:
-            event: an accelerator's event of the main road, if less than all is to be waited for.
+            event: an accelerator's event of the compute stream, if less than all is to be waited for.
         """
         if self.stream is None:
             return
         self.stream.wait_event(passed(self._device) if event is None else event)
 
     def join(self) -> None:
-        """Rule 2 for all that was issued on the lane: what the main road is given from now on runs after it."""
+        """Rule 2 for all that was issued on the lane: what the compute stream is given from now on runs after it."""
         if self.stream is not None:
             current_stream(self._device).wait_stream(self.stream)
 
@@ -135,7 +135,7 @@ class Lane:
             self.stream.synchronize()
 
     def hold(self, memory: Any) -> None:
-        """Keeps ``memory`` of this lane alive until what the main road has been given so far is done with it."""
+        """Keeps ``memory`` of this lane alive until what the compute stream has been given so far is done with it."""
         if self.stream is not None:
             self._held.append((memory, passed(self._device)))
 

@@ -164,9 +164,9 @@ class Layout(ABC):
 
     @abstractmethod
     def on_gradient(self, notify: Callable[[], None] | None) -> None:
-        """Whom to call when the unsharded gradient is complete; ``None`` for nobody. Lays hooks once, for good.
+        """Whom to call when the unsharded gradient is complete; ``None`` for nothing. Lays hooks once, for good.
 
-        A layout that cannot tell, see `signals_gradient`, calls nobody.
+        A layout that cannot tell, see `signals_gradient`, calls nothing.
         """
 
     @abstractmethod
@@ -183,7 +183,7 @@ class Layout(ABC):
     @property
     @abstractmethod
     def gather_group(self) -> Group | None:
-        """Who takes part in the next gather; ``None`` if nobody has to."""
+        """Who takes part in the next gather; ``None`` if no rank has to."""
 
     @abstractmethod
     def gather(self, lanes: Lanes) -> Promise | None:
@@ -244,7 +244,7 @@ class Layout(ABC):
     @property
     @abstractmethod
     def has_gradient(self) -> bool:
-        """Whether autograd has left a gradient that nobody has taken."""
+        """Whether autograd has left a gradient that was not taken."""
 
     @abstractmethod
     def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
@@ -268,7 +268,7 @@ class Layout(ABC):
 
     @abstractmethod
     def copy_to_host(self, piece: torch.Tensor) -> torch.Tensor:
-        """A copy of a reduced piece where shards live if that is the CPU, made by the current stream; nobody waits.
+        """A copy of a reduced piece where shards live if that is the CPU, made by the current stream; nothing waits.
 
         What cannot be copied without waiting is returned as it is, and `accept_gradient` does it.
         """

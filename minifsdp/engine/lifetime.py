@@ -1,12 +1,12 @@
 """When memory that crossed lanes may be reused, and the rate limiter.
 
-The memory of a gathered unit is written on the gather lane and read on the main road. PyTorch's CUDA allocator gives a
-block back to the lane that asked for it, *as soon as Python frees it*, without asking whether the main road is done
-reading. Two ways out:
+The memory of a gathered unit is written on the gather lane and read on the compute stream. PyTorch's CUDA allocator
+gives a block back to the lane that asked for it, *as soon as Python frees it*, without asking whether the compute
+stream is done reading. Two ways out:
 
-* tell the allocator (``record_stream``): the block is held until the main road has passed this point. The CPU never
-  stops, but it runs ahead: it can issue the gathers of ten units before the GPU has finished the first, and all ten are
-  then allocated at once.
+* tell the allocator (``record_stream``): the block is held until the compute stream has passed this point. The CPU
+  never stops, but it runs ahead: it can issue the gathers of ten units before the GPU has finished the first, and all
+  ten are then allocated at once.
 * so let the CPU stop after all, before it runs too far ahead. That is the rate limiter::
 
       CPU    AG0 F0 FREE0   AG1 F1 FREE1   WAIT(FREE0) AG2 ...
@@ -18,7 +18,7 @@ reading. Two ways out:
 Why two? With one, the gather could not overlap the compute before it; with three, nothing is gained on a network that
 keeps up, and a unit of memory is lost.
 
-On the CPU every free is complete when it returns, so the events are complete from the start and nobody ever waits. The
+On the CPU every free is complete when it returns, so the events are complete from the start and nothing ever waits. The
 queue is kept all the same: tests put slow events in it and watch the limiter work.
 
 *In torch:* ``_limiter_utils.py``, 32 lines, the same idea. FSDP2 has no limiter; it holds references until an event.
@@ -38,7 +38,7 @@ from minifsdp.engine.lanes import current_stream
 
 
 class ReleaseEvent(Protocol):
-    """Says when the main road is done with a freed unit."""
+    """Says when the compute stream is done with a freed unit."""
 
     def query(self) -> bool:
         """Whether that has happened."""
@@ -63,15 +63,15 @@ DONE = _Done()
 
 
 def release(storage_owner: torch.Tensor) -> ReleaseEvent:
-    """Gives back the memory of ``storage_owner``, which came from the gather lane and was read on the main road.
+    """Gives back the memory of ``storage_owner``, which came from the gather lane and was read on the compute stream.
 
     The tensor and all its views stay; their common storage has 0 bytes afterwards. Returns the event that says when
-    the main road will be done with it.
+    the compute stream will be done with it.
     """
     event: ReleaseEvent = DONE
     if storage_owner.device.type != "cpu":
         main_road = current_stream(storage_owner.device)
-        # The allocator must not hand the block out again before the main road has passed this point.
+        # The allocator must not hand the block out again before the compute stream has passed this point.
         storage_owner.record_stream(main_road)
         event = main_road.record_event()
     storage_owner.untyped_storage().resize_(0)
@@ -82,7 +82,7 @@ class RateLimiter:
     """Keeps the CPU from gathering too far ahead of the GPU.
 
     Args:
-        enabled: ``limit_all_gathers``; when off, nothing is queued and nobody waits.
+        enabled: ``limit_all_gathers``; when off, nothing is queued and nothing waits.
         num_in_flight: units that may be gathered or still in use at once.
     """
 
@@ -95,7 +95,7 @@ class RateLimiter:
         self._events: deque[ReleaseEvent] = deque(maxlen=num_in_flight)
 
     def __len__(self) -> int:
-        """Releases that nobody has waited for yet."""
+        """Releases that were not waited for yet."""
         return len(self._events)
 
     def admit(self, unit_name: str) -> None:

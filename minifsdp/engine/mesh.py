@@ -18,7 +18,7 @@ In the middle rank 2 gathers from {2, 3} and averages with {0, 2}. The sum of a 
 column is the sum over all four ranks, which is why two small collectives can do the work of a large one.
 
 A `Group` is one row or one column as this rank sees it. It keeps the answers that ``torch.distributed`` would look up
-again in every call (size, own position, members), because the hot path asks for them in every unit.
+again in every call (size, own position, ranks), because the hot path asks for them in every unit.
 
 *In torch:* FSDP1 keeps ``process_group`` and ``_inter_node_pg`` on its state, FSDP2 has ``FSDPMeshInfo`` and
 ``HSDPMeshInfo``; both are the table above.
@@ -49,7 +49,7 @@ class Group:
         process_group: the ``torch.distributed`` group.
         size: number of ranks in it.
         rank: this process's position in it, from 0.
-        ranks: the global ranks of its members, in order of position.
+        ranks: the global ranks in it, in order of position.
     """
 
     process_group: dist.ProcessGroup
@@ -106,7 +106,8 @@ class Mesh:
     @classmethod
     def sharded(cls, group: Group) -> Mesh:
         """One copy, in as many pieces as the group has ranks."""
-        # A row of one is no row: gathering from nobody is a copy, so such a unit is treated as not sharded at all.
+        # A row of one is no row: gathering from no other rank is a copy, so such a unit is treated as not sharded at
+        # all.
         return cls(group, None) if group.size > 1 else cls(None, None)
 
     @classmethod
@@ -172,7 +173,7 @@ def node_size(device: torch.device) -> int:
 
 
 # One pair of groups for each default group and node size: units that were wrapped one by one must share them, and
-# making a group is a collective that nobody should repeat for each of a hundred units.
+# making a group is a collective that should not be repeated for each of a hundred units.
 _node_groups: dict[tuple[dist.ProcessGroup, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 

@@ -3,7 +3,7 @@
 Two of them cannot be seen where they are made, only where they do harm:
 
 * *An optimizer that was built before wrapping.* It holds the original parameters, which no module uses any more. Its
-  step changes tensors that nobody looks at; the loss stays flat and nothing says why. Every parameter that a unit has
+  step changes tensors that nothing looks at; the loss stays flat and nothing says why. Every parameter that a unit has
   replaced is remembered here by a weak reference, and the first step of each optimizer is checked against them.
 * *A step after* ``no_sync()`` *without a reducing backward.* What ``.grad`` holds then is this rank's own sum in full
   size, no rank's share of a mean.
@@ -149,7 +149,7 @@ def check_one_door(module: nn.Module, door: str) -> None:
 
 
 def is_only_called_in_parts(module: nn.Module) -> bool:
-    """Whether ``module`` is a list or dict of modules, which nobody calls, so that nothing would gather its unit.
+    """Whether ``module`` is a list or dict of modules, which is never called, so that nothing would gather its unit.
 
     Other modules without a forward may have another method that gathers.
     """

@@ -1,6 +1,6 @@
 """What the optimizer owns when the original parameters stay visible.
 
-The flat layout of memory is the same, but nobody is shown the flat tensor. The very ``nn.Parameter`` objects that the
+The flat layout of memory is the same, but the flat tensor is not shown. The very ``nn.Parameter`` objects that the
 user made stay registered under their names, and between computations each of them is a 1-D slice: the part of it that
 fell into this rank's piece, which may be all of it, some of it, or nothing. So an optimizer can treat biases otherwise
 than weights, and ``named_parameters()`` has the names that one expects.
@@ -8,7 +8,7 @@ than weights, and ``named_parameters()`` has the names that one expects.
 Worked example, ``weight`` of shape (2, 3) and ``bias`` of shape (3), two ranks::
 
     rank 0    weight: 5 elements     bias: 0 elements
-    rank 1    weight: 1 element      bias: 3 elements, and behind them one of padding that nobody sees
+    rank 1    weight: 1 element      bias: 3 elements, and behind them one of padding that is not shown
 
 The slices are views of the shard, so a step of the optimizer writes into the shard and there is nothing to copy back.
 But here the user can also give a parameter other memory, ``p.data = ...``, as ``model.to_empty()`` does; that is
@@ -80,7 +80,7 @@ class OriginalOwnership(Ownership):
         for slot in (slot for owned in parameters.values() for slot in owned.slots):
             misuse.note_flattened(slot.module, slot.name)
         self._warn_if_mixed()
-        self.take_back()
+        self.hide_full()
 
     def _warn_if_mixed(self) -> None:
         frozen = [path for path, p in zip(self._paths, self.originals, strict=True) if not p.requires_grad]
@@ -93,21 +93,21 @@ class OriginalOwnership(Ownership):
         """Where to write what a module shall show: where its parameters are registered."""
         return module._parameters  # type: ignore[return-value]
 
-    def lend(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
+    def show_full(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
         """The originals themselves, showing ``views``, where they can; their gradients are put aside."""
         self._gradients_aside = [p.grad for p in self.originals]
-        lent = []
+        shown = []
         for original, view, is_distributed in zip(self.originals, views, self._is_distributed, strict=True):
             original.grad = None
             if is_distributed:
-                lent.append(nn.Parameter(view, requires_grad=original.requires_grad))
+                shown.append(nn.Parameter(view, requires_grad=original.requires_grad))
             else:
                 original.data = view
-                lent.append(original)
-        return lent
+                shown.append(original)
+        return shown
 
-    def take_back(self) -> None:
-        """The originals show their slices of the shard, and the gradients that `lend` has put aside."""
+    def hide_full(self) -> None:
+        """The originals show their slices of the shard, and the gradients that `show_full` has put aside."""
         for original, view in zip(self.originals, self._own_views(self.shard), strict=True):
             original.data = view
         for original, gradient in zip(self.originals, self._gradients_aside, strict=False):
@@ -118,7 +118,7 @@ class OriginalOwnership(Ownership):
 
     def _own_views(self, piece: torch.Tensor) -> list[torch.Tensor]:
         if self.partition.num_shards == 1:
-            # Nobody has another part: there is no reason to show less than the parameter.
+            # No rank has another part: there is no reason to show less than the parameter.
             return [piece[part].view(shape) for part, shape in zip(self._slices, self.shapes, strict=True)]
         return [piece[part] for part in self._slices]
 

@@ -54,12 +54,12 @@ class Ownership(ABC):
         """Whether anything here is to be trained; the user may change it at any time."""
 
     @abstractmethod
-    def lend(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
+    def show_full(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
         """Ordinary parameters that show ``views``, to be put on the modules for a while."""
 
     @abstractmethod
-    def take_back(self) -> None:
-        """The end of `lend`."""
+    def hide_full(self) -> None:
+        """The end of `show_full`."""
 
     # --- values ---
 
@@ -126,6 +126,6 @@ def assign_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 def call_hooks(parameter: nn.Parameter) -> None:
-    """Calls the user's hooks that wait for the gradient. Autograd did not put it there, so nobody else does."""
+    """Calls the user's hooks that wait for the gradient. Autograd did not put it there, so nothing else does."""
     for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
         hook(parameter)

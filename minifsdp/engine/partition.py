@@ -109,7 +109,7 @@ class Partition:
     @cached_property
     def shard_numel(self) -> int:
         """Elements that each rank stores, padding included."""
-        # Rounded up: rounded down, the last elements would belong to nobody.
+        # Rounded up: rounded down, the last elements would belong to no rank.
         return -(-self.numel // self.num_shards)
 
     @cached_property

@@ -165,7 +165,7 @@ class PerParameterLayout(Layout):
         for original, entry in zip(originals, self._entries, strict=True):
             misuse.note_taken(original, entry.owned.path, is_replaced=True)
             for slot in entry.owned.slots:
-                # Remembered by its place: `to()` and others swap what is in a DTensor, if nobody has a reference to it.
+                # Remembered by its place: `to()` and others swap what is in a DTensor, if there is no reference to it.
                 misuse.note_place(slot.module, slot.name, entry.owned.path)
         self._gathered_at: object = None
         self._has_copied = False
@@ -209,7 +209,7 @@ class PerParameterLayout(Layout):
     # --- the unsharded tensors ---
 
     def on_gradient(self, notify: Any) -> None:
-        """Nobody is called: with a leaf for each parameter, none of them knows whether the others are complete."""
+        """Nothing is called: with a leaf for each parameter, none of them knows whether the others are complete."""
 
     def settle(self) -> None:
         """Adapts to what was done to the parameters since, and makes sure that they have values.
@@ -239,7 +239,7 @@ class PerParameterLayout(Layout):
         """Issues one gather for each row, nearly always one."""
         self._gathered_at = self._stamp()
         if self._has_copied:
-            # Since the lane has last followed the main road.
+            # Since the lane has last followed the compute stream.
             lanes.gather.follow()
             self._has_copied = False
         with lanes.gather as lane:
@@ -419,7 +419,7 @@ class PerParameterLayout(Layout):
 
     @property
     def has_gradient(self) -> bool:
-        """Whether autograd has left a gradient here that nobody has taken."""
+        """Whether autograd has left a gradient here that was not taken."""
         return any(entry.leaf.grad is not None for entry in self._entries)
 
     def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
@@ -503,7 +503,7 @@ class PerParameterLayout(Layout):
                 entry.parameter.grad = entry.sharding.wrap(part)
             else:
                 piece_of(before).add_(part)
-            # Autograd did not put the gradient there, so nobody else calls the hooks that wait for it.
+            # Autograd did not put the gradient there, so nothing else calls the hooks that wait for it.
             hooks = entry.parameter._post_accumulate_grad_hooks
             if hooks:
                 for hook in list(hooks.values()):

@@ -19,7 +19,7 @@ Worked example, mesh of 2 x 2, a unit of four elements; ranks 0 and 1 shard, 2 a
     4. all-reduced   [10 10]     [10 10]     [10 10]     [10 10]
     5. divided       2.5 everywhere: the mean of 1, 2, 3 and 4
 
-Nobody needs the result before the optimizer runs. So a reduction is issued and left alone while the next unit's
+The result is not needed before the optimizer runs. So a reduction is issued and left alone while the next unit's
 backward computes; it is completed when the next reduction has been issued, or at the end of backward. One reduction in
 flight overlaps with compute; a second one would wait for the first on the same wire and hold another unsharded
 gradient meanwhile.
@@ -131,7 +131,7 @@ class _InFlight:
 
     def __init__(self, name: str, layout: Layout, plan: ReducePlan, gradient: Gradient) -> None:
         self.name, self.layout, self.plan, self.gradient = name, layout, plan, gradient
-        # 1. Packed in the lane, so that the main road can go on.
+        # 1. Packed in the lane, so that the compute stream can go on.
         self.whole = self.piece = layout.pack(gradient, plan.dtype)
         self.all_reduces = plan.all_reduces
         self.promise: Promise = NOTHING
@@ -164,13 +164,13 @@ class Reducer:
         Every rank of the unit's mesh must call it, in the same order of units.
         """
         if plan.partial is not None:
-            # Before the lane reads the gradient: after an error nobody would keep it alive.
+            # Before the lane reads the gradient: after an error nothing would keep it alive.
             _check_partial(name, plan.partial[0], gradient.numbers)
         self._lanes.reduce.follow()
         with self._lanes.reduce as lane:
             new = _InFlight(name, layout, plan, gradient)
             if lane.stream is None:
-                # Packed at once; nobody reads the parts any more.
+                # Packed at once; the parts are not read any more.
                 gradient.parts.clear()
             new.promise = lane.promise(self._issue(new))
         if lane.stream is not None:
@@ -180,7 +180,7 @@ class Reducer:
             self._complete(before)
 
     def finish(self) -> None:
-        """Completes what is in flight; afterwards the main road, and the host, may read every gradient."""
+        """Completes what is in flight; afterwards the compute stream, and the host, may read every gradient."""
         last, self._in_flight = self._in_flight, None
         if last is not None:
             self._complete(last)

@@ -13,7 +13,7 @@ What is done at the beginning of an iteration, in this order:
 1. if the iteration before ended in an exception, which shows in a unit that is still in forward or a backward that
    never ended, bring every unit back to a defined state;
 2. see that modules still show what was put on them;
-3. let the gather lane follow the main road, which has just run the optimizer;
+3. let the gather lane follow the compute stream, which has just run the optimizer;
 4. free what is still gathered from before and has been changed since. That happens to the root after a forward that no
    backward followed; computing on it would mean to train on yesterday's weights.
 
@@ -57,7 +57,7 @@ class Root:
 
     Attributes:
         after_optimizer: an accelerator's event, recorded after the optimizer step, for the next gathers to wait for
-            instead of for all that the main road has been given; used once.
+            instead of for all that the compute stream has been given; used once.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Root:
         if self._forward_is_open or graph_task() != NOT_IN_BACKWARD:
             # Inside another forward, or a recomputation inside backward: no new iteration.
             return False
-        # 1. An iteration that came to its end leaves nobody in forward and no backward open.
+        # 1. An iteration that came to its end leaves no unit in forward and no backward open.
         if self.cycle.in_backward or any(unit.phase is Phase.FORWARD for unit in self.units):
             self.cycle.recover()
         # 2. Before the first collective, so that a mistake ends in a message on every rank.

@@ -16,7 +16,7 @@ A collective wants one tensor; the optimizer and autograd want many. So the many
    them. A row of one parameter is sorted already: on the CPU its buffer is the whole.
 3. The leaves, what autograd owns, are made once. Each is a view of ``whole`` with a version counter of its own, and
    ``whole`` has memory only from gather to free: one resize gives it to all of them.
-4. A row that nobody shares and nobody casts needs no second memory: its leaves look at the pieces themselves.
+4. A row that is neither shared nor cast needs no second memory: its leaves look at the pieces themselves.
 5. On an accelerator the leaves begin at multiples of 16 bytes, as many as one load of a kernel takes: others are slower
    there, and some refuse. What travels has no gaps.
 
@@ -74,7 +74,7 @@ class Row:
         cuts: how each is cut.
         values: the whole of each, on any device.
         index: which of the pieces are this rank's.
-        group: who has the others; ``None`` for nobody.
+        group: the ranks that have the others; ``None`` if there are none.
         device: the compute device.
         dtype: in which to compute; ``None`` for that of the values.
         offload: whether the pieces live on the CPU.
@@ -102,7 +102,7 @@ class Row:
     ) -> None:
         self.cuts, self.index, self.device = cuts, index, device
         home = torch.device("cpu") if offload and device.type != "meta" else device
-        # Where nobody shares, nothing travels.
+        # Where nothing is shared, nothing travels.
         self._sizes = [cut.chunk_numel if group is not None else self._aligned(cut.chunk_numel) for cut in cuts]
         self.local = torch.zeros(sum(self._sizes), dtype=values[0].dtype, device=home)
         if pin and home.type == "cpu" and device.type != "cpu":
@@ -140,8 +140,8 @@ class Row:
         ]
         self._own = _Source(group, local, self._sizes)
         self._source = self._own
-        # What comes from nobody else arrives sorted; so does a single parameter. But on an accelerator its memory would
-        # have to come from the gather lane then, and who may reuse that is told by the copy out.
+        # What comes from no other rank arrives sorted; so does a single parameter. But on an accelerator its memory
+        # would have to come from the gather lane then, and who may reuse that is told by the copy out.
         is_sorted = group is None or (len(self.cuts) == 1 and self.cuts[0].dim == 0)
         self._copies = not is_sorted or self.device.type != "cpu"
         self._is_split_only = group is None or not any(cut.dim for cut in self.cuts)
@@ -171,7 +171,7 @@ class Row:
             return []
         source = self._source
         if source is not self._own:
-            # Cut out on the main road, after this lane has last followed it.
+            # Cut out on the compute stream, after this lane has last followed it.
             lane.follow(self._rested_at)
         piece, num = source.piece, source.num_pieces
         if not self._copies:
@@ -214,7 +214,7 @@ class Row:
                 torch.cat(pieces, dim=cut.dim, out=region.view(cut.shape))
 
     def free(self) -> None:
-        """Gives back the memory of the whole. It came from the main road and was read there, so nobody has to wait."""
+        """Gives back the memory of the whole. It came from the compute stream and was read there: no wait."""
         self._buffer = None
         if not self.is_borrowed:
             self._storage.resize_(0)

@@ -1,6 +1,6 @@
 """Who is gathered next: the recorded order.
 
-A gather hides behind compute only if somebody asks for it early, and to ask early one must know who comes next. The
+A gather hides behind compute only if it is asked for early, and to ask early one must know who comes next. The
 order of a model's units is not written anywhere; it is *observed*:
 
 * units **leave** forward in some order, 0 1 2 3. Backward will meet them in reverse, so when the gradient of unit 3's
@@ -11,8 +11,8 @@ order of a model's units is not written anywhere; it is *observed*:
 
 Worked example, a root R around 0 and 1::
 
-    entered   R 0 1          next for forward:   R -> 0 -> 1 -> nobody
-    left      0 1 R          next for backward:  R -> 1 -> 0 -> nobody
+    entered   R 0 1          next for forward:   R -> 0 -> 1 -> none
+    left      0 1 R          next for backward:  R -> 1 -> 0 -> none
 
 A unit whose module is called twice enters once, at the first time, and leaves twice: backward meets both uses.
 
@@ -68,7 +68,7 @@ class Schedule:
         return self._first_order[position + 1]
 
     def _notice_change(self, unit: Unit, position: int | None) -> None:
-        # Entering ahead of the recorded order, or being new, means a prefetch for somebody else was in vain. Entering
+        # Entering ahead of the recorded order, or being new, means a prefetch of another unit was in vain. Entering
         # again, behind it, is a module that is called more than once.
         if (position is None or position > self._position) and not self._warned:
             self._warned = True

@@ -8,19 +8,19 @@ A unit is a group of parameters that is gathered, freed and reduced together. Wh
         |        reshard         |      reshard       |
         +------------------------+--------------------+
 
-``unshard`` *issues* the gather and returns at once; ``wait`` stops the main road until the values are there. Between
-the two lies all the overlap that FSDP is about. The arrow from GATHERING straight back to SHARDED is a prefetch that
-turned out to be wrong: it is waited for, because other ranks take part in it, and dropped.
+``unshard`` *issues* the gather and returns at once; ``wait`` stops the compute stream until the values are there.
+Between the two lies all the overlap that FSDP is about. The arrow from GATHERING straight back to SHARDED is a prefetch
+that turned out to be wrong: it is waited for, because other ranks take part in it, and dropped.
 
 Beside the state there is a *phase*, which says what the unit's module is doing::
 
      IDLE -> FORWARD -> IDLE -> PRE_BACKWARD -> POST_BACKWARD -> IDLE
-     IDLE -> SUMMONED -> IDLE        the user has the full parameters in his hands, nobody may compute with them
+     IDLE -> SUMMONED -> IDLE        the user looks at the full parameters, and nothing may compute with them
 
 The state is about memory, the phase about time; neither follows from the other. A unit with ``SHARD_GRAD_OP`` is
 UNSHARDED and IDLE between its forward and its backward, one with ``FULL_SHARD`` is SHARDED and IDLE there.
 
-No flag says "was prefetched" or "needs to be gathered": a prefetch is ``unshard`` called by somebody else, and a unit
+No flag says "was prefetched" or "needs to be gathered": a prefetch is ``unshard`` called by another unit, and a unit
 that is not SHARDED answers a second ``unshard`` with nothing.
 
 *In torch:* FSDP1 spreads this over ``_prefetched``, ``_needs_pre_forward_unshard``, ``_needs_pre_backward_unshard``,
@@ -168,10 +168,10 @@ class Unit(Generic[LayoutT]):
         self.state = State.GATHERING
 
     def wait(self) -> None:
-        """GATHERING -> UNSHARDED: the main road may use the parameters from here on.
+        """GATHERING -> UNSHARDED: the compute stream may use the parameters from here on.
 
         Raises:
-            RuntimeError: nobody has called `unshard`.
+            RuntimeError: `unshard` was not called.
         """
         if self.state is State.UNSHARDED:
             return

@@ -14,7 +14,7 @@ Worked example, 4 float32 elements::
     allocate     sizes (4,), storage 16 bytes, values undefined until the gather is done
     release      sizes (4,), storage  0 bytes; views keep their sizes, too, and must not be read
 
-A unit that nobody shares and nobody casts needs no second memory: its unsharded tensor *borrows* the shard's.
+A unit that is neither shared nor cast needs no second memory: its unsharded tensor *borrows* the shard's.
 
 *In torch:* ``_full_param_padded``, ``_mp_shard`` and ``_full_prec_full_param_padded`` of ``FlatParameter``.
 

@@ -4,8 +4,8 @@ Saving and loading are done once in an hour, so they can afford what a training 
 Python objects, held *before* the first tensor is sent. Each answers one question that would otherwise be answered by a
 hang:
 
-* `roll_call`: is everybody here? ``state_dict()`` gathers, so all ranks must call it; the favourite mistake is to call
-  it under ``if rank == 0``. Every rank leaves its name in the group's store and waits there until all have done so.
+* `monitored_barrier`: are all ranks here? ``state_dict()`` gathers, so all must call it; the favourite mistake is to
+  call it under ``if rank == 0``. Every rank leaves its name in the group's store and waits there for the others.
 * `tell`: who has what? An optimizer may have a state here and none there.
 * `refuse_together`: does anybody refuse? A rank that raises while the others go on into a collective looks like a hang.
 
@@ -17,8 +17,8 @@ Worked example, four ranks as two rows (0 1) and (2 3), a fact known on rank 3 o
 That is why a model with a hybrid strategy needs no group of all its ranks: two rounds in small groups do.
 
 The store is the one through which the ranks found each other. It works for every backend, also where the ranks could
-not send each other anything any more. Cost of a roll call: five messages from each rank to the store, 0.2 ms on one
-machine. Who has something rare to tell raises his hand in it, and only then the others listen.
+not send each other anything any more. Cost of a barrier: five messages from each rank to the store, 0.2 ms on one
+machine. A rank with something rare to tell raises its hand in it, and only then the others listen.
 
 *In torch:* nothing of the kind; a lone ``state_dict()`` ends in the backend's own time-out, which names neither the
 call nor the missing ranks, and a rank that refuses leaves the others waiting.
@@ -89,7 +89,7 @@ def refuse_together(groups: Sequence[Group], problems: Sequence[str], opening: s
         opening: words in front that programs may know.
 
     Raises:
-        StateDictMismatchError: somebody has a problem. The message says which rank has which.
+        StateDictMismatchError: some rank has a problem. The message says which rank has which.
     """
     who: dict[str, list[int]] = {}
     for rank, found in tell(groups, list(problems)).items():
@@ -109,10 +109,10 @@ def _ranks(ranks: Sequence[int]) -> str:
     return named + (f" and {len(ranks) - MOST_LINES} more" if len(ranks) > MOST_LINES else "")
 
 
-_roll_calls: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+_barriers: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 
 
-def roll_call(groups: Sequence[Group], call: str, *, raises_hand: bool = False) -> list[Group]:
+def monitored_barrier(groups: Sequence[Group], call: str, *, raises_hand: bool = False) -> list[Group]:
     """Waits until every rank of the groups has made the same call. All of them must call it.
 
     Args:
@@ -121,17 +121,17 @@ def roll_call(groups: Sequence[Group], call: str, *, raises_hand: bool = False) 
         raises_hand: whether this rank has something to tell, which is rare, so that others listen only then.
 
     Returns:
-        Those of the groups in which anybody has raised his hand; all ranks of a group agree on that.
+        Those of the groups in which any rank has raised its hand; all ranks of a group agree on that.
 
     Raises:
-        RuntimeError: somebody did not come within the group's time limit. The message names the call and the ranks.
+        RuntimeError: some rank did not come within the group's time limit. The message names the call and the ranks.
     """
     return [group for group in groups if _wait_for_all(group, call, raises_hand)]
 
 
 def _wait_for_all(group: Group, call: str, raises_hand: bool) -> bool:
     store = group.process_group.get_group_store()
-    complete_before = _roll_calls.setdefault(group.process_group, Counter())
+    complete_before = _barriers.setdefault(group.process_group, Counter())
     number = complete_before[call]
     key = f"minifsdp/{call}/{number}"
     store.set(f"{key}/{group.rank}", "")
@@ -156,7 +156,7 @@ def _wait_for_all(group: Group, call: str, raises_hand: bool) -> bool:
     store.delete_key(f"{key}/{group.rank}")
     has_hands: bool = store.check([f"{key}/hand"])
     if group.rank == 0 and number:
-        # Nobody waits for the call before this one any more.
+        # No rank waits for the call before this one any more.
         for mark in ("present", "complete", "hand"):
             store.delete_key(f"minifsdp/{call}/{number - 1}/{mark}")
     return has_hands

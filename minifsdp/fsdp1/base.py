@@ -100,24 +100,24 @@ class WrapperBase(nn.Module, _FSDPState):
 
     def _find_tree(self) -> Root:
         """A forward runs here with no other wrapper around it, so here is the root (CTOR-10)."""
-        members = [(clean_name(name), m) for name, m in self.named_modules() if isinstance(m, WrapperBase)]
+        wrappers = [(clean_name(name), m) for name, m in self.named_modules() if isinstance(m, WrapperBase)]
         # Parts that ran on their own before were roots of small trees; this one takes them over (CTOR-11).
-        for small in {id(m._tree): m._tree for _, m in members if m._tree is not None}.values():
+        for small in {id(m._tree): m._tree for _, m in wrappers if m._tree is not None}.values():
             if not small.is_dissolved:
                 small.dissolve()
         compiling.warn_if_compiled(not self._use_orig_params)
         tree = Root(
-            [(name, member._unit) for name, member in members if member._unit is not None],
+            [(name, wrapper._unit) for name, wrapper in wrappers if wrapper._unit is not None],
             self._unit,
             self.compute_device,
             backward_prefetch=build.prefetch_of(self.backward_prefetch),
             forward_prefetch=self.forward_prefetch,
             limit_gathers=self.limit_all_gathers,
         )
-        for _, member in members:
-            member._tree = tree
-            member._is_tree_root = member is self
-            member._cast_buffers()
+        for _, wrapper in wrappers:
+            wrapper._tree = tree
+            wrapper._is_tree_root = wrapper is self
+            wrapper._cast_buffers()
         return tree
 
     def _cast_buffers(self) -> None:

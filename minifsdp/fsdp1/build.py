@@ -108,10 +108,10 @@ def choose_mesh(
     group = default_group() if process_group is None else process_group
     if not _is_group(group):
         raise TypeError(message("group-type", process_group=process_group))
-    members = Group.of(group)
+    sharers = Group.of(group)
     if strategy is ShardingStrategy.NO_SHARD:
-        return Mesh.replicated(members), group
-    return Mesh.sharded(members), group
+        return Mesh.replicated(sharers), group
+    return Mesh.sharded(sharers), group
 
 
 def groups_of(device_mesh: Any, process_group: Any, strategy: ShardingStrategy) -> Any:

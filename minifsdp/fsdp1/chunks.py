@@ -186,7 +186,7 @@ def gathered_rows(value: Any, shape: torch.Size, group: Group | None, device: to
     Args:
         value: rows that are cut as ours are.
         shape: of the whole.
-        group: who shares; ``None`` for nobody.
+        group: the ranks that share; ``None`` if there are none.
         device: where to gather.
     """
     rows = local_rows(value)

@@ -1,6 +1,6 @@
 """Getting along with ``torch.compile``.
 
-The compiler leaves the wrapper's own code alone, see ``engine/compiler.py``, and compiles the modules inside it, one
+The compiler leaves the code of the wrapper alone, see ``engine/compiler.py``, and compiles the modules inside it, one
 unit at a time. For a model of many equal blocks that is no loss; a block is compiled once and used many times.
 
 A compiled block looks up its parameters by name each time it runs. With ``use_orig_params=True`` it finds a view under

@@ -1,6 +1,6 @@
 """The user's hands on full parameters: ``summon_full_params`` and ``apply``.
 
-Outside of forward and backward nobody has the full parameters. Now and then somebody wants them: to look at a weight,
+Outside of forward and backward the full parameters are nowhere. Now and then a user wants them: to look at a weight,
 to initialise by module type, to evaluate a formula. For the time of a ``with`` block each unit is gathered into a *row*
 of its own, in the stored dtype, and its modules show ordinary ``nn.Parameter`` objects that are views of the row. The
 flat parameter steps aside, and the wrappers leave their prefixes out of names, so that inside the block the model looks
@@ -89,10 +89,10 @@ def check_not_running(tree: Root) -> None:
 
 
 def check_idle(unit: FlatUnit) -> None:
-    """Whether nobody else has the unit's parameters in his hands right now.
+    """Whether the unit is idle, and its full parameters are not summoned.
 
     Raises:
-        UnitIsBusyError: somebody has.
+        UnitIsBusyError: it is not.
     """
     where = f"unit {unit.name!r} is expected to be in states [{Phase.IDLE}] but"
     if unit.phase is Phase.SUMMONED:
@@ -122,7 +122,7 @@ def _one(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool
 
 
 def _check_no_gradients(unit: FlatUnit) -> None:
-    """Whether nobody has computed gradients for parameters that are about to be given back.
+    """Whether no gradients were computed for parameters that are about to be given back.
 
     The wrapper refuses a forward, but a part of the model can be called past it.
     """

@@ -1,10 +1,10 @@
 """What to leave alone: ignored modules and parameters.
 
-Somebody else may be in charge of a part of the model: an embedding that another library shards, a frozen tower on one
+Another library may be in charge of a part of the model: an embedding that it shards, a frozen tower on one
 device, an expert that only this rank has. Such a part is named, and the unit around it behaves as if it were not there:
 its parameters are not flattened, not sent, and their gradients are not reduced.
 
-A module is ignored with everything below it, up to a wrapper: a unit inside an ignored module is somebody's explicit
+A module is ignored with everything below it, up to a wrapper: a unit inside an ignored module is the user's explicit
 wish and keeps sharding.
 
 *In torch:* ``_get_ignored_modules`` and ``_get_ignored_params`` in ``_init_utils.py``.

@@ -66,7 +66,7 @@ def materialize(modules: Modules, param_init_fn: Any, device: torch.device, igno
 
 
 def _deferred(modules: Modules, ignored: set[nn.Parameter]) -> list[tuple[str, nn.Module]]:
-    """The modules that torchdistX has built without memory, if it is installed; nobody else can tell them (META-09)."""
+    """The modules that torchdistX has built without memory, if it is installed; nothing else tells them (META-09)."""
     try:
         fake: Any = importlib.import_module("torchdistx.fake")
     except ImportError:

@@ -2,7 +2,7 @@
 
 An optimizer never learns that its parameters are slices. Adam keeps two averages for each element of what it was
 given, so rank 0 has the averages of rank 0's elements, under a number that means "my first parameter". Saved as it is,
-such a dict is of use to nobody: it lacks the other ranks' part, and if it is loaded on *all* ranks, each one silently
+such a dict is of no use: it lacks the other ranks' part, and if it is loaded on *all* ranks, each one silently
 continues with rank 0's averages for its own elements. Therefore a round trip is made of two translations, this one and
 the one in ``optim_state_load.py``.
 
@@ -110,7 +110,7 @@ def write(
     """
     names = ParameterNames(model)
     groups = agreement.groups_of(unit.mesh for unit in names.units)
-    agreement.roll_call(groups, "optim_state_dict()")
+    agreement.monitored_barrier(groups, "optim_state_dict()")
     keys, problems = names.keys(optimizer, given)
     states = {keys[key]: entries for key, entries in given["state"].items() if key in keys}
     by_unit = facts_of_all_ranks(names, states, groups, problems)
@@ -229,7 +229,7 @@ def _named_groups(
 
 
 def _unknown(given: Mapping[Any, Any], keys: Mapping[Any, nn.Parameter]) -> dict[Any, Any]:
-    """What the user has put into the state under keys of his own; a copy of it goes into the result."""
+    """What the user has put into the state under other keys; a copy of it goes into the result."""
     unknown = {key: copy.deepcopy(value) for key, value in given.items() if key not in keys}
     if unknown:
         warnings.warn(message("unknown-optimizer-keys", keys=sorted(map(str, unknown))), stacklevel=4)

@@ -1,8 +1,8 @@
 """What optimizer states there are, before any of them is sent: the conversation that precedes the gathers.
 
 A gather needs everybody, and needs everybody to mean the same. Whether a rank has a state at all is nothing that the
-others could know: an empty slice has none, a unit that never saw a gradient has none anywhere, and somebody may have
-given his optimizer other parameters on rank 3. So the ranks of each shard group first tell each other *facts*: of a
+others could know: an empty slice has none, a unit that never saw a gradient has none anywhere, and a user may have
+given the optimizer other parameters on rank 3. So the ranks of each shard group first tell each other *facts*: of a
 state with a value for each element its dtype, of anything else the value itself.
 
 Worked example, Adam, one unit with ``weight`` and ``bias``, original parameters; rank 0 has no element of the bias::
@@ -60,7 +60,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Unfit:
-    """A tensor that is neither per element nor without dimensions, so that nobody knows how it is cut."""
+    """A tensor that is neither per element nor without dimensions, so that it is not known how it is cut."""
 
     shape: tuple[int, ...]
 
@@ -95,7 +95,7 @@ def facts_of_all_ranks(
         problems: what this rank has found out before.
 
     Raises:
-        StateDictMismatchError: somebody has a problem, or states do not fit together; on all ranks.
+        StateDictMismatchError: some rank has a problem, or states do not fit together; on all ranks.
     """
     mine: list[Facts] = []
     known: dict[Any, dict[str, Any]] = {}
@@ -112,7 +112,7 @@ def facts_of_all_ranks(
         _merged(unit, {rank: told[index] for rank, told in by_rank.items()}, found)
         for index, unit in enumerate(names.units)
     ]
-    # Somebody without keys seems to lack all states; what he says himself comes first.
+    # A rank without keys seems to lack all states; what it says itself comes first.
     agreement.refuse_together(groups, [*problems, *found])
     return merged
 

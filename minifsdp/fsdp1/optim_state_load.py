@@ -101,7 +101,7 @@ def read(
     is_source = not form.first_only or names.units[0].mesh.is_first
     expected = Expected(names, groups_of_optimizer, form.is_sharded, own_keys, is_lenient)
     groups = agreement.groups_of(unit.mesh for unit in names.units) if talks else []
-    agreement.roll_call(groups, "optim_state_dict_to_load()")
+    agreement.monitored_barrier(groups, "optim_state_dict_to_load()")
     _refuse_misfit(given if is_source else None, expected, groups)
     values: Mapping[str, Any] = given["state"] if is_source else {}
     outline = _outline(given if is_source else {}, names, form.first_only)
@@ -237,7 +237,7 @@ class _Reading:
         return value.ndim > 0 or (tuple(unit.shapes[number]) == () and key in self.elementwise)
 
     def _pieces(self, unit: UnitNames, key: str, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
-        """By number, what its owner gets of one state. All ranks of the unit's mesh must call it, or nobody sends."""
+        """By number, what its owner gets of one state. All ranks of the unit's mesh must call it: they send."""
         if unit.keeps_shapes:
             device = unit.layout.local_values().device
             return {number: self._whole(unit, number, key).to(device, copy=True) for number in numbers}

@@ -3,7 +3,7 @@
 Plain data, no behaviour. Every name, member, field and default is that of ``torch.distributed.fsdp``, so that code
 which builds these objects needs a new import line and nothing else.
 
-The one idea worth a sentence: *a strategy is a mesh and one flag*. Who shares the shards, who holds copies, and are the
+The one idea worth a word: *a strategy is a mesh and one flag*. Who shares the shards, who holds copies, and are the
 full parameters freed after forward? With W ranks in all and L on each node:
 
 =======================  ===========  ===============  ==================  =============

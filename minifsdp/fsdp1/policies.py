@@ -6,7 +6,7 @@ for each module. The cutting itself is in ``wrap.py``.
 
 A policy that is a function is asked up to twice about a module. Before the descent, with ``recurse=True``: shall I look
 at what is inside? After it, with ``recurse=False``: shall this module be a unit? Both times it is told
-``nonwrapped_numel``, the elements inside that nobody has taken yet, neither a unit nor a list of ignored things.
+``nonwrapped_numel``, the elements inside that are not taken yet, neither by a unit nor a list of ignored things.
 Children are decided before their parent, so a parent is asked about what its children have left over.
 
 Worked example, ``functools.partial(size_based_auto_wrap_policy, min_num_params=40)``. Each ``Linear(5, 5)`` has 30

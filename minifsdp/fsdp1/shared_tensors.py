@@ -2,7 +2,7 @@
 
 Buffers and ignored parameters belong to no unit, so nothing has to be gathered to save them. A copy would cost memory
 for nothing, since most dicts are written and dropped before the next step. The dict is given the model's memory, as by
-any ``nn.Module``. If somebody still has it when values are about to change, the *model* moves to new memory::
+any ``nn.Module``. If the caller still has it when values are about to change, the *model* moves to new memory::
 
     saved = model.state_dict()      saved["norm.running_mean"] --+
                                     model.norm.running_mean -----+--> 1.0
@@ -62,7 +62,7 @@ def watch(wrappers: Iterable[nn.Module]) -> None:
 
 
 def part(*_: Any) -> None:
-    """Gives the model memory of its own wherever a dict that somebody still has lies in it."""
+    """Gives the model memory of its own wherever a dict that is still there lies in it."""
     while _hooks:
         _hooks.pop().remove()
     _watched.clear()

@@ -5,7 +5,7 @@ is a slice under the name ``_flat_param``. So each wrapper corrects, for its own
 it does that while the walk goes on, right after its own part of the tree::
 
     before the walk     place holders are registered under the original names, so that keys come in the usual order;
-                        real parameters where a module writes with code of its own (``own_code.py``)
+                        real parameters where a module has custom code (``custom_state.py``)
     after the walk      full: the unit is gathered, each place holder replaced by a copy of the full value, the gathered
                         row dropped; sharded: the same with this rank's rows; local: one entry, the slice
     and                 the wrapper's prefix is taken out of all names
@@ -14,7 +14,7 @@ All of that is done in a hook that is the wrapper's first, so the user's own hoo
 
 ``nn.Module`` hands out its own tensors, and whoever keeps such a dict sees it change with every step. Here most values
 have just been gathered, so the others are brought in line: what still lies in memory of the model when the outermost
-wrapper has been written, buffers, ignored parameters, or what a module's own code has put there, is copied.
+wrapper has been written, buffers, ignored parameters, or what a module's custom code has put there, is copied.
 
 One unit is gathered at a time, so at no moment is there more than one unit in full size, beside what the user asked to
 be given; with code of its own in the way, an outer unit beside an inner one.
@@ -42,8 +42,8 @@ from minifsdp import trace
 from minifsdp.engine.flat_parameter import FLAT_NAME
 from minifsdp.fsdp1 import chunks, shared_tensors
 from minifsdp.fsdp1.build import FlatUnit
+from minifsdp.fsdp1.custom_state import full_parameters, shown_in_full
 from minifsdp.fsdp1.full_params import check_idle
-from minifsdp.fsdp1.own_code import lent, shown_in_full
 from minifsdp.fsdp1.state_dict_options import StateDictSettings, StateDictType
 
 LOCAL_NAME = "flat_param"
@@ -94,12 +94,12 @@ def shown_to_walk(unit: FlatUnit | None, *, is_looked_at: bool) -> Generator[Non
 
     Args:
         unit: what is to be written.
-        is_looked_at: whether somebody's own code runs while it is written, and may look at parameters.
+        is_looked_at: whether a user's hook or module runs while it is written, and may look at parameters.
     """
     if unit is None or shown_in_full(unit) is not None:
         yield
     elif is_looked_at:
-        with lent(unit, writeback=False):
+        with full_parameters(unit, writeback=False):
             yield
     else:
         check_idle(unit)
@@ -177,7 +177,7 @@ def _finish(
     prefix: str,
     mesh: DeviceMesh | None,
 ) -> None:
-    """What the walk has written is real already, and a module's own code may have changed it: only the form is left."""
+    """What the walk has written is real already, and custom code may have changed it: only the form is left."""
     for key in [key for key in keys if isinstance(state.get(key), torch.Tensor)]:
         state[key] = _formed(state[key].detach(), unit, settings, mesh)
     # Under a name of the module's own: a view of one element would keep, and save, the whole row.

@@ -18,7 +18,7 @@ and on both the model is as it was.
 What a module reads with code of its own (``_load_from_state_dict`` overridden, or a hook that renames keys) is left to
 that code: there a key may be missing on purpose, or a value have another shape. A unit with such a module in it is
 gathered and shown in full while the walk goes on, its values stay in the dict, and afterwards each rank keeps its slice
-of what the walk has made of them (see ``own_code.py``).
+of what the walk has made of them (see ``custom_state.py``).
 
 *In torch:* hooks in ``_state_dict_utils.py``; a dict that does not fit is refused by whoever notices, halfway through.
 
@@ -43,8 +43,8 @@ from minifsdp.engine.messages import detail
 from minifsdp.fsdp1 import agreement, chunks
 from minifsdp.fsdp1.base import PREFIX, WrapperBase
 from minifsdp.fsdp1.build import FlatUnit
+from minifsdp.fsdp1.custom_state import full_parameters, reads_by_itself, shown_in_full
 from minifsdp.fsdp1.full_params import check_idle
-from minifsdp.fsdp1.own_code import lent, reads_by_itself, shown_in_full
 from minifsdp.fsdp1.state_dict import LOCAL_NAME, dotted, names_in_state, plain_path
 from minifsdp.fsdp1.state_dict_options import StateDictSettings, StateDictType
 
@@ -97,7 +97,7 @@ def refuse_misfit(wrapper: WrapperBase, state: Mapping[str, Any], prefix: str, s
         if isinstance(module, WrapperBase)
     ]
     groups = agreement.groups_of(inner.mesh for _, inner in wrappers)
-    agreement.roll_call(groups, "load_state_dict()")
+    agreement.monitored_barrier(groups, "load_state_dict()")
     if is_local:
         local = [problem for path, w in wrappers for problem in _local_problems(w._unit, state, path, strict)]
         agreement.refuse_together(groups, local, OPENING)
@@ -112,7 +112,7 @@ def refuse_misfit(wrapper: WrapperBase, state: Mapping[str, Any], prefix: str, s
 
 
 def drop_own_tensors(wrapper: WrapperBase, state: MutableMapping[str, Any], prefix: str) -> None:
-    """Takes the wrapper's own slices and buffers out of a dict, if somebody has added them.
+    """Takes the wrapper's own slices and buffers out of a dict, if they were added.
 
     ``set_model_state_dict`` of ``torch.distributed.checkpoint`` adds to a full dict what the model has registered. It
     means to help, but those are under the names that things have while they are wrapped; and where the dict lacks a
@@ -251,14 +251,14 @@ class Reading:
         unit: the wrapper's unit, if it has one.
         module: the wrapped module.
         settings: in which form the dict is.
-        is_looked_at: whether somebody's own code runs while the unit is read, and may look at parameters.
+        is_looked_at: whether a user's hook or module runs while the unit is read, and may look at parameters.
     """
 
     def __init__(
         self, unit: FlatUnit | None, module: nn.Module, settings: StateDictSettings, *, is_looked_at: bool
     ) -> None:
         self._unit, self._module, self._settings, self._is_looked_at = unit, module, settings, is_looked_at
-        self._loan = ExitStack()
+        self._full_parameters = ExitStack()
         self._missing: list[str] = []
         self._own_names: set[str] = set()
 
@@ -275,7 +275,7 @@ class Reading:
         is_shown = shown_in_full(unit) is not None
         if not is_local and (is_shown or self._is_looked_at):
             if not is_shown:
-                self._loan.enter_context(lent(unit, writeback=True))
+                self._full_parameters.enter_context(full_parameters(unit, writeback=True))
             self._make_whole(unit, state, prefix)
             return
         check_idle(unit)
@@ -308,14 +308,14 @@ class Reading:
         return self._settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
 
     def _make_whole(self, unit: FlatUnit, state: MutableMapping[str, Any], prefix: str) -> None:
-        """Rows become full tensors, because a module's own code knows of nothing else."""
+        """Rows become full tensors, because a module's custom code knows of nothing else."""
         for number, name in names_in_state(unit, self._module):
             if chunks.local_rows(state.get(prefix + name)) is not None:
                 state[prefix + name] = _whole(unit, number, state[prefix + name])
 
     def close(self) -> None:
         """Ends what `before_walk` has begun, if the walk was broken off before `after_walk`."""
-        self._loan.close()
+        self._full_parameters.close()
 
     def _read_local(self, unit: FlatUnit, state: MutableMapping[str, Any], prefix: str) -> None:
         value = _local_value(state, prefix)
@@ -329,7 +329,7 @@ class Reading:
 
     def after_walk(self, missing: list[str], unexpected: list[str]) -> None:
         """Corrects the lists of keys: what the walk did not find is there, and names are those of the plain module."""
-        self._loan.close()
+        self._full_parameters.close()
 
         # The lists are those of the whole tree, and inner wrappers have been here before: compare plain names.
         def plain(names: Iterable[str]) -> list[str]:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.messages import rank_of_this_process
-from minifsdp.fsdp1 import agreement, build, chunks, own_code, shared_tensors, state_dict, state_dict_load
+from minifsdp.fsdp1 import agreement, build, chunks, custom_state, shared_tensors, state_dict, state_dict_load
 from minifsdp.fsdp1.base import PREFIX, WrapperBase, clean_name, is_wrapper
 from minifsdp.fsdp1.state_dict_options import (
     OptimStateDictConfig,
@@ -36,18 +36,18 @@ LOCAL = StateDictType.LOCAL_STATE_DICT
 
 def _is_shown(wrapper: WrapperBase) -> bool:
     # In the user's hands already: nothing will be gathered, and a rank may come alone.
-    return wrapper._unit is not None and own_code.shown_in_full(wrapper._unit) is not None
+    return wrapper._unit is not None and custom_state.shown_in_full(wrapper._unit) is not None
 
 
 def _looks_while_written(wrapper: WrapperBase) -> bool:
     modules = build.modules_of_unit(wrapper.module, is_wrapper, wrapper._ignored_modules)
-    return bool(wrapper._state_dict_pre_hooks) or any(own_code.writes_by_itself(module) for _, module in modules)
+    return bool(wrapper._state_dict_pre_hooks) or any(custom_state.writes_by_itself(module) for _, module in modules)
 
 
 def _looks_while_read(wrapper: WrapperBase) -> bool:
     modules = build.modules_of_unit(wrapper.module, is_wrapper, wrapper._ignored_modules)
-    is_hooked = own_code.reads_by_itself(wrapper, num_expected_hooks=1)
-    return is_hooked or any(own_code.looks_while_read(module) for _, module in modules)
+    is_hooked = custom_state.reads_by_itself(wrapper, num_expected_hooks=1)
+    return is_hooked or any(custom_state.looks_while_read(module) for _, module in modules)
 
 
 class StateDictMethods(WrapperBase):
@@ -70,7 +70,8 @@ class StateDictMethods(WrapperBase):
             wrappers = [w for w in WrapperBase.fsdp_modules(self) if not (is_local or _is_shown(w))]
             groups = agreement.groups_of(Mesh(w.mesh.shard, None) for w in wrappers)
             looks = [_looks_while_written(wrapper) for wrapper in wrappers]
-            self._note_who_looks(wrappers, looks, agreement.roll_call(groups, "state_dict()", raises_hand=any(looks)))
+            told = agreement.monitored_barrier(groups, "state_dict()", raises_hand=any(looks))
+            self._note_who_looks(wrappers, looks, told)
         keeps_vars = kwargs.get("keep_vars", args[2] if len(args) > 2 else False)
         with state_dict.shown_to_walk(self._unit, is_looked_at=self._is_looked_at):
             state: dict[str, Any] = super().state_dict(*args, **kwargs)
@@ -93,12 +94,12 @@ class StateDictMethods(WrapperBase):
         shared_tensors.watch(wrappers)
 
     def _note_who_looks(self, wrappers: Sequence[WrapperBase], looks: Sequence[bool], groups: Sequence[Group]) -> None:
-        """A unit is shown in full on all of its ranks or on none, and somebody may have a hook on one rank only.
+        """A unit is shown in full on all of its ranks or on none, and a user may have a hook on one rank only.
 
         Args:
             wrappers: those that are to be written or read.
             looks: of each, whether code that is not ours runs on this rank meanwhile.
-            groups: in which it is so for somebody.
+            groups: in which it is so for some rank.
         """
         told = agreement.tell(groups, list(looks))
         for wrapper in WrapperBase.fsdp_modules(self):

@@ -11,7 +11,7 @@ Nothing is wrapped. The call
 
 1. takes the parameters of the module that no call inside has taken,
 2. replaces each by a ``DTensor`` that holds this rank's rows of it,
-3. puts two hooks on the module, see ``member.py``,
+3. puts two hooks on the module, see ``fsdp_state.py``,
 4. and gives it a class with more methods, see ``module.py``.
 
 Inner modules first, the root last: a unit consists of what is left when the call is made.
@@ -41,8 +41,8 @@ from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.unit import Unit, UnitPolicy
 from minifsdp.fsdp2.composable import is_replicated, register
+from minifsdp.fsdp2.fsdp_state import FSDPState, state_of
 from minifsdp.fsdp2.initial import warn_if_different
-from minifsdp.fsdp2.member import Member, member_of
 from minifsdp.fsdp2.module import FSDPModule, choose_reshard
 from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fsdp2.subgroups import smaller_mesh
@@ -119,8 +119,8 @@ def fully_shard(  # type: ignore[misc]
         layout = _lay_out(parameters, shardings, device, mp_policy, offload_policy)
         unit = _make_unit(modules, layout, mesh, mp_policy, reshard_after_forward)
     # 3. and 4.
-    member = Member(modules, unit, device, mp_policy, reshard_after_forward)
-    register(modules, member)
+    state = FSDPState(modules, unit, device, mp_policy, reshard_after_forward)
+    register(modules, state)
     step_over_this_package()
     for one in modules:
         one.__class__ = _class_for(type(one))
@@ -134,7 +134,7 @@ def _check_modules(modules: list[nn.Module]) -> None:
         # In a list of several, the others gather for it.
         if len(modules) == 1 and misuse.is_only_called_in_parts(module):
             raise ValueError(message("no-forward", type=type(module).__name__))
-        if member_of(module) is not None:
+        if state_of(module) is not None:
             raise AssertionError(message("sharded-twice", type=type(module).__name__))
         misuse.check_one_door(module, "fully_shard")
     inside = [one for one in modules for other in modules if other is not one and one in set(other.modules())]
@@ -168,7 +168,7 @@ def _owners(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
     found: dict[nn.Module, str] = {}
 
     def walk(path: str, module: nn.Module) -> None:
-        if member_of(module) is not None or module in found or is_replicated(module):
+        if state_of(module) is not None or module in found or is_replicated(module):
             return
         found[module] = path
         for name, child in module.named_children():
@@ -266,8 +266,4 @@ def _class_for(original: type) -> type:
     return _classes[original]
 
 
-def _state_of(module: nn.Module) -> Member | None:
-    return member_of(module)
-
-
-fully_shard.state = _state_of  # type: ignore[attr-defined]
+fully_shard.state = state_of  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Where do my initial weights come from? From each rank: nobody sends anything at the beginning.
+"""Where do my initial weights come from? From each rank: nothing is sent at the beginning.
 
 Every rank cuts its own rows out of its own weights. If the ranks were seeded differently, or only one of them has read
 a checkpoint, the whole is a patchwork of several models. It trains, and badly, and no shape is wrong.

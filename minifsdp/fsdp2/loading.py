@@ -55,7 +55,7 @@ def check_before_load(
     for key in whole:
         parameter = sharded[key]
         value = state[key].to(parameter.device)
-        # Every rank has the whole, so nobody needs to send anything.
+        # Every rank has the whole, so nothing needs to be sent.
         state[key] = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 

@@ -31,7 +31,7 @@ from minifsdp.engine.lanes import Lanes
 from minifsdp.engine.messages import message
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.unit import Unit
-from minifsdp.fsdp2.member import Member, member_of, members_in
+from minifsdp.fsdp2.fsdp_state import FSDPState, state_of, states_in
 
 
 class UnshardHandle:
@@ -42,13 +42,13 @@ class UnshardHandle:
 
 
 class _Unsharding(UnshardHandle):
-    def __init__(self, member: Member) -> None:
-        self._member: Member | None = member
+    def __init__(self, state: FSDPState) -> None:
+        self._state: FSDPState | None = state
 
     def wait(self) -> None:
-        member, self._member = self._member, None
-        if member is not None:
-            member.wait()
+        state, self._state = self._state, None
+        if state is not None:
+            state.wait()
 
 
 class FSDPModule:
@@ -73,16 +73,16 @@ class FSDPModule:
         Args:
             async_op: return at once, with a handle to wait on; a forward waits by itself.
         """
-        member = _member(self)
-        member.unshard()
+        state = _state(self)
+        state.unshard()
         if async_op:
-            return _Unsharding(member)
-        member.wait()
+            return _Unsharding(state)
+        state.wait()
         return None
 
     def reshard(self) -> None:
         """Frees the full parameters of this module's own group (FS2-19)."""
-        _member(self).reshard()
+        _state(self).reshard()
 
     def reset_iter_state(self) -> None:
         """Ends an iteration that was broken off by an exception (NEW-15). To be called on the root.
@@ -92,17 +92,17 @@ class FSDPModule:
         Raises:
             RuntimeError: the module is not the root of its tree.
         """
-        member = _member(self)
-        if member.tree is not None and not member.is_tree_root:
+        state = _state(self)
+        if state.tree is not None and not state.is_tree_root:
             raise RuntimeError(message("reset-root-only"))
-        member.break_off()
-        member.drop_gradients()
+        state.break_off()
+        state.drop_gradients()
 
     # --- reduction ---
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward ends the iteration; if not, it does not wait for its reductions (NEW-07)."""
-        _member(self).current_tree().cycle.is_last_backward = is_last_backward
+        _state(self).current_tree().cycle.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients, or keeps them whole for a later one (FS2-SYNC-01)."""
@@ -159,10 +159,10 @@ class FSDPModule:
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(message("reshard-switch", reshard_after_forward=reshard_after_forward))
-        for member in _members(self, recurse):
-            member.reshard_after_forward = reshard_after_forward
-            if member.unit is not None:
-                choose_reshard(member.unit, reshard_after_forward)
+        for state in _states(self, recurse):
+            state.reshard_after_forward = reshard_after_forward
+            if state.unit is not None:
+                choose_reshard(state.unit, reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether backward frees the full parameters (NEW-06)."""
@@ -199,8 +199,8 @@ class FSDPModule:
             unit.choose(ahead_in_backward=tuple(_units_of(modules)) or None)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """What the next iteration's gathers wait for, in place of all that was given to the main road (NEW-12)."""
-        _member(self).current_tree().after_optimizer = event
+        """What the next iteration's gathers wait for, in place of all that was given to the compute stream (NEW-12)."""
+        _state(self).current_tree().after_optimizer = event
 
     # --- for special hardware ---
 
@@ -233,11 +233,11 @@ class FSDPModule:
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``half``, ``to_empty`` and the like act on the shards; a unit adapts when next used (FS2-28)."""
-        _member(self).reshard()
+        _state(self).reshard()
         return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
-    def _get_fsdp_state(self) -> Member:
-        return _member(self)
+    def _get_fsdp_state(self) -> FSDPState:
+        return _state(self)
 
 
 def choose_reshard(unit: Unit, choice: bool | int) -> int | None:
@@ -264,19 +264,19 @@ def choose_reshard(unit: Unit, choice: bool | int) -> int | None:
     return choice
 
 
-def _member(module: Any) -> Member:
-    member = member_of(module)
-    if member is None:
+def _state(module: Any) -> FSDPState:
+    state = state_of(module)
+    if state is None:
         raise AssertionError(message("not-sharded", type=type(module).__name__))
-    return member
+    return state
 
 
-def _members(module: Any, recurse: bool) -> list[Member]:
-    return [member for _, member in members_in(module)] if recurse else [_member(module)]
+def _states(module: Any, recurse: bool) -> list[FSDPState]:
+    return [state for _, state in states_in(module)] if recurse else [_state(module)]
 
 
 def _units(module: Any, recurse: bool) -> list[Unit]:
-    return [member.unit for member in _members(module, recurse) if member.unit is not None]
+    return [state.unit for state in _states(module, recurse) if state.unit is not None]
 
 
 def _plans(module: Any, recurse: bool) -> list[ReducePlan]:
@@ -303,8 +303,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ValueError: there is no such method.
     """
-    member = member_of(module)
-    if member is None:
+    state = state_of(module)
+    if state is None:
         return
     if not hasattr(module, method_name):
         raise ValueError(message("no-such-method", type=type(module), method_name=method_name))
@@ -312,10 +312,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def call_as_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # `_calls_itself` in member.py looks for this name on the stack.
-        args, kwargs = member.before_forward(self, args, kwargs)
+        # `_calls_itself` in fsdp_state.py looks for this name on the stack.
+        args, kwargs = state.before_forward(self, args, kwargs)
         output = method(*args, **kwargs)
-        return member.after_forward(self, args, kwargs, output)
+        return state.after_forward(self, args, kwargs, output)
 
     setattr(module, method_name, types.MethodType(call_as_forward, module))
 
@@ -329,6 +329,6 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     _check_modules(modules)
     if not modules:
         return
-    lanes = Lanes(_member(modules[0]).device)
+    lanes = Lanes(_state(modules[0]).device)
     for module in modules:
-        _member(module).shared_lanes = lanes
+        _state(module).shared_lanes = lanes

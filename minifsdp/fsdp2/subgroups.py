@@ -8,6 +8,8 @@ ranks 4 to 7 another. As a mesh with a row for each copy::
 
 Making groups is a collective and takes a while, so units share the mesh.
 
+*In torch:* ``_get_post_forward_mesh_info``, once for each unit.
+
 Spec: NEW-05.
 """
 

@@ -383,12 +383,12 @@ def test_a_unit_of_several_dtypes_or_without_pinned_memory_sends_nothing_ahead()
 
 def units_of_two(layer: nn.Module) -> Any:
     """The layout of a layer that is sharded in place."""
-    from minifsdp.fsdp2.member import member_of
+    from minifsdp.fsdp2.fsdp_state import state_of
 
-    member = member_of(fully_shard(layer))
-    assert member is not None
-    assert member.unit is not None
-    return member.unit.layout
+    state = state_of(fully_shard(layer))
+    assert state is not None
+    assert state.unit is not None
+    return state.unit.layout
 
 
 class Following(Lane):

@@ -96,11 +96,11 @@ def test_who_was_refused_once_is_refused_again_until_everybody_comes(present: li
         if dist.get_rank() in present:
             # On a slow machine one of those who did come may have been refused, and gone, before the other came.
             with pytest.raises(RuntimeError, match=r"rank\(s\) \[.*\b1\b.*\] did not call it"):
-                agreement.roll_call(groups, "state_dict()")
+                agreement.monitored_barrier(groups, "state_dict()")
         dist.barrier()
     group.set_timeout(timedelta(minutes=1))
     dist.barrier()
-    assert agreement.roll_call(groups, "state_dict()") == []
+    assert agreement.monitored_barrier(groups, "state_dict()") == []
 
 
 @pytest.mark.spec("SD-FULL-08")

@@ -396,8 +396,8 @@ def flat_summoned() -> Any:
 def flat_saved() -> Any:
     model = flat()
     optimizer = train(model, 1)
-    # Invented ranks answer no roll call, so there is none.
-    agreement.roll_call = lambda *_, **__: []  # type: ignore[assignment]
+    # Invented ranks come to no barrier, so there is none.
+    agreement.monitored_barrier = lambda *_, **__: []  # type: ignore[assignment]
     saved = [value.clone() for value in model.state_dict().values()]
     train(model, 1, optimizer)
     return [*shown(model), *saved]

@@ -112,7 +112,7 @@ MUTANTS = [
         "SD-FULL-13",
     ),
     Mutant(
-        "roll-call-goes-on-counting",
+        "barrier-goes-on-counting",
         "_wait_for_all",
         '        store.add(f"{key}/present", -1)\n',
         "",
@@ -203,7 +203,7 @@ MUTANTS = [
     Mutant(
         "lone-load-hangs",
         "refuse_misfit",
-        '    agreement.roll_call(groups, "load_state_dict()")\n',
+        '    agreement.monitored_barrier(groups, "load_state_dict()")\n',
         "",
         "Loading asks nobody whether all are there.",
         "SD-FULL-03",

@@ -49,9 +49,9 @@ MUTANTS = [
     ),
     Mutant(
         "root-is-freed-after-forward-in-place",
-        "Member._find_tree",
-        "member.unit.choose(reshard_after_forward=member is not self)",
-        "member.unit.choose(reshard_after_forward=True)",
+        "FSDPState._find_tree",
+        "state.unit.choose(reshard_after_forward=state is not self)",
+        "state.unit.choose(reshard_after_forward=True)",
         "The root is freed after forward by default.",
         "FS2-17 FS2-21",
     ),
@@ -73,7 +73,7 @@ MUTANTS = [
     ),
     Mutant(
         "unshard-shows-old-values",
-        "Member.unshard",
+        "FSDPState.unshard",
         "if self.unit.layout.is_stale():",
         "if False:",
         "unshard() after a change shows the values from before.",
@@ -82,8 +82,8 @@ MUTANTS = [
     Mutant(
         "handle-instead-of-waiting",
         "FSDPModule.unshard",
-        "        member.wait()\n        return None",
-        "        return _Unsharding(member)",
+        "        state.wait()\n        return None",
+        "        return _Unsharding(state)",
         "unshard() does not wait and returns a handle.",
         "FS2-20",
     ),
@@ -137,7 +137,7 @@ MUTANTS = [
     ),
     Mutant(
         "output-dtype-is-ignored",
-        "Member.after_forward",
+        "FSDPState.after_forward",
         "if self.policy.output_dtype is not None:",
         "if False:",
         "output_dtype casts nothing.",
@@ -145,7 +145,7 @@ MUTANTS = [
     ),
     Mutant(
         "inputs-are-never-cast",
-        "Member._cast_inputs",
+        "FSDPState._cast_inputs",
         "if dtype is None or not self.policy.cast_forward_inputs:",
         "if True:",
         "Inputs stay in their dtype.",
@@ -162,7 +162,7 @@ MUTANTS = [
     ),
     Mutant(
         "fully-shard-has-a-limiter",
-        "Member._find_tree",
+        "FSDPState._find_tree",
         "limit_gathers=False",
         "limit_gathers=True",
         "The CPU waits for a freed unit before it asks for a third.",

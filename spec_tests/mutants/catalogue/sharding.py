@@ -153,7 +153,7 @@ MUTANTS = [
     ),
     Mutant(
         "slices-are-copies",
-        "OriginalOwnership.take_back",
+        "OriginalOwnership.hide_full",
         "original.data = view\n        for",
         "original.data = view.clone()\n        for",
         "Original parameters are copies, and no views into the unit's storage.",
@@ -162,7 +162,7 @@ MUTANTS = [
     Mutant(
         "given-memory-is-read-at-a-gather-only",
         "FlatLayout._collect",
-        "if self._loan is None:",
+        "if self._summoned is None:",
         "if False:",
         "State dicts and summon_full_params do not know what a parameter was given by p.data = ....",
         "ORIG-17",

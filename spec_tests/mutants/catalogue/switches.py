@@ -17,7 +17,7 @@ MUTANTS = [
     ),
     Mutant(
         "group-is-freed-after-its-first-module",
-        "Member.after_forward",
+        "FSDPState.after_forward",
         "            if not self._waiting:\n                self._leave(tree)",
         "            self._leave(tree)",
         "A unit of several modules is freed after the first of them.",
@@ -122,7 +122,7 @@ MUTANTS = [
     Mutant(
         "optimizer-event-is-forgotten",
         "FSDPModule.set_post_optim_event",
-        "_member(self).current_tree().after_optimizer = event",
+        "_state(self).current_tree().after_optimizer = event",
         "pass",
         "The first all-gather does not wait for the given event.",
         "NEW-12",
@@ -131,8 +131,8 @@ MUTANTS = [
     Mutant(
         "registered-methods-drop-cast-inputs",
         "register_fsdp_forward_method",
-        "args, kwargs = member.before_forward(self, args, kwargs)",
-        "member.before_forward(self, args, kwargs)",
+        "args, kwargs = state.before_forward(self, args, kwargs)",
+        "state.before_forward(self, args, kwargs)",
         "A registered forward method gets inputs as they were.",
         "NEW-13",
     ),
@@ -146,7 +146,7 @@ MUTANTS = [
     ),
     Mutant(
         "partial-sums-survive-a-reset",
-        "Member.drop_gradients",
+        "FSDPState.drop_gradients",
         "plan.partial = None",
         "pass",
         "reset_iter_state() keeps what waits for its all-reduce.",
@@ -155,8 +155,8 @@ MUTANTS = [
     Mutant(
         "lanes-are-not-shared",
         "share_comm_ctx",
-        "_member(module).shared_lanes = lanes",
-        "_member(module).shared_lanes = Lanes(_member(module).device)",
+        "_state(module).shared_lanes = lanes",
+        "_state(module).shared_lanes = Lanes(_state(module).device)",
         "share_comm_ctx gives each root lanes of its own.",
         "NEW-17",
     ),
@@ -195,7 +195,7 @@ MUTANTS = [
     Mutant(
         "reset-keeps-gradients",
         "FSDPModule.reset_iter_state",
-        "        member.drop_gradients()\n",
+        "        state.drop_gradients()\n",
         "",
         "Gradients of a broken iteration wait on after reset_iter_state().",
         "NEW-15",
@@ -211,7 +211,7 @@ MUTANTS = [
     Mutant(
         "reshard-switch-forgotten-by-root",
         "FSDPModule.set_reshard_after_forward",
-        "            member.reshard_after_forward = reshard_after_forward\n",
+        "            state.reshard_after_forward = reshard_after_forward\n",
         "",
         "The root goes on freeing, or keeping, as it was made to.",
         "NEW-06",

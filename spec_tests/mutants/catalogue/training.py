@@ -18,7 +18,7 @@ MUTANTS = [
     Mutant(
         "summoned-changes-are-lost",
         "FlatLayout.hide_row",
-        "self.owner.overwrite(loan.row[piece])",
+        "self.owner.overwrite(summoned.row[piece])",
         "pass",
         "writeback=True writes nothing back.",
         "SUMMON-07",
@@ -74,14 +74,14 @@ MUTANTS = [
     Mutant(
         "changed-gradients-are-lost",
         "FlatLayout.hide_row",
-        "self.owner.overwrite_gradient(loan.gradients[0][piece], loan.gradients[1])",
+        "self.owner.overwrite_gradient(summoned.gradients[0][piece], summoned.gradients[1])",
         "pass",
         "A gradient that was changed in place while summoned is dropped.",
         "SUMMON-15",
     ),
     Mutant(
         "replaced-gradient-is-dropped",
-        "Loan.collect",
+        "Summoned.collect",
         "if parameter.grad is not None:",
         "if False:",
         "A gradient that was replaced inside of with_grads=True is dropped.",
@@ -185,7 +185,7 @@ MUTANTS = [
     ),
     Mutant(
         "aside-gradients-lost",
-        "OriginalOwnership.take_back",
+        "OriginalOwnership.hide_full",
         "assign_gradient(original, gradient)",
         "pass",
         "Gradients that were put aside for the time of summoning do not come back.",
@@ -193,7 +193,7 @@ MUTANTS = [
     ),
     Mutant(
         "aside-gradients-shown",
-        "OriginalOwnership.lend",
+        "OriginalOwnership.show_full",
         "            original.grad = None\n",
         "",
         "Sharded gradients are shown beside full parameters.",

@@ -79,7 +79,7 @@ BREAKS = [
     ),
     Break(
         "by-hand-does-not-wait",
-        "fsdp2/member.py",
+        "fsdp2/fsdp_state.py",
         "            self.unit.wait()\n            self.unit.layout.show_unsharded()\n",
         "            self.unit.layout.show_unsharded()\n",
         "unshard() by hand shows parameters that have not arrived.",
@@ -164,7 +164,7 @@ BREAKS = [
     ),
     Break(
         "by-hand-does-not-follow",
-        "fsdp2/member.py",
+        "fsdp2/fsdp_state.py",
         "            tree.lanes.gather.follow()\n",
         "",
         "unshard() by hand gathers without waiting for the optimizer step.",
@@ -175,7 +175,7 @@ BREAKS = [
         FLAT,
         """\
         if self.owner.collect():
-            # Just copied, and so after the lane has last followed the main road.
+            # Just copied, and so after the lane has last followed the compute stream.
             lanes.gather.follow()
 """,
         "        self.owner.collect()\n",
@@ -193,7 +193,7 @@ BREAKS = [
     Break(
         "assigned-data-not-followed",
         PER_PARAMETER,
-        "        if self._has_copied:\n            # Since the lane has last followed the main road.\n"
+        "        if self._has_copied:\n            # Since the lane has last followed the compute stream.\n"
         "            lanes.gather.follow()\n",
         "        if self._has_copied:\n",
         "What was assigned is copied after the event for which the gathers wait.",
@@ -347,7 +347,7 @@ BREAKS = [
     Break(
         "handle-does-nothing",
         "fsdp2/module.py",
-        "        if member is not None:\n            member.wait()\n",
+        "        if state is not None:\n            state.wait()\n",
         "",
         "The handle of unshard(async_op=True) does not wait.",
         "each_by_hand_and_read",
@@ -356,8 +356,8 @@ BREAKS = [
     Break(
         "unshard-does-not-wait",
         "fsdp2/module.py",
-        "            return _Unsharding(member)\n        member.wait()\n",
-        "            return _Unsharding(member)\n",
+        "            return _Unsharding(state)\n        state.wait()\n",
+        "            return _Unsharding(state)\n",
         "unshard() without a handle does not wait.",
         "each_by_hand_and_read",
         "wrong values",

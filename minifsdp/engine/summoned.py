@@ -1,4 +1,4 @@
-"""Full parameters in the user's hands, for the time of ``summon_full_params``.
+"""The full parameters that modules show for the time of ``summon_full_params``.
 
 While a unit is summoned its modules show ordinary parameters. Each is a view of one long row, so that what the user
 writes in place is in the row at once, and the way back is to cut the row. But users may also *replace*:
@@ -23,13 +23,13 @@ from torch import nn
 from minifsdp.engine.partition import local_part
 
 
-class Loan:
-    """Full parameters in the user's hands.
+class Summoned:
+    """The full parameters of a summoned unit.
 
     Args:
         row: the full values.
         views: the parameters in it, in their shapes.
-        gradients: the full gradients in a row like that, and which parameters have one; ``None`` to lend none.
+        gradients: the full gradients in a row like that, and which parameters have one; ``None`` to show none.
 
     Attributes:
         parameters: what modules show, one for each view.
@@ -42,7 +42,7 @@ class Loan:
         self.parameters: list[nn.Parameter] = []
         self._gradient_views: list[torch.Tensor] = []
 
-    def lend_gradients(self, views: list[torch.Tensor], present: list[bool]) -> None:
+    def show_gradients(self, views: list[torch.Tensor], present: list[bool]) -> None:
         """Puts ``views`` into the ``.grad`` of those parameters that have one."""
         self._gradient_views = views
         for parameter, view, is_there in zip(self.parameters, views, present, strict=True):

@@ -3,10 +3,10 @@
 There is no wrapper here: the model keeps its modules, its names and its structure. So what a wrapper's ``forward``
 would do is done by two hooks on the module, one before and one after its own forward::
 
-    before    begin an iteration if nobody has; cast the inputs; gather; show the full parameters; watch the inputs
+    before    begin an iteration if none is open; cast the inputs; gather; show the full parameters; watch the inputs
     after     cast the output; free; lay trip wires on the output
 
-Worked example: ``fully_shard(block0)``, ``fully_shard(block1)``, ``fully_shard(model)`` make three members. The first
+Worked example: ``fully_shard(block0)``, ``fully_shard(block1)``, ``fully_shard(model)`` make three states. The first
 ``model(batch)`` meets the third one's hook first, so that is the root; it finds the two others among its modules and
 makes them one tree.
 
@@ -46,23 +46,23 @@ ATTRIBUTE = "_fully_sharded"
 CALLER = "call_as_forward"
 
 
-def member_of(module: nn.Module) -> Member | None:
+def state_of(module: nn.Module) -> FSDPState | None:
     """What ``fully_shard`` has made of ``module``; ``None`` if it was not called on it."""
-    member: Member | None = module.__dict__.get(ATTRIBUTE)
-    return member
+    state: FSDPState | None = module.__dict__.get(ATTRIBUTE)
+    return state
 
 
-def members_in(module: nn.Module) -> list[tuple[str, Member]]:
-    """All members at or below ``module``, each once, with the names of their modules."""
-    names: dict[Member, list[str]] = {}
+def states_in(module: nn.Module) -> list[tuple[str, FSDPState]]:
+    """All states at or below ``module``, each once, with the names of their modules."""
+    names: dict[FSDPState, list[str]] = {}
     for name, inner in module.named_modules():
-        member = member_of(inner)
-        if member is not None:
-            names.setdefault(member, []).append(name)
-    return [(", ".join(found), member) for member, found in names.items()]
+        state = state_of(inner)
+        if state is not None:
+            names.setdefault(state, []).append(name)
+    return [(", ".join(found), state) for state, found in names.items()]
 
 
-class Member(FrameworkNames):
+class FSDPState(FrameworkNames):
     """One call of ``fully_shard``.
 
     Args:
@@ -87,14 +87,14 @@ class Member(FrameworkNames):
         self.is_tree_root = False
         self.shared_lanes: Lanes | None = None
         self._has_begun = False
-        # 1. Modules of this member that have not been run in the forward that is going on.
+        # 1. Modules of this state that have not been run in the forward that is going on.
         self._waiting: set[nn.Module] = set()
         self._waits_in = 0
         # 3. Calls of the module from inside of its own forward that are going on.
         self._num_inner = 0
         self._is_recorded = False
         # Members of the same tree with several modules.
-        self._grouped: list[Member] = []
+        self._grouped: list[FSDPState] = []
         for module in modules:
             module.__dict__[ATTRIBUTE] = self
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
@@ -135,7 +135,7 @@ class Member(FrameworkNames):
         if (self._has_begun or len(self.modules) == 1) and _calls_itself(module):
             return True
         if self._has_begun and module in self.modules:
-            # 2. Nobody else comes in twice without going out.
+            # 2. No other module comes in twice without going out.
             self.break_off()
         return False
 
@@ -147,7 +147,7 @@ class Member(FrameworkNames):
         return cast
 
     def _is_between(self, tree: Root) -> bool:
-        """1. Whether another module of this member has run before in this forward, and gathered for all of them."""
+        """1. Whether another module of this state has run before in this forward, and gathered for all of them."""
         if len(self.modules) == 1 or (self.unit is not None and self.unit.phase is Phase.PRE_BACKWARD):
             return False
         if self._waiting and self._waits_in == tree.cycle.num_forwards:
@@ -164,7 +164,7 @@ class Member(FrameworkNames):
             self._num_inner -= 1
             return output
         if self.unit is not None and self.unit.phase is not Phase.PRE_BACKWARD:
-            # 1. Each module's output, for nobody knows which of them is the last to run.
+            # 1. Each module's output, for it is not known which of them is the last to run.
             self._is_recorded |= tree.cycle.watch_output(self.unit, (args, kwargs), output)
             self._waiting.discard(module)
             if not self._waiting:
@@ -173,13 +173,13 @@ class Member(FrameworkNames):
             tree.cycle.watch(output)
         if self._has_begun:
             self._has_begun = False
-            for member in self._grouped:
-                if member._waiting and member._waits_in == tree.cycle.num_forwards:
+            for state in self._grouped:
+                if state._waiting and state._waits_in == tree.cycle.num_forwards:
                     # Some of its modules have not been called in this forward. Their parameters may have been used all
                     # the same, and backward may come to them before it comes to an output of the others.
-                    if member.unit is not None:
-                        member._is_recorded |= tree.cycle.watch_output(member.unit, (args, kwargs), output)
-                    member._leave(tree)
+                    if state.unit is not None:
+                        state._is_recorded |= tree.cycle.watch_output(state.unit, (args, kwargs), output)
+                    state._leave(tree)
             tree.end_forward()
         return output
 
@@ -206,25 +206,25 @@ class Member(FrameworkNames):
     # --- the tree ---
 
     def current_tree(self) -> Root:
-        """The tree that this member is in; if there is none, one is made with this member as its root."""
+        """The tree that this state is in; if there is none, one is made with this state as its root."""
         tree = self.tree
         return self._find_tree() if tree is None or tree.is_dissolved else tree
 
     def _find_tree(self) -> Root:
-        found: dict[Member, str] = {}
+        found: dict[FSDPState, str] = {}
         for module in self.modules:
-            for name, member in members_in(module):
-                found.setdefault(member, "" if member is self else name)
+            for name, state in states_in(module):
+                found.setdefault(state, "" if state is self else name)
         for small in {id(m.tree): m.tree for m in found if m.tree is not None}.values():
             if not small.is_dissolved:
                 # Parts that were unshard()ed before the whole stay gathered.
                 small.dissolve(keeps_gathered=True)
-        for member in found:
-            if member.unit is not None and member.reshard_after_forward is None:
+        for state in found:
+            if state.unit is not None and state.reshard_after_forward is None:
                 # The root's backward follows its forward at once.
-                member.unit.choose(reshard_after_forward=member is not self)
+                state.unit.choose(reshard_after_forward=state is not self)
         tree = Root(
-            [(name, member.unit) for member, name in found.items() if member.unit is not None],
+            [(name, state.unit) for state, name in found.items() if state.unit is not None],
             self.unit,
             self.device,
             backward_prefetch=Prefetch.BEFORE_GRADIENTS,
@@ -233,16 +233,16 @@ class Member(FrameworkNames):
             keeps_outermost=False,
             lanes=self.shared_lanes,
         )
-        grouped = [member for member in found if len(member.modules) > 1]
-        for member in found:
-            member.tree, member._grouped = tree, grouped
-            member.is_tree_root = member is self
+        grouped = [state for state in found if len(state.modules) > 1]
+        for state in found:
+            state.tree, state._grouped = tree, grouped
+            state.is_tree_root = state is self
         return tree
 
     # --- by hand ---
 
     def unshard(self) -> None:
-        """Issues the gather of this member's unit; `wait` completes it."""
+        """Issues the gather of this state's unit; `wait` completes it."""
         if self.unit is not None:
             tree = self.current_tree()
             # As where an iteration begins: the user may have put other tensors in place of the shards, or changed them.
@@ -259,7 +259,7 @@ class Member(FrameworkNames):
             self.unit.layout.show_unsharded()
 
     def reshard(self) -> None:
-        """Frees the full parameters of this member's unit."""
+        """Frees the full parameters of this state's unit."""
         if self.unit is not None and self.tree is not None:
             self.unit.reshard()
 

@@ -108,7 +108,7 @@ def test_a_key_that_the_module_fills_in_may_be_missing(keep: bool) -> None:
     del state["0.weight"]
     with pytest.raises(KeyError):
         model.load_state_dict(state)
-    # And the model is of use afterwards: what was lent has been given back.
+    # And the model is of use afterwards: what was shown has been hidden again.
     model(torch.ones(2, 3, device=device())).sum().backward()
 
 

@@ -1,4 +1,4 @@
-"""Modules that write or read their part of a state dict with code of their own, and what such code is shown.
+"""Modules with custom state-dict code, and what such code is shown.
 
 ``state_dict()`` asks a module nothing, so this package need not show it anything: keys are enough, and values are put
 in afterwards. But a module may have an opinion. It may override ``_save_to_state_dict`` to store a weight transposed,
@@ -14,10 +14,10 @@ So a unit that has such a module in it is gathered *before* the walk and shown i
 ``summon_full_params`` would; any other unit is gathered after its walk (see ``state_dict.py``), or not at all
 (``state_dict_load.py``). The price is that an outer unit stays in full size while inner ones are written.
 
-The user may also have summoned the model himself and call ``state_dict()`` then. That is the same case, with nothing
+The user may also have summoned the model and call ``state_dict()`` then. That is the same case, with nothing
 left to do: what modules show is full already, nothing is gathered, and one rank may call it alone.
 
-*In torch:* every unit is shown in full during the walk, whether somebody looks or not.
+*In torch:* every unit is shown in full during the walk, whether a hook looks or not.
 
 Spec: SD-FULL-01, SD-FULL-08, SD-FULL-13, SUMMON-02, SUMMON-07.
 """
@@ -47,7 +47,7 @@ def reads_by_itself(module: nn.Module, num_expected_hooks: int = 0) -> bool:
 
     Args:
         module: a module.
-        num_expected_hooks: how many hooks before reading are nobody's own: a wrapper has one.
+        num_expected_hooks: how many hooks before reading are not the user's: a wrapper has one.
     """
     has_hooks = len(module._load_state_dict_pre_hooks) > num_expected_hooks and not _is_checkpoint(module)
     # A batch norm has code of its own for its counter, which is no parameter.
@@ -86,7 +86,7 @@ def shown_in_full(unit: FlatUnit) -> list[torch.Tensor] | None:
 
 
 @contextmanager
-def lent(unit: FlatUnit, *, writeback: bool) -> Generator[None]:
+def full_parameters(unit: FlatUnit, *, writeback: bool) -> Generator[None]:
     """Full parameters on the unit's modules. All ranks of its shard group must enter and leave it.
 
     Args:
