@@ -156,8 +156,8 @@ BREAKS = [
     Break(
         "gradients-dropped-at-once",
         REDUCE,
-        "            if lane.stream is None:\n                # Packed at once; nobody reads the parts any more.\n",
-        "            if True:\n                # Packed at once; nobody reads the parts any more.\n",
+        "            if lane.stream is None:\n                # Packed at once; the parts are not read any more.\n",
+        "            if True:\n                # Packed at once; the parts are not read any more.\n",
         "Gradients of the compute stream are dropped while the reduce stream packs them.",
         "each_full",
     ),
