@@ -34,7 +34,8 @@ LONGER = {
 }
 # Names for things that have others in PyTorch, and persons where there are ranks, users and modules.
 BANNED = (
-    r"\b(main road|trouble|loan|lent|roll call|roll_call|sentence|own code|own_code|animal|somebody|nobody(?!-to-shard-with)|his|he)\b"
+    r"\b(main road|trouble|loan|lent|roll call|roll_call|sentence|own code|own_code|animal|"
+    r"somebody|nobody(?!-to-shard-with)|his|he)\b"
 )
 # What is only an import path has nothing to say about torch.
 PATHS = {"api.py", "checkpoint_wrapper.py", "fully_sharded_data_parallel.py", "sharded_grad_scaler.py", "wrap.py"}
