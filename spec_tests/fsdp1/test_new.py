@@ -214,28 +214,33 @@ class Broken(Exception):
     """Not one that the library raises."""
 
 
+class Fuse:
+    """A hook that raises as long as it is told to."""
+
+    breaks = False
+
+    def __call__(self, *_: Any) -> None:
+        if self.breaks:
+            raise Broken
+
+
 @pytest.mark.spec("NEW-15")
 @pytest.mark.parametrize("moment", ["forward", "backward"])
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @ranks(2)
 def test_after_an_exception_in_the_middle_the_next_iteration_is_right(strategy: ShardingStrategy, moment: str) -> None:
     plain = seeded()
-    breaks = False
-
-    def fuse(*_: Any) -> None:
-        if breaks:
-            raise Broken
-
+    fuse = Fuse()
     layer = plain.blocks[1].linear
     layer.register_forward_hook(fuse) if moment == "forward" else layer.register_full_backward_hook(fuse)
     model = sharded(plain, sharding_strategy=strategy)
     iterate(model, 0)
     expected = {unit: gradient.clone() for unit, gradient in flat_gradients(model).items()}
     model.zero_grad()
-    breaks = True
+    fuse.breaks = True
     with pytest.raises(Broken):
         iterate(model, 1)
-    breaks = False
+    fuse.breaks = False
     model.zero_grad()
     iterate(model, 0)
     assert_same(flat_gradients(model), expected, bitwise=True)
@@ -275,19 +280,14 @@ LOOKS: dict[str, Callable[[FSDP, torch.optim.Optimizer], dict[str, Any]]] = {
 @ranks(2)
 def test_after_an_exception_in_backward_the_state_can_be_saved_and_looked_at(keep: bool, look: str) -> None:
     plain = seeded()
-    breaks = False
-
-    def fuse(*_: Any) -> None:
-        if breaks:
-            raise Broken
-
+    fuse = Fuse()
     plain.blocks[1].linear.register_full_backward_hook(fuse)
     model = sharded(plain, use_orig_params=keep)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
     iterate(model, 0)
     optimizer.step()
     expected = {name: torch.clone(value) for name, value in LOOKS[look](model, optimizer).items()}
-    breaks = True
+    fuse.breaks = True
     with pytest.raises(Broken):
         iterate(model, 1)
     assert_same(LOOKS[look](model, optimizer), expected, bitwise=True)
