@@ -16,7 +16,7 @@ from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.cut import Cut
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.partition import Partition
-from minifsdp.engine.unit import Unit
+from minifsdp.engine.unit import Unit, UnitPolicy
 from minifsdp.formulas import hybrid_cross_host, hybrid_cross_host_as_printed
 from minifsdp.timeline import peak_gathered_bytes
 
@@ -146,7 +146,9 @@ def _watched_unit(seen: list[str]) -> Unit:
 
     promise = SimpleNamespace(wait=lambda: seen.append("the gather was waited for"))
     layout = SimpleNamespace(gather=lambda _: promise, show_sharded=lambda: None, free=free, offloads=False)
-    unit = Unit(torch.nn.Identity(), cast(Any, layout), cast(Any, None), cast(Any, None), reshard_after_forward=True)
+    unit = Unit(
+        torch.nn.Identity(), cast(Any, layout), cast(Any, None), cast(Any, None), UnitPolicy(reshard_after_forward=True)
+    )
     unit.join(cast(Any, None), RateLimiter(enabled=False))
     return unit
 
