@@ -74,4 +74,5 @@ def _kind(call: ast.Call) -> str:
 
 
 def _words(text: str) -> str:
-    return "".join(words + ("" if field is None else "\u2026") for words, field, _, _ in Formatter().parse(text))
+    parts = (words + ("" if field is None else "\u2026") for words, field, _, _ in Formatter().parse(text))
+    return " ".join("".join(parts).split())
