@@ -48,12 +48,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def choose_rows(config: pytest.Config, items: list[pytest.Item]) -> None:
     """``--spec PREF-03``: only the tests that carry this row."""
     chosen = set(config.getoption("--spec") or [])
+    if not chosen:
+        return
     if unknown := sorted(chosen - read_rows().keys()):
         raise pytest.UsageError(f"--spec: docs/spec.md has no row {', '.join(unknown)}")
-    if chosen:
-        others = [item for item in items if not chosen & set(rows_proven_by(item))]
-        items[:] = [item for item in items if chosen & set(rows_proven_by(item))]
-        config.hook.pytest_deselected(items=others)
+    others = [item for item in items if not chosen & set(rows_proven_by(item))]
+    items[:] = [item for item in items if chosen & set(rows_proven_by(item))]
+    config.hook.pytest_deselected(items=others)
 
 
 def leave_out_by_device(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -29,7 +29,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["Chunks", "clean_name", "flat_chunks", "gather_chunks", "split_by_name", "units_of", "wrap_units"]
+__all__ = [
+    "Chunks",
+    "as_numbers",
+    "clean_name",
+    "from_numbers",
+    "flat_chunks",
+    "gather_chunks",
+    "split_by_name",
+    "units_of",
+    "wrap_units",
+]
 
 Chunks = dict[str, tuple[Tensor, Tensor | None]]
 Shapes = dict[str, torch.Size]
@@ -109,16 +119,20 @@ def gather_chunks(chunks: Chunks, group: dist.ProcessGroup | None) -> Chunks:
         return chunks
     # As lists of numbers, which are exact: to pickle so many small tensors takes ten times as long.
     everybody: list[Any] = [None] * group.size()
-    dist.all_gather_object(everybody, {key: [_said(row) for row in rows] for key, rows in chunks.items()}, group=group)
-    return {key: _joined([[_heard(row) for row in of_rank[key]] for of_rank in everybody]) for key in chunks}
+    dist.all_gather_object(
+        everybody, {key: [as_numbers(row) for row in rows] for key, rows in chunks.items()}, group=group
+    )
+    return {key: _joined([[from_numbers(row) for row in of_rank[key]] for of_rank in everybody]) for key in chunks}
 
 
-def _said(row: Tensor | None) -> tuple[torch.dtype, list[Any]] | None:
-    return None if row is None else (row.dtype, row.tolist())
+def as_numbers(tensor: Tensor | None) -> Any:
+    """All of a tensor as what is pickled quickly; numbers are exact."""
+    return None if tensor is None else (tensor.tolist(), tensor.dtype, tensor.shape)
 
 
-def _heard(said: tuple[torch.dtype, list[Any]] | None) -> Tensor | None:
-    return None if said is None else torch.tensor(said[1], dtype=said[0])
+def from_numbers(numbers: Any, device: torch.device | str = "cpu") -> Tensor | None:
+    """The reverse."""
+    return None if numbers is None else torch.tensor(numbers[0], dtype=numbers[1], device=device).view(numbers[2])
 
 
 def _joined(pieces: list[Any]) -> tuple[Tensor, Tensor | None]:

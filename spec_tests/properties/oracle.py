@@ -20,6 +20,7 @@ the dtype of the sum; the mean is brought to the default dtype.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spec_tests.harness import device
+from spec_tests.oracles.gathering import as_numbers, from_numbers
 from spec_tests.properties.build import PRECISIONS, Piece, batch, is_per_parameter, output_of, plain_model, units_of
 from spec_tests.properties.description import Description
 
@@ -65,19 +67,13 @@ class _Part:
     error: str = ""
 
     def __reduce__(self) -> Any:
-        inputs = {key: _said(value) for key, value in self.input_gradients.items()}
-        return _heard, (self.losses, [_said(gradient) for gradient in self.gradients], inputs, self.error)
+        inputs = {key: as_numbers(value) for key, value in self.input_gradients.items()}
+        return _arrived, (self.losses, [as_numbers(gradient) for gradient in self.gradients], inputs, self.error)
 
 
-def _said(tensor: Tensor | None) -> Any:
-    return None if tensor is None else (tensor.tolist(), tensor.dtype, tensor.shape)
-
-
-def _heard(losses: Any, gradients: Any, inputs: Any, error: str) -> _Part:
-    def tensor(said: Any) -> Tensor | None:
-        return None if said is None else torch.tensor(said[0], dtype=said[1], device=device()).view(said[2])
-
-    return _Part(losses, [tensor(said) for said in gradients], {k: tensor(said) for k, said in inputs.items()}, error)
+def _arrived(losses: Any, gradients: Any, inputs: Any, error: str) -> _Part:
+    here = functools.partial(from_numbers, device=device())
+    return _Part(losses, [here(gradient) for gradient in gradients], {k: here(v) for k, v in inputs.items()}, error)
 
 
 class Oracle:
