@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 from collections.abc import Callable, Generator
 
 import pytest
@@ -13,6 +15,10 @@ from spec_tests.harness.accounting import Accounting, read_rows, rows_of_acceler
 pytest.register_assert_rewrite(*worker.REWRITTEN)
 
 ACCOUNTING = pytest.StashKey[Accounting]()
+
+# Assertions are rewritten here, once, and not again by each rank and each program, also where nothing should be kept.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Folders whose tests start processes, which would compute on the CPU.
 STARTS_PROGRAMS = ("tutorials", "docs", "harness_tests")
