@@ -8,7 +8,7 @@ from html import escape
 import torch
 
 from docs_build import recordings
-from minifsdp import timeline
+from minifsdp.tools import timeline
 from minifsdp.trace import Event
 
 __all__ = ["events_of", "figure", "timeline_figure"]

@@ -11,11 +11,7 @@ from minifsdp import api as api
 from minifsdp import fully_sharded_data_parallel as fully_sharded_data_parallel
 from minifsdp import sharded_grad_scaler as sharded_grad_scaler
 from minifsdp import wrap as wrap
-from minifsdp.fsdp1.bfloat16 import bf16_supported
-from minifsdp.fsdp1.flat_param import FlatParameter
-from minifsdp.fsdp1.grad_scaler import ShardedGradScaler
-from minifsdp.fsdp1.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from minifsdp.fsdp1.state_dict_options import (
+from minifsdp.checkpoint.state_dict_options import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -28,10 +24,16 @@ from minifsdp.fsdp1.state_dict_options import (
     StateDictSettings,
     StateDictType,
 )
-from minifsdp.fsdp1.wrapper import FullyShardedDataParallel
+from minifsdp.compat.bfloat16 import bf16_supported
+from minifsdp.compat.composable import ComposableState
+from minifsdp.compat.flat_param import FlatParameter
+from minifsdp.fsdp1.grad_scaler import ShardedGradScaler
+from minifsdp.fsdp1.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from minifsdp.fsdp2 import fully_shard as _second_door
 from minifsdp.fsdp2.fully_shard import fully_shard
 from minifsdp.fsdp2.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from minifsdp.fsdp2.options import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from minifsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 
 __all__ = [
     "BackwardPrefetch",
@@ -64,3 +66,7 @@ __all__ = [
     "share_comm_ctx",
 ]
 __version__ = "0.1.0"
+
+# Both doors know nothing of state dicts and frameworks. What these need is attached: to the wrapper in
+# ``fully_sharded_data_parallel.py``, to the state of ``fully_shard`` here.
+_second_door.state_class = ComposableState

@@ -1,10 +1,9 @@
 """What the user may choose, under the name that it has in torch: ``from minifsdp.api import ShardingStrategy``.
 
-The classes, and what there is to read about them, are in ``fsdp1/options.py`` and ``fsdp1/state_dict_options.py``.
+The classes, and what there is to read about them, are in ``fsdp1/options.py`` and ``checkpoint/state_dict_options.py``.
 """
 
-from minifsdp.fsdp1.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from minifsdp.fsdp1.state_dict_options import (
+from minifsdp.checkpoint.state_dict_options import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -16,6 +15,7 @@ from minifsdp.fsdp1.state_dict_options import (
     StateDictSettings,
     StateDictType,
 )
+from minifsdp.fsdp1.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 __all__ = [
     "BackwardPrefetch",

@@ -20,7 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     offload_wrapper,
 )
 
-from minifsdp.fsdp1.legacy import warn_renamed
+from minifsdp.engine.messages import warn_renamed
 
 __all__ = [
     "CheckpointImpl",
@@ -44,5 +44,5 @@ def apply_activation_checkpointing_wrapper(
         checkpoint_wrapper_fn: wraps one module.
         check_fn: chooses the modules.
     """
-    warn_renamed("apply_activation_checkpointing_wrapper", "apply_activation_checkpointing", stacklevel=2)
+    warn_renamed("apply_activation_checkpointing_wrapper", "apply_activation_checkpointing")
     apply_activation_checkpointing(model, checkpoint_wrapper_fn=checkpoint_wrapper_fn, check_fn=check_fn)

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import minifsdp
-from minifsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, cost, formulas, trace
+from minifsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, cost, trace
 from minifsdp.cost import Cost, Job, cost_of
+from minifsdp.tools import formulas
 from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.harness import device, ranks
 from spec_tests.live_bytes import LiveBytes

@@ -21,13 +21,16 @@ Spec: no row of its own; every row that asks for a clear error.
 
 from __future__ import annotations
 
+import sys
 import tomllib
+import warnings
 from functools import cache
 from pathlib import Path
 
 import torch.distributed as dist
 
 PAGE = "troubleshoot.html"
+NOT_THE_PROGRAM = ("minifsdp", "torch", "contextlib")
 
 
 def rank_of_this_process() -> int:
@@ -44,6 +47,19 @@ def message(entry: str, /, **values: object) -> str:
 def detail(entry: str, /, **values: object) -> str:
     """A line about one value in a message about many, which has rank and address itself."""
     return texts()["detail"][entry].format(**values)
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warns, and points to the line of the program that led here: the last one outside of this package and torch."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """The one warning that every old spelling gives."""
+    warn(message("old-spelling", old=old, new=new), FutureWarning)
 
 
 @cache

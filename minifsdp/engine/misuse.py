@@ -24,7 +24,6 @@ Spec: CTOR-05, NOSYNC-10, ORIG-16, MYTH-28.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -36,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minifsdp.engine.mesh import Mesh
-from minifsdp.engine.messages import message
+from minifsdp.engine.messages import message, warn
 
 
 class HoldsGradient(Protocol):
@@ -229,10 +228,7 @@ def _warn_if_stale(optimizer: torch.optim.Optimizer) -> None:
     parameters = list(_parameters_of(optimizer))
     num_stale = sum(id(p) in _replaced and _replaced[id(p)][0]() is p for p in parameters)
     if num_stale:
-        warnings.warn(
-            message("stale-optimizer", num_stale=num_stale, number=len(parameters), type=type(optimizer).__name__),
-            stacklevel=4,
-        )
+        warn(message("stale-optimizer", num_stale=num_stale, number=len(parameters), type=type(optimizer).__name__))
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:

@@ -24,7 +24,6 @@ Spec: ORIG-02 to ORIG-05, ORIG-08 to ORIG-10, ORIG-13, ORIG-17, NOSYNC-05, STREA
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -33,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from minifsdp.engine import misuse
 from minifsdp.engine.layout import OwnedParameter, Slot
-from minifsdp.engine.messages import message
+from minifsdp.engine.messages import message, warn
 from minifsdp.engine.ownership import Ownership, assign_gradient, call_hooks
 from minifsdp.engine.partition import Partition, local_part
 
@@ -85,7 +84,7 @@ class OriginalOwnership(Ownership):
     def _warn_if_mixed(self) -> None:
         frozen = [path for path, p in zip(self._paths, self.originals, strict=True) if not p.requires_grad]
         if frozen and len(frozen) < len(self.originals):
-            warnings.warn(message("frozen-among-trained", frozen=frozen), stacklevel=6)
+            warn(message("frozen-among-trained", frozen=frozen))
 
     # --- what is visible ---
 

@@ -26,9 +26,7 @@ Spec: PREF-08, PREF-11, PREF-12, PREF-13.
 
 from __future__ import annotations
 
-import warnings
-
-from minifsdp.engine.messages import message
+from minifsdp.engine.messages import message, warn
 from minifsdp.engine.unit import Unit
 
 
@@ -73,7 +71,7 @@ class Schedule:
         if (position is None or position > self._position) and not self._warned:
             self._warned = True
             expected = self._first_order[self._position].name if self._position < len(self._first_order) else "none"
-            warnings.warn(message("changed-order", unit=unit.name, expected=expected), stacklevel=2)
+            warn(message("changed-order", unit=unit.name, expected=expected))
         if position is not None:
             self._position = max(self._position, position + 1)
 

@@ -24,16 +24,15 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._common_utils import _FSDPState
 
+from minifsdp.engine.compiler import warn_if_compiled
 from minifsdp.engine.mesh import Mesh
 from minifsdp.engine.messages import message
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.root import Root
 from minifsdp.engine.unit import Phase
-from minifsdp.fsdp1 import build, compiling
+from minifsdp.fsdp1 import build
 from minifsdp.fsdp1.options import BackwardPrefetch, ShardingStrategy
-from minifsdp.fsdp1.state_dict_options import StateDictSettings
 
 WRAPPED = "_fsdp_wrapped_module"
 PREFIX = WRAPPED + "."
@@ -49,17 +48,14 @@ def is_wrapper(module: nn.Module) -> bool:
     return isinstance(module, WrapperBase)
 
 
-class WrapperBase(nn.Module, _FSDPState):
-    """A module that stands around another one and shards its parameters; see the page's head.
-
-    The second base is what PyTorch's checkpoint functions know a sharded module by. Nothing of it is used here.
-    """
+class WrapperBase(nn.Module):
+    """A module that stands around another one and shards its parameters; see the page's head."""
 
     mesh: Mesh
     process_group: dist.ProcessGroup
     device_mesh: Any
     compute_device: torch.device
-    sharding_strategy: ShardingStrategy  # type: ignore[assignment]
+    sharding_strategy: ShardingStrategy
     backward_prefetch: BackwardPrefetch | None
     forward_prefetch: bool
     limit_all_gathers: bool
@@ -73,8 +69,6 @@ class WrapperBase(nn.Module, _FSDPState):
     _ignored_modules: set[nn.Module]
     _ignored_parameters: set[nn.Parameter]
     _buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype]
-    _state_dict_settings: StateDictSettings
-    _is_looked_at = False
 
     @property
     def module(self) -> nn.Module:
@@ -105,7 +99,7 @@ class WrapperBase(nn.Module, _FSDPState):
         for small in {id(m._tree): m._tree for _, m in wrappers if m._tree is not None}.values():
             if not small.is_dissolved:
                 small.dissolve()
-        compiling.warn_if_compiled(not self._use_orig_params)
+        warn_if_compiled(not self._use_orig_params)
         tree = Root(
             [(name, wrapper._unit) for name, wrapper in wrappers if wrapper._unit is not None],
             self._unit,

@@ -15,7 +15,6 @@ LEGACY-04, WRAP-19.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection
 from typing import Any
 
@@ -27,7 +26,7 @@ from minifsdp.engine import misuse
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.hooks import Prefetch
 from minifsdp.engine.mesh import Group, Mesh, default_group, node_groups
-from minifsdp.engine.messages import message
+from minifsdp.engine.messages import message, warn
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1 import policies
@@ -74,7 +73,7 @@ def check_options(
         policies.require_policy(auto_wrap_policy)
     if misuse.is_only_called_in_parts(module):
         # Up to "forward", here and in `strategy_on`, the words are those that programs written for torch look for.
-        warnings.warn(message("wraps-container", type=type(module).__name__), stacklevel=4)
+        warn(message("wraps-container", type=type(module).__name__))
 
 
 def strategy_on(mesh: Mesh, strategy: ShardingStrategy) -> ShardingStrategy:
@@ -84,7 +83,7 @@ def strategy_on(mesh: Mesh, strategy: ShardingStrategy) -> ShardingStrategy:
     """
     if mesh.shard is not None or strategy is ShardingStrategy.NO_SHARD:
         return strategy
-    warnings.warn(message("nobody-to-shard-with", strategy=strategy), stacklevel=2)
+    warn(message("nobody-to-shard-with", strategy=strategy))
     return ShardingStrategy.NO_SHARD
 
 
@@ -178,7 +177,7 @@ def _as_device(device_id: Any) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     if device.index is None:
-        warnings.warn(message("device-without-index", device_id=device_id), stacklevel=4)
+        warn(message("device-without-index", device_id=device_id))
         return torch.device(device.type, torch.get_device_module(device).current_device())
     return device
 

@@ -23,12 +23,11 @@ Spec: SUMMON-01 to SUMMON-20, APPLY-01 to APPLY-04, NAMES-02, NAMES-03, MP-18.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from minifsdp.engine import misuse
-from minifsdp.engine.messages import message
+from minifsdp.engine.messages import message, warn
 from minifsdp.engine.root import Root
 from minifsdp.engine.triggers import NOT_IN_BACKWARD, graph_task
 from minifsdp.engine.unit import Phase
@@ -47,7 +46,7 @@ def check_summon_options(*, writeback: bool, rank0_only: bool, offload_to_cpu: b
     if with_grads and offload_to_cpu:
         raise NotImplementedError(message("summon-grads-offload"))
     if offload_to_cpu and not rank0_only:
-        warnings.warn(message("summon-copies"), stacklevel=4)
+        warn(message("summon-copies"))
 
 
 @contextmanager

@@ -14,13 +14,12 @@ Spec: IGN-01 to IGN-12.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
-from minifsdp.engine.messages import message
+from minifsdp.engine.messages import message, warn
 
 
 class WrongElementsError(TypeError, ValueError):
@@ -47,7 +46,7 @@ def find_ignored(
             raise ValueError(message("ignored-wrapper"))
     modules = {inner for root in roots for inner in _below(root, is_wrapper)}
     if module in modules:
-        warnings.warn(message("ignored-all", type=type(module).__name__), stacklevel=3)
+        warn(message("ignored-all", type=type(module).__name__))
     parameters |= {parameter for inner in modules for parameter in inner.parameters(recurse=False)}
     return modules, parameters
 

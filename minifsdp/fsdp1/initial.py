@@ -21,7 +21,6 @@ Spec: DEV-03 to DEV-06, META-01 to META-11, SYNC-01 to SYNC-05.
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +30,7 @@ from torch import nn
 from minifsdp import trace
 from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Mesh
-from minifsdp.engine.messages import message
+from minifsdp.engine.messages import message, warn
 from minifsdp.engine.partition import local_part
 
 Modules = Sequence[tuple[str, nn.Module]]
@@ -116,7 +115,7 @@ def cut_in_place(modules: Modules, device: torch.device, ignored: set[nn.Paramet
     where = f"the module is on the CPU and {device} computes"
     if sends:
         raise ValueError(message("sync-on-cpu", where=where))
-    warnings.warn(message("slow-on-cpu", where=where), stacklevel=4)
+    warn(message("slow-on-cpu", where=where))
     for buffer in left:
         if not isinstance(buffer, nn.Parameter):
             _move(buffer, device)

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from minifsdp.engine.messages import message
+from minifsdp.engine.messages import message, warn_renamed
 from minifsdp.fsdp1.base import PREFIX, WRAPPED, WrapperBase
-from minifsdp.fsdp1.legacy import warn_renamed
 
 
 class NameMethods(WrapperBase):
@@ -44,7 +43,7 @@ class NameMethods(WrapperBase):
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
         """All parameters that have a gradient; the name is one of torch 1.13 (NAMES-09)."""
-        warn_renamed("params_with_grad", "[p for p in model.parameters() if p.grad is not None]", stacklevel=2)
+        warn_renamed("params_with_grad", "[p for p in model.parameters() if p.grad is not None]")
         return [parameter for parameter in self.parameters() if parameter.grad is not None]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NameMethods:

@@ -47,8 +47,7 @@ from typing import Any, ParamSpec
 
 from torch import nn
 
-from minifsdp.engine.messages import message
-from minifsdp.fsdp1.legacy import warn_renamed
+from minifsdp.engine.messages import message, warn_renamed
 
 P = ParamSpec("P")
 Overrides = dict[str, Any]
@@ -154,7 +153,7 @@ size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict
 
 def default_auto_wrap_policy(*args: Any, **kwargs: Any) -> bool:
     """The name that ``size_based_auto_wrap_policy`` had in torch 1.11; warns (LEGACY-02)."""
-    warn_renamed("default_auto_wrap_policy", "size_based_auto_wrap_policy", stacklevel=2)
+    warn_renamed("default_auto_wrap_policy", "size_based_auto_wrap_policy")
     return size_based_auto_wrap_policy(*args, **kwargs)
 
 
@@ -293,8 +292,8 @@ def question(policy: Any, root_module: nn.Module, ignored_modules: set[nn.Module
         return lambda module, recurse, numel: {} if recurse else picked.get(module)
     function = _under_new_name(policy)
     if function is not policy:
-        warn_renamed("default_auto_wrap_policy", "size_based_auto_wrap_policy", stacklevel=5)
+        warn_renamed("default_auto_wrap_policy", "size_based_auto_wrap_policy")
     name = _name_of_numel(function)
     if name == "unwrapped_params":
-        warn_renamed("the parameter unwrapped_params of a wrapping policy", "nonwrapped_numel", stacklevel=5)
+        warn_renamed("the parameter unwrapped_params of a wrapping policy", "nonwrapped_numel")
     return lambda module, recurse, numel: {} if function(module=module, recurse=recurse, **{name: numel}) else None

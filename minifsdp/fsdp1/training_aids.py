@@ -25,14 +25,13 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 
 from minifsdp.engine.mesh import Group
-from minifsdp.engine.messages import message, rank_of_this_process
+from minifsdp.engine.messages import message, rank_of_this_process, warn
 
 
 @torch.no_grad()
@@ -65,7 +64,7 @@ def clip_gradients(
     norm: torch.Tensor = _norm(norms, norm_type, device)
     every = [gradient for gradients in of_groups.values() for gradient in gradients]
     if not every:
-        warnings.warn(message("clip-without-gradients", rank=rank_of_this_process(), dtype=norm.dtype), stacklevel=4)
+        warn(message("clip-without-gradients", rank=rank_of_this_process(), dtype=norm.dtype))
         return norm
     # As in torch: the small number keeps a norm of 0 from dividing, the clamp keeps small gradients as they are.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -39,7 +39,6 @@ Spec: WRAP-03, WRAP-10, WRAP-12, WRAP-13, MP-19, MP-20, MP-21, IGN-10.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -48,9 +47,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from minifsdp.engine.messages import message
+from minifsdp.engine.compiler import is_compiled
+from minifsdp.engine.messages import message, warn
 from minifsdp.engine.precision import cast_floating, tensors_in
-from minifsdp.fsdp1.compiling import is_compiled
 from minifsdp.fsdp1.policies import Overrides, question, require_classes
 
 
@@ -242,7 +241,7 @@ def auto_wrap(
     apart = [module for module in chosen if isinstance(module, set_apart)]
     if apart:
         names = ", ".join(sorted({type(module).__name__ for module in apart}))
-        warnings.warn(message("kept-full-precision", names=names), stacklevel=3)
+        warn(message("kept-full-precision", names=names))
     for module in apart:
         _compute_in_own_dtype(module)
     apply(root_module, chosen, wrapper_cls, kwargs)

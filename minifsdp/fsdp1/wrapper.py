@@ -14,9 +14,8 @@ each line does is the engine's.
 Wrappers nest. Each has at most one unit, with the parameters that no wrapper inside has taken. The outermost one to
 run forward is the root and makes the tree that all share; see ``engine/root.py``.
 
-The other public methods stand in rooms of their own: ``base.py`` says what a wrapper consists of, ``names.py`` how it
-is looked through, ``training_methods.py`` what a training loop asks of it, ``state_dict_methods.py`` and
-``optim_state_methods.py`` how it is saved.
+What a wrapper consists of is said in ``base.py``. All that is not needed for a training step, how it is looked through,
+saved, summoned and clipped, is attached from outside, in ``fully_sharded_data_parallel.py``.
 
 The original parameters are not in ``parameters()`` any more, one flat parameter for each unit is. Everything else about
 the wrapped module can be reached through the wrapper as before: ``model.layer``, ``model[0]``, ``model.vocab_size``.
@@ -44,48 +43,22 @@ from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.root import Root
 from minifsdp.engine.unit import State, Unit, UnitPolicy
 from minifsdp.fsdp1 import build, initial, wrap
-from minifsdp.fsdp1.base import WRAPPED, is_wrapper
-from minifsdp.fsdp1.framework_names import FrameworkNames
+from minifsdp.fsdp1.base import WRAPPED, WrapperBase, is_wrapper
 from minifsdp.fsdp1.ignored import find_ignored
-from minifsdp.fsdp1.legacy import takes_old_spellings
-from minifsdp.fsdp1.names import NameMethods
-from minifsdp.fsdp1.optim_state_methods import OptimStateMethods
 from minifsdp.fsdp1.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from minifsdp.fsdp1.state_dict_methods import StateDictMethods
-from minifsdp.fsdp1.state_dict_options import StateDictSettings
-from minifsdp.fsdp1.training_methods import TrainingMethods
 
 
-class FullyShardedDataParallel(NameMethods, StateDictMethods, OptimStateMethods, TrainingMethods, FrameworkNames):
-    """Shards a module's parameters, gradients and optimizer state over the ranks of a group.
+class Wrapper(WrapperBase):
+    """A module whose parameters are sharded; the arguments are those of `minifsdp.FullyShardedDataParallel`.
 
     Every rank of the group must construct it, with modules of the same structure and in the same order.
 
-    Args:
-        module: the module to wrap.
-        process_group: who shards; for a hybrid strategy the pair (sharding group, replication group).
-        sharding_strategy: what is sharded, see `ShardingStrategy`; ``None`` means ``FULL_SHARD``.
-        cpu_offload: whether shards live on the CPU.
-        auto_wrap_policy: which submodules become units of their own.
-        backward_prefetch: when backward asks for the next unit; ``None`` means never ahead of time.
-        mixed_precision: which dtype at which step.
-        ignored_modules: modules whose parameters are left alone.
-        param_init_fn: gives values to modules on the meta device.
-        device_id: where to compute.
-        sync_module_states: whether rank 0's initial values are sent to the others.
-        forward_prefetch: whether forward asks for the next unit, in the order of the first iteration.
-        limit_all_gathers: whether the CPU waits before a third unit is in flight.
-        use_orig_params: whether the original parameters stay visible.
-        ignored_states: parameters or modules to be left alone.
-        device_mesh: who shards, as a mesh of one axis, or of two for a hybrid strategy.
-
-    Raises:
-        TypeError: an argument is of the wrong kind.
-        ValueError: arguments contradict each other.
-        RuntimeError: there is no process group.
+    Attributes:
+        _inner_class: what an auto-wrap policy wraps with.
     """
 
-    @takes_old_spellings
+    _inner_class: type[Wrapper]
+
     def __init__(
         self,
         module: nn.Module,
@@ -153,17 +126,13 @@ class FullyShardedDataParallel(NameMethods, StateDictMethods, OptimStateMethods,
                 # Modules, where modules were given: an inner unit must leave their buffers alone, too.
                 **({"ignored_modules": [*ignored[0]]} if ignored[0] else {"ignored_states": ignored[1]}),
             }
-            wrap.auto_wrap(module, auto_wrap_policy, FullyShardedDataParallel, inner_arguments, *ignored)
-        for inner in FullyShardedDataParallel.fsdp_modules(module):
+            wrap.auto_wrap(module, auto_wrap_policy, self._inner_class, inner_arguments, *ignored)
+        for inner in WrapperBase.fsdp_modules(module):
             inner._is_inner = True
         self.add_module(WRAPPED, module)
         modules = build.modules_of_unit(module, is_wrapper, self._ignored_modules)
         self._initialize(modules, param_init_fn, device_id, sync_module_states)
         self._unit = self._make_unit(module, modules)
-        self._state_dict_settings = StateDictSettings()
-        self._register_state_dict_hook(self._after_write)  # type: ignore[no-untyped-call]
-        self._register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(self._after_load)  # type: ignore[no-untyped-call]
         step_over_this_package()
 
     def _initialize(

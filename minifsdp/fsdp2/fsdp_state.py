@@ -37,8 +37,6 @@ from minifsdp.engine.lanes import Lanes
 from minifsdp.engine.precision import cast_floating, move
 from minifsdp.engine.root import Root
 from minifsdp.engine.unit import Phase, Unit
-from minifsdp.fsdp2.framework_names import FrameworkNames
-from minifsdp.fsdp2.loading import check_before_load
 from minifsdp.fsdp2.options import MixedPrecisionPolicy
 
 ATTRIBUTE = "_fully_sharded"
@@ -62,7 +60,7 @@ def states_in(module: nn.Module) -> list[tuple[str, FSDPState]]:
     return [(", ".join(found), state) for state, found in names.items()]
 
 
-class FSDPState(FrameworkNames):
+class FSDPState:
     """One call of ``fully_shard``.
 
     Args:
@@ -99,11 +97,6 @@ class FSDPState(FrameworkNames):
             module.__dict__[ATTRIBUTE] = self
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.after_forward, prepend=False, with_kwargs=True)
-            module._register_load_state_dict_pre_hook(check_before_load, with_module=True)
-        if unit is not None:
-            for module in {slot.module for owned in unit.layout.parameters for slot in owned.slots}:
-                module.register_state_dict_pre_hook(self._before_state_dict)
-                module._register_load_state_dict_pre_hook(self._before_load)
 
     # --- forward ---
 
@@ -262,12 +255,6 @@ class FSDPState(FrameworkNames):
         """Frees the full parameters of this state's unit."""
         if self.unit is not None and self.tree is not None:
             self.unit.reshard()
-
-    def _before_state_dict(self, *_: Any) -> None:
-        self.reshard()
-
-    def _before_load(self, *_: Any) -> None:
-        self.reshard()
 
 
 def _calls_itself(module: nn.Module) -> bool:

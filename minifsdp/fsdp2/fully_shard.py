@@ -28,6 +28,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minifsdp.engine import misuse
@@ -40,7 +41,6 @@ from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.unit import Unit, UnitPolicy
-from minifsdp.fsdp2.composable import is_replicated, register
 from minifsdp.fsdp2.fsdp_state import FSDPState, state_of
 from minifsdp.fsdp2.initial import warn_if_different
 from minifsdp.fsdp2.module import FSDPModule, choose_reshard
@@ -50,6 +50,8 @@ from minifsdp.fsdp2.subgroups import smaller_mesh
 _NO_POLICY = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
 _classes: dict[type, type] = {}
+# What a call makes: `FSDPState`, or a child of it that does more. The package has one, see ``minifsdp/__init__.py``.
+state_class: type[FSDPState] = FSDPState
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -119,8 +121,7 @@ def fully_shard(  # type: ignore[misc]
         layout = _lay_out(parameters, shardings, device, mp_policy, offload_policy)
         unit = _make_unit(modules, layout, mesh, mp_policy, reshard_after_forward)
     # 3. and 4.
-    state = FSDPState(modules, unit, device, mp_policy, reshard_after_forward)
-    register(modules, state)
+    state_class(modules, unit, device, mp_policy, reshard_after_forward)
     step_over_this_package()
     for one in modules:
         one.__class__ = _class_for(type(one))
@@ -168,7 +169,9 @@ def _owners(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
     found: dict[nn.Module, str] = {}
 
     def walk(path: str, module: nn.Module) -> None:
-        if state_of(module) is not None or module in found or is_replicated(module):
+        # What `replicate` has taken belongs to it, with all that is inside.
+        is_replicated = "replicate" in module.__dict__.get(REGISTRY_KEY, ())
+        if state_of(module) is not None or module in found or is_replicated:
             return
         found[module] = path
         for name, child in module.named_children():

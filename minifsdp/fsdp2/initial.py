@@ -14,8 +14,6 @@ Spec: NEW-20.
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import nn
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
@@ -25,7 +23,7 @@ from minifsdp.engine import collectives
 from minifsdp.engine.dtensors import piece_of
 from minifsdp.engine.layout import OwnedParameter
 from minifsdp.engine.mesh import Mesh
-from minifsdp.engine.messages import message
+from minifsdp.engine.messages import message, warn
 
 
 def warn_if_different(parameters: dict[nn.Parameter, OwnedParameter], table: Mesh, device: torch.device) -> None:
@@ -44,7 +42,7 @@ def warn_if_different(parameters: dict[nn.Parameter, OwnedParameter], table: Mes
             different |= (everybody.view(group.size, -1) != mine).any(dim=0)
     names = [path for path, differs in zip(real.values(), different.tolist(), strict=True) if differs]
     if names:
-        warnings.warn(message("initial-values-differ", names=names), stacklevel=3)
+        warn(message("initial-values-differ", names=names))
 
 
 def _checksum(values: torch.Tensor) -> float:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -28,7 +27,7 @@ from torch import nn
 
 from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.lanes import Lanes
-from minifsdp.engine.messages import message
+from minifsdp.engine.messages import message, warn
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp2.fsdp_state import FSDPState, state_of, states_in
@@ -123,7 +122,7 @@ class FSDPModule:
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor` (NEW-10)."""
-        warnings.warn(message("divide-factor-renamed"), FutureWarning, stacklevel=2)
+        warn(message("divide-factor-renamed"), FutureWarning)
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from minifsdp.cost import Job, cost_of
 
 SCRIPT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "js" / "calculator.js"

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy
+from minifsdp.checkpoint import agreement
 from minifsdp.engine.mesh import Group, Mesh
-from minifsdp.fsdp1 import agreement
 from spec_tests.fsdp1.checkpoints import flat_or_original, make, step, wrapped
 from spec_tests.harness import ranks
 from spec_tests.oracles import world_groups_2x2

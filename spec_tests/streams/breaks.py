@@ -102,9 +102,9 @@ ORDERS = re.compile(
 )
 # Not broken, and why.
 LEFT_OUT = {
-    "fsdp1/agreement.py: store.wait(": "waits for other ranks, which are invented here",
-    "fsdp1/chunks.py: collectives.gather(": "loading a sharded state dict begins with a barrier of all ranks",
-    "fsdp1/optim_state_names.py: collectives.gather(": "the optimizer's state begins with a barrier of all ranks",
+    "checkpoint/agreement.py: store.wait(": "waits for other ranks, which are invented here",
+    "checkpoint/chunks.py: collectives.gather(": "loading a sharded state dict begins with a barrier of all ranks",
+    "checkpoint/optim_state_names.py: collectives.gather(": "the optimizer's state begins with a barrier of all ranks",
     "fsdp1/wrapper.py: initial.synchronize(": "has nothing to do with streams",
 }
 

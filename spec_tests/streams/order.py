@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from xml.sax.saxutils import escape
 
-from minifsdp import timeline
+from minifsdp.tools import timeline
 from minifsdp.trace import Event
 from spec_tests.streams.steps import ROWS, Moment, Step
 

@@ -34,7 +34,7 @@ from minifsdp import (
     fully_shard,
 )
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.fsdp1 import agreement
+from minifsdp.checkpoint import agreement
 from minifsdp.fsdp2 import initial
 from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.fsdp2.int8_shards import Int8Shards, extended

@@ -137,7 +137,7 @@ MUTANTS = [
     ),
     Mutant(
         "always-synchronized",
-        "FullyShardedDataParallel._initialize",
+        "Wrapper._initialize",
         "if sync_module_states:",
         "if True:",
         "Initial values are broadcast without being asked for.",
@@ -249,7 +249,7 @@ MUTANTS = [
     ),
     Mutant(
         "inner-units-lose-the-precision",
-        "FullyShardedDataParallel.__init__",
+        "Wrapper.__init__",
         '"mixed_precision": mixed_precision,',
         '"mixed_precision": None,',
         "Units made by a policy compute in full precision.",
@@ -257,7 +257,7 @@ MUTANTS = [
     ),
     Mutant(
         "inner-units-lose-the-strategy",
-        "FullyShardedDataParallel.__init__",
+        "Wrapper.__init__",
         '"sharding_strategy": strategy,',
         '"sharding_strategy": None,',
         "Units made by a policy all have the default strategy.",

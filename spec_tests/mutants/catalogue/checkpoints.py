@@ -10,8 +10,8 @@ MUTANTS = [
     Mutant(
         "settings-of-the-outermost-only",
         "StateDictMethods.set_state_dict_type",
-        "for wrapper in WrapperBase.fsdp_modules(module):",
-        "for wrapper in WrapperBase.fsdp_modules(module)[:1]:",
+        "for wrapper in wrappers_in(module):",
+        "for wrapper in wrappers_in(module)[:1]:",
         "Only the outermost unit is given the new state dict type.",
         "SD-CFG-02",
     ),

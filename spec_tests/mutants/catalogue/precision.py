@@ -65,7 +65,7 @@ MUTANTS = [
     ),
     Mutant(
         "inner-inputs-are-always-cast",
-        "FullyShardedDataParallel._prepare_inputs",
+        "Wrapper._prepare_inputs",
         "precision.cast_root_inputs if self._is_tree_root else precision.cast_inputs",
         "precision.cast_root_inputs",
         "The root's switch decides about inputs of inner units.",
@@ -73,7 +73,7 @@ MUTANTS = [
     ),
     Mutant(
         "either-switch-casts-root-inputs",
-        "FullyShardedDataParallel._prepare_inputs",
+        "Wrapper._prepare_inputs",
         "precision.cast_root_inputs if self._is_tree_root else",
         "precision.cast_root_inputs or precision.cast_inputs if self._is_tree_root else",
         "cast_forward_inputs casts the root's inputs, too.",
@@ -113,7 +113,7 @@ MUTANTS = [
     ),
     Mutant(
         "evaluates-in-full-precision",
-        "FullyShardedDataParallel.forward",
+        "Wrapper.forward",
         "self._full_precision_in_eval and unit is not None",
         "unit is not None",
         "Mixed precision does not apply in eval().",
@@ -129,7 +129,7 @@ MUTANTS = [
     ),
     Mutant(
         "offloaded-shards-stay",
-        "FullyShardedDataParallel._make_unit",
+        "Wrapper._make_unit",
         "offload=self.cpu_offload.offload_params,",
         "",
         "CPUOffload(True) offloads nothing.",

@@ -25,7 +25,7 @@ MUTANTS = [
     ),
     Mutant(
         "never-freed-after-forward",
-        "FullyShardedDataParallel._make_unit",
+        "Wrapper._make_unit",
         "self.sharding_strategy in build.FREES_AFTER_FORWARD and self.mesh.shard is not None",
         "False",
         "FULL_SHARD keeps its parameters between forward and backward.",
@@ -121,7 +121,7 @@ MUTANTS = [
     ),
     Mutant(
         "hybrid-zero2-frees",
-        "FullyShardedDataParallel._make_unit",
+        "Wrapper._make_unit",
         "self.sharding_strategy in build.FREES_AFTER_FORWARD",
         'self.sharding_strategy.name not in ("SHARD_GRAD_OP", "NO_SHARD")',
         "_HYBRID_SHARD_ZERO2 gathers again before backward.",

@@ -178,7 +178,7 @@ MUTANTS = [
     Mutant(
         "nothing-to-clip-is-silent",
         "clip_gradients",
-        "    if not every:\n        warnings.warn(",
+        "    if not every:\n        warn(",
         "    if not every:\n        str(",
         "Clipping without gradients gets no warning.",
         "CLIP-10",

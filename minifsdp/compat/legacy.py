@@ -13,21 +13,15 @@ Spec: LEGACY-01 to LEGACY-05, NAMES-09.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from minifsdp.engine.messages import message
+from minifsdp.engine.messages import message, warn_renamed
 
 P = ParamSpec("P")
 S = TypeVar("S")
 
 RENAMED_KEYWORDS = {"fsdp_auto_wrap_policy": "auto_wrap_policy"}
-
-
-def warn_renamed(old: str, new: str, stacklevel: int) -> None:
-    """The one warning that every old spelling gives."""
-    warnings.warn(message("old-spelling", old=old, new=new), FutureWarning, stacklevel=stacklevel + 1)
 
 
 def takes_old_spellings(constructor: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
@@ -43,7 +37,7 @@ def takes_old_spellings(constructor: Callable[Concatenate[S, P], None]) -> Calla
             if old in kwargs:
                 if new in kwargs:
                     raise TypeError(message("both-spellings", old=old, new=new))
-                warn_renamed(f"{old}=", f"{new}=", stacklevel=2)
+                warn_renamed(f"{old}=", f"{new}=")
                 kwargs[new] = kwargs.pop(old)
         constructor(self, *args, **kwargs)
 

@@ -33,12 +33,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from minifsdp.checkpoint.state_dict import dotted, names_in_state, plain_path
 from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.messages import detail
 from minifsdp.fsdp1.base import WrapperBase
 from minifsdp.fsdp1.full_params import check_idle
-from minifsdp.fsdp1.state_dict import dotted, names_in_state, plain_path
 
 
 class UnitNames:

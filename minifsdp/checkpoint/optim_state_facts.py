@@ -31,10 +31,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from minifsdp.checkpoint import agreement
+from minifsdp.checkpoint.optim_state_names import ParameterNames, UnitNames
 from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.messages import detail, rank_of_this_process
-from minifsdp.fsdp1 import agreement
-from minifsdp.fsdp1.optim_state_names import ParameterNames, UnitNames
 
 # For one unit: by number of the parameter, by name of the state.
 Facts = dict[int, dict[str, Any]]

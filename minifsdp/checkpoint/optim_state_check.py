@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
+from minifsdp.checkpoint import chunks
+from minifsdp.checkpoint.optim_state_facts import same
+from minifsdp.checkpoint.optim_state_names import ParameterNames, UnitNames
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import detail
-from minifsdp.fsdp1 import chunks
-from minifsdp.fsdp1.optim_state_facts import same
-from minifsdp.fsdp1.optim_state_names import ParameterNames, UnitNames
 
 
 @dataclass(frozen=True)

@@ -39,12 +39,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from minifsdp import trace
+from minifsdp.checkpoint import chunks, shared_tensors
+from minifsdp.checkpoint.custom_state import full_parameters, shown_in_full
+from minifsdp.checkpoint.state_dict_options import StateDictSettings, StateDictType
 from minifsdp.engine.flat_parameter import FLAT_NAME
-from minifsdp.fsdp1 import chunks, shared_tensors
 from minifsdp.fsdp1.build import FlatUnit
-from minifsdp.fsdp1.custom_state import full_parameters, shown_in_full
 from minifsdp.fsdp1.full_params import check_idle
-from minifsdp.fsdp1.state_dict_options import StateDictSettings, StateDictType
 
 LOCAL_NAME = "flat_param"
 CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."

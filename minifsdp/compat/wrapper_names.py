@@ -33,10 +33,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch.distributed.fsdp import api as torch_api
+from torch.distributed.fsdp._common_utils import _FSDPState
 
+from minifsdp.checkpoint import state_dict_options
+from minifsdp.checkpoint.state_dict_methods import StateDictMethods
 from minifsdp.engine.messages import message
-from minifsdp.fsdp1 import state_dict_options
-from minifsdp.fsdp1.base import WrapperBase
 from minifsdp.fsdp1.build import FlatUnit
 
 # The first names that torch's functions for optimizer states read of a handle.
@@ -93,8 +94,11 @@ def _names(unit: FlatUnit) -> tuple[str, ...]:
     return tuple(owned.path for owned in unit.layout.parameters)
 
 
-class FrameworkNames(WrapperBase):
-    """The private names of torch's wrapper that are read elsewhere."""
+class FrameworkNames(StateDictMethods, _FSDPState):  # type: ignore[misc]
+    """The private names of torch's wrapper that are read elsewhere.
+
+    The second base is what PyTorch's checkpoint functions know a sharded module by. Nothing of it is used here.
+    """
 
     @property
     def _has_params(self) -> bool:

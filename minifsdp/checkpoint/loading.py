@@ -26,6 +26,24 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minifsdp.engine.messages import message
+from minifsdp.engine.unit import Unit
+from minifsdp.fsdp2.fsdp_state import FSDPState
+
+
+class SavedState(FSDPState):
+    """What one call of ``fully_shard`` has made, with its part in ``state_dict`` and ``load_state_dict``."""
+
+    def __init__(self, modules: list[nn.Module], unit: Unit | None, *rest: Any) -> None:
+        super().__init__(modules, unit, *rest)
+        for module in modules:
+            module._register_load_state_dict_pre_hook(check_before_load, with_module=True)
+        if unit is not None:
+            for module in {slot.module for owned in unit.layout.parameters for slot in owned.slots}:
+                module.register_state_dict_pre_hook(self._show_sharded)
+                module._register_load_state_dict_pre_hook(self._show_sharded)
+
+    def _show_sharded(self, *_: Any) -> None:
+        self.reshard()
 
 
 def check_before_load(

@@ -28,7 +28,6 @@ Spec: OSD-FULL, OSD-SHARD, OSD-SCAT, OSD-SHD, OSD-FLAT, OSD-REKEY, LEGACY-12.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,13 +35,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from minifsdp.engine.messages import message
-from minifsdp.fsdp1 import optim_state, optim_state_load
+from minifsdp.checkpoint import optim_state, optim_state_load
+from minifsdp.checkpoint.optim_state import OptimForm
+from minifsdp.checkpoint.optim_state_names import ParameterNames
+from minifsdp.checkpoint.state_dict_options import OptimStateKeyType
+from minifsdp.engine.messages import message, warn, warn_renamed
 from minifsdp.fsdp1.base import WrapperBase
-from minifsdp.fsdp1.legacy import warn_renamed
-from minifsdp.fsdp1.optim_state import OptimForm
-from minifsdp.fsdp1.optim_state_names import ParameterNames
-from minifsdp.fsdp1.state_dict_options import OptimStateKeyType
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter]
 
@@ -154,13 +152,13 @@ class OldOptimStateMethods(WrapperBase):
 
 def _warn(old: str, new: str, optim_input: OptimInput | None = None) -> None:
     name = "FullyShardedDataParallel"
-    warn_renamed(f"{name}.{old}", f"{name}.{new}", stacklevel=3)
-    _warn_optim_input(optim_input, stacklevel=4)
+    warn_renamed(f"{name}.{old}", f"{name}.{new}")
+    _warn_optim_input(optim_input)
 
 
-def _warn_optim_input(optim_input: OptimInput | None, stacklevel: int = 3) -> None:
+def _warn_optim_input(optim_input: OptimInput | None) -> None:
     if optim_input is not None:
-        warnings.warn(message("optim-input"), FutureWarning, stacklevel=stacklevel)
+        warn(message("optim-input"), FutureWarning)
 
 
 def _groups(model: nn.Module, optim_input: OptimInput | None, optim: Optimizer | None) -> list[dict[str, Any]]:

@@ -37,16 +37,16 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import is_tensor_like
 
+from minifsdp.checkpoint import agreement, chunks
+from minifsdp.checkpoint.custom_state import full_parameters, reads_by_itself, shown_in_full
+from minifsdp.checkpoint.state_dict import LOCAL_NAME, dotted, names_in_state, plain_path
+from minifsdp.checkpoint.state_dict_options import StateDictSettings, StateDictType
 from minifsdp.engine.flat_parameter import FLAT_NAME
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import detail
-from minifsdp.fsdp1 import agreement, chunks
 from minifsdp.fsdp1.base import PREFIX, WrapperBase
 from minifsdp.fsdp1.build import FlatUnit
-from minifsdp.fsdp1.custom_state import full_parameters, reads_by_itself, shown_in_full
 from minifsdp.fsdp1.full_params import check_idle
-from minifsdp.fsdp1.state_dict import LOCAL_NAME, dotted, names_in_state, plain_path
-from minifsdp.fsdp1.state_dict_options import StateDictSettings, StateDictType
 
 # What nn.Module says first.
 OPENING = "Error(s) in loading state_dict for FullyShardedDataParallel: "
@@ -77,11 +77,14 @@ class Expected:
 
 
 @chunks.unadvised()
-def refuse_misfit(wrapper: WrapperBase, state: Mapping[str, Any], prefix: str, strict: bool) -> None:
+def refuse_misfit(
+    wrapper: WrapperBase, settings: StateDictSettings, state: Mapping[str, Any], prefix: str, strict: bool
+) -> None:
     """Raises on all ranks if the dict of any does not fit. All ranks of the units' groups must call it.
 
     Args:
         wrapper: the outermost one that reads.
+        settings: the chosen form.
         state: the dict, with plain names.
         prefix: of the wrapper in it.
         strict: whether keys must be neither missing nor unexpected.
@@ -89,7 +92,6 @@ def refuse_misfit(wrapper: WrapperBase, state: Mapping[str, Any], prefix: str, s
     Raises:
         StateDictMismatchError: with keys, expected, found, and ranks.
     """
-    settings = wrapper._state_dict_settings
     is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     wrappers = [
         (prefix + dotted(name), module)

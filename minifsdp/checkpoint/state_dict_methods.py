@@ -18,11 +18,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifsdp.engine.mesh import Group, Mesh
-from minifsdp.engine.messages import rank_of_this_process
-from minifsdp.fsdp1 import agreement, build, chunks, custom_state, shared_tensors, state_dict, state_dict_load
-from minifsdp.fsdp1.base import PREFIX, WrapperBase, clean_name, is_wrapper
-from minifsdp.fsdp1.state_dict_options import (
+from minifsdp.checkpoint import agreement, chunks, custom_state, shared_tensors, state_dict, state_dict_load
+from minifsdp.checkpoint.state_dict_options import (
     OptimStateDictConfig,
     StateDictConfig,
     StateDictSettings,
@@ -30,6 +27,10 @@ from minifsdp.fsdp1.state_dict_options import (
     common_settings,
     settings_for,
 )
+from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.engine.messages import rank_of_this_process
+from minifsdp.fsdp1 import build
+from minifsdp.fsdp1.base import PREFIX, WrapperBase, clean_name, is_wrapper
 
 LOCAL = StateDictType.LOCAL_STATE_DICT
 
@@ -50,11 +51,24 @@ def _looks_while_read(wrapper: WrapperBase) -> bool:
     return is_hooked or any(custom_state.looks_while_read(module) for _, module in modules)
 
 
+def wrappers_in(module: nn.Module) -> list[StateDictMethods]:
+    """All wrappers in ``module``, itself included if it is one."""
+    return [inner for inner in module.modules() if isinstance(inner, StateDictMethods)]
+
+
 class StateDictMethods(WrapperBase):
     """Choosing, writing and reading the model's state."""
 
     _reads_strictly = False
     _reading: state_dict_load.Reading | None = None
+    _is_looked_at = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._state_dict_settings = StateDictSettings()
+        self._register_state_dict_hook(self._after_write)  # type: ignore[no-untyped-call]
+        self._register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(self._after_load)  # type: ignore[no-untyped-call]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The state in the chosen form, full by default (SD-FULL, SD-SHARD, SD-LOCAL). Every rank must call it.
@@ -67,7 +81,7 @@ class StateDictMethods(WrapperBase):
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         is_local = self._state_dict_settings.state_dict_type is LOCAL
         if self._is_outermost_here(prefix):
-            wrappers = [w for w in WrapperBase.fsdp_modules(self) if not (is_local or _is_shown(w))]
+            wrappers = [w for w in wrappers_in(self) if not (is_local or _is_shown(w))]
             groups = agreement.groups_of(Mesh(w.mesh.shard, None) for w in wrappers)
             looks = [_looks_while_written(wrapper) for wrapper in wrappers]
             told = agreement.monitored_barrier(groups, "state_dict()", raises_hand=any(looks))
@@ -81,7 +95,7 @@ class StateDictMethods(WrapperBase):
 
     def _take_apart(self, state: dict[str, Any], prefix: str) -> None:
         """Nothing in the dict may change when training goes on, neither what is of units nor the rest."""
-        wrappers = WrapperBase.fsdp_modules(self)
+        wrappers = wrappers_in(self)
         shards = [wrapper._unit.layout.local_values() for wrapper in wrappers if wrapper._unit is not None]
         of_no_unit = [*(p for wrapper in wrappers for p in wrapper._ignored_parameters), *self.buffers()]
         if any(_is_shown(wrapper) for wrapper in wrappers):
@@ -93,7 +107,9 @@ class StateDictMethods(WrapperBase):
         state_dict.copy_what_lies_in(memory, state, prefix, may_share)
         shared_tensors.watch(wrappers)
 
-    def _note_who_looks(self, wrappers: Sequence[WrapperBase], looks: Sequence[bool], groups: Sequence[Group]) -> None:
+    def _note_who_looks(
+        self, wrappers: Sequence[StateDictMethods], looks: Sequence[bool], groups: Sequence[Group]
+    ) -> None:
         """A unit is shown in full on all of its ranks or on none, and a user may have a hook on one rank only.
 
         Args:
@@ -102,7 +118,7 @@ class StateDictMethods(WrapperBase):
             groups: in which it is so for some rank.
         """
         told = agreement.tell(groups, list(looks))
-        for wrapper in WrapperBase.fsdp_modules(self):
+        for wrapper in wrappers_in(self):
             wrapper._is_looked_at = False
         for number, wrapper in enumerate(wrappers):
             group = wrapper.mesh.shard
@@ -147,8 +163,8 @@ class StateDictMethods(WrapperBase):
             return super().load_state_dict(state_dict, strict, assign)
         finally:
             self._reads_strictly = False
-            for wrapper in WrapperBase.fsdp_modules(self):
-                if isinstance(wrapper, StateDictMethods) and wrapper._reading is not None:
+            for wrapper in wrappers_in(self):
+                if wrapper._reading is not None:
                     wrapper._reading.close()
 
     def _before_load(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -157,8 +173,8 @@ class StateDictMethods(WrapperBase):
             shared_tensors.part()
             state_dict_load.drop_own_tensors(self, state, prefix)
             # A plain module around this one has not told its hooks whether it is strict; it will see to the keys.
-            state_dict_load.refuse_misfit(self, state, prefix, strict=self._reads_strictly)
-            wrappers = [] if self._state_dict_settings.state_dict_type is LOCAL else WrapperBase.fsdp_modules(self)
+            state_dict_load.refuse_misfit(self, self._state_dict_settings, state, prefix, strict=self._reads_strictly)
+            wrappers = [] if self._state_dict_settings.state_dict_type is LOCAL else wrappers_in(self)
             looks = [_looks_while_read(wrapper) for wrapper in wrappers]
             self._note_who_looks(wrappers, looks, agreement.groups_of(w.mesh for w in wrappers))
         state_dict.rename(state, prefix, prefix + PREFIX)
@@ -187,7 +203,7 @@ class StateDictMethods(WrapperBase):
         """
         settings = settings_for(state_dict_type, state_dict_config, optim_state_dict_config)
         before = StateDictMethods.get_state_dict_type(module)
-        for wrapper in WrapperBase.fsdp_modules(module):
+        for wrapper in wrappers_in(module):
             wrapper._state_dict_settings = settings
         return before
 
@@ -198,7 +214,7 @@ class StateDictMethods(WrapperBase):
         Raises:
             AssertionError: they differ.
         """
-        wrappers = [(n, m) for n, m in module.named_modules() if isinstance(m, WrapperBase)]
+        wrappers = [(n, m) for n, m in module.named_modules() if isinstance(m, StateDictMethods)]
         return common_settings([(clean_name(name), wrapper._state_dict_settings) for name, wrapper in wrappers])
 
     @staticmethod
@@ -216,5 +232,5 @@ class StateDictMethods(WrapperBase):
         try:
             yield
         finally:
-            for wrapper in WrapperBase.fsdp_modules(module):
+            for wrapper in wrappers_in(module):
                 wrapper._state_dict_settings = before

@@ -32,7 +32,6 @@ Spec: OSD-01 to OSD-10, HYB-10, MP-04.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,11 +40,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minifsdp.engine.messages import message, rank_of_this_process
-from minifsdp.fsdp1 import agreement, chunks
-from minifsdp.fsdp1.optim_state_facts import Facts, Number, PerElement, facts_of_all_ranks
-from minifsdp.fsdp1.optim_state_names import ParameterNames, UnitNames
-from minifsdp.fsdp1.state_dict_options import StateDictSettings, StateDictType
+from minifsdp.checkpoint import agreement, chunks
+from minifsdp.checkpoint.optim_state_facts import Facts, Number, PerElement, facts_of_all_ranks
+from minifsdp.checkpoint.optim_state_names import ParameterNames, UnitNames
+from minifsdp.checkpoint.state_dict_options import StateDictSettings, StateDictType
+from minifsdp.engine.messages import message, rank_of_this_process, warn
 
 Named = dict[str, dict[str, Any]]
 
@@ -232,5 +231,5 @@ def _unknown(given: Mapping[Any, Any], keys: Mapping[Any, nn.Parameter]) -> dict
     """What the user has put into the state under other keys; a copy of it goes into the result."""
     unknown = {key: copy.deepcopy(value) for key, value in given.items() if key not in keys}
     if unknown:
-        warnings.warn(message("unknown-optimizer-keys", keys=sorted(map(str, unknown))), stacklevel=4)
+        warn(message("unknown-optimizer-keys", keys=sorted(map(str, unknown))))
     return unknown

@@ -44,12 +44,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from minifsdp.checkpoint import agreement, chunks
+from minifsdp.checkpoint.optim_state import OptimForm, copied
+from minifsdp.checkpoint.optim_state_check import Expected, check, elementwise_keys
+from minifsdp.checkpoint.optim_state_names import ParameterNames, UnitNames
 from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.messages import detail, message
-from minifsdp.fsdp1 import agreement, chunks
-from minifsdp.fsdp1.optim_state import OptimForm, copied
-from minifsdp.fsdp1.optim_state_check import Expected, check, elementwise_keys
-from minifsdp.fsdp1.optim_state_names import ParameterNames, UnitNames
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,15 @@
-"""Private names of torch's ``fully_shard`` that libraries read, as far as they mean something here.
+"""What PyTorch and its libraries are told about a module on which ``fully_shard`` was called.
 
-Libraries that do not want to shard twice ask PyTorch what it knows of a module, and read a few names of the answer::
+PyTorch has several functions that change a module without wrapping it; ``replicate`` is the one that meets
+``fully_shard``: one layer copied on every rank, the rest sharded. Each leaves its name in a registry on the module, and
+each looks there before it takes parameters::
+
+    replicate(model.embed)      # the registry of `embed` says "replicate"
+    fully_shard(model)          # takes all parameters but those of `embed`, and says "fully_shard"
+    replicate(model)            # reads that, and refuses
+
+Beside the name there is what the function keeps for the module. Libraries that do not want to shard twice ask for it,
+and read a few names of the answer::
 
     state = torch.distributed._composable_state._get_module_state(module)
     if state is not None:                               # sharded already
@@ -11,26 +20,25 @@ Worked example, ``fully_shard(block)`` and ``fully_shard(model)`` with ``reduce_
 modules have a state whose group says float32; ``_is_root`` is ``None`` on both until the first forward, then ``True``
 for ``model`` and ``False`` for ``block``. A module inside of ``block`` has none: the call was not made on it.
 
-The answer is what ``fully_shard`` itself keeps for the module, and costs nothing until it is asked.
+*In torch:* the decorator ``contract``; ``FSDPState`` and ``FSDPParamGroup``, of which these are a few attributes.
 
-*In torch:* ``FSDPState`` and ``FSDPParamGroup``, of which these are a few attributes.
-
-Spec: FS2-29.
+Spec: FS2-09, FS2-11, FS2-29.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
-from torch.distributed._composable_state import _State
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed._composable_state import _insert_module_state, _State
 
-from minifsdp.engine.root import Root
+from minifsdp.checkpoint.loading import SavedState
 from minifsdp.engine.unit import Unit
-
-if TYPE_CHECKING:
-    from minifsdp.fsdp2.options import MixedPrecisionPolicy
+from minifsdp.fsdp2.options import MixedPrecisionPolicy
 
 
 @dataclass(frozen=True)
@@ -56,13 +64,15 @@ class _ParamGroup:
         return reduce if is_trained and reduce is not self.mp_policy.param_dtype else None
 
 
-class FrameworkNames(_State):
-    """The private names of what ``fully_shard`` keeps for a module. The base is what PyTorch's registry holds."""
+class ComposableState(SavedState, _State):
+    """What one call of ``fully_shard`` has made, where PyTorch and its libraries look for it."""
 
-    unit: Unit | None
-    policy: MixedPrecisionPolicy
-    tree: Root | None
-    is_tree_root: bool
+    def __init__(self, modules: list[nn.Module], *rest: Any) -> None:
+        super().__init__(modules, *rest)
+        item = RegistryItem()
+        for module in modules:
+            module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = item
+            _insert_module_state(module, self)
 
     @property
     def _is_root(self) -> bool | None:

@@ -26,14 +26,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from minifsdp.fsdp1 import optim_state, optim_state_load
-from minifsdp.fsdp1.legacy import warn_renamed
-from minifsdp.fsdp1.optim_state import OptimForm
-from minifsdp.fsdp1.optim_state_legacy import OldOptimStateMethods
-from minifsdp.fsdp1.state_dict_methods import StateDictMethods
+from minifsdp.checkpoint import optim_state, optim_state_load
+from minifsdp.checkpoint.optim_state import OptimForm
+from minifsdp.checkpoint.state_dict_methods import StateDictMethods
+from minifsdp.engine.messages import warn_renamed
 
 
-class OptimStateMethods(OldOptimStateMethods):
+class OptimStateMethods(StateDictMethods):
     """Writing and reading the optimizer's state."""
 
     @staticmethod
@@ -92,7 +91,6 @@ class OptimStateMethods(OldOptimStateMethods):
             warn_renamed(
                 "optim_state_dict_to_load(optim_state_dict, model, optim)",
                 "optim_state_dict_to_load(model, optim, optim_state_dict)",
-                stacklevel=2,
             )
             model, optim, optim_state_dict = optim, optim_state_dict, model
         form = OptimForm.of(StateDictMethods.get_state_dict_type(model))

@@ -1,0 +1,1 @@
+"""Saving and loading: state dicts of models and optimizers, attached to both doors from outside."""

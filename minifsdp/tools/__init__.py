@@ -1,0 +1,1 @@
+"""Counting and drawing: what a job will cost, and what happened when."""

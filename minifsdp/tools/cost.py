@@ -1,0 +1,315 @@
+"""What a step costs: bytes stored, bytes at the worst moment, bytes sent. A small calculator.
+
+Nothing here runs a model. From the sizes of the units and a few choices follow, on paper, the two questions that one
+has before renting GPUs: does it fit, and how much will it send? The formulas themselves are in ``formulas.py``.
+
+Worked example, four units of 1000 float32 parameters, Adam, two ranks, ``FULL_SHARD``::
+
+    stored                 (4 + 8) bytes * 4000 / 2         24 000    weights and two moments, a half of each
+    gathered in backward   4 bytes * (1000 + 1000)           8 000    this unit, and the next one, asked for early
+    its gradient           4 bytes * 1000, twice             8 000    in pieces, and being put together
+    one reduction          4 bytes * (1000 + 500)            6 000    of the unit before: its input and its output
+    reduced already        4 bytes * 1000 / 2                2 000    this is the second unit: that of the fourth
+    worst moment                                            48 000
+
+    sent     gather 2, reduce-scatter 1, each 4 bytes * 4000 * 1/2: 24 000 for each rank and step
+
+In words:
+
+1. *between steps* a rank keeps 1/N of weights, gradients and optimizer state; padding adds at most N - 1 elements to a
+   unit. A replica keeps as much as the one it is a copy of: only the sharding group divides;
+2. *in forward* one gathered unit is added, two with prefetching, and the root's own parameters, which stay. With
+   ``SHARD_GRAD_OP`` all units are added. The largest unit counts, and N does not: a unit that is larger than the
+   memory does not fit, on however many ranks. One unit for everything is the whole model;
+3. *in backward* the unsharded gradient comes on top, twice for a moment, and one reduction that is under way. Without
+   synchronisation the gradients of the whole model wait in full size;
+4. *in the optimizer's step* the sharded gradients are there, and whatever the optimizer needs for its arithmetic.
+
+Activations are not in it. They depend on the batch and on the model's code, and are a number to be added: the
+``activations`` of a `Job`. Neither is the memory of the transport: gloo keeps copies, NCCL has buffers of its own. On a
+GPU the CPU runs ahead, and up to two units are in flight where forward is said to have one.
+
+Sent bytes are those of the ring algorithms. In units of P * b * (N - 1) / N, for P parameters of b bytes on N ranks:
+DDP 2, ``SHARD_GRAD_OP`` 2, ``FULL_SHARD`` 3, or a little less, since the root's own parameters are gathered once.
+
+Measured: live storages on the CPU and recorded collectives equal these numbers, in ``spec_tests/test_cost.py``; the
+tables of arXiv 1910.02054 and 2304.11277 are there as tests, too. For a slip in the second see `hybrid_cross_host`.
+
+*In torch:* nothing of the kind.
+
+Spec: COST-01 to COST-10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from minifsdp.engine.messages import message
+from minifsdp.tools.formulas import (
+    Shape,
+    gather_sends,
+    padded_per_parameter,
+    padded_row,
+    peak_of_backward,
+    peak_of_forward,
+    peak_of_optimizer,
+    ring_all_reduce_sends,
+    ring_reduce_scatter_sends,
+)
+
+__all__ = ["Cost", "Job", "cost_of", "memory_line", "num_collectives", "print_memory", "sent_bytes"]
+
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and how.
+
+    Attributes:
+        units: for each unit, in the order of forward, the shapes of its parameters.
+        root: the shapes of the root's own parameters.
+        strategy: ``FULL_SHARD``, ``SHARD_GRAD_OP``, ``NO_SHARD``, ``HYBRID_SHARD`` or ``_HYBRID_SHARD_ZERO2``.
+        num_shards: ranks in the sharding group; for ``NO_SHARD`` 1 is meant, whatever is given.
+        num_replicas: ranks in the replication group; with ``NO_SHARD`` all ranks.
+        per_parameter: ``fully_shard``, which cuts each parameter's first dim, instead of the wrapper.
+        rests_with: ``reshard_after_forward`` as an integer: 1/``rests_with`` of each unit is kept for backward.
+        stored: dtype of weights at rest.
+        compute: ``param_dtype``; ``None`` for the stored one.
+        reduce: ``reduce_dtype``; ``None`` for the compute dtype.
+        optimizer: bytes of state for each element: 8 for Adam in float32, 0 for plain SGD.
+        scratch: bytes of intermediate results in the optimizer's step, for each element.
+        buffers: elements of all buffers; they are not sharded.
+        buffer: ``buffer_dtype``; ``None`` for the stored one.
+        offload: shards, their gradients and the optimizer state live on the host.
+        forward_prefetch: forward asks for the next unit, too.
+        backward_prefetch: backward asks for the next unit before this one's gradients are computed.
+        micro_batches: backwards in a step.
+        no_sync: only the last of them reduces.
+        activations: bytes, to be added to the peaks of forward and backward.
+    """
+
+    units: Sequence[Sequence[Shape]]
+    root: Sequence[Shape] = ()
+    strategy: str = "FULL_SHARD"
+    num_shards: int = 1
+    num_replicas: int = 1
+    per_parameter: bool = False
+    rests_with: int | None = None
+    stored: torch.dtype = torch.float32
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    optimizer: float = 8
+    scratch: float = 0
+    buffers: int = 0
+    buffer: torch.dtype | None = None
+    offload: bool = False
+    forward_prefetch: bool = False
+    backward_prefetch: bool = True
+    micro_batches: int = 1
+    no_sync: bool = False
+    activations: float = 0
+
+    @property
+    def shards(self) -> int:
+        """Pieces that a unit is cut into."""
+        return 1 if self.strategy == "NO_SHARD" else self.num_shards
+
+    @property
+    def keeps(self) -> bool:
+        """Whether units stay gathered between forward and backward."""
+        return self.strategy in ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2") or self.shards == 1
+
+    def numel(self, shapes: Sequence[Shape]) -> int:
+        """Elements of a unit with these parameters, padding included."""
+        return (padded_per_parameter if self.per_parameter else padded_row)(shapes, self.shards)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a rank pays; all in bytes, activations only where it says so.
+
+    Attributes:
+        stored: on the device, between steps, with gradients cleared.
+        host: the same, on the host.
+        after_backward: on the device, before the optimizer's step.
+        peak_forward, peak_backward, peak_optimizer: on the device, at the worst moment of each, activations included.
+        sent: by each rank in a step, by kind of collective: ``AG``, ``RS``, ``AR``.
+        num_collectives: issued in a step, by kind.
+    """
+
+    stored: float
+    host: float
+    after_backward: float
+    peak_forward: float
+    peak_backward: float
+    peak_optimizer: float
+    sent: dict[str, float]
+    num_collectives: dict[str, int]
+
+    @property
+    def peak(self) -> float:
+        """The worst moment of the step."""
+        return max(self.peak_forward, self.peak_backward, self.peak_optimizer)
+
+
+def cost_of(job: Job) -> Cost:
+    """All numbers of a job at once.
+
+    Raises:
+        ValueError: a name or a number in it makes no sense.
+    """
+    _check(job)
+    at_rest = job.stored.itemsize
+    elements = sum(job.numel(shapes) for shapes in [*job.units, job.root]) / job.shards
+    buffers = job.buffers * (job.buffer or job.stored).itemsize
+    states = elements * (at_rest + job.optimizer)
+    here, host = (0.0, states) if job.offload else (states, 0.0)
+    gradients = 0.0 if job.offload else elements * at_rest
+    in_step = peak_of_optimizer(elements, gradient=at_rest, scratch=job.scratch)
+    # From the second micro-batch on the gradients of the first are there in forward as well.
+    carried = gradients if job.micro_batches > 1 and not job.no_sync else 0.0
+    unreduced = sum(_compute_sizes(job)) if job.micro_batches > 1 and job.no_sync else 0.0
+    resting = here + buffers
+    return Cost(
+        stored=resting,
+        host=host,
+        after_backward=resting + gradients,
+        peak_forward=resting + carried + unreduced + _peak_of_forward(job) + job.activations,
+        peak_backward=resting + _peak_of_backward(job) + job.activations,
+        peak_optimizer=resting + (0.0 if job.offload else in_step),
+        sent=sent_bytes(job),
+        num_collectives=num_collectives(job),
+    )
+
+
+def _check(job: Job) -> None:
+    known = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+    if job.strategy not in known:
+        raise ValueError(message("cost-strategy", known=", ".join(known), strategy=job.strategy))
+    if min(job.num_shards, job.num_replicas, job.micro_batches) < 1:
+        raise ValueError(
+            message(
+                "cost-counts", num_shards=job.num_shards, num_replicas=job.num_replicas, micro_batches=job.micro_batches
+            )
+        )
+
+
+def _compute_sizes(job: Job) -> list[float]:
+    """Bytes of each gathered unit, the root's own parameters last."""
+    width = (job.compute or job.stored).itemsize
+    return [width * job.numel(shapes) for shapes in [*job.units, job.root]]
+
+
+def _is_borrowed(job: Job) -> bool:
+    """Whether units are computed on where they are stored."""
+    return job.shards == 1 and job.compute in (None, job.stored) and not job.offload
+
+
+def _sorts(job: Job) -> bool:
+    return job.per_parameter and any(len(shapes) > 1 for shapes in job.units)
+
+
+def _peak_of_forward(job: Job) -> float:
+    if _is_borrowed(job):
+        return 0.0
+    *sizes, root = _compute_sizes(job)
+    rests = sum(sizes) / job.rests_with if job.rests_with else 0.0
+    return rests + peak_of_forward(sizes, root, keeps=job.keeps, ahead=int(job.forward_prefetch), sorts=_sorts(job))
+
+
+def _peak_of_backward(job: Job) -> float:
+    """The worst of the step's backwards: the first, one in the middle, and the last."""
+    *sizes, root = _compute_sizes(job)
+    width = (job.compute or job.stored).itemsize
+    rests = sum(sizes) / job.rests_with if job.rests_with else 0.0
+    stored = 0.0 if job.offload else job.stored.itemsize / width
+
+    def peak(held: str, reduces: bool) -> float:
+        return rests + peak_of_backward(
+            sizes,
+            root,
+            num_shards=job.shards,
+            keeps=job.keeps,
+            ahead=int(job.backward_prefetch),
+            gradient=1,
+            reduction=(job.reduce or job.compute or job.stored).itemsize / width,
+            stored=stored,
+            held=held,
+            reduces=reduces,
+            joins=not job.per_parameter,
+            sorts=_sorts(job),
+            is_replicated=_is_borrowed(job),
+        )
+
+    if job.micro_batches == 1:
+        return peak("nothing", True)
+    if not job.no_sync:
+        return max(peak("nothing", True), peak("reduced", True))
+    middle = [peak("unreduced", False)] if job.micro_batches > 2 else []
+    return max(peak("nothing", False), *middle, peak("unreduced", True))
+
+
+def _gathers(job: Job) -> tuple[int, int]:
+    """In how many gathers of a step a unit takes part, and in how many the root's own parameters do."""
+    if job.shards == 1:
+        return 0, 0
+    if job.keeps:
+        # Without synchronisation what is kept is kept until the last backward.
+        times = 1 if job.no_sync else job.micro_batches
+        return times, times
+    return 2 * job.micro_batches, job.micro_batches
+
+
+def sent_bytes(job: Job) -> dict[str, float]:
+    """Bytes that each rank sends in a step, by kind of collective (COST-06 to COST-08)."""
+    *sizes, root = _compute_sizes(job)
+    width = (job.compute or job.stored).itemsize
+    reduction = (job.reduce or job.compute or job.stored).itemsize / width
+    times, of_root = _gathers(job)
+    reductions = 1 if job.no_sync else job.micro_batches
+    gathered = times * sum(sizes) + of_root * root
+    if job.rests_with and not job.keeps:
+        away = job.micro_batches * sum(sizes)
+        gather = gather_sends(gathered - away, job.shards) + gather_sends(away, job.rests_with)
+    else:
+        gather = gather_sends(gathered, job.shards)
+    reduced = reductions * reduction * (sum(sizes) + root)
+    return {
+        "AG": gather,
+        "RS": ring_reduce_scatter_sends(reduced, job.shards),
+        "AR": ring_all_reduce_sends(reduced / job.shards, job.num_replicas),
+    }
+
+
+def num_collectives(job: Job) -> dict[str, int]:
+    """Collectives of a step, by kind (SHARD-16)."""
+    times, of_root = _gathers(job)
+    units, root = len(job.units), int(bool(job.root))
+    reductions = (1 if job.no_sync else job.micro_batches) * (units + root)
+    return {
+        "AG": times * units + of_root * root,
+        "RS": reductions if job.shards > 1 else 0,
+        "AR": reductions if job.num_replicas > 1 else 0,
+    }
+
+
+# ---- what is there --------------------------------------------------------------------------------------------------
+
+
+def memory_line(allocated: float, peak: float, label: str = "memory") -> str:
+    """Two numbers of bytes as ``"memory: 1.2346 GB allocated, 2.0000 GB at most"`` (COST-10); a GB is 10**9 bytes."""
+    return f"{label}: {allocated / GB:.4f} GB allocated, {peak / GB:.4f} GB at most"
+
+
+def print_memory(label: str = "memory", device: Any = None) -> None:
+    """Prints what the accelerator's allocator says, on the rank that calls it; on a CPU, that there is none."""
+    if not torch.accelerator.is_available():
+        print(f"{label}: no accelerator, and PyTorch does not count the CPU's memory")
+        return
+    module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
+    print(memory_line(module.memory_allocated(device), module.max_memory_allocated(device), label))
