@@ -13,6 +13,9 @@ import sys
 import tempfile
 
 import torch
+
+# Not used here. Else each rank would import it by itself, in its first fully_shard: a second each.
+import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
@@ -35,6 +38,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     folder, statuses = tempfile.mkdtemp(), []
+    # Without gc.freeze(), which would make the end of each rank a second shorter: then Python lets go of too little for
+    # the accident to happen.
     for pair in range(int(sys.argv[1])):
         children = []
         for place in range(2):
