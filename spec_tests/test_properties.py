@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from spec_tests.harness.programs import run_module
 from spec_tests.properties.build import batch, output_of, plain_model
 from spec_tests.properties.description import Description, Node, from_json, legal, num_uses, to_json, walk
 from spec_tests.properties.draw import descriptions, drawn
@@ -143,14 +144,9 @@ def test_a_mistake_is_found_made_small_and_can_be_seen_again() -> None:
     small = from_json(shlex.split(line)[-1])
     assert small.model == Node("chain", children=(Node("embedding", unit=True, times=2),))
     assert line == replay_line(small)
-    again = subprocess.run(
-        [sys.executable, *shlex.split(line)[1:]],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=_surroundings(),
-    )
+    # That the line can be typed as it stands is seen below.
+    _, _, module, *arguments = shlex.split(line)
+    again = run_module(module, *arguments, folder=ROOT, environment=_surroundings())
     assert again.returncode == 1, again.stderr
     # The very same numbers.
     assert [text for text in report.splitlines() if text.startswith("here")] == [

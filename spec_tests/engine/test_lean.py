@@ -6,11 +6,14 @@ Counted in a process of its own, see ``count_calls.py``.
 from __future__ import annotations
 
 import functools
+import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spec_tests.engine.apart import said_apart
+from spec_tests.harness.programs import run_module
 
 WRAPPED = [
     f"{strategy} {kind}" for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD") for kind in ("flat", "original")
@@ -21,7 +24,10 @@ KEYS = WRAPPED + IN_PLACE
 
 @functools.cache
 def counted() -> dict[str, Any]:
-    answer: dict[str, Any] = said_apart("spec_tests.engine.count_calls")
+    root = Path(__file__).parents[2]
+    done = run_module("spec_tests.engine.count_calls", folder=root, environment=os.environ)
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 
 

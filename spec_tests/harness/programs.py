@@ -5,25 +5,33 @@ nothing is learnt. Here the ranks are copies of a process that has torch already
 told its place in the environment, as torchrun does, and runs the file as ``__main__``.
 
 That the real torchrun starts the lessons as well is a test of its own for one of them.
+
+``run_module`` does the same for a command ``python -m``, and where the command starts ranks of its own, they need no
+second import of torch either. What a copy cannot show is how Python starts and how it shuts down: it ends by ``_exit``.
+So of each command one test at least starts the real one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from multiprocessing import util
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from spec_tests.harness import pool
 
-__all__ = ["output_of_ranks"]
+__all__ = ["output_of_ranks", "run_module", "start_module"]
 
 GRACE = 10.0  # seconds for the others to end, when one has failed
 
@@ -100,3 +108,81 @@ def _run(script: Path, arguments: tuple[str, ...], told: Mapping[str, str], outp
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+# ---- commands -------------------------------------------------------------------------------------------------------
+
+
+def run_module(
+    module: str, *arguments: str, folder: Path, environment: Mapping[str, str], limit: float = 120.0
+) -> subprocess.CompletedProcess[str]:
+    """What ``subprocess.run`` says of ``python -m module``.
+
+    Args:
+        module: is run as ``__main__``.
+        arguments: its command line.
+        folder: where it is started.
+        environment: all of it. An interpreter's own variables mean nothing here, but for ``PYTHONPATH``.
+        limit: seconds, after which it is ended.
+
+    Raises:
+        TimeoutError: it has not ended by itself.
+    """
+    with tempfile.TemporaryDirectory() as kept:
+        process = start_module(module, *arguments, folder=folder, environment=environment, output=Path(kept))
+        try:
+            process.join(limit)
+            if process.exitcode is None:
+                raise TimeoutError(f"{module} did not end within {limit:g} s")
+        finally:
+            process.kill()
+            process.join()
+        out, err = ((Path(kept) / name).read_text() for name in ("stdout", "stderr"))
+    return subprocess.CompletedProcess([module, *arguments], process.exitcode, out, err)
+
+
+def start_module(module: str, *arguments: str, folder: Path, environment: Mapping[str, str], output: Path) -> Any:
+    """Starts the same and returns its process; writes into the files ``stdout`` and ``stderr`` of ``output``."""
+    for name in ("stdout", "stderr"):
+        (output / name).touch()
+    target = (module, arguments, folder, dict(environment), output)
+    process = pool.fork_server().Process(target=_run_module, args=target)
+    process.start()
+    return process
+
+
+def _run_module(
+    module: str, arguments: tuple[str, ...], folder: Path, environment: dict[str, str], output: Path
+) -> None:
+    """In the copy."""
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(output / name, os.O_WRONLY | os.O_APPEND), descriptor)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = [str(folder), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    # Now, while nothing of the module has been imported: it is to have a fork server like any other.
+    with mock.patch.object(util, "spawnv_passfds", _fork_instead):
+        pool.start_early()
+    sys.argv = [module, *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _fork_instead(python: bytes, command: Sequence[str], descriptors: Sequence[int]) -> int:
+    """Instead of a new interpreter that runs ``python ... -c code``, a copy of this one that runs the code."""
+    process = os.fork()
+    if process:
+        return process
+    # The new one would have no others. And the server ends when the last copy of a certain one is closed.
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > 2 and descriptor not in descriptors:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+    try:
+        exec(command[-1], {})
+    finally:
+        os._exit(0)

@@ -1,4 +1,7 @@
-"""Whole sessions in a process of their own: collection, the result file, and that nothing survives them."""
+"""Whole sessions in a process of their own: collection, the result file, and that nothing survives them.
+
+The one that is ended by Ctrl-C is a real command, the others are run by a copy of the fork server.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ import pytest
 
 from spec_tests.conftest import choose_rows
 from spec_tests.harness.accounting import ROOT, Accounting, kind_of_proof, read_rows, section_of, verdict
+from spec_tests.harness.programs import run_module, start_module
 
 HANGING = """
 import os, pathlib, time
@@ -55,10 +59,10 @@ def test_in_need(): pass
 """
 
 
-def command(folder: pathlib.Path, test: str, *arguments: str) -> list[str]:
+def options(folder: pathlib.Path, test: str, *arguments: str) -> list[str]:
     (folder / "test_it.py").write_text(test)
     return [
-        *(sys.executable, "-m", "pytest", "-p", "conftest", "-p", "spec_tests.conftest", "-p", "no:cacheprovider"),
+        *("-p", "conftest", "-p", "spec_tests.conftest", "-p", "no:cacheprovider"),
         *("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), "test_it.py", *arguments),
     ]
 
@@ -67,9 +71,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "", "PYTE
 
 
 def run_session(folder: pathlib.Path, test: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(folder, test, *arguments), cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
-    )
+    return run_module("pytest", *options(folder, test, *arguments), folder=folder, environment=ENVIRONMENT)
 
 
 def test_an_unknown_row_stops_the_collection_and_is_named_with_its_test(tmp_path: pathlib.Path) -> None:
@@ -137,10 +139,16 @@ def wait_until(condition: Any, limit: float = 60.0) -> bool:
     return bool(condition())
 
 
-@pytest.mark.parametrize("word", [signal.SIGINT, signal.SIGKILL])
-def test_no_rank_survives_its_session(word: signal.Signals, tmp_path: pathlib.Path) -> None:
+def wait_for_its_ranks(folder: pathlib.Path) -> list[int]:
+    """The processes of a session that hangs."""
+    files = [folder / "rank-0", folder / "rank-1"]
+    assert wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+    return [int(file.read_text()) for file in files]
+
+
+def test_no_rank_survives_its_session_that_is_ended_by_ctrl_c(tmp_path: pathlib.Path) -> None:
     session = subprocess.Popen(
-        command(tmp_path, HANGING),
+        [sys.executable, "-m", "pytest", *options(tmp_path, HANGING)],
         cwd=tmp_path,
         env=ENVIRONMENT,
         stdout=subprocess.DEVNULL,
@@ -150,19 +158,25 @@ def test_no_rank_survives_its_session(word: signal.Signals, tmp_path: pathlib.Pa
         preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     try:
-        files = [tmp_path / "rank-0", tmp_path / "rank-1"]
-        assert wait_until(lambda: all(file.exists() and file.read_text() for file in files))
-        processes = [int(file.read_text()) for file in files]
-        if word == signal.SIGINT:
-            os.killpg(session.pid, word)  # as Ctrl-C does: to everybody in the foreground
-        else:
-            session.kill()
+        processes = wait_for_its_ranks(tmp_path)
+        os.killpg(session.pid, signal.SIGINT)  # as Ctrl-C does: to everybody in the foreground
         session.wait(60)
         assert wait_until(lambda: not any(map(is_running, processes)), 20)
     finally:
         if session.poll() is None:
             session.kill()
             session.wait()
+
+
+def test_no_rank_survives_its_session_that_is_killed(tmp_path: pathlib.Path) -> None:
+    arguments = options(tmp_path, HANGING)
+    session = start_module("pytest", *arguments, folder=tmp_path, environment=ENVIRONMENT, output=tmp_path)
+    try:
+        processes = wait_for_its_ranks(tmp_path)
+    finally:
+        session.kill()
+        session.join(60)
+    assert wait_until(lambda: not any(map(is_running, processes)), 20)
 
 
 # ---- the accounting by itself ---------------------------------------------------------------------------------------
