@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import warnings
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ from torch import nn
 from minifsdp import FullyShardedDataParallel as FSDP
 from spec_tests.engine.small import Block, chain, draw, shard_each, train_once, units_of
 from spec_tests.harness import device, ranks
+from spec_tests.harness.programs import output_of_ranks
 
 
 def warnings_of(action: Any) -> list[str]:
@@ -139,11 +138,12 @@ def test_a_step_that_finds_unreduced_gradients_raises_with_the_remedy(
 
 
 A_NEW_PROCESS = """
-import torch, torch.distributed as dist
+import torch, torch.distributed as dist, warnings
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from minifsdp import FullyShardedDataParallel as FSDP
 
+warnings.simplefilter("ignore")
 dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
 model = FSDP(nn.Linear(3, 3), use_orig_params=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -158,12 +158,12 @@ except RuntimeError as error:
 
 @pytest.mark.pure
 @pytest.mark.spec("NOSYNC-10")
-def test_a_process_that_has_only_original_parameters_watches_its_optimizers_too() -> None:
+def test_a_process_that_has_only_original_parameters_watches_its_optimizers_too(tmp_path: Path) -> None:
     # The ranks of the pool have run other tests before, and whatever those have switched on is on.
-    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
-    command = [sys.executable, "-W", "ignore", "-c", A_NEW_PROCESS]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert "rank 0: SGD.step() found gradients that were never reduced" in done.stdout, done.stdout + done.stderr
+    script = tmp_path / "new_process.py"
+    script.write_text(A_NEW_PROCESS)
+    said = output_of_ranks(script, num_ranks=1, environment={}, limit=120)
+    assert "rank 0: SGD.step() found gradients that were never reduced" in said
 
 
 @pytest.mark.spec("NOSYNC-10")
