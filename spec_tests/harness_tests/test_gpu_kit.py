@@ -181,7 +181,10 @@ wait_for_the_ranks()
 
 
 @pytest.mark.spec("KIT-03")
-def test_a_chunk_that_hangs_is_ended_with_all_that_it_started_and_leaves_its_stacks(run: Kit, tmp_path: Path) -> None:
+def test_a_chunk_that_hangs_is_ended_with_all_that_it_started_and_leaves_its_stacks(
+    run: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "PATIENCE", 2.0)  # which is all spent on the one that is stubborn
     hanging = Chunk(
         "suite/hangs", [sys.executable, "-c", HANGING, RANK, STUBBORN, str(tmp_path / "started")], limit=3.0
     )
