@@ -475,3 +475,15 @@ def test_the_warning_points_to_the_line_that_is_to_be_changed() -> None:
     with pytest.warns(UserWarning, match="no gradients") as caught:
         sharded().clip_grad_norm_(1.0)
     assert caught[0].filename == __file__
+
+
+@pytest.mark.spec("CLIP-02", "CLIP-10")
+@pytest.mark.filterwarnings("ignore:.*no gradients:UserWarning")
+@ranks(2)
+def test_a_rank_without_a_gradient_sends_a_number_of_the_dtype_that_the_others_send() -> None:
+    torch.set_default_dtype(torch.float64)
+    # One element: it lies on rank 0, and rank 1 has nothing to take the norm of.
+    model = FullyShardedDataParallel(nn.Linear(1, 1, bias=False, device=device()), use_orig_params=True)
+    model(torch.full((1, 1), 3.0, device=device())).sum().backward()
+    assert [p.grad is None for p in model.parameters()] == [dist.get_rank() == 1]
+    assert float(model.clip_grad_norm_(1.0)) == 3.0

@@ -122,10 +122,10 @@ def tolerance_of(description: Description) -> Tolerance:
     # One by one, gradients wait in the dtype in which they will travel, and the oracle's in that of the compute.
     waits = is_per_parameter(description) and not all(description.micro_batches)
     rounds = waits and "summed" in description.precision
-    if waits and description.forwards > 1:
-        # They are reduced when the inputs of the last forward are reached, what the others add a second time; in torch,
+    if waits:
+        # They are reduced when the inputs of the last call are reached, what the others add a second time; in torch,
         # too.
-        most = 0
+        most = min(most, 0 if description.forwards > 1 else 1)
     if description.num_ranks <= 2 and num_uses(description) <= most and not rounds:
         return BIT_EQUAL
     return DOUBLE if description.precision == "full" else LOW_PRECISION

@@ -176,6 +176,14 @@ MUTANTS = [
         "CLIP-09",
     ),
     Mutant(
+        "empty-ranks-send-the-default-dtype",
+        "_norm",
+        "torch.zeros(1, dtype=torch.float32, device=device)",
+        "torch.zeros(1, device=device)",
+        "A rank without gradients sends its norm in the default dtype, the others in float32.",
+        "CLIP-02 CLIP-10",
+    ),
+    Mutant(
         "nothing-to-clip-is-silent",
         "clip_gradients",
         "    if not every:\n        warn(",

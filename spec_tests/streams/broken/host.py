@@ -225,10 +225,8 @@ BREAKS = [
     Break(
         "one-norm-at-a-time",
         "fsdp1/training_aids.py",
-        "    norms = [torch.stack(of_one).to(device) for of_one in of_devices.values()] or "
-        "[torch.zeros(1, device=device)]\n",
-        "    norms = [one.reshape(1).to(device) for of_one in of_devices.values() for one in of_one] or "
-        "[torch.zeros(1, device=device)]\n",
+        "    norms = [torch.stack(of_one).to(device) for of_one in of_devices.values()] or [\n",
+        "    norms = [one.reshape(1).to(device) for of_one in of_devices.values() for one in of_one] or [\n",
         "Clipping sends one norm at a time to the device.",
         "flat_offload_clipping",
         "stops",
