@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from minifsdp.timeline import peak_gathered_bytes
 
 from docs_build.pictures import events_of
 from docs_build.recordings import find
@@ -18,6 +17,7 @@ from minifsdp.engine.cut import Cut
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.partition import Partition
 from minifsdp.engine.unit import Unit, UnitPolicy
+from minifsdp.tools.events import peak_gathered_bytes
 from minifsdp.tools.formulas import hybrid_cross_host, hybrid_cross_host_as_printed
 
 __all__ = ["exercise"]

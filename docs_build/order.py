@@ -47,6 +47,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
             "engine/precision.py",
             "engine/cut.py",
             "engine/dtensors.py",
+            "engine/rows.py",
             "engine/partition.py",
             "engine/unsharded.py",
             "engine/ownership.py",
@@ -57,6 +58,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
             "engine/absent.py",
             "engine/messages.py",
             "engine/misuse.py",
+            "engine/optimizer_watch.py",
             "engine/order_check.py",
             "engine/triggers.py",
         ],
@@ -64,7 +66,14 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
     (
         "Behind the second door",
         "What is around `fully_shard`.",
-        ["fsdp2/fsdp_state.py", "fsdp2/module.py", "fsdp2/options.py", "fsdp2/initial.py", "fsdp2/subgroups.py"],
+        [
+            "fsdp2/fsdp_state.py",
+            "fsdp2/module.py",
+            "fsdp2/by_hand.py",
+            "fsdp2/options.py",
+            "fsdp2/initial.py",
+            "fsdp2/reshard.py",
+        ],
     ),
     (
         "Behind the first door",
@@ -82,6 +91,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
             "fsdp1/training_aids.py",
             "fsdp1/grad_scaler.py",
             "fsdp1/full_params.py",
+            "fsdp1/compiling.py",
         ],
     ),
     (
@@ -90,6 +100,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
         [
             "checkpoint/state_dict_options.py",
             "checkpoint/state_dict_methods.py",
+            "checkpoint/state_dict_check.py",
             "checkpoint/state_dict_load.py",
             "checkpoint/custom_state.py",
             "checkpoint/shared_tensors.py",
@@ -118,7 +129,15 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
     (
         "Around the engine",
         "Recording, drawing, and the names under which torch has these things.",
-        ["trace.py", "tools/timeline.py", "tools/formulas.py", "tools/cost.py", "fully_sharded_data_parallel.py"],
+        [
+            "trace.py",
+            "tools/events.py",
+            "tools/timeline.py",
+            "tools/chrome_trace.py",
+            "tools/formulas.py",
+            "tools/cost.py",
+            "fully_sharded_data_parallel.py",
+        ],
     ),
 ]
 

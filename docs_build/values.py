@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from docs_build import results
 from docs_build.pictures import events_of
-from minifsdp.timeline import peak_gathered_bytes
 from minifsdp.tools import formulas
+from minifsdp.tools.events import peak_gathered_bytes
 
 __all__ = ["table", "value"]
 

@@ -27,10 +27,15 @@ from minifsdp.checkpoint.state_dict_options import (
 from minifsdp.compat.bfloat16 import bf16_supported
 from minifsdp.compat.composable import ComposableState
 from minifsdp.compat.flat_param import FlatParameter
+from minifsdp.engine import extension as _extension
+from minifsdp.engine import misuse as _misuse
+from minifsdp.engine import optimizer_watch as _optimizer_watch
+from minifsdp.engine import rows as _rows
 from minifsdp.fsdp1.grad_scaler import ShardedGradScaler
 from minifsdp.fsdp1.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp.fsdp2 import fully_shard as _second_door
 from minifsdp.fsdp2.fully_shard import fully_shard
+from minifsdp.fsdp2.initial import warn_if_different
 from minifsdp.fsdp2.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from minifsdp.fsdp2.options import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -67,6 +72,9 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# Both doors know nothing of state dicts and frameworks. What these need is attached: to the wrapper in
-# ``fully_sharded_data_parallel.py``, to the state of ``fully_shard`` here.
+# The story knows nothing of state dicts, of frameworks, and of parameters with a class of their own. What these need is
+# attached: to the wrapper in ``fully_sharded_data_parallel.py``, to ``fully_shard`` here.
 _second_door.state_class = ComposableState
+_second_door.before_cut.append(warn_if_different)
+_misuse.watchers.append(_optimizer_watch.watch)
+_rows.special_rows.append(_extension.special_row)

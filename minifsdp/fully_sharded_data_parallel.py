@@ -35,6 +35,7 @@ from minifsdp.compat.flat_param import FlatParameter
 from minifsdp.compat.legacy import takes_old_spellings
 from minifsdp.compat.optim_state_legacy import OldOptimStateMethods
 from minifsdp.compat.wrapper_names import FrameworkNames
+from minifsdp.engine.compiler import step_over_this_package
 from minifsdp.engine.flat_parameter import FLAT_NAME as FLAT_PARAM
 from minifsdp.fsdp1.base import PREFIX as FSDP_PREFIX
 from minifsdp.fsdp1.base import WRAPPED as FSDP_WRAPPED_MODULE
@@ -91,6 +92,7 @@ class FullyShardedDataParallel(  # type: ignore[misc]
     @functools.wraps(Wrapper.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        step_over_this_package()
 
 
 # Whatever class the user has made of this one: what a policy wraps is given these arguments and no others.

@@ -1,3 +1,7 @@
-"""``minifsdp.timeline``: a picture or a Chrome trace from what was recorded; the code is in ``tools/timeline.py``."""
+"""``minifsdp.timeline``: a picture or a Chrome trace of what was recorded; the code is in ``tools/``."""
 
-from minifsdp.tools.timeline import *  # noqa: F403
+from minifsdp.tools.chrome_trace import chrome_trace
+from minifsdp.tools.events import gathered_bytes, peak_gathered_bytes
+from minifsdp.tools.timeline import svg
+
+__all__ = ["chrome_trace", "gathered_bytes", "peak_gathered_bytes", "svg"]

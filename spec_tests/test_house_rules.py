@@ -20,18 +20,17 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 pytestmark = pytest.mark.pure
 
 # Code lines of the rooms, by the folder; "story" are the modules that docs/design.md names as the story.
-BUDGETS = {"": 7470, "story": 3360, "checkpoint/": 1710, "compat/": 280, "tools/": 580}
+BUDGETS = {"": 7540, "story": 3270, "checkpoint/": 1745, "compat/": 280, "tools/": 580}
 LONGEST_FILE = 300  # with prose
 LONGER = {
-    "engine/flat.py": 515,
-    "engine/hooks.py": 380,
-    "engine/per_param.py": 530,
-    "engine/reduce.py": 345,
     "checkpoint/optim_state_load.py": 335,
-    "checkpoint/state_dict_load.py": 355,
+    "engine/flat.py": 350,
+    "engine/hooks.py": 350,
+    "engine/per_param.py": 350,
+    "engine/reduce.py": 345,
     "fsdp2/module.py": 335,
     "tools/cost.py": 315,
-    "tools/timeline.py": 455,
+    "tools/timeline.py": 310,
 }
 # Names for things that have others in PyTorch, and persons where there are ranks, users and modules.
 BANNED = (
@@ -59,6 +58,30 @@ def num_code_lines(module: str) -> int:
         if token.type not in silent:
             lines.update(range(token.start[0], token.end[0] + 1))
     return len(lines - prose)
+
+
+# Code lines of all that is imported for `fully_shard` itself, without what is attached to it.
+FULLY_SHARD = 2400
+
+
+def imported_for(module: str) -> set[str]:
+    """The modules of the package that are imported, directly or not, when ``module`` is."""
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            for node in ast.walk(ast.parse(text_of(name))):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("minifsdp"):
+                    parts = [node.module or "", *(f"{node.module}.{one.name}" for one in node.names)]
+                    files = [part.removeprefix("minifsdp.").replace(".", "/") + ".py" for part in parts]
+                    waiting.extend(file for file in files if file in MODULES)
+    return found
+
+
+def test_fully_shard_imports_what_a_training_step_needs() -> None:
+    assert sum(map(num_code_lines, imported_for("fsdp2/fully_shard.py"))) <= FULLY_SHARD
 
 
 def story() -> list[str]:

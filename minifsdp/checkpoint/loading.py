@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minifsdp.engine.messages import message
 from minifsdp.engine.unit import Unit
-from minifsdp.fsdp2.fsdp_state import FSDPState
+from minifsdp.fsdp2.module import FSDPModuleState
 
 
-class SavedState(FSDPState):
+class SavedState(FSDPModuleState):
     """What one call of ``fully_shard`` has made, with its part in ``state_dict`` and ``load_state_dict``."""
 
     def __init__(self, modules: list[nn.Module], unit: Unit | None, *rest: Any) -> None:

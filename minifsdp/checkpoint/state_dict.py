@@ -43,6 +43,7 @@ from minifsdp.checkpoint import chunks, shared_tensors
 from minifsdp.checkpoint.custom_state import full_parameters, shown_in_full
 from minifsdp.checkpoint.state_dict_options import StateDictSettings, StateDictType
 from minifsdp.engine.flat_parameter import FLAT_NAME
+from minifsdp.engine.summoned import full_row
 from minifsdp.fsdp1.build import FlatUnit
 from minifsdp.fsdp1.full_params import check_idle
 
@@ -268,7 +269,7 @@ def _gathered(unit: FlatUnit) -> Iterable[torch.Tensor]:
     layout, group = unit.layout, unit.plan.mesh.shard
     if trace.recorder is not None and group is not None:
         trace.recorder.begin("AG", unit.name, num_bytes=layout.num_bytes, ranks=group.ranks, lane="gather")
-    row = layout.full_row()
+    row = full_row(layout)
     yield from layout.views_of(row)
     if trace.recorder is not None and group is not None:
         trace.recorder.begin("FREE", unit.name, num_bytes=layout.num_bytes)

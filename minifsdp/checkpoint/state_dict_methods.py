@@ -18,7 +18,15 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifsdp.checkpoint import agreement, chunks, custom_state, shared_tensors, state_dict, state_dict_load
+from minifsdp.checkpoint import (
+    agreement,
+    chunks,
+    custom_state,
+    shared_tensors,
+    state_dict,
+    state_dict_check,
+    state_dict_load,
+)
 from minifsdp.checkpoint.state_dict_options import (
     OptimStateDictConfig,
     StateDictConfig,
@@ -173,7 +181,7 @@ class StateDictMethods(WrapperBase):
             shared_tensors.part()
             state_dict_load.drop_own_tensors(self, state, prefix)
             # A plain module around this one has not told its hooks whether it is strict; it will see to the keys.
-            state_dict_load.refuse_misfit(self, self._state_dict_settings, state, prefix, strict=self._reads_strictly)
+            state_dict_check.refuse_misfit(self, self._state_dict_settings, state, prefix, strict=self._reads_strictly)
             wrappers = [] if self._state_dict_settings.state_dict_type is LOCAL else wrappers_in(self)
             looks = [_looks_while_read(wrapper) for wrapper in wrappers]
             self._note_who_looks(wrappers, looks, agreement.groups_of(w.mesh for w in wrappers))

@@ -37,6 +37,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed._composable_state import _insert_module_state, _State
 
 from minifsdp.checkpoint.loading import SavedState
+from minifsdp.engine.compiler import step_over_this_package
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp2.options import MixedPrecisionPolicy
 
@@ -69,6 +70,7 @@ class ComposableState(SavedState, _State):
 
     def __init__(self, modules: list[nn.Module], *rest: Any) -> None:
         super().__init__(modules, *rest)
+        step_over_this_package()
         item = RegistryItem()
         for module in modules:
             module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = item

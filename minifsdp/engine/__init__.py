@@ -11,11 +11,11 @@ From the bottom up, each module using only those above it in this list:
 ``lifetime``        when memory may be reused; the rate limiter
 ``partition``       where a row of parameters is cut
 ``cut``             where each of them is cut
-``misuse``          mistakes that would otherwise train on, silently and wrongly
+``misuse``          mistakes that are noticed when they are made
+``optimizer_watch`` mistakes that are noticed at an optimizer's step
 ``layout``          what a unit asks of the tensors it consists of
 ``absent``          what a module shows in place of a parameter that is not here
 ``unsharded``       the tensor that autograd owns
-``summoned``        full parameters, shown for a while
 ``ownership``       what the optimizer owns: the contract
 ``flat_parameter``  ... one flat parameter
 ``originals``       ... the original parameters
@@ -23,7 +23,9 @@ From the bottom up, each module using only those above it in this list:
 ``row``             the pieces of many parameters, side by side
 ``extension``       ... of one that decides for itself what is sent
 ``dtensors``        how a piece becomes a DTensor
+``rows``            which parameters share a row, also after edits
 ``per_param``       layout 2: one DTensor for each parameter
+``summoned``        full parameters of a flat unit, shown for a while
 ``reduce``          from unsharded gradients to sharded ones
 ``unit``            the state machine: gather, wait, reshard
 ``schedule``        who is gathered next

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from minifsdp.engine.layout import OwnedParameter
 from minifsdp.engine.messages import message
 from minifsdp.engine.precision import tensors_in
 
@@ -112,6 +113,21 @@ class ForwardGuard:
     def __call__(self, module: Any, args: Any) -> NoReturn:
         """Raises ``RuntimeError`` with the remedy."""
         raise _absent(self)
+
+
+def guards_for(parameters: Iterable[OwnedParameter]) -> list[tuple[dict[Any, Any], ForwardGuard]]:
+    """For each module that shows one of ``parameters``, where its hooks are, and the one to put there."""
+    modules = {slot.module: ForwardGuard(slot.path, owned.shape) for owned in parameters for slot in owned.slots}
+    return [(module._forward_pre_hooks, guard) for module, guard in modules.items()]
+
+
+def guard(guards: Iterable[tuple[dict[Any, Any], ForwardGuard]], *, refuses: bool) -> None:
+    """Lets modules compute, or refuse to."""
+    for hooks, one in guards:
+        if refuses:
+            hooks[ForwardGuard.KEY] = one
+        else:
+            hooks.pop(ForwardGuard.KEY, None)
 
 
 def _absent(missing: AbsentParameter | ForwardGuard) -> RuntimeError:

@@ -82,12 +82,12 @@ class ExtendedRow:
         index: int,
         group: Group | None,
         device: torch.device,
-        context: ExtensionContext,
+        context: tuple[Any, Any, nn.Module],
         *,
         dtype: torch.dtype | None,
         offload: bool,
     ) -> None:
-        self._cut, self._index, self._group, self._context = cut, index, group, context
+        self._cut, self._index, self._group, self._context = cut, index, group, ExtensionContext(*context)
         self.device, self.dtype = device, dtype or value.dtype
         self.num_bytes = cut.padded_numel * self.dtype.itemsize
         self._is_patched = False
@@ -212,3 +212,8 @@ class ExtendedRow:
             self.device = piece.device
         self._home = piece.device
         self._pad(piece)
+
+
+def special_row(value: torch.Tensor, path: str) -> type[ExtendedRow] | None:
+    """What makes the row of a parameter with the local tensor ``value``; ``None`` for an ordinary one."""
+    return ExtendedRow if is_extended(value, path) else None

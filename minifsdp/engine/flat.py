@@ -1,7 +1,7 @@
 """Layout 1: one flat parameter, and views into it.
 
-All parameters of a unit are laid end to end in one long tensor, which is cut into as many equal pieces as there are
-ranks. Nothing is aligned, nothing is reordered; the last piece is filled up with padding.
+All parameters of a unit are laid end to end in one long tensor, which is cut into equal pieces, one for each rank.
+Nothing is aligned or reordered; the last piece is filled up with padding.
 
 Worked example, ``weight`` of shape (2, 3) and ``bias`` of shape (3), two ranks::
 
@@ -11,10 +11,9 @@ Worked example, ``weight`` of shape (2, 3) and ``bias`` of shape (3), two ranks:
     rank 1 stores            w b b b .        a slice of 5, one of them padding
 
 What this buys: a gather is *one* collective that writes straight into the memory that will be computed on, with no
-copy before it and none after it. ``weight`` is a view of elements 0 to 5 and ``bias`` of elements 6 to 8. What it
-costs: a slice has no meaning of its own, it cannot be printed, saved or clipped as a weight.
+copy before it and none after it. What it costs: a slice cannot be printed, saved or clipped as a weight.
 
-Two things about the views:
+The views:
 
 1. they are made anew in each forward, at the moment of use. Autograd runs the youngest nodes first; views made
    earlier, when the gather was issued, would be older than the previous unit's nodes, and this unit's gradient would be
@@ -26,11 +25,9 @@ The unsharded tensor is as long-lived as the shard (see ``unsharded.py``). There
 evaluation shall run in full precision, a second one for that; only one of them has memory at a time.
 
 *In torch:* ``FlatParamHandle``, 2834 lines in ``_flat_param.py``. Its parameter switches between sharded, padded,
-unsharded, low-precision and CPU data; here the shard and the unsharded leaf are two tensors for good. Where original
-parameters stay visible torch pads between them, so that views begin at multiples of 16 bytes. Left out: a slice has
-``ceil(total / N)`` elements (SHARD-02), and local state dicts and the optimizer's state are slices of just that size,
-so that gaps would make those of earlier versions unreadable. What a gather fills and what a slice is are one memory
-here, so the one cannot have gaps without the other.
+unsharded, low-precision and CPU data; here the shard and the unsharded leaf are two tensors for good. Torch pads
+between original parameters that stay visible. Left out: a slice has ``ceil(total / N)`` elements (SHARD-02), and local
+state dicts are slices of just that size.
 
 Spec: SHARD-02, SHARD-03, SHARD-09, SHARD-13, FWD-04, ORIG-12, ORIG-15, MP-02, MP-03, OFF-02, STREAM-05, STREAM-10,
 STREAM-12.
@@ -38,26 +35,21 @@ STREAM-12.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from minifsdp.engine import collectives
-from minifsdp.engine.absent import ForwardGuard
-from minifsdp.engine.flat_parameter import FlatOwnership
+from minifsdp.engine.absent import guard, guards_for
+from minifsdp.engine.flat_parameter import FlatOwnership, check_uniform_training
 from minifsdp.engine.lanes import NOTHING, Lanes, Promise
-from minifsdp.engine.layout import Gradient, Layout, OwnedParameter, rebound
+from minifsdp.engine.layout import Gradient, Layout, OwnedParameter, Slot, rebound
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, Mesh
-from minifsdp.engine.messages import message
 from minifsdp.engine.originals import OriginalOwnership
-from minifsdp.engine.ownership import Ownership
+from minifsdp.engine.ownership import Ownership, check_uniform_dtype, hooked
 from minifsdp.engine.partition import Form, Partition, local_part
-from minifsdp.engine.summoned import Summoned
 from minifsdp.engine.unsharded import Unsharded
 
 
@@ -74,8 +66,9 @@ class FlatLayout(Layout):
         offload: whether the shard lives on the CPU.
         keep_originals: whether the optimizer owns slices of the original parameters instead of one flat parameter.
 
-    Raises:
-        ValueError: the parameters differ in dtype or in ``requires_grad``.
+    Attributes:
+        forms: of each parameter, how it lies in the row.
+        is_summoned: whether the modules show full parameters that are the user's, see ``summoned.py``.
     """
 
     signals_gradient = True
@@ -95,16 +88,15 @@ class FlatLayout(Layout):
         check_uniform_dtype(home, parameters)
         self.mesh, self.device, self.offloads = mesh, device, offload
         self.parameters = list(parameters.values())
-        self._forms = [Form.of(original) for original in parameters]
-        self._any_distributed = any(form.spec is not None for form in self._forms)
+        self.forms = [Form.of(original) for original in parameters]
+        self._any_distributed = any(form.spec is not None for form in self.forms)
         self.shapes = [owned.shape for owned in self.parameters]
-        self._shapes_in_row = [form.shape for form in self._forms]
-        self.partition = Partition(tuple(form.shape.numel() for form in self._forms), mesh.num_shards)
-        shard = self._cut([local_part(original.detach()) for original in parameters])
-        if not offload:
-            shard = shard.to(device)
-        elif device.type != "cpu":
-            shard = shard.cpu().pin_memory()
+        self._shapes_in_row = [form.shape for form in self.forms]
+        self.partition = Partition(tuple(form.shape.numel() for form in self.forms), mesh.num_shards)
+        shard = self.partition.laid_out([local_part(original.detach()) for original in parameters], mesh.shard_index)
+        shard = shard.to("cpu" if offload else device)
+        if offload and device.type != "cpu":
+            shard = shard.pin_memory()
         self.owner: Ownership
         if keep_originals:
             index = mesh.shard_index
@@ -115,33 +107,23 @@ class FlatLayout(Layout):
         self._compute_dtype = compute_dtype
         self._variants: dict[torch.dtype, Unsharded] = {}
         self._on_gradient: Callable[[], None] | None = None
-        self._hooks: list[RemovableHandle] = []
         self._choose(compute_dtype or shard.dtype)
         self._places = [
             (self.owner.dictionary(slot.module), slot, index)
             for index, owned in enumerate(self.parameters)
             for slot in owned.slots
         ]
-        self._summoned: Summoned | None = None
+        self.is_summoned = False
         # What the modules show right now, and the views of the last forward that autograd recorded.
         self._shown: Sequence[torch.Tensor] = self.owner.stand_ins
-        self._guards = [] if self.owner.hides_originals else _guards_for(self.parameters)
+        self._guards = [] if self.owner.hides_originals else guards_for(self.parameters)
         self._recorded: Sequence[torch.Tensor] | None = None
         self._gathered_at: object = None
         if self._now.is_borrowed and self.owner.hides_originals:
             # Readable from now on, but nothing listens for gradients before there is a tree.
-            self._guards = _guards_for(self.parameters)
+            self._guards = guards_for(self.parameters)
             self._show(self.views_of(self._now.leaf))
         self._guard()
-
-    def _cut(self, originals: Sequence[torch.Tensor]) -> torch.Tensor:
-        """This rank's slice of the parameters' values, in memory of its own."""
-        partition = self.partition
-        row = originals[0].new_zeros(partition.padded_numel)
-        for target, original in zip(row.split(partition.split_sizes), originals, strict=False):
-            target.copy_(original.reshape(-1))
-        # Without the clone the slice would keep the memory of the whole row.
-        return row if self.mesh.shard is None else row[partition.piece(self.mesh.shard_index)].clone()
 
     # --- the unsharded tensor ---
 
@@ -152,35 +134,15 @@ class FlatLayout(Layout):
             # Neither shared nor cast: computed on where it is stored.
             borrows = self.mesh.shard is None and dtype is shard.dtype and shard.device == self.device
             self._variants[dtype] = Unsharded(numel, dtype, self.device, shard if borrows else None)
-            self._hook(self._variants[dtype])
+            self._variants[dtype].on_gradient = self._on_gradient
         self._now = self._variants[dtype]
         self.dtype, self.num_bytes = dtype, self._now.num_bytes
 
-    def _hook(self, unsharded: Unsharded) -> None:
-        if self._on_gradient is None:
-            return
-        # The tensor holds its hook from C++, where Python's garbage collector does not look. A hook that held the
-        # layout would keep it, and through it the whole tree, alive for good.
-        layout = weakref.ref(self)
-
-        def complete(_: torch.Tensor) -> None:
-            living = layout()
-            if living is not None and living._on_gradient is not None:
-                living._on_gradient()
-
-        leaf = unsharded.leaf
-        is_trained = leaf.requires_grad
-        # Frozen by now, if this is not the first tree that the unit belongs to; and PyTorch lays no hook then.
-        self._hooks.append(leaf.requires_grad_().register_post_accumulate_grad_hook(complete))
-        leaf.requires_grad_(is_trained)
-
     def on_gradient(self, notify: Callable[[], None] | None) -> None:
         """Whom to call when the unsharded gradient is complete."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._on_gradient = [], notify
+        self._on_gradient = notify
         for unsharded in self._variants.values():
-            self._hook(unsharded)
+            unsharded.on_gradient = notify
         self._guard()
 
     def settle(self) -> None:
@@ -231,13 +193,6 @@ class FlatLayout(Layout):
         """Gives the unsharded tensor's memory back."""
         return self._now.release()
 
-    def rest(self, group: Group) -> None:
-        """Refuses: a slice may begin anywhere, so there is only one way to put the row together."""
-        raise NotImplementedError(message("flat-in-parts"))
-
-    def wake(self) -> None:
-        """The next gather comes from the shards, as ever."""
-
     def is_stale(self) -> bool:
         """Whether the shard has been changed in place, or replaced, since the last gather began."""
         return self._gathered_at != self.owner.stamp()
@@ -257,9 +212,7 @@ class FlatLayout(Layout):
         if leaf.requires_grad is not self.owner.requires_grad:
             leaf.requires_grad_(self.owner.requires_grad)
         # 1. and 2. Now, and all at once.
-        views = self.partition.views(leaf, self._shapes_in_row)
-        if self._any_distributed:
-            views = self._distributed(views)
+        views = self.views_of(leaf)
         if torch.is_grad_enabled():
             self._recorded = views
         self._show(views)
@@ -291,14 +244,9 @@ class FlatLayout(Layout):
 
     def _guard(self) -> None:
         """Lets modules compute, or refuse to while they show slices or their gradients would not be heard of."""
-        if not self._guards:
-            return
-        refuses = self._summoned is None and (self._shown is self.owner.stand_ins or self._on_gradient is None)
-        for hooks, guard in self._guards:
-            if refuses:
-                hooks[ForwardGuard.KEY] = guard
-            else:
-                hooks.pop(ForwardGuard.KEY, None)
+        if self._guards:
+            is_unfit = self._shown is self.owner.stand_ins or self._on_gradient is None
+            guard(self._guards, refuses=is_unfit and not self.is_summoned)
 
     # --- gradients ---
 
@@ -314,7 +262,7 @@ class FlatLayout(Layout):
         if gradient is None:
             return None
         if self.owner.shard._backward_hooks:
-            gradient = _hooked(self.owner.shard, gradient)
+            gradient = hooked(self.owner.shard, gradient)
         if with_unreduced:
             unreduced = self.owner.take_unreduced()
             if unreduced is not None:
@@ -357,7 +305,7 @@ class FlatLayout(Layout):
 
     def _collect(self) -> None:
         """Takes over what the user has given other memory, but not while that is the memory of summoned full values."""
-        if self._summoned is None:
+        if not self.is_summoned:
             self.owner.collect()
 
     def overwrite_local(self, piece: torch.Tensor) -> None:
@@ -365,150 +313,37 @@ class FlatLayout(Layout):
         self._collect()
         self.owner.overwrite(piece)
 
-    def overwrite(self, values: Mapping[int, torch.Tensor]) -> None:
-        """New full values for some parameters, by number; this rank keeps its part of each. Nothing is communicated."""
-        index, partition = self.mesh.shard_index, self.partition
-        piece = self.local_values().clone()
-        places = partition.slices_of_piece(index)
-        for number, value in values.items():
-            whole = self._forms[number].local(value.detach()).reshape(-1)
-            piece[places[number]].copy_(whole[partition.part_in_parameter(index, number)])
-        self.owner.overwrite(piece)
-
     def views_of(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters in a row from `full_row`: views, in the original shapes, distributed as the originals were."""
+        """The parameters in a row: views, in the original shapes, distributed as the originals were."""
         views = self.partition.views(row, self._shapes_in_row)
-        return self._distributed(views) if self._any_distributed else views
-
-    def _distributed(self, views: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [form.show(view) for form, view in zip(self._forms, views, strict=True)]
+        if self._any_distributed:
+            views = [form.show(view) for form, view in zip(self.forms, views, strict=True)]
+        return views
 
     def local_parameters(self) -> list[nn.Parameter]:
         """What the optimizer owns of this unit."""
         return self.owner.local_parameters()
 
-    def gradient_parts(self) -> list[tuple[tuple[Group, ...], torch.Tensor | None]]:
-        """For each gradient, or each parameter's part of it, who has the other parts, and this rank's, if there is one.
-
-        Every rank is told of the same groups in the same order.
-        """
-        sharers = () if self.mesh.shard is None else (self.mesh.shard,)
-        gradients = [parameter.grad for parameter in self.owner.local_parameters()]
-        if not self._any_distributed:
-            return [(sharers, gradient) for gradient in gradients]
-        if self.owner.hides_originals:
-            whole = gradients[0]
-            places = self.partition.slices_of_piece(self.mesh.shard_index)
-            gradients = [None if whole is None or place.start == place.stop else whole[place] for place in places]
-        return [((*sharers, *form.groups), part) for form, part in zip(self._forms, gradients, strict=True)]
-
-    def full_row(self) -> torch.Tensor:
-        """The full values of all parameters in the stored dtype; the shard itself if nothing is sharded.
-
-        All ranks of the shard group must call it: it is a gather of its own.
-        """
-        self._collect()
-        shard, group = self.owner.shard.data, self.mesh.shard
-        if group is None:
-            return shard
-        row = torch.empty(self.partition.padded_numel, dtype=shard.dtype, device=self.device)
-        collectives.gather(group, row, shard.to(self.device)).wait()
-        return row
-
-    def full_gradient_row(self) -> tuple[torch.Tensor, list[bool]]:
-        """The full reduced gradients in one row, and for each parameter whether there is one on any rank.
-
-        All ranks of the shard group must call it.
-        """
-        piece, present = self.owner.reduced_gradient()
-        group = self.mesh.shard
-        if group is None:
-            return piece, present
-        row = torch.empty(self.partition.padded_numel, dtype=piece.dtype, device=self.device)
-        collectives.gather(group, row, piece.to(self.device)).wait()
-        votes = torch.tensor(present, dtype=torch.int32, device=self.device)
-        collectives.all_reduce(group, votes).wait()
-        return row, [vote > 0 for vote in votes.tolist()]
-
-    def show_row(self, row: torch.Tensor, gradients: tuple[torch.Tensor, list[bool]] | None) -> None:
-        """Puts ordinary parameters on the modules, views of ``row``, with views of the full gradients if given.
-
-        They are in the order in which the modules had them; the flat parameter steps aside.
-        """
-        self._summoned = Summoned(row, self.views_of(row), gradients)
-        self._summoned.parameters = self.owner.show_full(self._summoned.views)
-        if gradients is not None:
-            self._summoned.show_gradients(self.views_of(gradients[0]), gradients[1])
+    def show_summoned(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Puts full parameters on the modules, for the user; they are in the order in which the modules had them."""
+        self.is_summoned = True
         for dictionary, slot, index in self._places:
             dictionary.pop(slot.name)
-            slot.module._parameters[slot.name] = self._summoned.parameters[index]
-            slot.update_second_list(self._summoned.parameters[index])
+            slot.module._parameters[slot.name] = parameters[index]
+            slot.update_second_list(parameters[index])
         self._guard()
 
-    def hide_row(self, *, keep_changes: bool) -> None:
-        """Puts back what the modules had before, and if wished this rank's part of the changes into the shard.
-
-        A parameter that was given other memory in between is read from there.
-        """
-        summoned, self._summoned = self._summoned, None
-        assert summoned is not None
+    def hide_summoned(self, parameters: Sequence[nn.Parameter]) -> list[Slot]:
+        """Puts back what the modules had before; returns where something else than ``parameters`` was found."""
+        self.is_summoned = False
         exchanged = [
             slot
             for _, slot, index in self._places
-            if slot.module._parameters.pop(slot.name, None) is not summoned.parameters[index]
+            if slot.module._parameters.pop(slot.name, None) is not parameters[index]
         ]
         self._show(self._shown)
-        piece = self.partition.piece(self.mesh.shard_index)
-        summoned.collect()
-        if keep_changes and self.mesh.shard is not None:
-            self.owner.overwrite(summoned.row[piece])
-        elif keep_changes:
-            # The row was the shard itself. A copy of it in another dtype may still be there from an earlier gather.
-            self._gathered_at = None
-        self.owner.hide_full()
-        if keep_changes and summoned.gradients is not None:
-            self.owner.overwrite_gradient(summoned.gradients[0][piece], summoned.gradients[1])
-        if exchanged:
-            raise rebound(exchanged[0], self.name)
+        return exchanged
 
-
-def _guards_for(parameters: Sequence[OwnedParameter]) -> list[tuple[dict[Any, Any], ForwardGuard]]:
-    """For each module that shows one of ``parameters``, where its hooks are, and the one to put there."""
-    modules = {slot.module: ForwardGuard(slot.path, owned.shape) for owned in parameters for slot in owned.slots}
-    return [(module._forward_pre_hooks, guard) for module, guard in modules.items()]
-
-
-def _hooked(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """``gradient`` as the user's hooks on a flat parameter leave it; autograd owns another tensor and calls none."""
-    for hook in list((parameter._backward_hooks or {}).values()):
-        changed = hook(gradient)
-        gradient = gradient if changed is None else changed
-    return gradient
-
-
-def check_uniform_dtype(home: nn.Module, parameters: Mapping[nn.Parameter, OwnedParameter]) -> None:
-    """One tensor has one dtype, and autograd knows what to do with it.
-
-    Raises:
-        ValueError: the parameters have several, or it is one of whole numbers.
-    """
-    dtypes = sorted({str(original.dtype) for original in parameters})
-    whole = [o.path for p, o in parameters.items() if not (p.is_floating_point() or p.is_complex())]
-    if whole and len(dtypes) == 1:
-        raise ValueError(
-            message("integer-parameters", type=type(home).__name__, dtype=dtypes[0], parameters=", ".join(whole))
-        )
-    if len(dtypes) > 1:
-        raise ValueError(message("mixed-dtypes", type=type(home).__name__, dtypes=", ".join(dtypes)))
-
-
-def check_uniform_training(home: nn.Module, parameters: Mapping[nn.Parameter, OwnedParameter]) -> None:
-    """One flat parameter is trained or not as a whole.
-
-    Raises:
-        ValueError: some of the parameters are frozen and some are not, with the names on both sides.
-    """
-    trained = [owned.path for original, owned in parameters.items() if original.requires_grad]
-    frozen = [owned.path for original, owned in parameters.items() if not original.requires_grad]
-    if trained and frozen:
-        raise ValueError(message("mixed-requires-grad", type=type(home).__name__, trained=trained, frozen=frozen))
+    def forget_gather(self) -> None:
+        """What was gathered before is stale, although no stamp tells so."""
+        self._gathered_at = None

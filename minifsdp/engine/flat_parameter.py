@@ -20,7 +20,7 @@ Worked example, one unit of 4 elements on two ranks, two micro-batches on rank 0
 Why show the unreduced gradient at all, and not keep it out of sight? Because ``zero_grad()`` must find it. A sum that
 cannot be cleared would leak into the next step.
 
-The optimizer is told before it can trip over the difference in size (see ``misuse.py``).
+The optimizer is told before it can trip over the difference in size (see ``optimizer_watch.py``).
 
 *In torch:* ``FlatParameter`` does the same with ``_saved_grad_shard``, ``_cpu_grad`` and ``prepare_gradient_for_*``.
 
@@ -34,9 +34,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from minifsdp.engine import misuse
+from minifsdp.engine import misuse, optimizer_watch
 from minifsdp.engine.absent import AbsentParameter
 from minifsdp.engine.layout import OwnedParameter
+from minifsdp.engine.messages import message
 from minifsdp.engine.ownership import Ownership, assign_gradient, call_hooks
 
 FLAT_NAME = "_flat_param"
@@ -157,7 +158,7 @@ class FlatOwnership(Ownership):
         self._reduced_before = self.shard.grad
         assign_gradient(self.shard, gradient)
         self._is_unreduced, self._version = True, gradient._version
-        misuse.note_unreduced(self)
+        optimizer_watch.note_unreduced(self)
 
     def take_unreduced(self) -> torch.Tensor | None:
         """Removes the unreduced gradient and puts the reduced one, if any, back in its place."""
@@ -175,3 +176,15 @@ class FlatOwnership(Ownership):
                     reduced.zero_()
                 assign_gradient(self.shard, reduced)
         return unreduced
+
+
+def check_uniform_training(home: nn.Module, parameters: Mapping[nn.Parameter, OwnedParameter]) -> None:
+    """One flat parameter is trained or not as a whole.
+
+    Raises:
+        ValueError: some of the parameters are frozen and some are not, with the names on both sides.
+    """
+    trained = [owned.path for original, owned in parameters.items() if original.requires_grad]
+    frozen = [owned.path for original, owned in parameters.items() if not original.requires_grad]
+    if trained and frozen:
+        raise ValueError(message("mixed-requires-grad", type=type(home).__name__, trained=trained, frozen=frozen))

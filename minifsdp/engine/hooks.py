@@ -41,7 +41,6 @@ Spec: SHARD-04, SHARD-08, SHARD-10, SHARD-14, ORIG-14, FWD-06, PREF-02 to PREF-0
 
 from __future__ import annotations
 
-from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -50,21 +49,12 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from minifsdp import trace
 from minifsdp.engine.layout import Gradient
-from minifsdp.engine.messages import message
 from minifsdp.engine.order_check import OrderCheck
 from minifsdp.engine.precision import tensors_in
 from minifsdp.engine.reduce import Reducer
-from minifsdp.engine.schedule import Schedule
-from minifsdp.engine.triggers import NOT_IN_BACKWARD, graph_task, lay_wire, pass_through
-from minifsdp.engine.unit import Phase, State, Unit
-
-
-class Prefetch(Enum):
-    """When backward asks for the gather of the unit that comes next."""
-
-    BEFORE_GRADIENTS = auto()
-    AFTER_GRADIENTS = auto()
-    NEVER = auto()
+from minifsdp.engine.schedule import Prefetch, Schedule
+from minifsdp.engine.triggers import NOT_IN_BACKWARD, graph_task, lay_wires, pass_through
+from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
 
 
 class Cycle:
@@ -192,18 +182,10 @@ class Cycle:
         return not unit.awaits_backward and not self.is_recorded
 
     def _lay_trip_wires(self, unit: Unit, inputs: Any, output: Any) -> bool:
-        if isinstance(output, torch.Tensor):
-            if not output.requires_grad:
-                return False
-            lay_wire(output, unit.on_gradient_of_output)
-        else:
-            # An input that is handed on says nothing about this unit; its gradient may come when all is over.
-            passed = set() if unit.layout.signals_gradient else {id(tensor) for tensor in tensors_in(inputs)}
-            hooked = [t for t in tensors_in(output) if t.requires_grad and id(t) not in passed]
-            for tensor in hooked:
-                lay_wire(tensor, unit.on_gradient_of_output)
-            if not hooked:
-                return False
+        # An input that is handed on says nothing about this unit; its gradient may come when all is over.
+        passed = () if unit.layout.signals_gradient else inputs
+        if not lay_wires(output, unit.on_gradient_of_output, apart_from=passed):
+            return False
         if unit.layout.signals_gradient and not unit.layout.is_trained:
             self._wait_for_inputs(unit, inputs)
         return True
@@ -316,7 +298,7 @@ class Cycle:
         """
         for unit in reversed(self.units):
             # 5. Nothing said so: the inputs asked for no gradient, or it never reached them.
-            if not unit.layout.signals_gradient and unit.phase is not Phase.POST_BACKWARD and _expects_gradient(unit):
+            if not unit.layout.signals_gradient and unit.phase is not Phase.POST_BACKWARD and unit.expects_gradient:
                 self.post_backward(unit)
         if not self.is_last_backward:
             # Another backward of this iteration follows, and waits for these reductions and uses this order.
@@ -331,9 +313,7 @@ class Cycle:
         for unit in self.units[:1]:
             unit.lanes.gather.let_go()
         self.schedule.end_iteration()
-        self._lingering = None
-        self._spans.clear()
-        self.in_backward = False
+        self._forget_backward()
 
     def _end_of_partial_backward(self) -> None:
         for unit in self.units:
@@ -343,11 +323,15 @@ class Cycle:
         self._spans.clear()
         self.in_backward = False
 
+    def _forget_backward(self) -> None:
+        self._lingering = None
+        self._spans.clear()
+        self.in_backward = False
+
     def watch(self, output: Any) -> None:
         """For an outermost module without parameters of its own: notices the beginning of backward, nothing else."""
-        for tensor in tensors_in(output):
-            if torch.is_grad_enabled() and tensor.requires_grad:
-                tensor.register_hook(lambda _: self.begin_backward())
+        if torch.is_grad_enabled():
+            lay_wires(output, lambda _: self.begin_backward())
 
     # --- after an error ---
 
@@ -360,19 +344,4 @@ class Cycle:
             unit.reshard()
             unit.limiter.clear()
         self.schedule.abandon_iteration()
-        self._lingering = None
-        self._spans.clear()
-        self.in_backward = False
-
-
-def _expects_gradient(unit: Unit) -> bool:
-    return (
-        unit.phase is Phase.PRE_BACKWARD
-        or unit.layout.has_gradient
-        or (unit.policy.reduces and unit.layout.has_unreduced)
-    )
-
-
-def not_while_summoned(unit: Unit, what: str) -> RuntimeError:
-    """The error for computing with full parameters that are summoned."""
-    return RuntimeError(message("while-summoned", what=what, unit=unit.name))
+        self._forget_backward()

@@ -125,11 +125,12 @@ def owned_parameters(
 def rebound(slot: Slot, unit_name: str) -> RuntimeError:
     """The error for a slot that does not hold what was put there."""
     return RuntimeError(
-        message("replaced-parameter", parameter=_join(unit_name, slot.path), type=type(slot.module).__name__)
+        message("replaced-parameter", parameter=full_name(unit_name, slot.path), type=type(slot.module).__name__)
     )
 
 
-def _join(prefix: str, path: str) -> str:
+def full_name(prefix: str, path: str) -> str:
+    """A name inside the root, of what is called ``path`` inside the unit ``prefix``."""
     return f"{prefix}.{path}" if prefix else path
 
 
@@ -158,13 +159,12 @@ class Layout(ABC):
 
     def full_name(self, path: str) -> str:
         """A parameter's name inside the root."""
-        return _join(self.name, path)
+        return full_name(self.name, path)
 
     # --- the unsharded tensor ---
 
-    @abstractmethod
-    def on_gradient(self, notify: Callable[[], None] | None) -> None:
-        """Whom to call when the unsharded gradient is complete; ``None`` for nothing. Lays hooks once, for good.
+    def on_gradient(self, notify: Callable[[], None] | None) -> None:  # noqa: B027
+        """Whom to call when the unsharded gradient is complete; ``None`` for nothing.
 
         A layout that cannot tell, see `signals_gradient`, calls nothing.
         """
@@ -197,16 +197,15 @@ class Layout(ABC):
     def is_stale(self) -> bool:
         """Whether the shard has been changed since it was gathered."""
 
-    @abstractmethod
     def rest(self, group: Group) -> None:
         """From now on the next gather comes from what the ranks of ``group`` keep between them; `free` must follow.
 
         Raises:
             NotImplementedError: the layout has only one place to come back from.
         """
+        raise NotImplementedError(message("flat-in-parts"))
 
-    @abstractmethod
-    def wake(self) -> None:
+    def wake(self) -> None:  # noqa: B027
         """The end of `rest`: the next gather comes from the shards again."""
 
     # --- what modules see ---
@@ -227,12 +226,13 @@ class Layout(ABC):
     def show_again(self) -> None:
         """Puts back the views of the last forward that autograd recorded, for its backward."""
 
-    @abstractmethod
-    def show_resting(self, *, is_kept: bool) -> None:
+    def show_resting(self, *, is_kept: bool) -> None:  # noqa: B027
         """Puts on the modules what they have between a forward and a backward for which the memory is held.
 
         Args:
             is_kept: that is the unit's strategy; otherwise the unit is the root, held because its backward is near.
+
+        A layout may leave there what is there.
         """
 
     @abstractmethod

@@ -1,96 +1,71 @@
-"""Mistakes that would otherwise train on, silently and wrongly: noticed at the next optimizer step.
+"""Mistakes that are noticed where they are made: when a unit takes parameters, and when a forward begins.
 
-Two of them cannot be seen where they are made, only where they do harm:
+A parameter that is *tied* between two units: the first unit has taken it, the second module still shows it, and from
+then on the two copies would drift apart. A *model that is sharded in two ways*, whose two trees would know nothing of
+each other. And when a forward begins, a ``DistributedDataParallel`` *around* sharded copies of a model: it waits for
+gradients in a place where none arrive.
 
-* *An optimizer that was built before wrapping.* It holds the original parameters, which no module uses any more. Its
-  step changes tensors that nothing looks at; the loss stays flat and nothing says why. Every parameter that a unit has
-  replaced is remembered here by a weak reference, and the first step of each optimizer is checked against them.
-* *A step after* ``no_sync()`` *without a reducing backward.* What ``.grad`` holds then is this rank's own sum in full
-  size, no rank's share of a mean.
+Worked example: ``head.weight`` is ``embed.weight``, and each module becomes a unit. The first takes the tensor, which
+is remembered by a weak reference; the second finds it in the registry, and is refused with both names.
 
-A third is noticed at construction: a parameter that is *tied* between two units. The first unit has taken it; the
-second module still shows it, and from then on the two copies would drift apart. So is a *model that is sharded in two
-ways*, whose two trees would know nothing of each other. And when a forward begins: a ``DistributedDataParallel``
-*around* sharded copies of a model. It waits for gradients in a place where none arrive, so copies would drift apart.
+What does harm only later, at an optimizer's step, is watched for in ``optimizer_watch.py``.
 
-The check is a hook that PyTorch runs before the step of any optimizer. It looks at an optimizer once in its life, and
-at an empty set from then on.
+*In torch:* two copies in the first case, an internal assertion of DDP in the last.
 
-*In torch:* nothing in the first case, a size mismatch without a name in the second, two copies in the third, an
-internal assertion of DDP in the last.
-
-Spec: CTOR-05, NOSYNC-10, ORIG-16, MYTH-28.
+Spec: CTOR-05, ORIG-16, MYTH-28.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minifsdp.engine.mesh import Mesh
-from minifsdp.engine.messages import message, warn
+from minifsdp.engine.messages import message
 
 
-class HoldsGradient(Protocol):
-    """What shows an unreduced gradient to the optimizer."""
-
-    @property
-    def has_unreduced(self) -> bool:
-        """Whether it does so right now."""
-        ...
+class HoldsParameters(Protocol):
+    """What an optimizer owns something of."""
 
     def local_parameters(self) -> Sequence[nn.Parameter]:
-        """What the optimizer owns of it."""
+        """What that is."""
         ...
 
 
 Registry = dict[int, tuple[weakref.ref[nn.Parameter], str]]
 
 _taken: Registry = {}
-_replaced: Registry = {}
+# What optimizers must not hold, and who wants to know when there is more of it; see ``optimizer_watch.py``.
+replaced: Registry = {}
+watchers: list[Callable[[bool], None]] = []
 _doors: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _places: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
 _flattened: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-_unreduced: weakref.WeakSet[Any] = weakref.WeakSet()
-_checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-_is_watching = False
-_num_steps = 0
 
 
 def note_taken(parameter: nn.Parameter, path: str, *, is_replaced: bool) -> None:
-    """Remembers that ``parameter`` belongs to a unit, and from now on watches optimizers.
+    """Remembers that ``parameter`` belongs to a unit.
 
     Args:
         parameter: the user's.
         path: its name in the unit.
         is_replaced: whether modules show something else in its place from now on.
     """
-    global _is_watching
-    for registry in (_taken, _replaced) if is_replaced else (_taken,):
+    for registry in (_taken, replaced) if is_replaced else (_taken,):
         _remember(registry, parameter, path)
-    if is_replaced:
-        # An optimizer that was fine when it stepped may hold what has just been replaced.
-        _checked.clear()
-    if not _is_watching:
-        _is_watching = True
-        register_optimizer_step_pre_hook(_before_step)
+    for tell in watchers:
+        tell(is_replaced)
 
 
 def _remember(registry: Registry, parameter: nn.Parameter, path: str) -> None:
     key = id(parameter)
     registry[key] = (weakref.ref(parameter, lambda _: registry.pop(key, None)), path)
-
-
-def note_unreduced(owner: HoldsGradient) -> None:
-    """Remembers that ``owner`` shows an unreduced gradient."""
-    _unreduced.add(owner)
 
 
 def check_not_tied(parameter: nn.Parameter, path: str) -> None:
@@ -155,17 +130,7 @@ def is_only_called_in_parts(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
-def check_reduced(what: str, owners: Iterable[HoldsGradient]) -> None:
-    """Whether none of ``owners`` is left with an unreduced gradient.
-
-    Raises:
-        RuntimeError: one is.
-    """
-    if any(owner.has_unreduced for owner in owners):
-        raise RuntimeError(message("unreduced-gradients", what=what))
-
-
-def check_not_in_ddp(owners: Iterable[tuple[HoldsGradient, Mesh]]) -> None:
+def check_not_in_ddp(owners: Iterable[tuple[HoldsParameters, Mesh]]) -> None:
     """Whether a forward that will be trained goes through a DDP that would have to average sharded gradients.
 
     A DDP around is welcome if it was told to leave these parameters alone, or if its ranks are among those over whose
@@ -182,55 +147,3 @@ def check_not_in_ddp(owners: Iterable[tuple[HoldsGradient, Mesh]]) -> None:
     for name, parameter in around.module.named_parameters():
         if parameter in apart and parameter.requires_grad and name not in around.parameters_to_ignore:
             raise RuntimeError(message("ddp-around", name=name, ranks=ranks))
-
-
-def num_steps() -> int:
-    """Optimizer steps so far, of any optimizer: a reason to gather again that is there on all ranks, or on none."""
-    return _num_steps
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    global _num_steps
-    _num_steps += 1
-    if optimizer not in _checked:
-        _checked.add(optimizer)
-        _warn_if_stale(optimizer)
-    _, *given = args
-    closure = given[0] if given else kwargs.get("closure")
-    if closure is None:
-        _check_gradients_of(optimizer)
-        return None
-    # The gradients that it steps on are those that the closure leaves behind.
-    checked = _with_check_after(closure, optimizer)
-    return (args, {**kwargs, "closure": checked}) if not given else ((args[0], checked, *given[1:]), kwargs)
-
-
-def _with_check_after(closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    def checked() -> Any:
-        loss = closure()
-        _check_gradients_of(optimizer)
-        return loss
-
-    return checked
-
-
-def _check_gradients_of(optimizer: torch.optim.Optimizer) -> None:
-    if not _unreduced:
-        return
-    held = {id(p) for p in _parameters_of(optimizer)}
-    mine = [owner for owner in _unreduced if any(id(p) in held for p in owner.local_parameters())]
-    check_reduced(f"{type(optimizer).__name__}.step()", mine)
-    for owner in mine:
-        _unreduced.discard(owner)
-
-
-def _warn_if_stale(optimizer: torch.optim.Optimizer) -> None:
-    parameters = list(_parameters_of(optimizer))
-    num_stale = sum(id(p) in _replaced and _replaced[id(p)][0]() is p for p in parameters)
-    if num_stale:
-        warn(message("stale-optimizer", num_stale=num_stale, number=len(parameters), type=type(optimizer).__name__))
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from minifsdp.engine import misuse
+from minifsdp.engine import misuse, optimizer_watch
 from minifsdp.engine.layout import OwnedParameter, Slot
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.ownership import Ownership, assign_gradient, call_hooks
@@ -135,7 +135,7 @@ class OriginalOwnership(Ownership):
 
         A rank on which nothing lies of what is trained sees no version change in a step, and must gather all the same.
         """
-        return misuse.num_steps(), [(original._version, original.data_ptr()) for original in self.originals]
+        return optimizer_watch.num_steps(), [(original._version, original.data_ptr()) for original in self.originals]
 
     def collect(self) -> bool:
         """Copies into the shard what the user has given other memory, and makes it a slice again; whether any was.
@@ -223,7 +223,7 @@ class OriginalOwnership(Ownership):
             original.grad = None
             if original.requires_grad:
                 assign_gradient(original, part)
-        misuse.note_unreduced(self)
+        optimizer_watch.note_unreduced(self)
 
     def take_unreduced(self) -> torch.Tensor | None:
         """Removes the unreduced gradients and puts the reduced ones, if any, back in their places."""

@@ -17,10 +17,13 @@ Spec: ORIG-01, ORIG-02, STREAM-08.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
+
+from minifsdp.engine.layout import OwnedParameter
+from minifsdp.engine.messages import message
 
 
 class Ownership(ABC):
@@ -129,3 +132,27 @@ def call_hooks(parameter: nn.Parameter) -> None:
     """Calls the user's hooks that wait for the gradient. Autograd did not put it there, so nothing else does."""
     for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
         hook(parameter)
+
+
+def hooked(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """``gradient`` as the user's hooks on a flat parameter leave it; autograd owns another tensor and calls none."""
+    for hook in list((parameter._backward_hooks or {}).values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
+
+
+def check_uniform_dtype(home: nn.Module, parameters: Mapping[nn.Parameter, OwnedParameter]) -> None:
+    """One tensor has one dtype, and autograd knows what to do with it.
+
+    Raises:
+        ValueError: the parameters have several, or it is one of whole numbers.
+    """
+    dtypes = sorted({str(original.dtype) for original in parameters})
+    whole = [o.path for p, o in parameters.items() if not (p.is_floating_point() or p.is_complex())]
+    if whole and len(dtypes) == 1:
+        raise ValueError(
+            message("integer-parameters", type=type(home).__name__, dtype=dtypes[0], parameters=", ".join(whole))
+        )
+    if len(dtypes) > 1:
+        raise ValueError(message("mixed-dtypes", type=type(home).__name__, dtypes=", ".join(dtypes)))

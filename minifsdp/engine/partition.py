@@ -127,6 +127,14 @@ class Partition:
         """The elements of the padded row that rank ``index`` stores."""
         return slice(index * self.shard_numel, (index + 1) * self.shard_numel)
 
+    def laid_out(self, values: Sequence[torch.Tensor], index: int) -> torch.Tensor:
+        """Rank ``index``'s piece of a row of ``values``, in memory of its own."""
+        row = values[0].new_zeros(self.padded_numel)
+        for target, value in zip(row.split(self.split_sizes), values, strict=False):
+            target.copy_(value.reshape(-1))
+        # Without the clone the piece would keep the memory of the whole row.
+        return row if self.num_shards == 1 else row[self.piece(index)].clone()
+
     def slices_of_piece(self, index: int) -> list[slice]:
         """For each parameter, where its part on rank ``index`` lies inside that rank's piece; may be empty."""
         slices, first = [], -index * self.shard_numel

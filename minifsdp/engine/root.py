@@ -33,13 +33,14 @@ from typing import Any
 import torch
 
 from minifsdp.engine import misuse
-from minifsdp.engine.hooks import Cycle, Prefetch, not_while_summoned
+from minifsdp.engine.hooks import Cycle
 from minifsdp.engine.lanes import Lanes
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.order_check import OrderCheck
 from minifsdp.engine.reduce import Reducer
+from minifsdp.engine.schedule import Prefetch
 from minifsdp.engine.triggers import NOT_IN_BACKWARD, graph_task
-from minifsdp.engine.unit import Phase, State, Unit
+from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
 
 
 class Root:

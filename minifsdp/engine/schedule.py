@@ -26,8 +26,18 @@ Spec: PREF-08, PREF-11, PREF-12, PREF-13.
 
 from __future__ import annotations
 
+from enum import Enum, auto
+
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.unit import Unit
+
+
+class Prefetch(Enum):
+    """When backward asks for the gather of the unit that comes next."""
+
+    BEFORE_GRADIENTS = auto()
+    AFTER_GRADIENTS = auto()
+    NEVER = auto()
 
 
 class Schedule:

@@ -1,16 +1,16 @@
 """The full parameters that modules show for the time of ``summon_full_params``.
 
-While a unit is summoned its modules show ordinary parameters. Each is a view of one long row, so that what the user
-writes in place is in the row at once, and the way back is to cut the row. But users may also *replace*:
-``p.data = ...`` gives a parameter memory of its own. That is noticed by its address, and copied into the row before it
-is cut.
+They are gathered into a *row* of their own, in the stored dtype. While a unit is summoned its modules show ordinary
+parameters, views of that row, so that what the user writes in place is in the row at once, and the way back is to cut
+the row. But users may also *replace*: ``p.data = ...`` gives a parameter memory of its own. That is noticed by its
+address, and copied into the row before it is cut.
 
 Worked example, a row ``w w w w b b``::
 
     weight.mul_(2)          the row has it
-    bias.data = zeros(2)    bias is elsewhere now; `collect` copies the zeros to the end of the row
+    bias.data = zeros(2)    bias is elsewhere now; `_collect` copies the zeros to the end of the row
 
-*In torch:* ``_writeback_orig_params``.
+*In torch:* ``_unshard_params`` and ``_writeback_orig_params``.
 
 Spec: SUMMON-05 to SUMMON-09.
 """
@@ -18,46 +18,95 @@ Spec: SUMMON-05 to SUMMON-09.
 from __future__ import annotations
 
 import torch
-from torch import nn
 
+from minifsdp.engine import collectives
+from minifsdp.engine.flat import FlatLayout
+from minifsdp.engine.layout import rebound
 from minifsdp.engine.partition import local_part
+
+# The full gradients in a row, and for each parameter whether there is one.
+Gradients = tuple[torch.Tensor, list[bool]]
+
+
+def full_row(layout: FlatLayout) -> torch.Tensor:
+    """The full values of all parameters in the stored dtype; the shard itself if nothing is sharded.
+
+    All ranks of the shard group must call it: it is a gather of its own.
+    """
+    shard, group = layout.local_values().data, layout.mesh.shard
+    if group is None:
+        return shard
+    row = torch.empty(layout.partition.padded_numel, dtype=shard.dtype, device=layout.device)
+    collectives.gather(group, row, shard.to(layout.device)).wait()
+    return row
+
+
+def full_gradient_row(layout: FlatLayout) -> Gradients:
+    """The full reduced gradients, and for each parameter whether there is one on any rank.
+
+    All ranks of the shard group must call it.
+    """
+    piece, present = layout.owner.reduced_gradient()
+    group = layout.mesh.shard
+    if group is None:
+        return piece, present
+    row = torch.empty(layout.partition.padded_numel, dtype=piece.dtype, device=layout.device)
+    collectives.gather(group, row, piece.to(layout.device)).wait()
+    votes = torch.tensor(present, dtype=torch.int32, device=layout.device)
+    collectives.all_reduce(group, votes).wait()
+    return row, [vote > 0 for vote in votes.tolist()]
 
 
 class Summoned:
-    """The full parameters of a summoned unit.
+    """Ordinary parameters on the modules of a unit, from now until `hide`.
 
     Args:
+        layout: the unit's.
         row: the full values.
-        views: the parameters in it, in their shapes.
-        gradients: the full gradients in a row like that, and which parameters have one; ``None`` to show none.
-
-    Attributes:
-        parameters: what modules show, one for each view.
+        gradients: to be shown as well; ``None`` to show none.
     """
 
-    def __init__(
-        self, row: torch.Tensor, views: list[torch.Tensor], gradients: tuple[torch.Tensor, list[bool]] | None
-    ) -> None:
-        self.row, self.views, self.gradients = row, views, gradients
-        self.parameters: list[nn.Parameter] = []
-        self._gradient_views: list[torch.Tensor] = []
+    def __init__(self, layout: FlatLayout, row: torch.Tensor, gradients: Gradients | None) -> None:
+        self._layout, self._row, self._gradients = layout, row, gradients
+        self._views = layout.views_of(row)
+        self._gradient_views = [] if gradients is None else layout.views_of(gradients[0])
+        self._parameters = layout.owner.show_full(self._views)
+        if gradients is not None:
+            for parameter, view, is_there in zip(self._parameters, self._gradient_views, gradients[1], strict=True):
+                parameter.grad = view if is_there else None
+        layout.show_summoned(self._parameters)
 
-    def show_gradients(self, views: list[torch.Tensor], present: list[bool]) -> None:
-        """Puts ``views`` into the ``.grad`` of those parameters that have one."""
-        self._gradient_views = views
-        for parameter, view, is_there in zip(self.parameters, views, present, strict=True):
-            parameter.grad = view if is_there else None
+    def hide(self, *, keep_changes: bool) -> None:
+        """Puts back what the modules had before, and if wished this rank's part of the changes into the shard.
 
-    def collect(self) -> None:
+        Raises:
+            RuntimeError: a module shows another parameter than the one it was given.
+        """
+        layout = self._layout
+        exchanged = layout.hide_summoned(self._parameters)
+        piece = layout.partition.piece(layout.mesh.shard_index)
+        self._collect()
+        if keep_changes and layout.mesh.shard is not None:
+            layout.owner.overwrite(self._row[piece])
+        elif keep_changes:
+            # The row was the shard itself. A copy of it in another dtype may still be there from an earlier gather.
+            layout.forget_gather()
+        layout.owner.hide_full()
+        if keep_changes and self._gradients is not None:
+            layout.owner.overwrite_gradient(self._gradients[0][piece], self._gradients[1])
+        if exchanged:
+            raise rebound(exchanged[0], layout.name)
+
+    def _collect(self) -> None:
         """Brings into the rows what was put in other memory, and notes which gradients there are by now."""
-        for view, parameter in zip(self.views, self.parameters, strict=True):
+        for view, parameter in zip(self._views, self._parameters, strict=True):
             _fetch(view, parameter.data)
-        if self.gradients is None:
+        if self._gradients is None:
             return
-        for view, parameter in zip(self._gradient_views, self.parameters, strict=True):
+        for view, parameter in zip(self._gradient_views, self._parameters, strict=True):
             if parameter.grad is not None:
                 _fetch(view, parameter.grad)
-        self.gradients = self.gradients[0], [parameter.grad is not None for parameter in self.parameters]
+        self._gradients = self._gradients[0], [parameter.grad is not None for parameter in self._parameters]
 
 
 def _fetch(view: torch.Tensor, value: torch.Tensor) -> None:

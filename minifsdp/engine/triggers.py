@@ -32,12 +32,26 @@ def graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
-def lay_wire(tensor: torch.Tensor, notify: Callable[[torch.Tensor], None]) -> None:
-    """Calls ``notify`` with the gradient of ``tensor`` as soon as it has arrived."""
-    tensor.register_hook(notify)
-    if tensor._base is not None and tensor._base.grad_fn is not None:
-        # The caller may change a view in place. Autograd then goes past the view, by way of what it is a view of.
-        tensor._base.register_hook(notify)
+def lay_wires(output: Any, notify: Callable[[torch.Tensor], None], *, apart_from: Any = ()) -> bool:
+    """Calls ``notify`` as soon as the gradient of any tensor in ``output`` has arrived, of those in ``apart_from`` not.
+
+    Returns:
+        Whether there is a tensor in it that will have a gradient.
+    """
+    tensors = [output]
+    if not isinstance(output, torch.Tensor):
+        left_out = {id(tensor) for tensor in tensors_in(apart_from)}
+        tensors = [tensor for tensor in tensors_in(output) if id(tensor) not in left_out]
+    is_laid = False
+    for tensor in tensors:
+        if not tensor.requires_grad:
+            continue
+        is_laid = True
+        tensor.register_hook(notify)
+        if tensor._base is not None and tensor._base.grad_fn is not None:
+            # The caller may change a view in place. Autograd then goes past the view, by way of what it is a view of.
+            tensor._base.register_hook(notify)
+    return is_laid
 
 
 def pass_through(inputs: Any, notify: Callable[[], None]) -> Any:

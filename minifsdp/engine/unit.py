@@ -152,6 +152,15 @@ class Unit(Generic[LayoutT]):
         """Becomes part of a tree, which shares its lanes and its limiter."""
         self.lanes, self.limiter = lanes, limiter
 
+    @property
+    def expects_gradient(self) -> bool:
+        """Whether a backward that is over has left something to reduce here."""
+        return (
+            self.phase is Phase.PRE_BACKWARD
+            or self.layout.has_gradient
+            or (self.policy.reduces and self.layout.has_unreduced)
+        )
+
     def unshard(self) -> None:
         """SHARDED -> GATHERING: issues the gather. In any other state there is nothing to do."""
         if self.state is not State.SHARDED:
@@ -205,3 +214,8 @@ class Unit(Generic[LayoutT]):
             if trace.recorder is not None:
                 trace.recorder.begin("FREE", self.name, num_bytes=self.layout.num_bytes)
             self.limiter.released(event)
+
+
+def not_while_summoned(unit: Unit, what: str) -> RuntimeError:
+    """The error for computing with full parameters that are summoned."""
+    return RuntimeError(message("while-summoned", what=what, unit=unit.name))

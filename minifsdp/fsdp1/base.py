@@ -25,13 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minifsdp.engine.compiler import warn_if_compiled
 from minifsdp.engine.mesh import Mesh
 from minifsdp.engine.messages import message
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.root import Root
 from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1 import build
+from minifsdp.fsdp1.compiling import warn_if_compiled
 from minifsdp.fsdp1.options import BackwardPrefetch, ShardingStrategy
 
 WRAPPED = "_fsdp_wrapped_module"

@@ -24,10 +24,10 @@ from torch import nn
 
 from minifsdp.engine import misuse
 from minifsdp.engine.flat import FlatLayout
-from minifsdp.engine.hooks import Prefetch
 from minifsdp.engine.mesh import Group, Mesh, default_group, node_groups
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.precision import Precision
+from minifsdp.engine.schedule import Prefetch
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1 import policies
 from minifsdp.fsdp1.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy

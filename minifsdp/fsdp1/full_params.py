@@ -26,9 +26,10 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from minifsdp.engine import misuse
+from minifsdp.engine import optimizer_watch
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.root import Root
+from minifsdp.engine.summoned import Summoned, full_gradient_row, full_row
 from minifsdp.engine.triggers import NOT_IN_BACKWARD, graph_task
 from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.build import FlatUnit
@@ -66,7 +67,7 @@ def summoned(
             raise NotImplementedError(message("summon-no-grads", unit=unit.name))
     if with_grads:
         sharded = [unit.layout for unit in units if unit.plan.mesh.shard is not None]
-        misuse.check_reduced("summon_full_params(with_grads=True)", sharded)
+        optimizer_watch.check_reduced("summon_full_params(with_grads=True)", sharded)
     with ExitStack() as stack:
         for unit in units:
             stack.enter_context(_one(unit, writeback, rank0_only, offload_to_cpu, with_grads))
@@ -103,21 +104,21 @@ def check_idle(unit: FlatUnit) -> None:
 @contextmanager
 def _one(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> Generator[None]:
     layout, mesh = unit.layout, unit.plan.mesh
-    row = layout.full_row()
-    gradients = layout.full_gradient_row() if with_grads else None
+    row = full_row(layout)
+    gradients = full_gradient_row(layout) if with_grads else None
     # A rank that sees nothing, because only the first one does, must not compute in the meantime either.
     sees = mesh.is_first or not rank0_only
     unit.phase = Phase.SUMMONED
-    if sees:
-        layout.show_row(row.cpu() if offload_to_cpu and mesh.shard is not None else row, gradients)
+    shown = row.cpu() if offload_to_cpu and mesh.shard is not None else row
+    summoned = Summoned(layout, shown, gradients) if sees else None
     try:
         yield
-        if sees and not with_grads:
+        if summoned is not None and not with_grads:
             _check_no_gradients(unit)
     finally:
         unit.phase = Phase.IDLE
-        if sees:
-            layout.hide_row(keep_changes=writeback or mesh.shard is None)
+        if summoned is not None:
+            summoned.hide(keep_changes=writeback or mesh.shard is None)
 
 
 def _check_no_gradients(unit: FlatUnit) -> None:

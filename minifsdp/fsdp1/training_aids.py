@@ -30,8 +30,25 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import message, rank_of_this_process, warn
+
+
+def gradient_parts(layout: FlatLayout) -> list[tuple[tuple[Group, ...], torch.Tensor | None]]:
+    """For each gradient of a unit, or each parameter's part of it, who has the other parts, and this rank's, if any.
+
+    Every rank is told of the same groups in the same order.
+    """
+    sharers = () if layout.mesh.shard is None else (layout.mesh.shard,)
+    gradients = [parameter.grad for parameter in layout.local_parameters()]
+    if all(form.spec is None for form in layout.forms):
+        return [(sharers, gradient) for gradient in gradients]
+    if layout.hides_originals:
+        whole = gradients[0]
+        places = layout.partition.slices_of_piece(layout.mesh.shard_index)
+        gradients = [None if whole is None or place.start == place.stop else whole[place] for place in places]
+    return [((*sharers, *form.groups), part) for form, part in zip(layout.forms, gradients, strict=True)]
 
 
 @torch.no_grad()

@@ -19,13 +19,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from minifsdp.engine import misuse
+from minifsdp.engine import optimizer_watch
 from minifsdp.engine.messages import message
 from minifsdp.engine.partition import Form, local_part
 from minifsdp.fsdp1.base import WrapperBase
 from minifsdp.fsdp1.build import HYBRID
 from minifsdp.fsdp1.full_params import check_not_running, check_summon_options, summoned
-from minifsdp.fsdp1.training_aids import clip_gradients
+from minifsdp.fsdp1.training_aids import clip_gradients, gradient_parts
 
 
 class TrainingMethods(WrapperBase):
@@ -135,8 +135,8 @@ class TrainingMethods(WrapperBase):
         self._only_on_the_root("clip_grad_norm_()")
         self._current_tree()
         layouts = [w._unit.layout for w in WrapperBase.fsdp_modules(self) if w._unit is not None]
-        misuse.check_reduced("clip_grad_norm_()", layouts)
-        parts = [part for layout in layouts for part in layout.gradient_parts()]
+        optimizer_watch.check_reduced("clip_grad_norm_()", layouts)
+        parts = [part for layout in layouts for part in gradient_parts(layout)]
         owned = {parameter for layout in layouts for parameter in layout.local_parameters()}
         for parameter in self.parameters():
             if parameter not in owned:

@@ -47,9 +47,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from minifsdp.engine.compiler import is_compiled
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.precision import cast_floating, tensors_in
+from minifsdp.fsdp1.compiling import is_compiled
 from minifsdp.fsdp1.policies import Overrides, question, require_classes
 
 

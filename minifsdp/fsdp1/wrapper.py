@@ -35,7 +35,6 @@ import torch
 from torch import nn
 
 from minifsdp.engine import misuse
-from minifsdp.engine.compiler import step_over_this_package
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.layout import owned_parameters
 from minifsdp.engine.precision import cast_floating, move
@@ -133,7 +132,6 @@ class Wrapper(WrapperBase):
         modules = build.modules_of_unit(module, is_wrapper, self._ignored_modules)
         self._initialize(modules, param_init_fn, device_id, sync_module_states)
         self._unit = self._make_unit(module, modules)
-        step_over_this_package()
 
     def _initialize(
         self, modules: list[tuple[str, nn.Module]], param_init_fn: Any, device_id: Any, sync_module_states: bool

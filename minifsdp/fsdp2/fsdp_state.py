@@ -32,10 +32,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from minifsdp.engine.hooks import Prefetch
 from minifsdp.engine.lanes import Lanes
 from minifsdp.engine.precision import cast_floating, move
 from minifsdp.engine.root import Root
+from minifsdp.engine.schedule import Prefetch
 from minifsdp.engine.unit import Phase, Unit
 from minifsdp.fsdp2.options import MixedPrecisionPolicy
 
@@ -189,13 +189,6 @@ class FSDPState:
         if self.tree is not None:
             self.tree.fail_forward()
 
-    def drop_gradients(self) -> None:
-        """Forgets gradients of this iteration that have not been reduced, or not over all replicas."""
-        for unit in self.current_tree().units:
-            unit.layout.take_gradient(with_unreduced=True)
-            for plan in unit.plans:
-                plan.partial = None
-
     # --- the tree ---
 
     def current_tree(self) -> Root:
@@ -231,30 +224,6 @@ class FSDPState:
             state.tree, state._grouped = tree, grouped
             state.is_tree_root = state is self
         return tree
-
-    # --- by hand ---
-
-    def unshard(self) -> None:
-        """Issues the gather of this state's unit; `wait` completes it."""
-        if self.unit is not None:
-            tree = self.current_tree()
-            # As where an iteration begins: the user may have put other tensors in place of the shards, or changed them.
-            self.unit.layout.notice_edits()
-            tree.lanes.gather.follow()
-            if self.unit.layout.is_stale():
-                self.unit.reshard()
-            self.unit.unshard()
-
-    def wait(self) -> None:
-        """Completes a gather, and shows the full parameters."""
-        if self.unit is not None:
-            self.unit.wait()
-            self.unit.layout.show_unsharded()
-
-    def reshard(self) -> None:
-        """Frees the full parameters of this state's unit."""
-        if self.unit is not None and self.tree is not None:
-            self.unit.reshard()
 
 
 def _calls_itself(module: nn.Module) -> bool:

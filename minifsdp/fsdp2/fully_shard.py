@@ -11,8 +11,9 @@ Nothing is wrapped. The call
 
 1. takes the parameters of the module that no call inside has taken,
 2. replaces each by a ``DTensor`` that holds this rank's rows of it,
-3. puts two hooks on the module, see ``fsdp_state.py``,
-4. and gives it a class with more methods, see ``module.py``.
+3. and puts two hooks on the module, see ``fsdp_state.py``.
+
+Whatever more a call does, as to give the module a class with more methods, is attached to its state: see `state_class`.
 
 Inner modules first, the root last: a unit consists of what is left when the call is made.
 
@@ -24,7 +25,7 @@ Spec: FS2-01 to FS2-25, NEW-04, NEW-05, NEW-16, NEW-23.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -32,7 +33,6 @@ from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minifsdp.engine import misuse
-from minifsdp.engine.compiler import step_over_this_package
 from minifsdp.engine.dtensors import Sharding
 from minifsdp.engine.layout import OwnedParameter, owned_parameters
 from minifsdp.engine.mesh import Group, Mesh, default_group
@@ -42,30 +42,21 @@ from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.unit import Unit, UnitPolicy
 from minifsdp.fsdp2.fsdp_state import FSDPState, state_of
-from minifsdp.fsdp2.initial import warn_if_different
-from minifsdp.fsdp2.module import FSDPModule, choose_reshard
 from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from minifsdp.fsdp2.subgroups import smaller_mesh
+from minifsdp.fsdp2.reshard import choose_reshard, smaller_mesh
 
 _NO_POLICY = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
-_classes: dict[type, type] = {}
-# What a call makes: `FSDPState`, or a child of it that does more. The package has one, see ``minifsdp/__init__.py``.
+# Attached from outside, see ``minifsdp/__init__.py``: what a call makes, `FSDPState` or a child of it that does more,
+# and who looks at the parameters, how they will be cut, and the device, before they are cut.
 state_class: type[FSDPState] = FSDPState
+before_cut: list[Callable[[dict[nn.Parameter, OwnedParameter], list[Sharding], torch.device], None]] = []
 
-M = TypeVar("M", bound=nn.Module)
-
-
-@overload
-def fully_shard(module: M, **options: Any) -> M: ...
+M = TypeVar("M", bound=nn.Module | list[nn.Module])
 
 
-@overload
-def fully_shard(module: list[nn.Module], **options: Any) -> list[nn.Module]: ...
-
-
-def fully_shard(  # type: ignore[misc]
-    module: nn.Module | list[nn.Module],
+def fully_shard(
+    module: M,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -74,7 +65,7 @@ def fully_shard(  # type: ignore[misc]
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
-) -> Any:
+) -> M:
     """Shards ``module``'s parameters, gradients and optimizer state over the ranks of ``mesh``, in place.
 
     Every rank of the mesh must call it, on modules of the same structure and in the same order.
@@ -101,7 +92,7 @@ def fully_shard(  # type: ignore[misc]
     """
     if dp_mesh_dims is not None:
         raise NotImplementedError(message("dp-mesh-dims"))
-    modules = list(module) if isinstance(module, list | tuple) else [module]
+    modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
     if wrong := [one for one in modules if not isinstance(one, nn.Module)]:
         raise TypeError(message("fully-shard-type", wrong=wrong[0]))
     _check_modules(modules)
@@ -112,19 +103,15 @@ def fully_shard(  # type: ignore[misc]
     parameters = owned_parameters(owners, set(ignored_params or ()))
     _move_to(device, owners, parameters)
     shardings = _shardings(parameters, mesh, shard_placement_fn)
-    for table in dict.fromkeys(sharding.table for sharding in shardings):
-        both = zip(parameters.items(), shardings, strict=True)
-        warn_if_different(dict(item for item, sharding in both if sharding.table == table), table, device)
+    for look in before_cut:
+        look(parameters, shardings, device)
     # 2. Values are taken, DTensors are shown.
     unit = None
     if parameters:
         layout = _lay_out(parameters, shardings, device, mp_policy, offload_policy)
         unit = _make_unit(modules, layout, mesh, mp_policy, reshard_after_forward)
-    # 3. and 4.
+    # 3.
     state_class(modules, unit, device, mp_policy, reshard_after_forward)
-    step_over_this_package()
-    for one in modules:
-        one.__class__ = _class_for(type(one))
     return module
 
 
@@ -230,11 +217,10 @@ def _lay_out(
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy | None,
 ) -> PerParameterLayout:
-    on_meta = all(parameter.device.type == "meta" for parameter in parameters)
     return PerParameterLayout(
         parameters,
         shardings,
-        torch.device("meta") if on_meta else device,
+        torch.device("meta") if all(parameter.device.type == "meta" for parameter in parameters) else device,
         compute_dtype=mp_policy.param_dtype,
         unreduced_dtype=mp_policy.reduce_dtype,
         offload=isinstance(offload_policy, CPUOffloadPolicy),
@@ -250,23 +236,15 @@ def _make_unit(
     mp_policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | int | None,
 ) -> Unit:
-    precision = Precision(compute=mp_policy.param_dtype, reduce=mp_policy.reduce_dtype)
     dtype = mp_policy.reduce_dtype or layout.dtype
     plans = tuple(ReducePlan.mean(table, dtype) for table in layout.meshes)
     policy = UnitPolicy(reshard_after_forward=True, reshard_after_evaluation=False)
-    unit = Unit(modules[0], layout, plans, precision, policy)
+    unit = Unit(modules[0], layout, plans, Precision(mp_policy.param_dtype, mp_policy.reduce_dtype), policy)
     num_ranks = choose_reshard(unit, True if reshard_after_forward is None else reshard_after_forward)
     if num_ranks is not None:
         layout.resting_mesh = smaller_mesh(mesh, num_ranks)
         unit.choose(rests_with=Group.of(layout.resting_mesh.get_group(1)))
     return unit
-
-
-def _class_for(original: type) -> type:
-    """A class that is ``original`` and an ``FSDPModule``; one for each original."""
-    if original not in _classes:
-        _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
-    return _classes[original]
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]

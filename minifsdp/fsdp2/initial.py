@@ -14,22 +14,40 @@ Spec: NEW-20.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch.distributed.tensor import DTensor
 
 from minifsdp.engine import collectives
-from minifsdp.engine.dtensors import piece_of
+from minifsdp.engine.dtensors import Sharding, piece_of
 from minifsdp.engine.layout import OwnedParameter
 from minifsdp.engine.mesh import Mesh
 from minifsdp.engine.messages import message, warn
 
 
-def warn_if_different(parameters: dict[nn.Parameter, OwnedParameter], table: Mesh, device: torch.device) -> None:
-    """While debugging, warns of parameters whose values differ between ranks. Every rank of the mesh must call it."""
+def warn_if_different(
+    parameters: dict[nn.Parameter, OwnedParameter], shardings: Sequence[Sharding], device: torch.device
+) -> None:
+    """While debugging, warns of parameters whose values differ between ranks. Every rank of the meshes must call it.
+
+    Args:
+        parameters: which are about to be cut.
+        shardings: how.
+        device: where to compare.
+    """
+    if get_debug_level() != DebugLevel.DETAIL:
+        return
+    for table in dict.fromkeys(sharding.table for sharding in shardings):
+        both = zip(parameters.items(), shardings, strict=True)
+        _compare(dict(item for item, sharding in both if sharding.table == table), table, device)
+
+
+def _compare(parameters: dict[nn.Parameter, OwnedParameter], table: Mesh, device: torch.device) -> None:
     real = {p: owned.path for p, owned in parameters.items() if p.device.type != "meta" and p.is_floating_point()}
-    if get_debug_level() != DebugLevel.DETAIL or not real:
+    if not real:
         return
     # A sum alone would not see two values exchanged, so each is weighted by its place.
     sums = [_checksum(parameter.detach()) for parameter in real]

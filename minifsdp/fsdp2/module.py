@@ -30,7 +30,9 @@ from minifsdp.engine.lanes import Lanes
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.unit import Unit
+from minifsdp.fsdp2.by_hand import HandledState
 from minifsdp.fsdp2.fsdp_state import FSDPState, state_of, states_in
+from minifsdp.fsdp2.reshard import choose_reshard
 
 
 class UnshardHandle:
@@ -41,13 +43,32 @@ class UnshardHandle:
 
 
 class _Unsharding(UnshardHandle):
-    def __init__(self, state: FSDPState) -> None:
-        self._state: FSDPState | None = state
+    def __init__(self, state: FSDPModuleState) -> None:
+        self._state: FSDPModuleState | None = state
 
     def wait(self) -> None:
         state, self._state = self._state, None
         if state is not None:
             state.wait()
+
+
+class FSDPModuleState(HandledState):
+    """What one call of ``fully_shard`` has made, of modules that have become `FSDPModule`."""
+
+    def __init__(self, modules: list[nn.Module], *rest: Any) -> None:
+        super().__init__(modules, *rest)
+        for one in modules:
+            one.__class__ = _class_for(type(one))
+
+
+_classes: dict[type, type] = {}
+
+
+def _class_for(original: type) -> type:
+    """A class that is ``original`` and an ``FSDPModule``; one for each original."""
+    if original not in _classes:
+        _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
+    return _classes[original]
 
 
 class FSDPModule:
@@ -235,37 +256,13 @@ class FSDPModule:
         _state(self).reshard()
         return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
-    def _get_fsdp_state(self) -> FSDPState:
+    def _get_fsdp_state(self) -> FSDPModuleState:
         return _state(self)
 
 
-def choose_reshard(unit: Unit, choice: bool | int) -> int | None:
-    """Sets what happens to the full parameters after forward.
-
-    Returns:
-        To how many ranks they shall be resharded, if not to all; the rest of that is the caller's.
-
-    Raises:
-        ValueError: a number that does not divide the ranks on the shard axis.
-    """
-    if not isinstance(choice, bool | int):
-        raise ValueError(message("reshard-type", choice=choice))
-    num_shards = unit.plan.mesh.num_shards
-    if not isinstance(choice, bool) and (choice < 1 or num_shards % choice):
-        raise ValueError(message("reshard-factor", choice=choice, num_shards=num_shards))
-    # A smaller group of one rank is the whole on every rank: kept.
-    frees = choice if isinstance(choice, bool) else choice == num_shards or choice > 1
-    unit.choose(reshard_after_forward=frees, rests_with=None)
-    if isinstance(choice, bool) or choice in (1, num_shards):
-        return None
-    if len(unit.plans) > 1:
-        raise NotImplementedError(message("reshard-number-and-meshes", choice=choice))
-    return choice
-
-
-def _state(module: Any) -> FSDPState:
+def _state(module: Any) -> FSDPModuleState:
     state = state_of(module)
-    if state is None:
+    if not isinstance(state, FSDPModuleState):
         raise AssertionError(message("not-sharded", type=type(module).__name__))
     return state
 

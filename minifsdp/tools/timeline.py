@@ -1,7 +1,7 @@
-"""Drawing what a recorder saw: a picture for the eye, a trace for a browser's zoom.
+"""Drawing what a recorder saw: a picture for the eye. The trace for a browser's zoom is in ``chrome_trace.py``.
 
-Both take the events of all ranks and return text; nothing is measured, opened or written here, so a picture is a pure
-function of its events and a test can hold it to that.
+It takes the events of all ranks and returns text; nothing is measured or written here, so a picture is a pure function
+of its events and a test can hold it to that. How it looks is in ``timeline.css``.
 
 Worked example, one rank and one unit of 8 float32 parameters, in milliseconds::
 
@@ -19,13 +19,8 @@ How to read such a picture:
 3. *gathered* is the memory that holds full parameters: each gather adds, each free takes away. The saw teeth are the
    reason why anybody shards. A prefetch makes them higher and the gaps narrower, and that is its whole trade.
 
-Boxes of one lane may overlap in time (two gathers in flight). They then go to rows of their own, the first row that is
-free; nothing is drawn over anything else.
-
-**Clocks.** Each rank has a clock of its own, and the zeros of two ``perf_counter`` need have nothing to do with each
-other. If the caller noted a time on each rank at a moment that all ranks shared, such as the end of a barrier, these
-times go in as ``origins``. Without them each rank's first event becomes its zero, which hides how much later one rank
-began than another; the caption says which of the two it is.
+What overlaps, and how clocks are compared, is told in ``events.py``; without a shared moment each rank's first event
+becomes its zero, which hides how much later one rank began than another. The caption says which of the two it is.
 
 *In torch:* the profiler writes Chrome traces of every operator, and its memory view draws an allocator. It knows
 nothing of units, so finding the gather of block 3 in it is detective work; here there is nothing but units.
@@ -36,19 +31,24 @@ Spec: the paragraph "The tracer" at the head of the spec.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 from xml.sax.saxutils import escape
 
 from minifsdp.engine.messages import message
+from minifsdp.tools.events import (
+    LANES,
+    EventsPerRank,
+    dtype_of,
+    gathered_bytes,
+    name_of,
+    origins_of,
+    peak_gathered_bytes,
+    rows_of,
+)
 from minifsdp.trace import Event
 
-__all__ = ["chrome_trace", "gathered_bytes", "peak_gathered_bytes", "svg"]
-
-EventsPerRank = Sequence[Sequence[Event]]
-
-LANES = ("compute", "gather", "reduce", "all_reduce")
 MEANINGS = {
     "F": "forward",
     "B": "backward",
@@ -64,151 +64,9 @@ MEANINGS = {
 BOXES = ("F", "B", "AG", "RS", "AR")
 
 
-# --- what both have in common ---
-
-
-def gathered_bytes(events: Iterable[Event]) -> list[tuple[float, int]]:
-    """How much memory holds full parameters, as steps of a staircase.
-
-    Returns:
-        ``(seconds, bytes)`` for each gather and each free, in order: from that time on it is that many bytes. What had
-        been gathered before the recording began is unknown here and counts as nothing.
-    """
-    held: dict[str, int] = {}
-    stairs = []
-    for event in events:
-        if event.kind == "AG":
-            held[event.unit] = event.num_bytes
-        elif event.kind == "FREE":
-            held.pop(event.unit, None)
-        else:
-            continue
-        stairs.append((event.start, sum(held.values())))
-    return stairs
-
-
-def peak_gathered_bytes(events: Iterable[Event]) -> int:
-    """The largest number of bytes of full parameters that lay in memory together; 0 if nothing was gathered."""
-    return max((num_bytes for _, num_bytes in gathered_bytes(events)), default=0)
-
-
-def _origins(events_per_rank: EventsPerRank, origins: Sequence[float] | None) -> list[float]:
-    """The zero of each rank's clock."""
-    if origins is None:
-        return [min((event.start for event in events), default=0.0) for events in events_per_rank]
-    if len(origins) != len(events_per_rank):
-        raise ValueError(message("timeline-origins", ranks=len(events_per_rank), origins=len(origins)))
-    return list(origins)
-
-
-def _rows(events: Sequence[Event], tolerance: float) -> list[int]:
-    """The row for each event: the lowest where it overlaps with none before it by more than ``tolerance`` seconds."""
-    ends: list[float] = []
-    rows = []
-    for event in events:
-        row = next((row for row, end in enumerate(ends) if end <= event.start + tolerance), len(ends))
-        if row == len(ends):
-            ends.append(event.end)
-        ends[row] = event.end
-        rows.append(row)
-    return rows
-
-
-def _name(unit: str) -> str:
-    return unit or "root"
-
-
-# --- for chrome://tracing and ui.perfetto.dev ---
-
-
-def chrome_trace(events_per_rank: EventsPerRank, *, origins: Sequence[float] | None = None) -> dict[str, Any]:
-    """The events in the Chrome trace event format, ready for ``json.dump``.
-
-    A rank is a process, a lane a thread (two threads where spans of one lane overlap), the gathered bytes a counter.
-
-    Args:
-        events_per_rank: the events of rank 0, of rank 1, and so on.
-        origins: what each rank's clock showed, in seconds, at one shared moment; by default that of its first event.
-
-    Raises:
-        ValueError: there is not one origin for each rank.
-    """
-    zeros = _origins(events_per_rank, origins)
-    items: list[dict[str, Any]] = []
-    for rank, (events, zero) in enumerate(zip(events_per_rank, zeros, strict=True)):
-        items.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        items += _threads(rank, events, zero)
-        for seconds, num_bytes in gathered_bytes(events):
-            count = {"bytes": num_bytes}
-            items.append({"ph": "C", "name": "gathered", "pid": rank, "ts": _micro(seconds - zero), "args": count})
-    return {"traceEvents": items, "displayTimeUnit": "ms"}
-
-
-def _threads(rank: int, events: Sequence[Event], zero: float) -> Iterable[dict[str, Any]]:
-    """The spans and moments of one rank, each on the thread of its lane and row."""
-    for number, lane in enumerate(LANES):
-        on_lane = [event for event in events if event.lane == lane]
-        named: set[int] = set()
-        for event, row in zip(on_lane, _rows(on_lane, 0.0), strict=True):
-            thread = 100 * number + row
-            if thread not in named:
-                named.add(thread)
-                name = lane if row == 0 else f"{lane} ({row + 1})"
-                yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}}
-            yield _chrome_event(rank, thread, event, zero)
-
-
-def _chrome_event(rank: int, thread: int, event: Event, zero: float) -> dict[str, Any]:
-    item: dict[str, Any] = {
-        "name": f"{event.kind} {_name(event.unit)}",
-        "cat": event.kind,
-        "pid": rank,
-        "tid": thread,
-        "ts": _micro(event.start - zero),
-        "args": {"unit": event.unit, "bytes": event.num_bytes, "ranks": list(event.ranks), "dtype": _dtype(event)},
-    }
-    # Scope "t": the mark of a moment stays on its own thread and does not cross the whole window.
-    duration = {"ph": "X", "dur": _micro(event.end - event.start)} if event.end > event.start else {"ph": "i", "s": "t"}
-    return item | duration
-
-
-def _micro(seconds: float) -> float:
-    return round(1e6 * seconds, 3)
-
-
-def _dtype(event: Event) -> str:
-    return "" if event.dtype is None else str(event.dtype).removeprefix("torch.")
-
-
-# --- for the eye ---
-
 # Light tints with a darker edge and text of the same hue; in the dark the other way round. Classes and not attributes,
 # so that a page that shows the picture can choose: by the reader's setting, or by the scheme of the documentation.
-_LIGHT = """--ink:#22272e;--soft:#667080;--line:#d9dee5;--band:#f5f7f9;--paper:#ffffff;
---F:#d7f0e3;--F-ink:#14694a;--B:#fde6c8;--B-ink:#8f4d05;--AG:#d9e6fb;--AG-ink:#234f9b;
---RS:#e8dcf8;--RS-ink:#5c3296;--AR:#f9d9e8;--AR-ink:#97225d;--FREE-ink:#c2372f;--WAIT-ink:#7d8694"""
-_DARK = """--ink:#e4e8ee;--soft:#98a2b0;--line:#343b45;--band:#1b2027;--paper:#14181d;
---F:#123f30;--F-ink:#7fdcb5;--B:#4a3110;--B-ink:#f6bd72;--AG:#1a3560;--AG-ink:#9cc0f8;
---RS:#38245a;--RS-ink:#cbaaf5;--AR:#551d3a;--AR-ink:#f5a3c9;--FREE-ink:#ff8078;--WAIT-ink:#8b95a3"""
-_STYLE = f"""
-.minifsdp-timeline{{{_LIGHT};
-font-family:ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;font-size:12px}}
-@media (prefers-color-scheme:dark){{.minifsdp-timeline{{{_DARK}}}}}
-[data-md-color-scheme=default] .minifsdp-timeline{{{_LIGHT}}}
-[data-md-color-scheme=slate] .minifsdp-timeline{{{_DARK}}}
-.minifsdp-timeline .paper{{fill:var(--paper)}} .minifsdp-timeline .band{{fill:var(--band)}}
-.minifsdp-timeline .grid{{stroke:var(--line)}} .minifsdp-timeline text{{fill:var(--ink)}}
-.minifsdp-timeline .soft{{fill:var(--soft)}} .minifsdp-timeline .title{{font-size:16px;font-weight:600}}
-.minifsdp-timeline .rank{{font-size:13px;font-weight:600}} .minifsdp-timeline .end{{text-anchor:end}}
-.minifsdp-timeline .mid{{text-anchor:middle}} .minifsdp-timeline .box text{{font-size:11px;text-anchor:middle}}
-.minifsdp-timeline .memory{{fill:var(--AG);stroke:var(--AG-ink);stroke-width:1}}
-.minifsdp-timeline .FREE{{fill:var(--FREE-ink)}} .minifsdp-timeline .WAIT{{fill:var(--WAIT-ink)}}
-.minifsdp-timeline .other{{fill:var(--soft)}}
-""" + "".join(
-    f".minifsdp-timeline .{kind} rect{{fill:var(--{kind});stroke:var(--{kind}-ink);stroke-width:.8}}"
-    f" .minifsdp-timeline .{kind} text{{fill:var(--{kind}-ink)}}\n"
-    for kind in BOXES
-)
+_STYLE = Path(__file__).with_name("timeline.css").read_text(encoding="utf-8")
 
 # All in pixels.
 _LEFT, _RIGHT = 104, 24
@@ -271,7 +129,7 @@ def svg(
     """
     if width < 2 * (_LEFT + _RIGHT):
         raise ValueError(message("timeline-width", width=width))
-    zeros = _origins(events_per_rank, origins)
+    zeros = origins_of(events_per_rank, origins)
     shifted = [[_moved(event, zero) for event in events] for events, zero in zip(events_per_rank, zeros, strict=True)]
     everything = [event for events in shifted for event in events]
     # A recording without events, or of a single moment, still has a width.
@@ -305,7 +163,7 @@ def _document(width: int, height: float, title: str, elements: list[str]) -> str
     )
     paper = f'<rect class="paper" width="{width}" height="{height:.0f}" rx="6"/>'
     name = f"<title>{escape(title)}</title>"
-    return "\n".join([head, name, f"<style>{_STYLE}</style>", paper, *elements, "</svg>", ""])
+    return "\n".join([head, name, f"<style>\n{_STYLE}</style>", paper, *elements, "</svg>", ""])
 
 
 def _draw_heading(sheet: _Sheet, title: str, events: Sequence[Event], *, shared_zero: bool) -> float:
@@ -358,7 +216,7 @@ def _draw_lane(sheet: _Sheet, y: float, lane: str, events: Sequence[Event]) -> f
     boxes = [event for event in events if event.kind in BOXES]
     marks = [event for event in events if event.kind not in BOXES and event.kind != "FREE"]
     # Half a pixel of overlap is nothing that the eye could see, and not worth a row.
-    rows = _rows(boxes, 0.5 * sheet.seconds / sheet.width)
+    rows = rows_of(boxes, 0.5 * sheet.seconds / sheet.width)
     ground = y + _ROW * (1 + max(rows, default=0))
     height = ground - y + (_STRIP if marks else 0)
     sheet.band(y, height)
@@ -384,7 +242,7 @@ def _box(sheet: _Sheet, event: Event, y: float) -> str:
 
 def _label(event: Event, width: float) -> str:
     """The longest name of the box that fits into it: with its kind, in full, or only the last part; or none."""
-    name = _name(event.unit)
+    name = name_of(event.unit)
     for label in (f"{event.kind} {name}", name, name.rpartition(".")[2]):
         if _LETTER * len(label) + 6 <= width:
             return label
@@ -394,10 +252,10 @@ def _label(event: Event, width: float) -> str:
 def _tip(event: Event) -> str:
     """What appears under the pointer."""
     span = 1e3 * (event.end - event.start)
-    parts = [f"{event.kind} {_name(event.unit)}", f"at {1e3 * event.start:.3f} ms"]
+    parts = [f"{event.kind} {name_of(event.unit)}", f"at {1e3 * event.start:.3f} ms"]
     parts += [f"for {span:.3f} ms"] if span > 0 else []
     parts += [f"{event.num_bytes:,} bytes"] if event.num_bytes else []
-    parts += [_dtype(event)] if event.dtype is not None else []
+    parts += [dtype_of(event)] if event.dtype is not None else []
     parts += ["ranks " + " ".join(map(str, event.ranks))] if event.ranks else []
     return ", ".join(parts)
 

@@ -14,6 +14,7 @@ from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.lanes import Lanes
 from minifsdp.engine.layout import owned_parameters
 from minifsdp.engine.mesh import Group, Mesh, default_group
+from minifsdp.engine.summoned import full_row
 from spec_tests.engine.small import Block, chain, draw, shard_each, square_loss, train_once, units_of
 from spec_tests.harness import device, plain_tensor, ranks
 
@@ -266,7 +267,7 @@ def test_a_layout_notices_that_its_shard_was_changed_since_the_gather(original: 
 @ranks(4)
 def test_the_full_row_is_the_parameters_end_to_end_in_the_stored_dtype_in_memory_of_its_own(original: bool) -> None:
     layout = lay_out(a_block(), compute_dtype=torch.bfloat16, keep_originals=original)
-    row = layout.full_row()
+    row = full_row(layout)
     expected = torch.cat([p.detach().reshape(-1) for p in a_block().parameters()])
     assert torch.equal(row[:31], expected)
     assert row.numel() == 32

@@ -18,7 +18,7 @@ from minifsdp import CPUOffload, fully_shard
 from minifsdp.engine import collectives, lifetime
 from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.cut import Cut
-from minifsdp.engine.extension import ExtendedRow, ExtensionContext
+from minifsdp.engine.extension import ExtendedRow
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.lanes import NOTHING, Lane, Lanes
 from minifsdp.engine.layout import Gradient, owned_parameters
@@ -438,7 +438,7 @@ def test_the_gather_follows_the_copy_of_a_tensor_that_was_put_in_place_of_anothe
 def test_a_gather_of_one_rank_is_waited_for(machine: StandIn) -> None:
     cut, value = Cut(torch.Size([4, 2]), 0, 1), torch.ones(4, 2)
     cast = Row([cut], [value], 0, None, torch.device("cpu"), dtype=BF16, offload=False, pin=False)
-    context = ExtensionContext(None, None, nn.Identity())
+    context = (None, None, nn.Identity())
     extended = ExtendedRow(cut, Int8Shards(value), 0, None, torch.device("cpu"), context, dtype=None, offload=False)
     lane = machine.lanes().gather
     for row, num in ((cast, 1), (extended, 2)):

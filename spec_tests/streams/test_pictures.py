@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from minifsdp.tools.timeline import peak_gathered_bytes
+from minifsdp.tools.events import peak_gathered_bytes
 from spec_tests.harness import device, rank_among_invented, simulated
 from spec_tests.harness.accounting import ROOT
 from spec_tests.streams import blocks, order, pictures, steps, timelines

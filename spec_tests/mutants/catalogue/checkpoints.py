@@ -121,7 +121,7 @@ MUTANTS = [
     ),
     Mutant(
         "loaded-into-the-wrong-place",
-        "FlatLayout.overwrite",
+        "_overwrite",
         "whole[partition.part_in_parameter(index, number)]",
         "whole[partition.part_in_parameter(0, number)][: piece[places[number]].numel()]",
         "Loading a full dict gives every rank the first part of each parameter.",
@@ -188,7 +188,7 @@ MUTANTS = [
         "local-dict-is-gathered",
         "write_unit",
         "shard if group is None else chunks.from_local_slice(shard, group)",
-        "shard if group is None else unit.layout.full_row()",
+        "shard if group is None else full_row(unit.layout)",
         "A local state dict holds the whole row.",
         "SD-LOCAL-01 SD-LOCAL-02",
     ),

@@ -73,7 +73,7 @@ MUTANTS = [
     ),
     Mutant(
         "unshard-shows-old-values",
-        "FSDPState.unshard",
+        "HandledState.unshard",
         "if self.unit.layout.is_stale():",
         "if False:",
         "unshard() after a change shows the values from before.",
@@ -245,9 +245,9 @@ MUTANTS = [
     ),
     Mutant(
         "stale-optimizer-in-place-is-silent",
-        "PerParameterLayout.__init__",
-        "misuse.note_taken(original, entry.owned.path, is_replaced=True)",
-        "misuse.note_taken(original, entry.owned.path, is_replaced=False)",
+        "Entry.__init__",
+        "misuse.note_taken(original, owned.path, is_replaced=True)",
+        "misuse.note_taken(original, owned.path, is_replaced=False)",
         "Nobody says that an optimizer holds parameters that fully_shard has replaced.",
         "FS2-OPT-01",
     ),
@@ -285,7 +285,7 @@ MUTANTS = [
     ),
     Mutant(
         "marks-lost",
-        "_Entry.__init__",
+        "Entry.__init__",
         "setattr(self.parameter, name, value)",
         "pass",
         "What a program has noted on a parameter is lost.",
@@ -309,7 +309,7 @@ MUTANTS = [
     ),
     Mutant(
         "freeze-while-unsharded",
-        "_Entry.turn",
+        "Entry.turn",
         "self.parameter.requires_grad_(self.is_trained)",
         "pass",
         "What is frozen while it is gathered is trained again when it is sharded.",

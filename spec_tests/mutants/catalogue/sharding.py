@@ -162,7 +162,7 @@ MUTANTS = [
     Mutant(
         "given-memory-is-read-at-a-gather-only",
         "FlatLayout._collect",
-        "if self._summoned is None:",
+        "if not self.is_summoned:",
         "if False:",
         "State dicts and summon_full_params do not know what a parameter was given by p.data = ....",
         "ORIG-17",
@@ -242,7 +242,7 @@ MUTANTS = [
     Mutant(
         "stamp-without-steps",
         "OriginalOwnership.stamp",
-        "return misuse.num_steps(), ",
+        "return optimizer_watch.num_steps(), ",
         "return 0, ",
         "A rank on which nothing of a kept unit lies does not see that a step was taken.",
         "ORIG-05",

@@ -146,7 +146,7 @@ MUTANTS = [
     ),
     Mutant(
         "partial-sums-survive-a-reset",
-        "FSDPState.drop_gradients",
+        "HandledState.drop_gradients",
         "plan.partial = None",
         "pass",
         "reset_iter_state() keeps what waits for its all-reduce.",

@@ -8,6 +8,7 @@ __all__ = ["BREAKS"]
 
 LANES, FLAT, ROW, PER_PARAMETER = "engine/lanes.py", "engine/flat.py", "engine/row.py", "engine/per_param.py"
 EXTENSION, UNIT, HOOKS, ROOT = "engine/extension.py", "engine/unit.py", "engine/hooks.py", "engine/root.py"
+SUMMONED = "engine/summoned.py"
 
 BREAKS = [
     # --- waiting for a gather ---
@@ -79,7 +80,7 @@ BREAKS = [
     ),
     Break(
         "by-hand-does-not-wait",
-        "fsdp2/fsdp_state.py",
+        "fsdp2/by_hand.py",
         "            self.unit.wait()\n            self.unit.layout.show_unsharded()\n",
         "            self.unit.layout.show_unsharded()\n",
         "unshard() by hand shows parameters that have not arrived.",
@@ -87,9 +88,9 @@ BREAKS = [
     ),
     Break(
         "rows-sorted-before-they-arrive",
-        PER_PARAMETER,
-        "        for promise in self._promises:\n            promise.wait()\n        self._layout.arrive(self._lane)\n",
-        "        self._layout.arrive(self._lane)\n        for promise in self._promises:\n            promise.wait()\n",
+        "engine/rows.py",
+        "        for promise in self._promises:\n            promise.wait()\n        self._sort()\n",
+        "        self._sort()\n        for promise in self._promises:\n            promise.wait()\n",
         "The copy out runs before the gather was waited for.",
         "each_full",
     ),
@@ -164,7 +165,7 @@ BREAKS = [
     ),
     Break(
         "by-hand-does-not-follow",
-        "fsdp2/fsdp_state.py",
+        "fsdp2/by_hand.py",
         "            tree.lanes.gather.follow()\n",
         "",
         "unshard() by hand gathers without waiting for the optimizer step.",
@@ -202,8 +203,8 @@ BREAKS = [
     Break(
         "assigned-data-not-told",
         PER_PARAMETER,
-        "        self._has_copied = True\n        for entry",
-        "        for entry",
+        "            self._sorted.take_over(self.name)\n            self._has_copied = True\n",
+        "            self._sorted.take_over(self.name)\n",
         "That something was copied is not told.",
         "each_assigned_after_an_event",
     ),
@@ -314,25 +315,25 @@ BREAKS = [
     ),
     Break(
         "summons-without-waiting",
-        FLAT,
-        "        collectives.gather(group, row, shard.to(self.device)).wait()\n",
-        "        collectives.gather(group, row, shard.to(self.device))\n",
+        SUMMONED,
+        "    collectives.gather(group, row, shard.to(layout.device)).wait()\n",
+        "    collectives.gather(group, row, shard.to(layout.device))\n",
         "summon_full_params shows a row that has not arrived, where the backend has threads.",
         "flat_over_a_backend_with_threads",
     ),
     Break(
         "summons-gradients-without-waiting",
-        FLAT,
-        "        collectives.gather(group, row, piece.to(self.device)).wait()\n",
-        "        collectives.gather(group, row, piece.to(self.device))\n",
+        SUMMONED,
+        "    collectives.gather(group, row, piece.to(layout.device)).wait()\n",
+        "    collectives.gather(group, row, piece.to(layout.device))\n",
         "The same for full gradients.",
         "flat_gradients_over_a_backend_with_threads",
     ),
     Break(
         "counts-gradients-without-waiting",
-        FLAT,
-        "        collectives.all_reduce(group, votes).wait()\n",
-        "        collectives.all_reduce(group, votes)\n",
+        SUMMONED,
+        "    collectives.all_reduce(group, votes).wait()\n",
+        "    collectives.all_reduce(group, votes)\n",
         "Whether a gradient is there is read before all ranks have said so.",
         "flat_gradients_over_a_backend_with_threads",
     ),

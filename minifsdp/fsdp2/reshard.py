@@ -1,7 +1,8 @@
-"""The smaller mesh that an integer ``reshard_after_forward`` needs.
+"""What becomes of the full parameters after forward: freed, kept, or kept in parts by a few ranks.
 
-Eight ranks on the shard axis and ``reshard_after_forward=4``: ranks 0 to 3 keep one copy between them after forward,
-ranks 4 to 7 another. As a mesh with a row for each copy::
+The last is what an integer ``reshard_after_forward`` asks for, and it needs a smaller mesh. Eight ranks on the shard
+axis and ``reshard_after_forward=4``: ranks 0 to 3 keep one copy between them after forward, ranks 4 to 7 another. As a
+mesh with a row for each copy::
 
     0 1 2 3        axis 1: who keeps the other pieces
     4 5 6 7        axis 0: who keeps the same piece
@@ -10,7 +11,7 @@ Making groups is a collective and takes a while, so units share the mesh.
 
 *In torch:* ``_get_post_forward_mesh_info``, once for each unit.
 
-Spec: NEW-05.
+Spec: NEW-05, NEW-06, FS2-13.
 """
 
 from __future__ import annotations
@@ -19,6 +20,34 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from minifsdp.engine.messages import message
+from minifsdp.engine.unit import Unit
+
+
+def choose_reshard(unit: Unit, choice: bool | int) -> int | None:
+    """Sets what happens to the full parameters after forward.
+
+    Returns:
+        To how many ranks they shall be resharded, if not to all; the rest of that is the caller's.
+
+    Raises:
+        ValueError: a number that does not divide the ranks on the shard axis.
+    """
+    if not isinstance(choice, bool | int):
+        raise ValueError(message("reshard-type", choice=choice))
+    num_shards = unit.plan.mesh.num_shards
+    if not isinstance(choice, bool) and (choice < 1 or num_shards % choice):
+        raise ValueError(message("reshard-factor", choice=choice, num_shards=num_shards))
+    # A smaller group of one rank is the whole on every rank: kept.
+    frees = choice if isinstance(choice, bool) else choice == num_shards or choice > 1
+    unit.choose(reshard_after_forward=frees, rests_with=None)
+    if isinstance(choice, bool) or choice in (1, num_shards):
+        return None
+    if len(unit.plans) > 1:
+        raise NotImplementedError(message("reshard-number-and-meshes", choice=choice))
+    return choice
+
 
 _made: dict[tuple[Any, ...], tuple[dist.ProcessGroup, DeviceMesh]] = {}
 
