@@ -32,8 +32,8 @@ GPU the CPU runs ahead, and up to two units are in flight where forward is said 
 Sent bytes are those of the ring algorithms. In units of P * b * (N - 1) / N, for P parameters of b bytes on N ranks:
 DDP 2, ``SHARD_GRAD_OP`` 2, ``FULL_SHARD`` 3, or a little less, since the root's own parameters are gathered once.
 
-Measured: live storages on the CPU and recorded collectives equal these numbers, in ``spec_tests/test_cost.py``; the
-tables of arXiv 1910.02054 and 2304.11277 are there as tests, too. For a slip in the second see `hybrid_cross_host`.
+Measured: live storages on the CPU and recorded collectives equal these numbers, in ``spec_tests/tools/test_cost.py``;
+the tables of arXiv 1910.02054 and 2304.11277 are there as tests, too. For a slip in the second see `hybrid_cross_host`.
 
 *In torch:* nothing of the kind.
 

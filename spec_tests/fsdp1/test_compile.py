@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from minifsdp import FullyShardedDataParallel, ShardingStrategy
 from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests.checkpoint.refusals import caught_warnings, refused
 from spec_tests.fsdp1.four_blocks import (
     FLAT_STRATEGIES,
     FULL_SHARD,
@@ -29,7 +30,6 @@ from spec_tests.fsdp1.four_blocks import (
     seeded,
     sharded,
 )
-from spec_tests.fsdp1.refusals import caught_warnings, refused
 from spec_tests.harness import ranks
 
 FSDP = FullyShardedDataParallel

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import minifsdp
 from minifsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, trace
 from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests.checkpoint.refusals import caught_warnings, refused
 from spec_tests.fsdp1.four_blocks import (
     FLAT_STRATEGIES,
     FULL_SHARD,
@@ -46,7 +47,6 @@ from spec_tests.fsdp1.four_blocks import (
     seeded,
     sharded,
 )
-from spec_tests.fsdp1.refusals import caught_warnings, refused
 from spec_tests.harness import device, ranks
 
 FSDP = FullyShardedDataParallel

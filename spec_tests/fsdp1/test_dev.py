@@ -16,7 +16,7 @@ from torch import nn
 import minifsdp
 from minifsdp.compat import bfloat16
 from minifsdp.fsdp1 import initial
-from spec_tests.fsdp1.refusals import caught_warnings
+from spec_tests.checkpoint.refusals import caught_warnings
 
 ACCELERATOR = torch.device("cuda", 1)
 

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from minifsdp import FullyShardedDataParallel, ShardingStrategy, trace
 from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.fsdp1.checkpoints import is_plain
+from spec_tests.checkpoint.checkpoints import is_plain
+from spec_tests.checkpoint.refusals import refused
 from spec_tests.fsdp1.four_blocks import (
     FLAT_STRATEGIES,
     FULL_SHARD,
@@ -38,7 +39,6 @@ from spec_tests.fsdp1.four_blocks import (
     seeded,
     sharded,
 )
-from spec_tests.fsdp1.refusals import refused
 from spec_tests.harness import device, ranks
 
 FSDP = FullyShardedDataParallel

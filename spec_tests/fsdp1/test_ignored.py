@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from minifsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, trace
 from minifsdp.wrap import ModuleWrapPolicy, always_wrap_policy, size_based_auto_wrap_policy
+from spec_tests.checkpoint.refusals import caught_warnings, refused
 from spec_tests.fsdp1.four_blocks import (
     FLAT_STRATEGIES,
     FULL_SHARD,
@@ -30,7 +31,6 @@ from spec_tests.fsdp1.four_blocks import (
     seeded,
     sharded,
 )
-from spec_tests.fsdp1.refusals import caught_warnings, refused
 from spec_tests.harness import device, ranks
 
 FSDP = FullyShardedDataParallel

@@ -22,6 +22,7 @@ from minifsdp import FullyShardedDataParallel, ShardingStrategy, trace
 from minifsdp.engine.precision import move
 from minifsdp.fsdp1 import build, initial
 from minifsdp.wrap import ModuleWrapPolicy, always_wrap_policy
+from spec_tests.checkpoint.refusals import refused
 from spec_tests.fsdp1.four_blocks import (
     FLAT_STRATEGIES,
     HYBRID_SHARD,
@@ -42,7 +43,6 @@ from spec_tests.fsdp1.four_blocks import (
     seeded,
     sharded,
 )
-from spec_tests.fsdp1.refusals import refused
 from spec_tests.harness import device, ranks
 
 FSDP = FullyShardedDataParallel

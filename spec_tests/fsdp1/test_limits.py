@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minifsdp import FullyShardedDataParallel, ShardingStrategy
+from spec_tests.checkpoint.refusals import caught_warnings, refused
 from spec_tests.fsdp1.four_blocks import (
     FLAT_STRATEGIES,
     WIDTH,
@@ -29,7 +30,6 @@ from spec_tests.fsdp1.four_blocks import (
     seeded,
     sharded,
 )
-from spec_tests.fsdp1.refusals import caught_warnings, refused
 from spec_tests.harness import device, ranks
 
 FSDP = FullyShardedDataParallel

@@ -11,6 +11,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
 from minifsdp import FullyShardedDataParallel, ShardingStrategy
+from spec_tests.checkpoint.refusals import refused
 from spec_tests.fsdp1.four_blocks import (
     FLAT_STRATEGIES,
     WIDTH,
@@ -23,7 +24,6 @@ from spec_tests.fsdp1.four_blocks import (
     seeded,
     sharded,
 )
-from spec_tests.fsdp1.refusals import refused
 from spec_tests.harness import device, ranks
 
 FSDP = FullyShardedDataParallel

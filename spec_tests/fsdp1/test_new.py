@@ -23,6 +23,7 @@ import minifsdp
 from minifsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType, trace
 from minifsdp.engine import order_check
 from minifsdp.wrap import CustomPolicy
+from spec_tests.checkpoint.refusals import refused
 from spec_tests.fsdp1.four_blocks import (
     FLAT_STRATEGIES,
     FULL_SHARD,
@@ -44,7 +45,6 @@ from spec_tests.fsdp1.four_blocks import (
     seeded,
     sharded,
 )
-from spec_tests.fsdp1.refusals import refused
 from spec_tests.harness import device, ranks
 
 FSDP = FullyShardedDataParallel

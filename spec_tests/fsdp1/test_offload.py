@@ -18,7 +18,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch.nn.parallel import DistributedDataParallel
 
 from minifsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, StateDictType, trace
-from spec_tests.fsdp1.checkpoints import is_plain
+from spec_tests.checkpoint.checkpoints import is_plain
 from spec_tests.fsdp1.four_blocks import (
     FLAT_STRATEGIES,
     FULL_SHARD,

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from minifsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, trace
 from minifsdp.wrap import ModuleWrapPolicy, always_wrap_policy, transformer_auto_wrap_policy
+from spec_tests.checkpoint.refusals import caught_warnings
 from spec_tests.fsdp1.four_blocks import (
     HYBRID_SHARD,
     SHARD_GRAD_OP,
@@ -41,7 +42,6 @@ from spec_tests.fsdp1.four_blocks import (
     seeded,
     sharded,
 )
-from spec_tests.fsdp1.refusals import caught_warnings
 from spec_tests.harness import device, ranks
 
 FSDP = FullyShardedDataParallel

@@ -16,7 +16,7 @@ __all__ = ["STAGES", "Settings", "Stage", "pytest_chunk"]
 
 # Folders of tests that never touch a device: those of the harness, of the site, and the clocks, which are a stage.
 NOT_FOR_A_DEVICE = ("harness_tests", "docs", "benchmarks")
-QUICK_FILES = ("engine/test_collectives.py", "fsdp1/test_agreement.py", "fsdp2/test_counts.py")
+QUICK_FILES = ("engine/test_collectives.py", "checkpoint/test_agreement.py", "fsdp2/test_counts.py")
 FIRST_LIMIT = 180.0  # seconds for a chunk that tells whether anything works
 BENCHMARKS_LIMIT = 3600.0
 NUM_SEEDS, NUM_QUICK_SEEDS = 12, 3

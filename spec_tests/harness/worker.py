@@ -64,7 +64,10 @@ from spec_tests.harness import simulated
 __all__ = ["REWRITTEN", "Answer", "Seat", "Task", "serve"]
 
 # Modules beside the tests proper whose assertions are to show values as well.
-REWRITTEN = tuple(f"spec_tests.{name}" for name in ("engine", "fsdp1", "fsdp2", "menagerie", "oracles", "tutorials"))
+REWRITTEN = tuple(
+    f"spec_tests.{name}"
+    for name in ("checkpoint", "compat", "engine", "fsdp1", "fsdp2", "menagerie", "oracles", "tutorials")
+)
 
 device_here = torch.device("cpu")
 

@@ -26,7 +26,7 @@ from minifsdp import (
 )
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.fsdp1.checkpoints import (
+from spec_tests.checkpoint.checkpoints import (
     FULL,
     LOCAL,
     SHARDED,

@@ -28,7 +28,7 @@ from minifsdp import (
 )
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.fsdp1.checkpoints import FULL, LOCAL, SHARDED, flat_or_original
+from spec_tests.checkpoint.checkpoints import FULL, LOCAL, SHARDED, flat_or_original
 from spec_tests.harness import device, ranks
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]

@@ -13,7 +13,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy
 from minifsdp.checkpoint import agreement
 from minifsdp.engine.mesh import Group, Mesh
-from spec_tests.fsdp1.checkpoints import flat_or_original, make, step, wrapped
+from spec_tests.checkpoint.checkpoints import flat_or_original, make, step, wrapped
 from spec_tests.harness import ranks
 from spec_tests.harness.programs import output_of_ranks
 from spec_tests.oracles import world_groups_2x2

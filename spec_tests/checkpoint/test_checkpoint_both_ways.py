@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
-from spec_tests.fsdp1.checkpoints import FULL, SHARDED, flat_or_original, make, quiet, step, wrapped
+from spec_tests.checkpoint.checkpoints import FULL, SHARDED, flat_or_original, make, quiet, step, wrapped
 from spec_tests.harness import device, ranks
 
 Weights = dict[str, Any]

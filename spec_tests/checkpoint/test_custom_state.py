@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardedStateDictConfig, StateDictType, trace
 from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.fsdp1.checkpoints import is_plain
+from spec_tests.checkpoint.checkpoints import is_plain
 from spec_tests.harness import device, ranks
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT

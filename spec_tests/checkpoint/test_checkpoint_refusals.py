@@ -31,7 +31,7 @@ from minifsdp import (
     ShardingStrategy,
 )
 from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.fsdp1.checkpoints import FULL, LOCAL, SHARDED, flat_or_original, make, wrapped
+from spec_tests.checkpoint.checkpoints import FULL, LOCAL, SHARDED, flat_or_original, make, wrapped
 from spec_tests.harness import device, ranks
 
 FSDP = FullyShardedDataParallel

@@ -31,7 +31,7 @@ from minifsdp import (
 )
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.fsdp1.checkpoints import is_plain
+from spec_tests.checkpoint.checkpoints import is_plain
 from spec_tests.harness import device, ranks
 from spec_tests.oracles import world_groups_2x2
 

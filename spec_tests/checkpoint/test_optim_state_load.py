@@ -16,7 +16,7 @@ from torch import nn
 from minifsdp import FullOptimStateDictConfig, FullStateDictConfig, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.fsdp1.checkpoints import (
+from spec_tests.checkpoint.checkpoints import (
     FULL,
     SHARDED,
     assert_same_state,
@@ -26,7 +26,7 @@ from spec_tests.fsdp1.checkpoints import (
     step,
     wrapped,
 )
-from spec_tests.fsdp1.refusals import caught_warnings
+from spec_tests.checkpoint.refusals import caught_warnings
 from spec_tests.harness import device, ranks
 from spec_tests.oracles import count_collectives, world_groups_2x2
 

@@ -16,8 +16,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from minifsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, checkpoint_wrapper, trace
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.wrap import ModuleWrapPolicy, always_wrap_policy
+from spec_tests.checkpoint.refusals import caught_warnings, refused
 from spec_tests.fsdp1.four_blocks import Block, full_values, grid, iterate, loss_of, seeded, sharded
-from spec_tests.fsdp1.refusals import caught_warnings, refused
 from spec_tests.harness import device, ranks
 
 POLICY = ModuleWrapPolicy({nn.Linear})

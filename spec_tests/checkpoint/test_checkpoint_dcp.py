@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, ShardingStrategy
-from spec_tests.fsdp1.checkpoints import (
+from spec_tests.checkpoint.checkpoints import (
     FULL,
     SHARDED,
     assert_same_state,

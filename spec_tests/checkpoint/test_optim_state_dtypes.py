@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from minifsdp import FullOptimStateDictConfig, ShardedOptimStateDictConfig, ShardingStrategy
 from minifsdp import FullyShardedDataParallel as FSDP
-from spec_tests.fsdp1.checkpoints import (
+from spec_tests.checkpoint.checkpoints import (
     FULL,
     SHARDED,
     assert_same_state,

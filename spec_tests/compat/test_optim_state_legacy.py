@@ -18,9 +18,9 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import OptimStateKeyType, trace
 from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.fsdp1.checkpoints import assert_same_state, flat_or_original, gathered, make, quiet, step, wrapped
+from spec_tests.checkpoint.checkpoints import assert_same_state, flat_or_original, gathered, make, quiet, step, wrapped
+from spec_tests.checkpoint.refusals import caught_warnings
 from spec_tests.fsdp1.four_blocks import Wire
-from spec_tests.fsdp1.refusals import caught_warnings
 from spec_tests.harness import device, ranks
 
 OLD_AND_NEW = {

@@ -1,0 +1,1 @@
+"""Older spellings, and names that frameworks look for."""
