@@ -11,19 +11,8 @@ from minifsdp import api as api
 from minifsdp import fully_sharded_data_parallel as fully_sharded_data_parallel
 from minifsdp import sharded_grad_scaler as sharded_grad_scaler
 from minifsdp import wrap as wrap
-from minifsdp.checkpoint.state_dict_options import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from minifsdp.api import *  # noqa: F403
+from minifsdp.checkpoint.state_dict_options import OptimStateKeyType
 from minifsdp.compat.bfloat16 import bf16_supported
 from minifsdp.compat.composable import ComposableState
 from minifsdp.compat.flat_param import FlatParameter
@@ -32,7 +21,6 @@ from minifsdp.engine import misuse as _misuse
 from minifsdp.engine import optimizer_watch as _optimizer_watch
 from minifsdp.engine import rows as _rows
 from minifsdp.fsdp1.grad_scaler import ShardedGradScaler
-from minifsdp.fsdp1.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from minifsdp.fsdp2 import fully_shard as _second_door
 from minifsdp.fsdp2.fully_shard import fully_shard
 from minifsdp.fsdp2.initial import warn_if_different
@@ -41,35 +29,22 @@ from minifsdp.fsdp2.options import CPUOffloadPolicy, DataParallelMeshDims, Mixed
 from minifsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 
 __all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
     "FlatParameter",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
     "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
-    "OptimStateDictConfig",
     "OptimStateKeyType",
     "ShardedGradScaler",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
     "UnshardHandle",
     "bf16_supported",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
+__all__ += api.__all__
 __version__ = "0.1.0"
 
 # The story knows nothing of state dicts, of frameworks, and of parameters with a class of their own. What these need is

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from minifsdp.cost import Job, cost_of
 
 SCRIPT = Path(__file__).resolve().parents[2] / "docs" / "assets" / "js" / "calculator.js"
