@@ -9,6 +9,7 @@ import ast
 import io
 import re
 import tokenize
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,20 @@ def test_no_file_is_excused_that_is_short_enough() -> None:
 def test_words_are_those_of_pytorch(module: str) -> None:
     lines = enumerate(text_of(module).splitlines(), 1)
     assert [f"line {number}: {line.strip()}" for number, line in lines if re.search(BANNED, line, re.IGNORECASE)] == []
+
+
+def test_the_floors_on_the_map_are_those_of_the_import_contract() -> None:
+    (contract, *_) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    floors = {
+        module.removeprefix("minifsdp.").replace(".", "/") + ("" if "." in module[9:] else "/"): number
+        for number, layer in enumerate(reversed(contract["layers"]), 1)
+        for module in layer.split(" | ")
+    }
+    drawn: dict[str, int] = {}
+    for number, named in re.findall(r"^\| (\d+) \| (.*?) \|", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE):
+        drawn.update((name, int(number)) for name in re.findall(r"`([\w/]+)(?:\.py)?`", named))
+    known = {name: number for name, number in floors.items() if name in drawn or name.startswith("engine/")}
+    assert drawn | known == drawn
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if not m.endswith("__init__.py")])
