@@ -97,3 +97,5 @@ class FullyShardedDataParallel(  # type: ignore[misc]
 
 # Whatever class the user has made of this one: what a policy wraps is given these arguments and no others.
 Wrapper._inner_class = FullyShardedDataParallel
+# Python says "FullyShardedDataParallel.__init__() got an unexpected keyword argument", and names what was called.
+Wrapper.__init__.__qualname__ = FullyShardedDataParallel.__init__.__qualname__ = "FullyShardedDataParallel.__init__"

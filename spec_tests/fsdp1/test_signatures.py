@@ -217,6 +217,16 @@ def test_the_comparison_sees_a_default_an_order_and_a_missing_name() -> None:
 
 
 @pytest.mark.pure
+@pytest.mark.spec("CTOR-01")
+def test_a_wrong_argument_is_an_error_that_names_the_class() -> None:
+    made: Any = FullyShardedDataParallel
+    with pytest.raises(TypeError, match=r"FullyShardedDataParallel\.__init__\(\) got an unexpected keyword argument"):
+        made(nn.Linear(1, 1), sharding="full")
+    with pytest.raises(TypeError, match=r"FullyShardedDataParallel\.__init__\(\) missing .* 'module'"):
+        made()
+
+
+@pytest.mark.pure
 def test_the_submodules_are_reachable_after_importing_the_package() -> None:
     for path in SUBMODULES:
         assert getattr(minifsdp, path) is importlib.import_module(f"minifsdp.{path}")
