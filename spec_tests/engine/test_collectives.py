@@ -136,6 +136,7 @@ def test_a_broadcast_leaves_the_value_of_the_source_everywhere(source: int) -> N
 
 
 @ranks(2)
+@pytest.mark.spec("SHARD-06")
 def test_complex_numbers_travel_and_are_added_like_others() -> None:
     rank = dist.get_rank()
     mine = torch.tensor([1 + 2j, 3 - 1j], device=device()) * (rank + 1)

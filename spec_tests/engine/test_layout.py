@@ -53,6 +53,7 @@ def test_ignored_parameters_and_absent_ones_are_left_alone() -> None:
 
 
 @pytest.mark.pure
+@pytest.mark.spec("CTOR-12")
 def test_parameters_of_the_outermost_module_itself_have_no_prefix() -> None:
     linear = nn.Linear(2, 2)
     assert [owned.path for owned in owned_parameters([("", linear)], set()).values()] == ["weight", "bias"]
@@ -77,6 +78,7 @@ def test_an_ordinary_module_has_no_second_list() -> None:
 
 
 @ranks(2)
+@pytest.mark.spec("FWD-04")
 def test_a_recurrent_unit_computes_with_the_gathered_weights_and_trains_them() -> None:
     torch.manual_seed(3)
     plain = nn.LSTM(3, 2)

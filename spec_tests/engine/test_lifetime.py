@@ -109,6 +109,7 @@ def test_a_wait_is_recorded_for_each_unit_from_the_third_on_if_the_gpu_is_slow()
 
 
 @pytest.mark.pure
+@pytest.mark.spec("LIM-02")
 def test_a_wait_is_not_recorded_if_the_release_was_complete_already() -> None:
     limiter, gpu = RateLimiter(True), SlowGPU()
     with trace.record() as recorder:
@@ -141,6 +142,7 @@ def test_frees_without_gathers_in_between_do_not_let_the_queue_grow() -> None:
 
 
 @pytest.mark.pure
+@pytest.mark.spec("LIM-02")
 def test_a_limiter_that_was_cleared_waits_for_nothing_before() -> None:
     limiter, gpu = RateLimiter(True), SlowGPU()
     run_units(limiter, gpu, 2)

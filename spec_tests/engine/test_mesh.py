@@ -46,6 +46,15 @@ def test_a_mesh_knows_its_size_this_ranks_place_and_who_speaks_for_all(
     assert table.is_first is is_first
 
 
+@pytest.mark.spec("MYTH-28")
+@ranks(4)
+def test_a_mean_over_a_table_of_all_ranks_covers_every_one_of_them() -> None:
+    rank = dist.get_rank()
+    row, column = group(rank // 2 * 2, rank // 2 * 2 + 1), group(rank % 2, rank % 2 + 2)
+    assert Mesh.hybrid(row, column).covers(range(4))
+    assert not Mesh.sharded(row).covers(range(4))
+
+
 @pytest.mark.pure
 @pytest.mark.spec("CTOR-14")
 def test_a_row_or_a_column_of_one_is_none() -> None:

@@ -205,3 +205,22 @@ def test_the_stamp_changes_when_one_of_the_values_does() -> None:
     made.overwrite(row(1, 2, 3, 4, 0))
     assert made.stamp() != second
     assert home.bias.tolist() == [2, 3, 4]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("SHARD-11")
+def test_what_no_other_rank_has_a_part_of_is_shown_in_its_own_shape() -> None:
+    home = Unit()
+    made = own(home, 0, num_shards=1)
+    assert [parameter.shape for parameter in home.parameters()] == [(2, 3), (3,)]
+    made.add_reduced(row(*range(9)))
+    assert [p.grad.shape for p in home.parameters() if p.grad is not None] == [(2, 3), (3,)]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("SUMMON-15", "MP-12")
+def test_the_reduced_gradient_keeps_the_dtype_that_it_has() -> None:
+    made = own(Unit(), 1, keep_reduce_dtype=True)
+    made.add_reduced(row(1, 2, 3, 4, 0).bfloat16())
+    piece, present = made.reduced_gradient()
+    assert (piece.dtype, present) == (torch.bfloat16, [True, True])

@@ -107,6 +107,7 @@ def test_a_dataclass_type_is_passed_on_as_it_is() -> None:
 
 
 @pytest.mark.pure
+@pytest.mark.spec("DEV-08")
 def test_a_mapping_with_a_constructor_of_its_own_keeps_its_class_and_its_attributes() -> None:
     output = Output(torch.ones(2), origin="encoder")
     mapped = map_tensors(lambda t: t + 1, output)

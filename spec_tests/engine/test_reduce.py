@@ -148,6 +148,7 @@ def test_a_sum_in_float32_keeps_what_a_sum_in_bfloat16_loses() -> None:
     assert reduced(ReducePlan.mean(mesh, BF16), whole.clone()).tolist() == [128.0, 128.0]
 
 
+@pytest.mark.spec("SHARD-06")
 @ranks(4)
 def test_a_sum_in_float16_does_not_overflow_where_the_mean_does_not() -> None:
     whole = full(16384.0, dtype=F16)

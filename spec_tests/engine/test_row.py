@@ -102,6 +102,7 @@ def test_a_gather_is_no_edit_in_the_eyes_of_autograd() -> None:
     assert [leaf._version for leaf in row.leaves] == versions
 
 
+@pytest.mark.spec("FS2-19")
 @ranks(2)
 def test_a_stamp_shows_a_change_of_any_piece() -> None:
     row = row_of(world())
@@ -112,9 +113,10 @@ def test_a_stamp_shows_a_change_of_any_piece() -> None:
 
 
 @pytest.mark.spec("NEW-05")
+@pytest.mark.parametrize("dims", [(0, 0, 0), (0, 0, 1)])
 @ranks(4)
-def test_a_row_at_rest_is_put_together_by_fewer_ranks() -> None:
-    row = row_of(world())
+def test_a_row_at_rest_is_put_together_by_fewer_ranks(dims: tuple[int, ...]) -> None:
+    row = row_of(world(), dims)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = Group.of(pairs[dist.get_rank() // 2])
     gathered(row)
@@ -156,3 +158,21 @@ def test_new_pieces_of_another_dtype_bring_new_leaves() -> None:
     assert row.leaves[0] is not before
     assert row.leaves[0].dtype is row.pieces[0].dtype is torch.float64
     check_whole(row)
+
+
+@pytest.mark.spec("FS2-08", "NEW-16")
+@ranks(2)
+def test_a_lone_parameter_that_is_cut_along_another_dim_is_put_together_along_it() -> None:
+    group, value = world(), values()[0]
+    row = Row([Cut(value.shape, 1, 2)], [value], group.rank, group, device(), dtype=None, offload=False, pin=False)
+    gathered(row)
+    assert torch.equal(row.leaves[0], value)
+
+
+@pytest.mark.spec("FS2-28")
+@ranks(2)
+def test_a_part_of_a_row_that_is_stored_in_another_dtype_is_computed_in_the_one_it_was_told() -> None:
+    part = row_of(world(), dtype=torch.bfloat16).part([1], [row_of(world()).pieces[1].double()], torch.bfloat16)
+    gathered(part)
+    assert (part.local.dtype, part.leaves[0].dtype) == (torch.float64, torch.bfloat16)
+    assert torch.equal(part.leaves[0], values()[1].bfloat16())

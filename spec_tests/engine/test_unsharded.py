@@ -63,6 +63,7 @@ def test_what_is_borrowed_is_the_lenders_memory_and_is_not_released() -> None:
 
 
 @pytest.mark.pure
+@pytest.mark.spec("STREAM-05")
 def test_it_follows_a_lender_that_was_given_other_memory() -> None:
     lender = torch.ones(4)
     tensor = Unsharded(4, torch.float32, CPU, lender)
