@@ -239,4 +239,12 @@ MUTANTS = [
         "States of unknown parameters are handed out as they lie in the optimizer.",
         "OSD-03 OSD-01",
     ),
+    Mutant(
+        "part-reaches-into-the-next-slice",
+        "Partition.part_in_parameter",
+        "min(self.shard_numel - first, self.numels[number])",
+        "self.numels[number]",
+        "The part of a parameter that a rank stores goes on to its end.",
+        "OSD-LOAD-03",
+    ),
 ]

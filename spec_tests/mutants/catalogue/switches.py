@@ -224,4 +224,12 @@ MUTANTS = [
         "After set_reshard_after_forward(True) backward still gathers in the small group.",
         "NEW-05 NEW-06",
     ),
+    Mutant(
+        "nested-modules-in-a-list",
+        "_check_modules",
+        "if inside:",
+        "if False:",
+        "A list may have a module and one inside of it.",
+        "NEW-04",
+    ),
 ]
