@@ -337,9 +337,9 @@ MUTANTS = [
     ),
     Mutant(
         "checked-once-for-good",
-        "note_taken",
-        "        _checked.clear()",
-        "        pass",
+        "watch",
+        "_checked.clear()",
+        "pass",
         "An optimizer that stepped before sharding is not checked again.",
         "CTOR-05",
     ),

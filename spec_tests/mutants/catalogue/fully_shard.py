@@ -470,7 +470,7 @@ MUTANTS = [
     Mutant(
         "late-methods-go-unnoticed",
         "Rows.notice_methods",
-        "if now == [isinstance(entry.row, ExtendedRow) for entry in self.entries]:",
+        "if is_special == [not isinstance(entry.row, Row) for entry in self.entries]:",
         "if True:",
         "Methods of an extension that come after sharding are never called.",
         "FS2-EXT-06",
@@ -565,7 +565,7 @@ MUTANTS = [
     ),
     Mutant(
         "unsharded-and-not-shown",
-        "FSDPState.wait",
+        "HandledState.wait",
         "            self.unit.layout.show_unsharded()",
         "            pass",
         "After unshard() the module still shows its rows.",
@@ -573,7 +573,7 @@ MUTANTS = [
     ),
     Mutant(
         "reshard-does-nothing",
-        "FSDPState.reshard",
+        "HandledState.reshard",
         "            self.unit.reshard()",
         "            pass",
         "After reshard() the module still shows full parameters.",
