@@ -344,6 +344,14 @@ MUTANTS = [
         "CTOR-05",
     ),
     Mutant(
+        "lists-with-a-forward-are-warned-of",
+        "is_only_called_in_parts",
+        " and type(module).forward is nn.Module.forward",
+        "",
+        "A list of modules with a forward of its own counts as never called.",
+        "WRAP-19",
+    ),
+    Mutant(
         "flattened-places-are-forgotten",
         "is_flattened",
         "return name in _flattened.get(module, ())",

@@ -288,4 +288,28 @@ MUTANTS = [
         "A state dict of a gathered module has full parameters.",
         "FS2-SD-01",
     ),
+    Mutant(
+        "own-code-meets-slices",
+        "writes_by_itself",
+        "has_hooks or _overrides(",
+        "has_hooks and _overrides(",
+        "Code of a module that writes its state meets a slice.",
+        "SD-FULL-01",
+    ),
+    Mutant(
+        "assigned-values-are-registered",
+        "_give_back",
+        "            parameter.copy_(given)",
+        "            pass",
+        "What is loaded with assign=True by code of a module's own is dropped.",
+        "SD-FULL-08",
+    ),
+    Mutant(
+        "rows-alias-the-parameter",
+        "as_dtensor",
+        ".clone()",
+        "",
+        "Rows in a sharded state dict change with the parameter.",
+        "SD-FULL-07",
+    ),
 ]

@@ -316,6 +316,14 @@ MUTANTS = [
         "FS2-22",
     ),
     Mutant(
+        "chunk-of-an-even-share",
+        "Cut.chunk_numel",
+        "self.rows * (self.shape.numel() // self.shape[self.dim] if self.shape[self.dim] else 0)",
+        "self.shape.numel() // self.num_shards",
+        "Uneven rows are sent rounded down.",
+        "FS2-06",
+    ),
+    Mutant(
         "no-room-for-padding",
         "Cut.padded_numel",
         "self.chunk_numel * self.num_shards",
@@ -402,6 +410,14 @@ MUTANTS = [
         "region.copy_(torch.cat(pieces).view(-1))",
         "Pieces of another dim are laid one behind the other.",
         "FS2-08",
+    ),
+    Mutant(
+        "unshared-rows-are-freed",
+        "Row.free",
+        "if not self.is_borrowed:",
+        "if True:",
+        "A row that is not shared frees the only copy of its parameters.",
+        "PAR-06",
     ),
     Mutant(
         "replaced-values-are-not-taken",
@@ -492,6 +508,14 @@ MUTANTS = [
         "FS2-13",
     ),
     Mutant(
+        "shard-axis-before-the-replicas",
+        "Sharding._make_spec",
+        "(Replicate(),) * (mesh.ndim - len(placements)) + placements",
+        "placements + (Replicate(),) * (mesh.ndim - len(placements))",
+        "Placements name the replicas' axis as the one that is cut.",
+        "FS2-18",
+    ),
+    Mutant(
         "extension-is-told-the-replicas",
         "Sharding.shard_axis",
         "mesh[mesh.mesh_dim_names[-1]]",
@@ -540,6 +564,14 @@ MUTANTS = [
         "FS2-28",
     ),
     Mutant(
+        "recomputed-from-rows",
+        "PerParameterLayout.show_again",
+        "self._show(self._leaves)",
+        "pass",
+        "A recomputation in backward meets rows.",
+        "PAR-07",
+    ),
+    Mutant(
         "other-dims-are-packed-by-rows",
         "PerParameterLayout.pack",
         "part if cut.dim == 0 else torch.cat(part.chunk(num, cut.dim))",
@@ -578,6 +610,14 @@ MUTANTS = [
         "            pass",
         "After reshard() the module still shows full parameters.",
         "FS2-19",
+    ),
+    Mutant(
+        "every-call-is-an-inner-one",
+        "_calls_itself",
+        "return num_calls > 1",
+        "return num_calls > 0",
+        "A forward after one that was broken off counts as a call from inside of it.",
+        "NEW-15",
     ),
     Mutant(
         "ignored-params-are-taken",

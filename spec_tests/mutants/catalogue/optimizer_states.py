@@ -247,4 +247,28 @@ MUTANTS = [
         "The part of a parameter that a rank stores goes on to its end.",
         "OSD-LOAD-03",
     ),
+    Mutant(
+        "counts-are-aliased",
+        "copied",
+        '"cpu" if offload else value.device, copy=True',
+        '"cpu" if offload else value.device',
+        "A saved count of steps goes on counting.",
+        "SD-FULL-07",
+    ),
+    Mutant(
+        "states-outside-of-units-are-left-out",
+        "write",
+        "            found[name] = {key",
+        "            _ = {key",
+        "States of parameters outside of all units are not written.",
+        "OSD-08",
+    ),
+    Mutant(
+        "states-outside-of-units-are-not-read",
+        "_Reading.rest",
+        "return {**rest, **unknown}",
+        "return unknown",
+        "States of parameters outside of all units are not read.",
+        "OSD-08",
+    ),
 ]
