@@ -76,7 +76,7 @@ def verb_table(start: str) -> str:
     """Every verb of the contract in a row, with links into both layouts and their code below.
 
     Raises:
-        KeyError: a verb is not in a layout, so this table is out of date.
+        KeyError: a verb is not in the contract, so this table is out of date.
     """
     rows = []
     for title, verbs, flat, each in VERBS:
@@ -97,15 +97,24 @@ def _text(text: str) -> str:
 
 
 def _links(name: str, owner: str, verbs: list[str], start: str) -> str:
-    for verb in verbs:
+    answers = [(verb, *_answer(name, owner, verb)) for verb in verbs]
+    return " ".join(f'<a href="{address(start, *where)}"><code>{verb}</code></a>' for verb, *where in answers)
+
+
+def _answer(name: str, owner: str, verb: str) -> tuple[str, str]:
+    """The module and the function that answer a verb: the layout's, or the contract's own where it has none."""
+    try:
         find_function(name, f"{owner}.{verb}")
-    return " ".join(f'<a href="{address(start, name, f"{owner}.{v}")}"><code>{v}</code></a>' for v in verbs)
+    except KeyError:
+        name, owner = "engine/layout.py", "Layout"
+        find_function(name, f"{owner}.{verb}")
+    return name, f"{owner}.{verb}"
 
 
 def _both(title: str, verbs: list[str], start: str) -> str:
     cells = []
     for name, owner in (FLAT, EACH):
-        cells.append("".join(fragments.fragment(name, f"{owner}.{verb}", start) for verb in verbs))
+        cells.append("".join(fragments.fragment(*_answer(name, owner, verb), start) for verb in verbs))
     both = "".join(f"<div>{cell}</div>" for cell in cells)
     head = f"<summary>The code for &ldquo;{title}&rdquo;</summary>"
     return f'<details>{head}<div class="verb-both">{both}</div></details>'
