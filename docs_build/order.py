@@ -100,6 +100,8 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
         [
             "checkpoint/state_dict_options.py",
             "checkpoint/state_dict_methods.py",
+            "checkpoint/names.py",
+            "checkpoint/codec.py",
             "checkpoint/state_dict_check.py",
             "checkpoint/state_dict_load.py",
             "checkpoint/custom_state.py",

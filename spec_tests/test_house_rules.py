@@ -21,10 +21,10 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 pytestmark = pytest.mark.pure
 
 # Code lines of the rooms, by the folder; "story" are the modules that docs/design.md names as the story.
-BUDGETS = {"": 7515, "story": 3270, "checkpoint/": 1745, "compat/": 280, "tools/": 580}
+BUDGETS = {"": 7462, "story": 3270, "checkpoint/": 1690, "compat/": 280, "tools/": 580}
 LONGEST_FILE = 300  # with prose
 LONGER = {
-    "checkpoint/optim_state_load.py": 335,
+    "checkpoint/optim_state_load.py": 320,
     "engine/flat.py": 350,
     "engine/hooks.py": 350,
     "engine/per_param.py": 350,

@@ -104,6 +104,22 @@ def refuse_together(groups: Sequence[Group], problems: Sequence[str], opening: s
     raise StateDictMismatchError(message("state-dict-refused", opening=opening, where=where, lines="\n".join(lines)))
 
 
+def refuse_lacking(groups: Sequence[Group], mine: Iterable[str], opening: str = "") -> None:
+    """Raises on every rank if any rank lacks something that others have. All ranks of the groups must call it.
+
+    Args:
+        groups: who must agree.
+        mine: for each thing that this rank has, what is to be said of a rank that has it not.
+        opening: see `refuse_together`.
+
+    Raises:
+        StateDictMismatchError: some rank lacks something.
+    """
+    here = set(mine)
+    everywhere = set.union(*tell(groups, here).values())
+    refuse_together(groups, sorted(everywhere - here), opening)
+
+
 def _ranks(ranks: Sequence[int]) -> str:
     named = ", ".join(f"rank {rank}" for rank in ranks[:MOST_LINES])
     return named + (f" and {len(ranks) - MOST_LINES} more" if len(ranks) > MOST_LINES else "")

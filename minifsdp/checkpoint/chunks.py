@@ -21,7 +21,7 @@ Spec: SD-SHARD-01, SD-SHARD-02, SD-CFG-18.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.overrides import is_tensor_like
 
 from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Group
@@ -120,22 +121,6 @@ def as_dtensor(full: torch.Tensor, group: Group, mesh: DeviceMesh, device: torch
     return cast(DTensor, sharded.to(device))
 
 
-def device_mesh_for(
-    given: DeviceMesh | None, group: Group, device: torch.device, use_dtensor: bool
-) -> DeviceMesh | None:
-    """The mesh over which rows are spread as ``DTensor``; ``None`` if ``ShardedTensor`` is wanted.
-
-    Args:
-        given: what the wrapper was constructed with; whoever thinks in meshes is given ``DTensor`` unasked.
-        group: who shares.
-        device: the compute device.
-        use_dtensor: what the configuration says.
-    """
-    if given is not None or not use_dtensor:
-        return given
-    return DeviceMesh.from_group(group.process_group, device.type)
-
-
 def local_rows(value: Any) -> torch.Tensor | None:
     """This rank's rows of a value from a sharded state dict; ``None`` if the value is no sharded one.
 
@@ -166,6 +151,17 @@ def misplaced_rows(value: Any, where: str, group: Group | None) -> Iterator[str]
         yield detail("rows-start", where=where, start=start, found=_first_row(value), cut=_cut_how(value))
 
 
+def all_full(values: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    """What is wrong if no value has rows, in words; each is given with where it stands.
+
+    Single full tensors are welcome in a sharded state dict, they come from units that were not sharded. But all of them
+    are another form.
+    """
+    cut = [(where, value) for where, value in values if is_tensor_like(value) and is_cut(value.size())]
+    if cut and all(local_rows(value) is None for _, value in cut):
+        yield detail("all-full", where=cut[0][0])
+
+
 def _first_row(value: Any) -> int:
     """Where in the whole this rank's rows begin; it has some."""
     if isinstance(value, DTensor):
@@ -180,12 +176,11 @@ def _cut_how(value: Any) -> str:
     return f" (the DTensor lies on ranks {value.device_mesh.mesh.tolist()} with placements {value.placements})"
 
 
-def gathered_rows(value: Any, shape: torch.Size, group: Group | None, device: torch.device) -> torch.Tensor:
+def gathered_rows(value: Any, group: Group | None, device: torch.device) -> torch.Tensor:
     """The full tensor behind a value of a sharded state dict. All ranks of the group must call it.
 
     Args:
         value: rows that are cut as ours are.
-        shape: of the whole.
         group: the ranks that share; ``None`` if there are none.
         device: where to gather.
     """

@@ -33,54 +33,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from minifsdp.checkpoint import agreement, chunks
+from minifsdp.checkpoint import agreement
+from minifsdp.checkpoint.codec import Form
 from minifsdp.checkpoint.optim_state_facts import Facts, Number, PerElement, facts_of_all_ranks
 from minifsdp.checkpoint.optim_state_names import ParameterNames, UnitNames
-from minifsdp.checkpoint.state_dict_options import StateDictSettings, StateDictType
 from minifsdp.engine.messages import message, rank_of_this_process, warn
 
 Named = dict[str, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class OptimForm:
-    """In which form an optimizer's state is written or read.
-
-    Attributes:
-        is_sharded: each rank has its rows; otherwise everything.
-        offload: values go to the CPU; otherwise to the device where the optimizer has them.
-        first_only: only the first rank is given the result, or gives the dict to be read.
-        use_dtensor: rows are wrapped as ``DTensor``; otherwise as ``ShardedTensor``.
-    """
-
-    is_sharded: bool = False
-    offload: bool = True
-    first_only: bool = False
-    use_dtensor: bool = False
-
-    @classmethod
-    def of(cls, settings: StateDictSettings) -> OptimForm:
-        """The form that a model's settings ask for; a model without units has none and gets the full one.
-
-        Raises:
-            NotImplementedError: the settings ask for the local form.
-        """
-        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-            raise NotImplementedError(message("no-local-optimizer"))
-        config = settings.optim_state_dict_config
-        return cls(
-            is_sharded=settings.state_dict_type is StateDictType.SHARDED_STATE_DICT,
-            offload=config is None or config.offload_to_cpu,
-            first_only=getattr(config, "rank0_only", False),
-            use_dtensor=config is not None and config.use_dtensor,
-        )
 
 
 @torch.no_grad()
@@ -88,7 +53,7 @@ def write(
     model: nn.Module,
     optimizer: Any,
     given: Mapping[str, Any],
-    form: OptimForm,
+    form: Form,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """The optimizer's state by original names. All ranks of the model's groups must call it.
@@ -143,10 +108,11 @@ def _unit_states(
     unit: UnitNames,
     states: Mapping[nn.Parameter, Mapping[str, Any]],
     facts: Facts,
-    form: OptimForm,
+    form: Form,
     is_wanted: bool,
 ) -> Named:
     found: Named = {unit.names[number]: {} for number in facts}
+    device = unit.layout.local_values().device
     for key in dict.fromkeys(key for of_parameter in facts.values() for key in of_parameter):
         numbers = [number for number in facts if key in facts[number]]
         cut = [number for number in numbers if isinstance(facts[number][key], PerElement)]
@@ -161,7 +127,7 @@ def _unit_states(
             full = _full_values(unit, states, key, of_dtype, dtype)
             if is_wanted:
                 for number in of_dtype:
-                    found[unit.names[number]][key] = _shaped(full[number], unit, form)
+                    found[unit.names[number]][key] = unit.formed(full[number], form, device)
             # Views keep the row alive, and the next one is about to be made.
             del full
     return found
@@ -186,21 +152,8 @@ def _full_values(
         for number in numbers:
             if unit.is_here(number):
                 piece[unit.places[number]].copy_(states[unit.owners[number][0]][key])
-    unit.gather(row, piece)
-    views = unit.views_of(row)
+    views = unit.gather(row, piece)
     return {number: views[number] for number in numbers}
-
-
-def _shaped(full: torch.Tensor, unit: UnitNames, form: OptimForm) -> Any:
-    """A full value in the form that was asked for, in memory of its own."""
-    device = torch.device("cpu") if form.offload else unit.layout.local_values().device
-    if not form.is_sharded or unit.group is None or not chunks.is_cut(full.shape):
-        return full.to(device, copy=True)
-    wrapper = unit.wrapper
-    mesh = chunks.device_mesh_for(wrapper.device_mesh, unit.group, wrapper.compute_device, form.use_dtensor)
-    if mesh is None:
-        return chunks.as_sharded_tensor(full, unit.group, device)
-    return chunks.as_dtensor(full, unit.group, mesh, device)
 
 
 def copied(value: Any, *, offload: bool) -> Any:

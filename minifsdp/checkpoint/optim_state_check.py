@@ -102,19 +102,13 @@ def _superfluous(given: Mapping[str, Any], expected: Expected) -> Iterable[str]:
 
 
 def _full_instead_of_sharded(given: Mapping[str, Any], expected: Expected) -> Iterable[str]:
-    """Single full tensors are welcome, they come from units that were not sharded. But all of them are another form."""
     if not expected.is_sharded or all(unit.group is None for unit in expected.names.units):
-        return
-    tensors = [
-        (name, key, value)
+        return ()
+    return chunks.all_full(
+        (f"optimizer state {key!r} of {name!r}", value)
         for name in sorted(expected.names.every_name)
         for key, value in (given["state"].get(name) or {}).items()
-        if isinstance(value, torch.Tensor) and chunks.is_cut(value.size())
-    ]
-    if tensors and all(chunks.local_rows(value) is None for _, _, value in tensors):
-        name, key, _ = tensors[0]
-        where = f"optimizer state {key!r} of {name!r}"
-        yield detail("all-full", where=where)
+    )
 
 
 def _of_unit(state: Mapping[str, Any], unit: UnitNames, expected: Expected, elementwise: set[str]) -> list[str]:

@@ -36,7 +36,7 @@ Spec: OSD-LOAD-01 to OSD-LOAD-08.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,8 @@ import torch.distributed as dist
 from torch import nn
 
 from minifsdp.checkpoint import agreement, chunks
-from minifsdp.checkpoint.optim_state import OptimForm, copied
+from minifsdp.checkpoint.codec import Form
+from minifsdp.checkpoint.optim_state import copied
 from minifsdp.checkpoint.optim_state_check import Expected, check, elementwise_keys
 from minifsdp.checkpoint.optim_state_names import ParameterNames, UnitNames
 from minifsdp.engine.mesh import Group, Mesh
@@ -71,7 +72,7 @@ def read(
     model: nn.Module,
     groups_of_optimizer: Sequence[Mapping[str, Any]],
     given: Mapping[str, Any],
-    form: OptimForm,
+    form: Form,
     *,
     by_name: bool = False,
     own_keys: Sequence[Any] = (),
@@ -127,23 +128,15 @@ def _refuse_misfit(given: Mapping[str, Any] | None, expected: Expected, groups: 
         problems = check(given, expected)
     agreement.refuse_together(groups, problems)
     if given is not None and expected.is_sharded:
-        _check_equal_rows(given, groups)
+        agreement.refuse_lacking(groups, _rows_in(given))
 
 
-def _check_equal_rows(given: Mapping[str, Any], groups: Sequence[Group]) -> None:
-    """Rows are gathered key by key, so all ranks must have some of the same ones, and of the same dtype."""
-    values = (
-        (name, key, value)
-        for name, of in given["state"].items()
-        if isinstance(of, Mapping)
-        for key, value in of.items()
-    )
-    mine = {(name, key, str(value.dtype)) for name, key, value in values if chunks.local_rows(value) is not None}
-    everywhere = set.union(*agreement.tell(groups, mine).values())
-    problems = [
-        detail("rows-lacking", key=key, name=name, dtype=dtype) for name, key, dtype in sorted(everywhere - mine)
-    ]
-    agreement.refuse_together(groups, problems)
+def _rows_in(given: Mapping[str, Any]) -> Iterable[str]:
+    """Rows are gathered key by key: what is to be said of a rank that lacks them, or has them of another dtype."""
+    for name, of in given["state"].items():
+        for key, value in of.items() if isinstance(of, Mapping) else ():
+            if chunks.local_rows(value) is not None:
+                yield detail("rows-lacking", key=key, name=name, dtype=value.dtype)
 
 
 # ---- 2. pieces ------------------------------------------------------------------------------------------------------
@@ -243,20 +236,17 @@ class _Reading:
             return {number: self._whole(unit, number, key).to(device, copy=True) for number in numbers}
         piece = self._scattered(unit, key, numbers) if self.first_only and unit.group else None
         if piece is None:
-            piece = unit.empty_piece(self.outline[unit.names[numbers[0]]][key].dtype)
+            dtype = self.outline[unit.names[numbers[0]]][key].dtype
+            piece = torch.zeros_like(unit.layout.local_values(), dtype=dtype)
             for number in numbers:
-                part = unit.part_of(self._whole(unit, number, key), number)
-                piece[unit.places[number]].copy_(part)
+                unit.lay(self._whole(unit, number, key), number, piece)
         if unit.is_flat:
             return dict.fromkeys(numbers, piece)
         return {number: piece[unit.places[number]].clone() for number in numbers}
 
     def _plain(self, value: Any) -> Any:
         """For a parameter outside of all units, which may have been in one when the dict was written."""
-        if chunks.local_rows(value) is None:
-            return copied(value, offload=False)
-        unit = self.names.units[0]
-        return chunks.gathered_rows(value, value.size(), unit.group, unit.layout.device)
+        return copied(value, offload=False) if chunks.local_rows(value) is None else self.names.units[0].whole(value)
 
     def _whole(self, unit: UnitNames, number: int, key: str) -> torch.Tensor:
         name = unit.names[number]
@@ -270,22 +260,19 @@ class _Reading:
             if unit.mesh.replicate is not None:
                 dist.broadcast(value, src=unit.mesh.replicate.ranks[0], group=unit.mesh.replicate.process_group)
             return value
-        value = self.values[name][key]
-        if chunks.local_rows(value) is None:
-            return torch.as_tensor(value)
-        return chunks.gathered_rows(value, unit.shapes[number], unit.group, unit.layout.device)
+        return unit.whole(self.values[name][key])
 
     def _scattered(self, unit: UnitNames, key: str, numbers: Sequence[int]) -> torch.Tensor:
         """This rank's piece of a row that the first rank lays out."""
         assert unit.group is not None
         dtype = self.outline[unit.names[numbers[0]]][key].dtype
-        piece = unit.empty_piece(dtype).to(unit.layout.device)
+        piece = torch.zeros_like(unit.layout.local_values(), dtype=dtype, device=unit.layout.device)
         replicate, group = unit.mesh.replicate, unit.group
         if replicate is None or replicate.rank == 0:
             pieces = None
             if group.rank == 0:
                 row = unit.empty_row(dtype)[0].zero_()
-                views = unit.views_of(row)
+                views = unit.layout.views_of(row)
                 for number in numbers:
                     views[number].copy_(self.values[unit.names[number]][key])
                 pieces = list(row.chunk(group.size))

@@ -27,9 +27,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from minifsdp.checkpoint import optim_state, optim_state_load
-from minifsdp.checkpoint.optim_state import OptimForm
+from minifsdp.checkpoint.codec import Form
 from minifsdp.checkpoint.state_dict_methods import StateDictMethods
-from minifsdp.engine.messages import warn_renamed
+from minifsdp.engine.messages import message, warn_renamed
 
 
 class OptimStateMethods(StateDictMethods):
@@ -58,7 +58,7 @@ class OptimStateMethods(StateDictMethods):
             RuntimeError: the ranks' states do not fit together, or the optimizer has parameters that the model has not,
                 on all ranks; or some rank did not call.
         """
-        form = OptimForm.of(StateDictMethods.get_state_dict_type(model))
+        form = _form_for(model)
         given = optim.state_dict() if optim_state_dict is None else optim_state_dict
         return optim_state.write(model, optim, given, form, group)
 
@@ -93,7 +93,7 @@ class OptimStateMethods(StateDictMethods):
                 "optim_state_dict_to_load(model, optim, optim_state_dict)",
             )
             model, optim, optim_state_dict = optim, optim_state_dict, model
-        form = OptimForm.of(StateDictMethods.get_state_dict_type(model))
+        form = _form_for(model)
         own_keys = [key for key in optim.state if not isinstance(key, nn.Parameter)]
         loadable = optim_state_load.read(
             model, optim.param_groups, optim_state_dict, form, by_name=is_named_optimizer, own_keys=own_keys
@@ -101,3 +101,11 @@ class OptimStateMethods(StateDictMethods):
         if load_directly:
             optim.load_state_dict(loadable)
         return loadable
+
+
+def _form_for(model: nn.Module) -> Form:
+    settings = StateDictMethods.get_state_dict_type(model)
+    form = Form.of(settings.state_dict_type, settings.optim_state_dict_config)
+    if form.is_local:
+        raise NotImplementedError(message("no-local-optimizer"))
+    return form

@@ -14,9 +14,7 @@ Worked example, a unit ``0`` with ``weight`` (2 x 3) and ``bias`` (3) on two ran
 Both are one table: *owner -> numbers of the unit's parameters*, and for each number its place in the piece. So the
 rooms that write and read need not ask which of the two it is: they put together a piece, or take one apart.
 
-Names are looked up when they are asked for and not remembered from construction, since an activation checkpoint may
-have been put around a module since. A shared parameter has the name under which it is found first, as in
-``named_parameters()``.
+A shared parameter has the name under which it is found first, as in ``named_parameters()``.
 
 *In torch:* ``_get_param_to_fqns``, ``_get_flat_param_to_fqn``, ``_get_fqn_to_fsdp_param_info`` and
 ``_get_param_key_to_param``, four walks over the tree for as many dicts.
@@ -30,19 +28,17 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import nn
 
-from minifsdp.checkpoint.state_dict import dotted, names_in_state, plain_path
-from minifsdp.engine import collectives
-from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.checkpoint.codec import UnitCodec
+from minifsdp.checkpoint.names import dotted, plain_path
 from minifsdp.engine.messages import detail
 from minifsdp.fsdp1.base import WrapperBase
 from minifsdp.fsdp1.full_params import check_idle
 
 
-class UnitNames:
-    """One unit: its parameters' names, and where each lies in the pieces of the ranks.
+class UnitNames(UnitCodec):
+    """One unit: its parameters' names, and what the optimizer owns of it.
 
     Args:
         wrapper: whose unit.
@@ -54,19 +50,10 @@ class UnitNames:
     """
 
     def __init__(self, wrapper: WrapperBase, prefix: str) -> None:
-        unit = wrapper._unit
-        assert unit is not None
+        super().__init__(wrapper, prefix)
         wrapper._mend()
-        check_idle(unit)
-        self.wrapper, self.layout = wrapper, unit.layout
-        self.mesh: Mesh = unit.plan.mesh
-        self.group: Group | None = self.mesh.shard
-        self.shapes, self._partition = self.layout.shapes, self.layout.partition
-        first: dict[int, str] = {}
-        self.every_name: list[str] = []
-        for number, name in names_in_state(unit, wrapper.module):
-            first.setdefault(number, prefix + name)
-            self.every_name.append(prefix + name)
+        check_idle(self.unit)
+        first = dict(reversed(self.keys))
         self.names = [first[number] for number in range(len(self.shapes))]
         owned = self.layout.local_parameters()
         self.is_flat = self.layout.hides_originals
@@ -77,51 +64,6 @@ class UnitNames:
     def keeps_shapes(self) -> bool:
         """Whether the optimizer steps on whole parameters in their own shapes, so that states may have any shape."""
         return self.group is None and not self.is_flat
-
-    @cached_property
-    def places(self) -> list[slice]:
-        """By number, where the parameter's elements lie in this rank's piece; may be empty."""
-        return self._partition.slices_of_piece(self.mesh.shard_index)
-
-    def is_here(self, number: int) -> bool:
-        """Whether this rank has an element of the parameter."""
-        return bool(self.places[number].stop > self.places[number].start)
-
-    def has_part(self, index: int, number: int) -> bool:
-        """Whether the rank at position ``index`` of the shard group has an element of the parameter."""
-        part = self._partition.part_in_parameter(index, number)
-        return bool(part.stop > part.start)
-
-    def part_of(self, full: torch.Tensor, number: int) -> torch.Tensor:
-        """This rank's elements of a parameter's full tensor, 1-D."""
-        return full.reshape(-1)[self._partition.part_in_parameter(self.mesh.shard_index, number)]
-
-    def empty_piece(self, dtype: torch.dtype) -> torch.Tensor:
-        """A piece of zeros, where the shard is."""
-        device = self.layout.local_values().device
-        return torch.zeros(self._partition.shard_numel, dtype=dtype, device=device)
-
-    def empty_row(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """A whole row on the compute device, and in it this rank's piece, which is zeros."""
-        row = torch.empty(self._partition.padded_numel, dtype=dtype, device=self.layout.device)
-        piece = row[self._partition.piece(self.mesh.shard_index)]
-        return row, piece.zero_()
-
-    def gather(self, row: torch.Tensor, piece: torch.Tensor) -> None:
-        """Fills a row with the pieces of all ranks. All ranks of the shard group must call it.
-
-        Args:
-            row: from `empty_row`.
-            piece: this rank's; it may be its place in the row.
-        """
-        if self.group is None:
-            row.copy_(piece)
-        else:
-            collectives.gather(self.group, row, piece.to(row.device)).wait()
-
-    def views_of(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' parts of a row, in their shapes."""
-        return self.layout.views_of(row)
 
 
 class ParameterNames:
@@ -145,7 +87,7 @@ class ParameterNames:
             owner: [unit.names[number] for number in numbers] for unit in self.units for owner, numbers in unit.owners
         }
         self._by_current_name: dict[str, nn.Parameter] = {}
-        in_units = {name for unit in self.units for name in unit.every_name}
+        in_units = {key for unit in self.units for _, key in unit.keys}
         for name, parameter in model.named_parameters():
             # After a forward of SHARD_GRAD_OP modules show other objects than the optimizer owns: go by the names.
             if parameter not in self.of and plain_path(name) not in in_units:

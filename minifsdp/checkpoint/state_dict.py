@@ -35,58 +35,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from minifsdp import trace
 from minifsdp.checkpoint import chunks, shared_tensors
+from minifsdp.checkpoint.codec import Form, UnitCodec
 from minifsdp.checkpoint.custom_state import full_parameters, shown_in_full
-from minifsdp.checkpoint.state_dict_options import StateDictSettings, StateDictType
+from minifsdp.checkpoint.names import plain_path
 from minifsdp.engine.flat_parameter import FLAT_NAME
 from minifsdp.engine.summoned import full_row
 from minifsdp.fsdp1.build import FlatUnit
 from minifsdp.fsdp1.full_params import check_idle
 
 LOCAL_NAME = "flat_param"
-CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
-WRAPPER_PREFIX = "_fsdp_wrapped_module."
-
-
-def plain_path(path: str) -> str:
-    """A name without what wrappers add, this one and that of an activation checkpoint."""
-    return path.replace(CHECKPOINT_PREFIX, "").replace(WRAPPER_PREFIX, "")
-
-
-def dotted(path: str) -> str:
-    """The plain beginning of the names of what is inside the module at ``path``."""
-    plain = plain_path(path + ".").removesuffix(".")
-    return plain + "." if plain else ""
-
-
-def names_in_state(unit: FlatUnit, module: nn.Module) -> list[tuple[int, str]]:
-    """Number and plain name of each of the unit's parameters, as often as the walk will come across it.
-
-    The names are looked up now and not remembered from construction: an activation checkpoint may have been put around
-    a module since, and a module that is in the tree twice is written down twice.
-    """
-    numbers: dict[nn.Module, list[tuple[int, str]]] = {}
-    for number, owned in enumerate(unit.layout.parameters):
-        for slot in owned.slots:
-            numbers.setdefault(slot.module, []).append((number, slot.name))
-    found = []
-    for path, inner in module.named_modules(remove_duplicate=False):
-        for number, name in numbers.get(inner, []):
-            found.append((number, plain_path(f"{path}.{name}" if path else name)))
-    return found
-
-
-def rename(state: MutableMapping[str, Any], old: str, new: str) -> None:
-    """Every key that begins with ``old`` begins with ``new``; order is kept among them, they move behind the others."""
-    for key in [key for key in state if key.startswith(old)]:
-        state[new + key.removeprefix(old)] = state.pop(key)
-
-
-# ---- writing --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -124,63 +85,43 @@ def _place_holders(unit: FlatUnit) -> Generator[None]:
             del slot.module._parameters[slot.name]
 
 
-def write_unit(
-    unit: FlatUnit,
-    module: nn.Module,
-    settings: StateDictSettings,
-    state: MutableMapping[str, Any],
-    prefix: str,
-    mesh: DeviceMesh | None,
-) -> None:
+def write_unit(codec: UnitCodec, form: Form, state: MutableMapping[str, Any], prefix: str) -> None:
     """Puts the unit's values where the walk has written place holders. All ranks of the unit's mesh must call it.
 
     Args:
-        unit: whose values.
-        module: the wrapped module.
-        settings: in which form.
+        codec: of the unit.
+        form: in which form.
         state: what the walk has written.
         prefix: the unit's prefix in it.
-        mesh: for sharded values as ``DTensor``.
     """
-    config = settings.state_dict_config
-    assert config is not None
     state.pop(prefix + FLAT_NAME, None)
-    keys: dict[int, list[str]] = {}
-    for number, name in names_in_state(unit, module):
-        keys.setdefault(number, []).append(prefix + name)
-    group = unit.plan.mesh.shard
-    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-        for key in [key for names in keys.values() for key in names]:
+    if form.is_local:
+        for _, key in codec.keys:
             state.pop(key, None)
-        shard = unit.layout.local_values().to("cpu" if config.offload_to_cpu else unit.layout.device, copy=True)
-        state[prefix + LOCAL_NAME] = shard if group is None else chunks.from_local_slice(shard, group)
+        device = "cpu" if form.offload else codec.layout.device
+        piece = codec.layout.local_values().to(device, copy=True)
+        state[prefix + LOCAL_NAME] = piece if codec.group is None else chunks.from_local_slice(piece, codec.group)
         return
-    wanted = not (getattr(config, "rank0_only", False) and not unit.plan.mesh.is_first)
-    shown = shown_in_full(unit)
+    is_wanted = codec.mesh.is_first or not form.first_only
+    shown = shown_in_full(codec.unit)
     if shown is not None:
-        if wanted:
-            _finish(shown, {key for names in keys.values() for key in names}, unit, settings, state, prefix, mesh)
+        if is_wanted:
+            _finish(shown, codec, form, state, prefix)
         return
-    for number, full in enumerate(_gathered(unit)):
-        if not wanted:
-            continue
-        value = _formed(full, unit, settings, mesh)
-        for key in keys[number]:
-            state[key] = value
+    keys: dict[int, list[str]] = {}
+    for number, key in codec.keys:
+        keys.setdefault(number, []).append(key)
+    for number, full in enumerate(_gathered(codec.unit)):
+        if is_wanted:
+            state.update(dict.fromkeys(keys[number], codec.formed(full, form, full.device)))
 
 
 def _finish(
-    shown: Iterable[torch.Tensor],
-    keys: set[str],
-    unit: FlatUnit,
-    settings: StateDictSettings,
-    state: MutableMapping[str, Any],
-    prefix: str,
-    mesh: DeviceMesh | None,
+    shown: Iterable[torch.Tensor], codec: UnitCodec, form: Form, state: MutableMapping[str, Any], prefix: str
 ) -> None:
     """What the walk has written is real already, and custom code may have changed it: only the form is left."""
-    for key in [key for key in keys if isinstance(state.get(key), torch.Tensor)]:
-        state[key] = _formed(state[key].detach(), unit, settings, mesh)
+    for key in {key for _, key in codec.keys if isinstance(state.get(key), torch.Tensor)}:
+        state[key] = codec.formed(state[key].detach(), form, state[key].device)
     # Under a name of the module's own: a view of one element would keep, and save, the whole row.
     copy_what_lies_in({memory_of(tensor) for tensor in shown}, state, prefix)
 
@@ -220,24 +161,10 @@ def memory_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
-def _formed(full: torch.Tensor, unit: FlatUnit, settings: StateDictSettings, mesh: DeviceMesh | None) -> Any:
-    """A full value in the form that was asked for, in memory of its own."""
-    config, group = settings.state_dict_config, unit.plan.mesh.shard
-    offloads = config is not None and config.offload_to_cpu
-    is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
-    if is_full or group is None or not chunks.is_cut(full.shape):
-        return full.to("cpu", copy=True) if offloads else full.clone()
-    # Rows are cut before they are moved: what the CPU is given is this rank's part, not the whole.
-    device = torch.device("cpu") if offloads else full.device
-    return (
-        chunks.as_sharded_tensor(full, group, device) if mesh is None else chunks.as_dtensor(full, group, mesh, device)
-    )
-
-
 def write_rest(
     modules: Iterable[tuple[str, nn.Module]],
     buffer_dtypes: Mapping[tuple[nn.Module, str], torch.dtype],
-    settings: StateDictSettings,
+    form: Form,
     state: MutableMapping[str, Any],
     prefix: str,
 ) -> None:
@@ -245,23 +172,14 @@ def write_rest(
 
     A local dict keeps the dtype of compute, since it is meant for the very same run (MP-10).
     """
-    config = settings.state_dict_config
-    is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     for path, module in modules:
         for name in module._buffers:
             key = prefix + plain_path(f"{path}.{name}" if path else name)
             value = state.get(key)
             if value is None:
                 continue
-            dtype = value.dtype if is_local else buffer_dtypes.get((module, name), value.dtype)
-            device = "cpu" if config is not None and config.offload_to_cpu else value.device
-            state[key] = value.to(device, dtype)
-
-
-def drop(state: MutableMapping[str, Any], prefix: str) -> None:
-    """This rank is not the one to be given anything."""
-    for key in [key for key in state if key.startswith(prefix)]:
-        del state[key]
+            dtype = value.dtype if form.is_local else buffer_dtypes.get((module, name), value.dtype)
+            state[key] = value.to("cpu" if form.offload else value.device, dtype)
 
 
 def _gathered(unit: FlatUnit) -> Iterable[torch.Tensor]:

@@ -29,9 +29,10 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import is_tensor_like
 
 from minifsdp.checkpoint import agreement, chunks
+from minifsdp.checkpoint.codec import Form, UnitCodec
 from minifsdp.checkpoint.custom_state import reads_by_itself
-from minifsdp.checkpoint.state_dict import LOCAL_NAME, dotted, names_in_state
-from minifsdp.checkpoint.state_dict_options import StateDictSettings, StateDictType
+from minifsdp.checkpoint.names import dotted
+from minifsdp.checkpoint.state_dict import LOCAL_NAME
 from minifsdp.engine.flat_parameter import FLAT_NAME
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import detail
@@ -64,14 +65,12 @@ class Expected:
 
 
 @chunks.unadvised()
-def refuse_misfit(
-    wrapper: WrapperBase, settings: StateDictSettings, state: Mapping[str, Any], prefix: str, strict: bool
-) -> None:
+def refuse_misfit(wrapper: WrapperBase, form: Form, state: Mapping[str, Any], prefix: str, strict: bool) -> None:
     """Raises on all ranks if the dict of any does not fit. All ranks of the units' groups must call it.
 
     Args:
         wrapper: the outermost one that reads.
-        settings: the chosen form.
+        form: the chosen one.
         state: the dict, with plain names.
         prefix: of the wrapper in it.
         strict: whether keys must be neither missing nor unexpected.
@@ -79,7 +78,6 @@ def refuse_misfit(
     Raises:
         StateDictMismatchError: with keys, expected, found, and ranks.
     """
-    is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     wrappers = [
         (prefix + dotted(name), module)
         for name, module in wrapper.named_modules(remove_duplicate=False)
@@ -87,17 +85,18 @@ def refuse_misfit(
     ]
     groups = agreement.groups_of(inner.mesh for _, inner in wrappers)
     agreement.monitored_barrier(groups, "load_state_dict()")
-    if is_local:
+    if form.is_local:
         local = [problem for path, w in wrappers for problem in _local_problems(w._unit, state, path, strict)]
         agreement.refuse_together(groups, local, OPENING)
         return
     expected = _expected(wrapper, wrappers, prefix)
     problems = [*(_key_problems(state, prefix, expected) if strict else ())]
-    is_sharded = settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
-    problems.extend(_value_problems(state, expected, is_sharded))
+    problems.extend(_value_problems(state, expected, form.is_sharded))
     agreement.refuse_together(groups, problems, OPENING)
-    if is_sharded:
-        _check_equal_rows(state, expected, groups)
+    if form.is_sharded:
+        # Rows are gathered key by key.
+        rows = (key for key in expected.in_units if key in state and chunks.local_rows(state[key]) is not None)
+        agreement.refuse_lacking(groups, (detail("rows-lacking-of-unit", key=key) for key in rows), OPENING)
 
 
 def _expected(wrapper: WrapperBase, wrappers: Iterable[tuple[str, WrapperBase]], prefix: str) -> Expected:
@@ -107,9 +106,8 @@ def _expected(wrapper: WrapperBase, wrappers: Iterable[tuple[str, WrapperBase]],
         unit = inner._unit
         if unit is not None:
             owned.update(map(id, unit.layout.local_parameters()))
-            for number, name in names_in_state(unit, inner.module):
-                shape = tuple(unit.layout.parameters[number].shape)
-                expected.in_units[path + name] = (shape, unit.plan.mesh.shard)
+            codec = UnitCodec(inner, path)
+            expected.in_units.update({key: (tuple(codec.shapes[n]), codec.group) for n, key in codec.keys})
     for path, module in wrapper.named_modules(remove_duplicate=False):
         start = prefix + dotted(path)
         if reads_by_itself(module, num_expected_hooks=int(isinstance(module, WrapperBase))):
@@ -160,14 +158,9 @@ def _value_problems(state: Mapping[str, Any], expected: Expected, is_sharded: bo
     given = {key: state[key] for key in expected.in_units if key in state}
     for key, value in given.items():
         yield from misfit(key, value, expected, is_sharded)
-    cut = [
-        (key, value)
-        for key, value in given.items()
-        if is_tensor_like(value) and expected.in_units[key][1] is not None and chunks.is_cut(value.size())
-    ]
-    # Single full tensors may come from units that were not sharded. But all of them are another form.
-    if is_sharded and cut and all(chunks.local_rows(value) is None for _, value in cut):
-        yield detail("all-full", where=cut[0][0])
+    if is_sharded:
+        shared = [item for item in given.items() if expected.in_units[item[0]][1] is not None]
+        yield from chunks.all_full(shared)
 
 
 def misfit(key: str, value: Any, expected: Expected, is_sharded: bool) -> Iterator[str]:
@@ -203,11 +196,3 @@ def _local_problems(unit: FlatUnit | None, state: Mapping[str, Any], prefix: str
 def local_value(state: Mapping[str, Any], prefix: str) -> Any:
     """What a local dict has for the unit below ``prefix``, under either of its names; ``None`` if nothing."""
     return next((state[prefix + name] for name in (LOCAL_NAME, FLAT_NAME) if prefix + name in state), None)
-
-
-def _check_equal_rows(state: Mapping[str, Any], expected: Expected, groups: list[Group]) -> None:
-    """Rows are gathered key by key, so all ranks must have some of the same ones."""
-    mine = {key for key in expected.in_units if key in state and chunks.local_rows(state[key]) is not None}
-    everywhere = set.union(*agreement.tell(groups, mine).values())
-    problems = [detail("rows-lacking-of-unit", key=key) for key in sorted(everywhere - mine)]
-    agreement.refuse_together(groups, problems, OPENING)

@@ -21,22 +21,18 @@ Spec: SD-FULL-08, SD-FULL-13, SD-SHARD-03, SD-LOCAL-03, NAMES-10.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from contextlib import ExitStack
 from typing import Any
 
-import torch
-from torch import nn
-
 from minifsdp.checkpoint import agreement, chunks
+from minifsdp.checkpoint.codec import Form, UnitCodec
 from minifsdp.checkpoint.custom_state import full_parameters, shown_in_full
-from minifsdp.checkpoint.state_dict import LOCAL_NAME, names_in_state, plain_path
+from minifsdp.checkpoint.names import plain_path
+from minifsdp.checkpoint.state_dict import LOCAL_NAME
 from minifsdp.checkpoint.state_dict_check import OPENING, Expected, local_value, misfit
-from minifsdp.checkpoint.state_dict_options import StateDictSettings, StateDictType
-from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.flat_parameter import FLAT_NAME
 from minifsdp.fsdp1.base import PREFIX, WrapperBase
-from minifsdp.fsdp1.build import FlatUnit
 from minifsdp.fsdp1.full_params import check_idle
 
 
@@ -62,84 +58,79 @@ class Reading:
     """One wrapper's part in reading a state dict that fits.
 
     Args:
-        unit: the wrapper's unit, if it has one.
-        module: the wrapped module.
-        settings: in which form the dict is.
+        wrapper: which.
+        prefix: of the wrapped module in the dict.
+        form: in which form the dict is.
         is_looked_at: whether a user's hook or module runs while the unit is read, and may look at parameters.
     """
 
-    def __init__(
-        self, unit: FlatUnit | None, module: nn.Module, settings: StateDictSettings, *, is_looked_at: bool
-    ) -> None:
-        self._unit, self._module, self._settings, self._is_looked_at = unit, module, settings, is_looked_at
+    def __init__(self, wrapper: WrapperBase, prefix: str, form: Form, *, is_looked_at: bool) -> None:
+        self._codec = None if wrapper._unit is None else UnitCodec(wrapper, prefix)
+        self._module, self._prefix, self._form, self._is_looked_at = wrapper.module, prefix, form, is_looked_at
         self._full_parameters = ExitStack()
         self._missing: list[str] = []
         self._own_names: set[str] = set()
 
     @chunks.unadvised()
-    def before_walk(self, state: MutableMapping[str, Any], prefix: str) -> None:
+    def before_walk(self, state: MutableMapping[str, Any]) -> None:
         """Takes the unit's values out of ``state`` and copies this rank's part of them, or lets the walk read them.
 
         For a sharded dict, or with modules that read by themselves, all ranks of the unit's mesh must call it.
         """
-        unit = self._unit
-        if unit is None:
+        codec = self._codec
+        if codec is None:
             return
-        is_local = self._settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
-        is_shown = shown_in_full(unit) is not None
-        if not is_local and (is_shown or self._is_looked_at):
+        is_shown = shown_in_full(codec.unit) is not None
+        if not self._form.is_local and (is_shown or self._is_looked_at):
             if not is_shown:
-                self._full_parameters.enter_context(full_parameters(unit, writeback=True))
-            self._make_whole(unit, state, prefix)
+                self._full_parameters.enter_context(full_parameters(codec.unit, writeback=True))
+            # Rows become full tensors, because a module's custom code knows of nothing else.
+            for _, key in codec.keys:
+                if chunks.local_rows(state.get(key)) is not None:
+                    state[key] = codec.whole(state[key])
             return
-        check_idle(unit)
-        # Under these names the walk will miss something. They are looked up now and not remembered from construction:
-        # an activation checkpoint may have been put around the module since.
+        check_idle(codec.unit)
+        # Under these names the walk will miss something.
         # After a forward modules may show other objects than the optimizer owns, under the same names.
-        owned = set(unit.layout.local_parameters())
+        owned = set(codec.layout.local_parameters())
         named = self._module.named_parameters(remove_duplicate=False)
-        self._own_names = {prefix + name for name, parameter in named if parameter in owned}
-        self._own_names.update(prefix + name for _, name in names_in_state(unit, self._module))
-        if is_local:
-            self._read_local(unit, state, prefix)
-            return
+        self._own_names = {self._prefix + name for name, parameter in named if parameter in owned}
+        self._own_names.update(key for _, key in codec.keys)
+        if self._form.is_local:
+            self._read_local(codec, state)
+        else:
+            self._read(codec, state)
+
+    def _read(self, codec: UnitCodec, state: MutableMapping[str, Any]) -> None:
         given: dict[int, Any] = {}
         problems: list[str] = []
-        for number, name in names_in_state(unit, self._module):
-            key = prefix + name
+        for number, key in codec.keys:
             if key not in state:
                 self._missing.append(key)
                 continue
             given[number] = state.pop(key)
             # Looked at once more: a module further out may have had its own way with it.
-            expected = Expected({key: (tuple(unit.layout.parameters[number].shape), unit.plan.mesh.shard)})
-            problems.extend(misfit(key, given[number], expected, self._is_sharded))
+            expected = Expected({key: (tuple(codec.shapes[number]), codec.group)})
+            problems.extend(misfit(key, given[number], expected, self._form.is_sharded))
         agreement.refuse_together([], problems, OPENING)
-        _overwrite(unit.layout, {number: _whole(unit, number, value) for number, value in given.items()})
+        piece = codec.layout.local_values().clone()
+        for number, value in given.items():
+            codec.lay(codec.whole(value), number, piece)
+        codec.layout.overwrite_local(piece)
 
-    @property
-    def _is_sharded(self) -> bool:
-        return self._settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
-
-    def _make_whole(self, unit: FlatUnit, state: MutableMapping[str, Any], prefix: str) -> None:
-        """Rows become full tensors, because a module's custom code knows of nothing else."""
-        for number, name in names_in_state(unit, self._module):
-            if chunks.local_rows(state.get(prefix + name)) is not None:
-                state[prefix + name] = _whole(unit, number, state[prefix + name])
+    def _read_local(self, codec: UnitCodec, state: MutableMapping[str, Any]) -> None:
+        value = local_value(state, self._prefix)
+        for name in (LOCAL_NAME, FLAT_NAME):
+            state.pop(self._prefix + name, None)
+        if value is None:
+            self._missing.append(self._prefix + LOCAL_NAME)
+            return
+        local = chunks.local_rows(value)
+        codec.layout.overwrite_local(value if local is None else local)
 
     def close(self) -> None:
         """Ends what `before_walk` has begun, if the walk was broken off before `after_walk`."""
         self._full_parameters.close()
-
-    def _read_local(self, unit: FlatUnit, state: MutableMapping[str, Any], prefix: str) -> None:
-        value = local_value(state, prefix)
-        for name in (LOCAL_NAME, FLAT_NAME):
-            state.pop(prefix + name, None)
-        if value is None:
-            self._missing.append(prefix + LOCAL_NAME)
-            return
-        local = chunks.local_rows(value)
-        unit.layout.overwrite_local(value if local is None else local)
 
     def after_walk(self, missing: list[str], unexpected: list[str]) -> None:
         """Corrects the lists of keys: what the walk did not find is there, and names are those of the plain module."""
@@ -152,25 +143,3 @@ class Reading:
         own = set(plain(self._own_names))
         missing[:] = [name for name in plain(missing) if name not in own] + plain(self._missing)
         unexpected[:] = plain(unexpected)
-
-
-def _overwrite(layout: FlatLayout, values: Mapping[int, torch.Tensor]) -> None:
-    """New full values for some parameters, by number; this rank keeps its part of each. Nothing is communicated."""
-    index, partition = layout.mesh.shard_index, layout.partition
-    piece = layout.local_values().clone()
-    places = partition.slices_of_piece(index)
-    for number, value in values.items():
-        whole = layout.forms[number].local(value.detach()).reshape(-1)
-        piece[places[number]].copy_(whole[partition.part_in_parameter(index, number)])
-    layout.overwrite_local(piece)
-
-
-def _whole(unit: FlatUnit, number: int, value: Any) -> torch.Tensor:
-    """The whole of a value: rows that are spread over the ranks are gathered."""
-    if chunks.local_rows(value) is None:
-        if isinstance(value, torch.Tensor):
-            return value
-        # A stand-in of a framework that reads files late gives its values when it is copied from.
-        return torch.empty(tuple(value.size()), dtype=value.dtype).copy_(value)
-    shape = unit.layout.parameters[number].shape
-    return chunks.gathered_rows(value, shape, unit.plan.mesh.shard, unit.layout.device)

@@ -16,17 +16,17 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp.checkpoint import (
     agreement,
-    chunks,
     custom_state,
+    names,
     shared_tensors,
     state_dict,
     state_dict_check,
     state_dict_load,
 )
+from minifsdp.checkpoint.codec import Form, UnitCodec
 from minifsdp.checkpoint.state_dict_options import (
     OptimStateDictConfig,
     StateDictConfig,
@@ -39,8 +39,6 @@ from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.messages import rank_of_this_process
 from minifsdp.fsdp1 import build
 from minifsdp.fsdp1.base import PREFIX, WrapperBase, clean_name, is_wrapper
-
-LOCAL = StateDictType.LOCAL_STATE_DICT
 
 
 def _is_shown(wrapper: WrapperBase) -> bool:
@@ -87,9 +85,8 @@ class StateDictMethods(WrapperBase):
         """
         self._mend()
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        is_local = self._state_dict_settings.state_dict_type is LOCAL
         if self._is_outermost_here(prefix):
-            wrappers = [w for w in wrappers_in(self) if not (is_local or _is_shown(w))]
+            wrappers = [w for w in wrappers_in(self) if not (self._form.is_local or _is_shown(w))]
             groups = agreement.groups_of(Mesh(w.mesh.shard, None) for w in wrappers)
             looks = [_looks_while_written(wrapper) for wrapper in wrappers]
             told = agreement.monitored_barrier(groups, "state_dict()", raises_hand=any(looks))
@@ -136,24 +133,23 @@ class StateDictMethods(WrapperBase):
 
     def _after_write(self, _: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         inner = prefix + PREFIX
+        form = self._form
         if self._unit is not None:
-            mesh = self._state_dict_mesh()
-            state_dict.write_unit(self._unit, self.module, self._state_dict_settings, state, inner, mesh)
+            state_dict.write_unit(UnitCodec(self, inner), form, state, inner)
         modules = build.modules_of_unit(self.module, is_wrapper, self._ignored_modules)
-        state_dict.write_rest(modules, self._buffer_dtypes, self._state_dict_settings, state, inner)
-        state_dict.rename(state, inner, prefix)
-        if getattr(self._state_dict_settings.state_dict_config, "rank0_only", False) and not self.mesh.is_first:
-            state_dict.drop(state, prefix)
+        state_dict.write_rest(modules, self._buffer_dtypes, form, state, inner)
+        names.rename(state, inner, prefix)
+        if form.first_only and not self.mesh.is_first:
+            names.drop(state, prefix)
 
     def _is_outermost_here(self, prefix: str) -> bool:
         # A part of a wrapped model can be written and read on its own; then it has no prefix.
         return not self._is_inner or not prefix
 
-    def _state_dict_mesh(self) -> DeviceMesh | None:
-        config, group = self._state_dict_settings.state_dict_config, self.mesh.shard
-        if group is None or config is None:
-            return None
-        return chunks.device_mesh_for(self.device_mesh, group, self.compute_device, config.use_dtensor)
+    @property
+    def _form(self) -> Form:
+        chosen = self._state_dict_settings
+        return Form.of(chosen.state_dict_type, chosen.state_dict_config)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Reads a state in the chosen form (SD-FULL-08, SD-SHARD-03, SD-LOCAL-03). Every rank must call it.
@@ -181,16 +177,15 @@ class StateDictMethods(WrapperBase):
             shared_tensors.part()
             state_dict_load.drop_own_tensors(self, state, prefix)
             # A plain module around this one has not told its hooks whether it is strict; it will see to the keys.
-            state_dict_check.refuse_misfit(self, self._state_dict_settings, state, prefix, strict=self._reads_strictly)
-            wrappers = [] if self._state_dict_settings.state_dict_type is LOCAL else wrappers_in(self)
+            state_dict_check.refuse_misfit(self, self._form, state, prefix, strict=self._reads_strictly)
+            wrappers = [] if self._form.is_local else wrappers_in(self)
             looks = [_looks_while_read(wrapper) for wrapper in wrappers]
             self._note_who_looks(wrappers, looks, agreement.groups_of(w.mesh for w in wrappers))
-        state_dict.rename(state, prefix, prefix + PREFIX)
+        names.rename(state, prefix, prefix + PREFIX)
         if self._reading is not None:
             self._reading.close()
-        settings, is_looked_at = self._state_dict_settings, self._is_looked_at
-        self._reading = state_dict_load.Reading(self._unit, self.module, settings, is_looked_at=is_looked_at)
-        self._reading.before_walk(state, prefix + PREFIX)
+        self._reading = state_dict_load.Reading(self, prefix + PREFIX, self._form, is_looked_at=self._is_looked_at)
+        self._reading.before_walk(state)
 
     def _after_load(self, _: nn.Module, incompatible: Any) -> None:
         assert self._reading is not None

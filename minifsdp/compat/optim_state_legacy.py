@@ -36,9 +36,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from minifsdp.checkpoint import optim_state, optim_state_load
-from minifsdp.checkpoint.optim_state import OptimForm
+from minifsdp.checkpoint.codec import Form
 from minifsdp.checkpoint.optim_state_names import ParameterNames
-from minifsdp.checkpoint.state_dict_options import OptimStateKeyType
+from minifsdp.checkpoint.state_dict_options import OptimStateKeyType, StateDictType
 from minifsdp.engine.messages import message, warn, warn_renamed
 from minifsdp.fsdp1.base import WrapperBase
 
@@ -61,7 +61,7 @@ class OldOptimStateMethods(WrapperBase):
         Write ``optim_state_dict`` instead. ``optim_input`` is ignored.
         """
         _warn("full_optim_state_dict", "optim_state_dict", optim_input)
-        return optim_state.write(model, optim, optim.state_dict(), OptimForm(first_only=rank0_only), group)
+        return optim_state.write(model, optim, optim.state_dict(), Form(first_only=rank0_only), group)
 
     @staticmethod
     def sharded_optim_state_dict(
@@ -73,7 +73,7 @@ class OldOptimStateMethods(WrapperBase):
         `flatten_sharded_optim_state_dict` before an optimizer can load it.
         """
         _warn("sharded_optim_state_dict", "optim_state_dict")
-        return optim_state.write(model, optim, optim.state_dict(), OptimForm(is_sharded=True), group)
+        return optim_state.write(model, optim, optim.state_dict(), Form(StateDictType.SHARDED_STATE_DICT), group)
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -92,7 +92,7 @@ class OldOptimStateMethods(WrapperBase):
         """
         _warn("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
         groups = _groups(model, optim_input, optim)
-        return optim_state_load.read(model, groups, full_optim_state_dict, OptimForm(), is_lenient=True, talks=False)
+        return optim_state_load.read(model, groups, full_optim_state_dict, Form(), is_lenient=True, talks=False)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -112,7 +112,7 @@ class OldOptimStateMethods(WrapperBase):
         _warn("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
         groups = _groups(model, optim_input, optim)
         given = {} if full_optim_state_dict is None else full_optim_state_dict
-        return optim_state_load.read(model, groups, given, OptimForm(first_only=True), is_lenient=True)
+        return optim_state_load.read(model, groups, given, Form(first_only=True), is_lenient=True)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -123,7 +123,7 @@ class OldOptimStateMethods(WrapperBase):
         Write ``optim_state_dict_to_load`` instead.
         """
         _warn("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-        form = OptimForm(is_sharded=True)
+        form = Form(StateDictType.SHARDED_STATE_DICT)
         return optim_state_load.read(model, optim.param_groups, sharded_optim_state_dict, form, is_lenient=True)
 
     @staticmethod

@@ -104,7 +104,7 @@ ORDERS = re.compile(
 LEFT_OUT = {
     "checkpoint/agreement.py: store.wait(": "waits for other ranks, which are invented here",
     "checkpoint/chunks.py: collectives.gather(": "loading a sharded state dict begins with a barrier of all ranks",
-    "checkpoint/optim_state_names.py: collectives.gather(": "the optimizer's state begins with a barrier of all ranks",
+    "checkpoint/codec.py: collectives.gather(": "the optimizer's state begins with a barrier of all ranks",
     "fsdp1/wrapper.py: initial.synchronize(": "has nothing to do with streams",
 }
 

@@ -1,0 +1,171 @@
+"""A unit's values and what a state dict says of them: there and back, for the model and for its optimizer alike.
+
+What a rank stores of a unit is a *piece*: one run of elements, cut out of the row of all parameters. What a state dict
+speaks of are parameters, whole or in rows. `UnitCodec` turns one into the other; what the piece consists of, weights or
+one state of an optimizer, makes no difference. Worked example, a unit ``0`` with ``weight`` (2 x 3) and ``bias`` (3) on
+two ranks; rank 1 has the piece ``w b b b .``::
+
+    row        all pieces, gathered        w w w w w w b b b .
+    full       views of the row            0.weight 2 x 3, 0.bias 3
+    formed     as the user wishes          full on the CPU; or rank 1's rows, 0.weight 1 x 3 and 0.bias 1
+    whole      the way back                0.weight 2 x 3, 0.bias 3; rows are gathered for one parameter at a time
+    laid       in this rank's piece        w b b b .
+
+One row at a time is in full size. In a local state dict the piece is written and read as it is.
+
+*In torch:* the model's state has ``_state_dict_utils.py`` for it, the optimizer's ``_optim_utils.py``.
+
+Spec: SD-FULL-01, SD-SHARD-01, SD-CFG-18, OSD-01, OSD-06.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from minifsdp.checkpoint import chunks
+from minifsdp.checkpoint.names import names_in_state
+from minifsdp.checkpoint.state_dict_options import OptimStateDictConfig, StateDictConfig, StateDictType
+from minifsdp.engine import collectives
+from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.fsdp1.base import WrapperBase
+
+
+@dataclass(frozen=True)
+class Form:
+    """In which form values are written or read.
+
+    Attributes:
+        type: the whole, this rank's rows, or this rank's piece.
+        offload: values go to the CPU; otherwise they stay where they are.
+        first_only: only the first rank is given the result, or gives the dict to be read.
+        use_dtensor: rows are wrapped as ``DTensor`` also if the wrapper was not given a mesh; otherwise as
+            ``ShardedTensor``.
+    """
+
+    type: StateDictType = StateDictType.FULL_STATE_DICT
+    offload: bool = True
+    first_only: bool = False
+    use_dtensor: bool = False
+
+    @classmethod
+    def of(cls, type: StateDictType | None, config: StateDictConfig | OptimStateDictConfig | None) -> Form:
+        """The form that a model's settings ask for; a model without units has none and gets the full one."""
+        if type is None or config is None:
+            return cls()
+        first_only: bool = getattr(config, "rank0_only", False)
+        return cls(type, config.offload_to_cpu, first_only, config.use_dtensor)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether values are rows."""
+        return self.type is StateDictType.SHARDED_STATE_DICT
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the unit's piece is the value."""
+        return self.type is StateDictType.LOCAL_STATE_DICT
+
+
+class UnitCodec:
+    """One unit: its parameters' keys, and where each lies in the pieces of the ranks.
+
+    Args:
+        wrapper: whose unit; it has one.
+        prefix: what stands before the wrapped module's names in the dict, with a dot, or ``""``.
+
+    Attributes:
+        keys: number and key of each parameter, as often as it is in the tree.
+    """
+
+    def __init__(self, wrapper: WrapperBase, prefix: str) -> None:
+        unit = wrapper._unit
+        assert unit is not None
+        self.unit, self.layout, self._wrapper = unit, unit.layout, wrapper
+        self.mesh: Mesh = unit.plan.mesh
+        self.group: Group | None = self.mesh.shard
+        self.shapes, self._partition = self.layout.shapes, self.layout.partition
+        self.keys = [(number, prefix + name) for number, name in names_in_state(unit, wrapper.module)]
+
+    # --- where a parameter's elements lie ---
+
+    @cached_property
+    def places(self) -> list[slice]:
+        """By number, where the parameter's elements lie in this rank's piece; may be empty."""
+        return self._partition.slices_of_piece(self.mesh.shard_index)
+
+    def is_here(self, number: int) -> bool:
+        """Whether this rank has an element of the parameter."""
+        return bool(self.places[number].stop > self.places[number].start)
+
+    def has_part(self, index: int, number: int) -> bool:
+        """Whether the rank at position ``index`` of the shard group has an element of the parameter."""
+        part = self._partition.part_in_parameter(index, number)
+        return bool(part.stop > part.start)
+
+    # --- from pieces to values ---
+
+    def empty_row(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """A whole row on the compute device, and in it this rank's piece, which is zeros."""
+        row = torch.empty(self._partition.padded_numel, dtype=dtype, device=self.layout.device)
+        piece = row[self._partition.piece(self.mesh.shard_index)]
+        return row, piece.zero_()
+
+    def gather(self, row: torch.Tensor, piece: torch.Tensor) -> list[torch.Tensor]:
+        """Fills a row with the pieces of all ranks. All ranks of the shard group must call it.
+
+        Args:
+            row: from `empty_row`.
+            piece: this rank's; it may be its place in the row.
+
+        Returns:
+            The parameters' parts of the row, in their shapes.
+        """
+        if self.group is None:
+            row.copy_(piece)
+        else:
+            collectives.gather(self.group, row, piece.to(row.device)).wait()
+        return self.layout.views_of(row)
+
+    def formed(self, full: torch.Tensor, form: Form, device: torch.device) -> Any:
+        """A full value in the form that is asked for, in memory of its own; on ``device`` unless it is offloaded."""
+        device = torch.device("cpu") if form.offload else device
+        if not form.is_sharded or self.group is None or not chunks.is_cut(full.shape):
+            return full.to(device, copy=True)
+        # Rows are cut before they are moved: what the CPU is given is this rank's part, not the whole.
+        # Whoever thinks in meshes is given DTensors unasked.
+        if self._wrapper.device_mesh is not None or form.use_dtensor:
+            return chunks.as_dtensor(full, self.group, self._device_mesh, device)
+        return chunks.as_sharded_tensor(full, self.group, device)
+
+    @cached_property
+    def _device_mesh(self) -> DeviceMesh:
+        if self._wrapper.device_mesh is not None:
+            given: DeviceMesh = self._wrapper.device_mesh
+            return given
+        assert self.group is not None
+        return DeviceMesh.from_group(self.group.process_group, self._wrapper.compute_device.type)
+
+    # --- and back ---
+
+    def whole(self, value: Any) -> torch.Tensor:
+        """The full tensor behind a value of a state dict. Rows are gathered: all ranks of the shard group must call it.
+
+        With tensor parallelism it is the part that the shard group has together.
+        """
+        if chunks.local_rows(value) is not None:
+            return chunks.gathered_rows(value, self.group, self.layout.device)
+        if isinstance(value, torch.Tensor):
+            return value
+        # A stand-in of a framework that reads files late gives its values when it is copied from.
+        return torch.empty(tuple(value.size()), dtype=value.dtype).copy_(value)
+
+    def lay(self, full: torch.Tensor, number: int, piece: torch.Tensor) -> None:
+        """Copies this rank's elements of a parameter's full tensor to their place in ``piece``. Nothing is sent."""
+        elements = self.layout.forms[number].local(full.detach()).reshape(-1)
+        part = self._partition.part_in_parameter(self.mesh.shard_index, number)
+        piece[self.places[number]].copy_(elements[part])

@@ -1,0 +1,64 @@
+"""Keys of state dicts: what things are called in a plain module, whatever stands around them by now.
+
+A wrapper adds its own name to the path of all that is inside, and so does an activation checkpoint. A state dict must
+know of neither, so that a checkpoint can be read by another wrapping, or by none. Worked example, the weight of a block
+that is checkpointed and wrapped::
+
+    path in the tree    0._fsdp_wrapped_module._checkpoint_wrapped_module.weight
+    key                 0.weight
+
+Names are looked up when they are asked for and not remembered from construction: an activation checkpoint may have been
+put around a module since, and a module that is in the tree twice is written down twice.
+
+*In torch:* ``clean_tensor_name``, called wherever a name is used.
+
+Spec: NAMES-10, SD-FULL-01, OSD-03.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+from torch import nn
+
+from minifsdp.fsdp1.base import PREFIX
+from minifsdp.fsdp1.build import FlatUnit
+
+CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
+
+
+def plain_path(path: str) -> str:
+    """A name without what wrappers add, this one and that of an activation checkpoint."""
+    return path.replace(CHECKPOINT_PREFIX, "").replace(PREFIX, "")
+
+
+def dotted(path: str) -> str:
+    """The plain beginning of the names of what is inside the module at ``path``."""
+    plain = plain_path(path + ".").removesuffix(".")
+    return plain + "." if plain else ""
+
+
+def names_in_state(unit: FlatUnit, module: nn.Module) -> list[tuple[int, str]]:
+    """Number and plain name of each of the unit's parameters, as often as a walk will come across it."""
+    numbers: dict[nn.Module, list[tuple[int, str]]] = {}
+    for number, owned in enumerate(unit.layout.parameters):
+        for slot in owned.slots:
+            numbers.setdefault(slot.module, []).append((number, slot.name))
+    found = []
+    for path, inner in module.named_modules(remove_duplicate=False):
+        for number, name in numbers.get(inner, []):
+            found.append((number, plain_path(f"{path}.{name}" if path else name)))
+    return found
+
+
+def rename(state: MutableMapping[str, Any], old: str, new: str) -> None:
+    """Every key that begins with ``old`` begins with ``new``; order is kept among them, they move behind the others."""
+    for key in [key for key in state if key.startswith(old)]:
+        state[new + key.removeprefix(old)] = state.pop(key)
+
+
+def drop(state: MutableMapping[str, Any], prefix: str) -> None:
+    """This rank is not the one to be given anything."""
+    for key in [key for key in state if key.startswith(prefix)]:
+        del state[key]
