@@ -38,8 +38,7 @@ special_rows: list[Callable[[torch.Tensor, str], Callable[..., AnyRow] | None]] 
 
 
 def _special_row(value: torch.Tensor, path: str) -> Callable[..., AnyRow] | None:
-    answers = (ask(value, path) for ask in special_rows)
-    return next((answer for answer in answers if answer is not None), None)
+    return next(filter(None, (ask(value, path) for ask in special_rows)), None)
 
 
 class Entry:
@@ -75,9 +74,12 @@ class Entry:
         self.unreduced: torch.Tensor | None = None
         self.piece = row.pieces[number]
         self.parameter = nn.Parameter(sharding.wrap(self.piece), requires_grad=original.requires_grad)
-        for name, value in vars(original).items():
-            # Marks that users put on parameters, for their optimizer groups say.
-            setattr(self.parameter, name, value)
+        # To become a parameter it was detached, so that there is another local tensor in it.
+        set_piece(self.parameter, self.piece)
+        # Marks that users put on parameters, for their optimizer groups say. What a class keeps there, the whole values
+        # perhaps, its pieces have as well.
+        for name in vars(original).keys() - vars(self.piece).keys():
+            setattr(self.parameter, name, vars(original)[name])
         misuse.note_taken(original, owned.path, is_replaced=True)
         for slot in owned.slots:
             # Remembered by its place: `to()` and others swap what is in a DTensor, if there is no reference to it.

@@ -48,7 +48,7 @@ class Unsharded:
         on_gradient: whom to call when autograd has accumulated into the leaf; ``None`` for nothing.
     """
 
-    __slots__ = ("__weakref__", "_storage", "alias", "is_borrowed", "leaf", "num_bytes", "on_gradient")
+    __slots__ = ("__weakref__", "alias", "is_borrowed", "leaf", "num_bytes", "on_gradient")
 
     def __init__(
         self, numel: int, dtype: torch.dtype, device: torch.device, lender: torch.Tensor | None = None
@@ -56,7 +56,6 @@ class Unsharded:
         self.is_borrowed = lender is not None
         tensor = torch.empty(numel, dtype=dtype, device=device) if lender is None else lender.detach()
         self.num_bytes = numel * tensor.element_size()
-        self._storage = tensor.untyped_storage()
         # 2. `.data` has a version counter of its own, `.detach()` has not.
         self.alias = tensor.data
         self.leaf = tensor.requires_grad_()
@@ -72,7 +71,7 @@ class Unsharded:
 
         self.leaf.register_post_accumulate_grad_hook(complete)
         if lender is None:
-            self._storage.resize_(0)
+            self.alias.untyped_storage().resize_(0)
 
     def follow(self, lender: torch.Tensor) -> None:
         """Borrows from ``lender`` from now on, where the user has given the shard other memory."""
@@ -82,7 +81,7 @@ class Unsharded:
     def allocate(self) -> None:
         """Memory, with undefined values."""
         # 1. Resized, not replaced.
-        self._storage.resize_(self.num_bytes)
+        self.alias.untyped_storage().resize_(self.num_bytes)
 
     def release(self) -> ReleaseEvent | None:
         """No memory any more; ``None`` if it was borrowed."""

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import minifsdp
@@ -597,3 +598,32 @@ def test_each_unit_issues_this_many_collectives(strategy: ShardingStrategy) -> N
             assert of_unit(recorder, unit, "AG", "RS", "AR") == (of_block if unit else of_root)
         assert sorted(wire.kinds()) == sorted(4 * of_block + of_root), "and no collective but the recorded ones"
         assert step == 0 or wire.sent == wire.values
+
+
+@pytest.mark.spec("SHARD-13", "FWD-04")
+@ranks(2)
+def test_where_nothing_is_sharded_a_change_between_forward_and_backward_is_noticed_by_autograd() -> None:
+    """Broken: what is computed with has a version counter of its own, so that gradients are wrong in silence."""
+    model = sharded(sharding_strategy=ShardingStrategy.NO_SHARD)
+    loss = loss_of(model(batch()))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
+
+
+@pytest.mark.spec("SHARD-13")
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@ranks(2)
+def test_memory_that_a_flat_parameter_had_before_is_free_when_it_is_given_another(strategy: ShardingStrategy) -> None:
+    """Broken: something beside the parameter holds the shard that it had."""
+    model = sharded(sharding_strategy=strategy)
+    iterate(model)
+    before = [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+        parameter.grad = None
+    iterate(model)
+    gc.collect()
+    assert [ref.expired() for ref in before] == [True] * 5

@@ -358,6 +358,25 @@ def test_the_patchwork_is_computed_with(strategy: ShardingStrategy, use_orig_par
         assert torch.equal(model(batch()), plain(batch()))
 
 
+@pytest.mark.spec("SUMMON-07", "SUMMON-20")
+@either
+@ranks(2)
+def test_what_was_kept_in_another_dtype_is_gathered_anew_after_a_change(use_orig_params: bool) -> None:
+    """Broken: a unit that is not sharded goes on with the copy in low precision that it made before."""
+    low = MixedPrecision(param_dtype=torch.bfloat16)
+    model, fresh = (
+        sharded(sharding_strategy=ShardingStrategy.NO_SHARD, mixed_precision=low, use_orig_params=use_orig_params)
+        for _ in range(2)
+    )
+    # No backward follows, so the copies are kept.
+    model(batch())
+    for each in (model, fresh):
+        with summon(each), torch.no_grad():
+            for parameter in each.parameters():
+                parameter.mul_(3)
+    assert torch.equal(model(batch()), fresh(batch()))
+
+
 @pytest.mark.spec("SUMMON-07")
 @ranks(2)
 def test_the_patchwork_is_that_of_torch() -> None:
@@ -745,6 +764,30 @@ def test_it_cannot_be_entered_during_forward_or_backward(
     assert refused == ["forward", "backward", "forward"]
     hook.remove()
     check_it_still_trains(model, build)
+
+
+@pytest.mark.spec("SUMMON-16")
+@either
+@ranks(2)
+def test_during_the_backward_of_one_unit_another_cannot_be_summoned_either(use_orig_params: bool) -> None:
+    """Broken: a unit that has nothing to do at the moment counts as idle, while the backward of its tree goes on."""
+    model = sharded(use_orig_params=use_orig_params)
+    refused: list[int] = []
+
+    def in_backward(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        def try_others(_: Tensor) -> None:
+            for index in (0, 3):
+                with pytest.raises(RuntimeError, match="backward"), summon(model.module.blocks[index]):
+                    pass
+                refused.append(index)
+
+        output.register_hook(try_others)
+
+    hook = middle_of(model).register_forward_hook(in_backward)
+    loss_of(model(batch())).backward()
+    assert refused == [0, 3]
+    hook.remove()
+    check_it_still_trains(model, with_root)
 
 
 @pytest.mark.spec("SUMMON-16")

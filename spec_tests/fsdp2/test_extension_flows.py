@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -46,6 +48,36 @@ def test_with_replicas_the_methods_are_given_the_axis_of_the_shards_alone() -> N
     (given,) = NotesMesh.meshes
     assert given == mesh["shard"]
     assert (given.ndim, given.get_group()) == (1, mesh.get_group("shard"))
+
+
+# --- values that change inside ---
+
+
+@pytest.mark.spec("FS2-EXT-01", "FS2-19")
+@ranks(2)
+def test_a_change_inside_of_the_tensor_is_computed_with_also_by_a_unit_that_was_kept() -> None:
+    """Broken: nothing that PyTorch counts has changed, so the unit goes on with what it had gathered."""
+    layer, plain = seeded(lambda: nn.Linear(WIDTH, 4, bias=False)), seeded(lambda: nn.Linear(WIDTH, 4, bias=False))
+    fully_shard(extended(layer, Plain), reshard_after_forward=False)
+    shard = layer.weight._local_tensor
+    layer(batch())
+    with torch.no_grad():
+        shard.inner.mul_(2)
+        plain.weight.mul_(2)
+        assert torch.equal(layer(batch()), plain(batch()))
+
+
+@pytest.mark.spec("FS2-EXT-01", "FS2-06")
+@ranks(2)
+def test_what_such_a_tensor_consists_of_is_not_kept_whole_beside_its_shard() -> None:
+    """Broken: attributes of the parameter stay on its DTensor, and one of them is the whole value."""
+    layer = extended(seeded(lambda: nn.Linear(WIDTH, 4, bias=False)), Plain)
+    whole = weakref.ref(layer.weight.inner)
+    layer.weight.note = "a user's"
+    fully_shard(layer)
+    gc.collect()
+    assert whole() is None
+    assert layer.weight.note == "a user's"
 
 
 # --- tensors with any strides ---

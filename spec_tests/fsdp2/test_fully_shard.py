@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -791,3 +793,25 @@ def test_a_forward_that_no_backward_follows_does_no_harm() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.spec("FS2-09")
+@ranks(2)
+def test_a_part_of_two_models_trains_with_either_in_turn() -> None:
+    """Broken: a root whose part was taken over by another tree goes on in its own, which was dissolved."""
+
+    def pair(shard: Callable[..., Any]) -> list[Any]:
+        first, second = seeded(), seeded()
+        second.blocks = first.blocks
+        for block in first.blocks:
+            shard(block)
+        return [shard(first), shard(second)]
+
+    ours, plain = pair(fully_shard), pair(lambda module: module)
+    for step, which in enumerate((0, 1, 0, 1, 1, 0)):
+        for model in (*ours, *plain):
+            model.zero_grad()
+        with trace.record() as recorder:
+            iterate(ours[which], step)
+        assert recorder.count("RS") == 5
+        assert_same(full_gradients(ours[which]), mean_gradients(plain[which], (step,)))

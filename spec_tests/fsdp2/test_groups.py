@@ -281,6 +281,10 @@ def test_half_a_group_on_the_meta_device_is_refused_when_it_is_used() -> None:
     model.norm.to_empty(device=device())
     with pytest.raises(RuntimeError, match=r"on different devices: .*weight \(meta\)"):
         model(batch())
+    # By the name that the root's user knows.
+    outer = fully_shard(nn.Sequential(model))
+    with pytest.raises(RuntimeError, match=r"on different devices: .*0\.[\w.]*weight \(meta\)"):
+        outer(batch())
 
 
 # --- an integer ---

@@ -480,6 +480,37 @@ def test_without_a_reset_the_state_is_saved_and_loaded_as_it_was(fault: str) -> 
     assert not any(value.full_tensor().any() for value in model.state_dict().values())
 
 
+@pytest.mark.spec("NEW-15", "FS2-SYNC-01")
+@pytest.mark.parametrize("fault", ["forward", "inside"])
+@ranks(2)
+def test_without_a_reset_what_waits_for_its_reduction_goes_on_waiting(fault: str) -> None:
+    """Broken: an error in the forward of a later micro-batch drops the sum of those before it."""
+    model = sharded()
+    model.set_requires_gradient_sync(False)
+    iterate(model, 7)
+    FAULTS[fault](model)
+    model.set_requires_gradient_sync(True)
+    iterate(model, 1)
+    assert_same(full_gradients(model), mean_gradients(seeded(), (7, 1)))
+
+
+@pytest.mark.spec("NEW-15")
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
+@pytest.mark.parametrize("fault", ["forward", "inside"])
+@ranks(2)
+def test_what_is_written_after_an_error_is_what_the_next_forward_computes_with(
+    fault: str, reshard_after_forward: bool | None
+) -> None:
+    """Broken: the next forward goes on in the middle of the one that raised, with what was gathered for it."""
+    model, plain = sharded(reshard_after_forward=reshard_after_forward), seeded()
+    owned = list(model.parameters())
+    FAULTS[fault](model)
+    with torch.no_grad():
+        for parameter in (*owned, *plain.parameters()):
+            parameter.mul_(2)
+        assert torch.equal(model(batch()), plain(batch()))
+
+
 @pytest.mark.spec("NEW-15")
 @ranks(2)
 def test_the_reset_is_the_roots_and_harmless_when_there_is_nothing_to_reset() -> None:

@@ -312,4 +312,12 @@ MUTANTS = [
         "Rows in a sharded state dict change with the parameter.",
         "SD-FULL-07",
     ),
+    Mutant(
+        "whole-value-for-a-part",
+        "Form.local",
+        "value.shape != self.shape",
+        "False",
+        "Of a whole value for a part of tensor parallelism the part is not cut out.",
+        "SD-FULL-08",
+    ),
 ]
