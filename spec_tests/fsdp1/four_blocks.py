@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from minifsdp import FullyShardedDataParallel, ShardingStrategy, trace
 from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.harness import device
+from spec_tests.harness import device, kept
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 = ShardingStrategy
 FLAT_STRATEGIES = (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD)
@@ -91,6 +91,10 @@ def sharded(model: nn.Module | None = None, **options: Any) -> FullyShardedDataP
 
 def grid() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Four ranks: 0 and 1 shard, 2 and 3 shard; 0 and 2 are replicas, 1 and 3 are replicas."""
+    return kept("grid", _make_grid)
+
+
+def _make_grid() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     rows, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
     columns, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
     all_connected()

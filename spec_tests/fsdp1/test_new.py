@@ -45,16 +45,18 @@ from spec_tests.fsdp1.four_blocks import (
     seeded,
     sharded,
 )
-from spec_tests.harness import device, ranks
+from spec_tests.harness import device, kept, ranks
 
 FSDP = FullyShardedDataParallel
 
 
 def mesh_of(*shape: int) -> DeviceMesh:
-    names = ("replicate", "shard")[-len(shape) :]
-    mesh = init_device_mesh(device().type, shape, mesh_dim_names=names)
-    all_connected()
-    return mesh
+    def make() -> DeviceMesh:
+        mesh = init_device_mesh(device().type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        all_connected()
+        return mesh
+
+    return kept(("mesh", shape), make)
 
 
 def trained(model: FSDP, steps: int = 2) -> dict[str, Tensor]:

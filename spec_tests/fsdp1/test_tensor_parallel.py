@@ -22,7 +22,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import MixedPrecision, ShardingStrategy, StateDictType
 from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.fsdp1.four_blocks import FLAT_STRATEGIES, FULL_SHARD, HYBRID_SHARD, SHARD_GRAD_OP, assert_same, seeded
-from spec_tests.harness import device, ranks
+from spec_tests.harness import device, kept, ranks
 
 WIDTH, HIDDEN = 4, 8
 either = pytest.mark.parametrize("use_orig_params", [False, True])
@@ -49,7 +49,8 @@ class Tower(nn.Module):
 
 
 def meshes(*sizes: int) -> DeviceMesh:
-    return init_device_mesh(device().type, sizes, mesh_dim_names=("replicate", "shard", "cut")[-len(sizes) :])
+    names = ("replicate", "shard", "cut")[-len(sizes) :]
+    return kept(("cut", sizes), lambda: init_device_mesh(device().type, sizes, mesh_dim_names=names))
 
 
 def cut(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -264,6 +265,15 @@ def test_a_full_dict_has_the_parameters_that_tensor_parallelism_made(use_orig_pa
     assert list(state) == list(plain.state_dict())
     assert_same({name: whole(value) for name, value in state.items()}, plain.state_dict(), bitwise=True)
     assert isinstance(state["layers.0.up.weight"], DTensor)
+
+
+@pytest.mark.spec("NEW-01", "SD-FULL-08")
+@either
+@ranks(4)
+def test_a_dict_of_the_plain_model_can_be_read_and_each_part_finds_its_own(use_orig_params: bool) -> None:
+    model = zeroed(use_orig_params=use_orig_params)
+    model.load_state_dict(seeded(Tower).state_dict())
+    expect(model, seeded(Tower))
 
 
 @pytest.mark.spec("NEW-01", "SD-SHARD-01", "SD-SHARD-03")

@@ -41,7 +41,7 @@ from spec_tests.fsdp1.four_blocks import (
     seeded,
 )
 from spec_tests.fsdp2.subject import fully_shard
-from spec_tests.harness import device
+from spec_tests.harness import device, kept
 
 __all__ = [
     "SIZES",
@@ -96,16 +96,21 @@ def line_mesh() -> DeviceMesh:
 
 def grid_mesh() -> DeviceMesh:
     """Four ranks: 0 and 1 shard, 2 and 3 shard; 0 and 2 are replicas, 1 and 3 are replicas."""
-    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
-    all_connected()
-    return mesh
+    return _mesh_with_replicas(2, 2)
 
 
 def column_mesh() -> DeviceMesh:
     """All ranks are replicas, and each has the whole."""
-    mesh = init_device_mesh(device().type, (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
-    all_connected()
-    return mesh
+    return _mesh_with_replicas(dist.get_world_size(), 1)
+
+
+def _mesh_with_replicas(*sizes: int) -> DeviceMesh:
+    def make() -> DeviceMesh:
+        mesh = init_device_mesh(device().type, sizes, mesh_dim_names=("replicate", "shard"))
+        all_connected()
+        return mesh
+
+    return kept(("mesh", sizes), make)
 
 
 def recorded_iteration(model: nn.Module, step: int = 0, **arguments: Any) -> str:

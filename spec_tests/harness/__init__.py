@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from spec_tests.harness import pool, worker
+from spec_tests.harness.worker import kept
 
-__all__ = ["device", "plain_tensor", "rank_among_invented", "ranks"]
+__all__ = ["device", "kept", "plain_tensor", "rank_among_invented", "ranks"]
 
 HANG_LIMIT = 60.0
 

@@ -33,6 +33,7 @@ import faulthandler
 import gc
 import importlib
 import io
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -46,7 +47,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ from torch.distributed.tensor._redistribute import _gen_transform_infos
 
 from spec_tests.harness import simulated
 
-__all__ = ["REWRITTEN", "Answer", "Seat", "Task", "serve"]
+__all__ = ["REWRITTEN", "Answer", "Seat", "Task", "kept", "leftover_groups", "serve"]
 
 # Modules beside the tests proper whose assertions are to show values as well.
 REWRITTEN = tuple(
@@ -69,6 +70,7 @@ REWRITTEN = tuple(
     for name in ("checkpoint", "compat", "engine", "fsdp1", "fsdp2", "menagerie", "oracles", "tutorials")
 )
 
+T = TypeVar("T")
 device_here = torch.device("cpu")
 
 
@@ -221,12 +223,15 @@ def _answer_until_closed(seat: Seat, pipe: multiprocessing.connection.Connection
     pipe.send(Answer())
     # A closed pipe means that the session has given this pool up.
     with contextlib.suppress(EOFError, ConnectionError):
-        while True:
+        for number in itertools.count(1):
             task: Task = pipe.recv()
             home.prepare(task.limit)
             failure = _run(task)
             home.restore()
             pipe.send(Answer(failure, _num_collectives(), dist.group.WORLD is group))
+            if number % 100 == 0:
+                # What so many tests have left is what torch remembers.
+                gc.freeze()
 
 
 def _join_default_group(seat: Seat) -> None:
@@ -336,8 +341,34 @@ def _apply_filter(text: str) -> None:
     warnings.filterwarnings(action, message, kind, module)  # type: ignore[arg-type]
 
 
+_kept: dict[object, Any] = {}
+_kept_groups: set[Any] = set()
+
+
+def kept(key: object, make: Callable[[], T]) -> T:
+    """What ``make`` returns, made by the first test that asks for it, with groups that stay for the tests after it.
+
+    Most tests with several groups want the same ones. And DTensor works out for each operation on each mesh what is to
+    be sent, which takes ten times as long as the operation, and must be forgotten with the groups. Every rank must ask.
+    """
+    if device_here.type == "sim":
+        # Each test has a world of its own there.
+        return make()
+    if key not in _kept:
+        before = set(c10d._world.pg_map)
+        _kept[key] = make()
+        _kept_groups.update(set(c10d._world.pg_map) - before)
+    found: T = _kept[key]
+    return found
+
+
+def leftover_groups() -> list[Any]:
+    """Groups that a test has made for itself."""
+    return [group for group in c10d._world.pg_map if group is not dist.group.WORLD and group not in _kept_groups]
+
+
 def _destroy_leftover_groups() -> None:
-    leftover = [group for group in c10d._world.pg_map if group is not dist.group.WORLD]
+    leftover = leftover_groups()
     for group in leftover:
         dist.destroy_process_group(group)
     if leftover:

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from spec_tests.harness import kept
+
 __all__ = ["Counts", "count_collectives", "world_groups_2x2"]
 
 KINDS = {
@@ -101,6 +103,10 @@ def world_groups_2x2() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         replicate    [0 2]  [1 3]         within a column
     """
     assert dist.get_world_size() == 4, f"a grid of 2 x 2 needs 4 ranks, there are {dist.get_world_size()}"
+    return kept("groups of 2 x 2", _make_groups_2x2)
+
+
+def _make_groups_2x2() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     row, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
     column, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
     assert row is not None
