@@ -10,7 +10,7 @@ state dict: one choice, ``state_dict_type``, for both. Worked example::
         optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, checkpoint["optim"]))
 
 Not through here goes ``get_optimizer_state_dict`` of ``torch.distributed.checkpoint``: it calls the methods of torch's
-own wrapper class, and is refused (``framework_names.py``). Its counterparts for the model's state work.
+own wrapper class, and is refused (``compat/wrapper_names.py``). Its counterparts for the model's state work.
 
 *In torch:* the same two, and six older ones for which there is ``optim_state_legacy.py`` here.
 
