@@ -85,7 +85,6 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
             "fsdp1/build.py",
             "fsdp1/ignored.py",
             "fsdp1/initial.py",
-            "fsdp1/base.py",
             "fsdp1/names.py",
             "fsdp1/training_methods.py",
             "fsdp1/training_aids.py",

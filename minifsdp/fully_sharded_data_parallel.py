@@ -25,6 +25,7 @@ Spec: CTOR-01, LEGACY-01.
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 from minifsdp import api
@@ -37,11 +38,12 @@ from minifsdp.compat.optim_state_legacy import OldOptimStateMethods
 from minifsdp.compat.wrapper_names import FrameworkNames
 from minifsdp.engine.compiler import step_over_this_package
 from minifsdp.engine.flat_parameter import FLAT_NAME as FLAT_PARAM
-from minifsdp.fsdp1.base import PREFIX as FSDP_PREFIX
-from minifsdp.fsdp1.base import WRAPPED as FSDP_WRAPPED_MODULE
 from minifsdp.fsdp1.names import NameMethods
+from minifsdp.fsdp1.options import Options
 from minifsdp.fsdp1.policies import CustomPolicy, ModuleWrapPolicy
 from minifsdp.fsdp1.training_methods import TrainingMethods
+from minifsdp.fsdp1.wrapper import PREFIX as FSDP_PREFIX
+from minifsdp.fsdp1.wrapper import WRAPPED as FSDP_WRAPPED_MODULE
 from minifsdp.fsdp1.wrapper import Wrapper
 
 __all__ = [
@@ -97,5 +99,9 @@ class FullyShardedDataParallel(  # type: ignore[misc]
 
 # Whatever class the user has made of this one: what a policy wraps is given these arguments and no others.
 Wrapper._inner_class = FullyShardedDataParallel
-# Python says "FullyShardedDataParallel.__init__() got an unexpected keyword argument", and names what was called.
-Wrapper.__init__.__qualname__ = FullyShardedDataParallel.__init__.__qualname__ = "FullyShardedDataParallel.__init__"
+# The arguments that ``help`` shows, and the name in Python's own "got an unexpected keyword argument".
+own, module, *_ = inspect.signature(Wrapper.__init__).parameters.values()
+fields = inspect.signature(Options).parameters.values()
+Wrapper.__init__.__signature__ = inspect.Signature([own, module, *fields])  # type: ignore[attr-defined]
+for constructor in (Options.__init__, Wrapper.__init__, FullyShardedDataParallel.__init__):
+    constructor.__qualname__ = "FullyShardedDataParallel.__init__"

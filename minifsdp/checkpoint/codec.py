@@ -32,7 +32,7 @@ from minifsdp.checkpoint.names import names_in_state
 from minifsdp.checkpoint.state_dict_options import OptimStateDictConfig, StateDictConfig, StateDictType
 from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Group, Mesh
-from minifsdp.fsdp1.base import WrapperBase
+from minifsdp.fsdp1.wrapper import Wrapper
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class UnitCodec:
         keys: number and key of each parameter, as often as it is in the tree.
     """
 
-    def __init__(self, wrapper: WrapperBase, prefix: str) -> None:
+    def __init__(self, wrapper: Wrapper, prefix: str) -> None:
         unit = wrapper._unit
         assert unit is not None
         self.unit, self.layout, self._wrapper = unit, unit.layout, wrapper

@@ -22,8 +22,8 @@ from typing import Any
 
 from torch import nn
 
-from minifsdp.fsdp1.base import PREFIX
 from minifsdp.fsdp1.build import FlatUnit
+from minifsdp.fsdp1.wrapper import PREFIX
 
 CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 

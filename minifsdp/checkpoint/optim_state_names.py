@@ -33,8 +33,8 @@ from torch import nn
 from minifsdp.checkpoint.codec import UnitCodec
 from minifsdp.checkpoint.names import dotted, plain_path
 from minifsdp.engine.messages import detail
-from minifsdp.fsdp1.base import WrapperBase
 from minifsdp.fsdp1.full_params import check_idle
+from minifsdp.fsdp1.wrapper import Wrapper
 
 
 class UnitNames(UnitCodec):
@@ -49,7 +49,7 @@ class UnitNames(UnitCodec):
         owners: what the optimizer owns, with the numbers of the parameters behind each.
     """
 
-    def __init__(self, wrapper: WrapperBase, prefix: str) -> None:
+    def __init__(self, wrapper: Wrapper, prefix: str) -> None:
         super().__init__(wrapper, prefix)
         wrapper._mend()
         check_idle(self.unit)
@@ -81,7 +81,7 @@ class ParameterNames:
         self.units = [
             UnitNames(module, dotted(name))
             for name, module in model.named_modules()
-            if isinstance(module, WrapperBase) and module._unit is not None
+            if isinstance(module, Wrapper) and module._unit is not None
         ]
         self.of: dict[nn.Parameter, list[str]] = {
             owner: [unit.names[number] for number in numbers] for unit in self.units for owner, numbers in unit.owners

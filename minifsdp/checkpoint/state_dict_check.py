@@ -36,8 +36,8 @@ from minifsdp.checkpoint.state_dict import LOCAL_NAME
 from minifsdp.engine.flat_parameter import FLAT_NAME
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import detail
-from minifsdp.fsdp1.base import WrapperBase
 from minifsdp.fsdp1.build import FlatUnit
+from minifsdp.fsdp1.wrapper import Wrapper
 
 # What nn.Module says first.
 OPENING = "Error(s) in loading state_dict for FullyShardedDataParallel: "
@@ -65,7 +65,7 @@ class Expected:
 
 
 @chunks.unadvised()
-def refuse_misfit(wrapper: WrapperBase, form: Form, state: Mapping[str, Any], prefix: str, strict: bool) -> None:
+def refuse_misfit(wrapper: Wrapper, form: Form, state: Mapping[str, Any], prefix: str, strict: bool) -> None:
     """Raises on all ranks if the dict of any does not fit. All ranks of the units' groups must call it.
 
     Args:
@@ -81,7 +81,7 @@ def refuse_misfit(wrapper: WrapperBase, form: Form, state: Mapping[str, Any], pr
     wrappers = [
         (prefix + dotted(name), module)
         for name, module in wrapper.named_modules(remove_duplicate=False)
-        if isinstance(module, WrapperBase)
+        if isinstance(module, Wrapper)
     ]
     groups = agreement.groups_of(inner.mesh for _, inner in wrappers)
     agreement.monitored_barrier(groups, "load_state_dict()")
@@ -99,7 +99,7 @@ def refuse_misfit(wrapper: WrapperBase, form: Form, state: Mapping[str, Any], pr
         agreement.refuse_lacking(groups, (detail("rows-lacking-of-unit", key=key) for key in rows), OPENING)
 
 
-def _expected(wrapper: WrapperBase, wrappers: Iterable[tuple[str, WrapperBase]], prefix: str) -> Expected:
+def _expected(wrapper: Wrapper, wrappers: Iterable[tuple[str, Wrapper]], prefix: str) -> Expected:
     expected = Expected()
     owned: set[int] = set()
     for path, inner in wrappers:
@@ -110,9 +110,9 @@ def _expected(wrapper: WrapperBase, wrappers: Iterable[tuple[str, WrapperBase]],
             expected.in_units.update({key: (tuple(codec.shapes[n]), codec.group) for n, key in codec.keys})
     for path, module in wrapper.named_modules(remove_duplicate=False):
         start = prefix + dotted(path)
-        if reads_by_itself(module, num_expected_hooks=int(isinstance(module, WrapperBase))):
+        if reads_by_itself(module, num_expected_hooks=int(isinstance(module, Wrapper))):
             expected.elsewhere.append(start)
-        if isinstance(module, WrapperBase) or hasattr(module, "_checkpoint_wrapped_module"):
+        if isinstance(module, Wrapper) or hasattr(module, "_checkpoint_wrapped_module"):
             continue
         for name, tensor in _registered(module):
             key = start + name

@@ -32,18 +32,18 @@ from minifsdp.checkpoint.names import plain_path
 from minifsdp.checkpoint.state_dict import LOCAL_NAME
 from minifsdp.checkpoint.state_dict_check import OPENING, Expected, local_value, misfit
 from minifsdp.engine.flat_parameter import FLAT_NAME
-from minifsdp.fsdp1.base import PREFIX, WrapperBase
 from minifsdp.fsdp1.full_params import check_idle
+from minifsdp.fsdp1.wrapper import PREFIX, Wrapper
 
 
-def drop_own_tensors(wrapper: WrapperBase, state: MutableMapping[str, Any], prefix: str) -> None:
+def drop_own_tensors(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str) -> None:
     """Takes the wrapper's own slices and buffers out of a dict, if they were added.
 
     ``set_model_state_dict`` of ``torch.distributed.checkpoint`` adds to a full dict what the model has registered. It
     means to help, but those are under the names that things have while they are wrapped; and where the dict lacks a
     key, under the plain one, but a slice.
     """
-    units = [w._unit for w in WrapperBase.fsdp_modules(wrapper) if w._unit is not None]
+    units = [w._unit for w in Wrapper.fsdp_modules(wrapper) if w._unit is not None]
     cut = {id(p) for unit in units if unit.plan.mesh.shard is not None for p in unit.layout.local_parameters()}
     own = {id(tensor) for tensor in [*wrapper.parameters(), *wrapper.buffers()]} | cut
     for key in [key for key in state if key.startswith(prefix)]:
@@ -64,7 +64,7 @@ class Reading:
         is_looked_at: whether a user's hook or module runs while the unit is read, and may look at parameters.
     """
 
-    def __init__(self, wrapper: WrapperBase, prefix: str, form: Form, *, is_looked_at: bool) -> None:
+    def __init__(self, wrapper: Wrapper, prefix: str, form: Form, *, is_looked_at: bool) -> None:
         self._codec = None if wrapper._unit is None else UnitCodec(wrapper, prefix)
         self._module, self._prefix, self._form, self._is_looked_at = wrapper.module, prefix, form, is_looked_at
         self._full_parameters = ExitStack()

@@ -37,22 +37,21 @@ from minifsdp.checkpoint.state_dict_options import (
 )
 from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.messages import rank_of_this_process
-from minifsdp.fsdp1 import build
-from minifsdp.fsdp1.base import PREFIX, WrapperBase, clean_name, is_wrapper
+from minifsdp.fsdp1.wrapper import PREFIX, Wrapper, clean_name
 
 
-def _is_shown(wrapper: WrapperBase) -> bool:
+def _is_shown(wrapper: Wrapper) -> bool:
     # In the user's hands already: nothing will be gathered, and a rank may come alone.
     return wrapper._unit is not None and custom_state.shown_in_full(wrapper._unit) is not None
 
 
-def _looks_while_written(wrapper: WrapperBase) -> bool:
-    modules = build.modules_of_unit(wrapper.module, is_wrapper, wrapper._ignored_modules)
+def _looks_while_written(wrapper: Wrapper) -> bool:
+    modules = wrapper._own_modules()
     return bool(wrapper._state_dict_pre_hooks) or any(custom_state.writes_by_itself(module) for _, module in modules)
 
 
-def _looks_while_read(wrapper: WrapperBase) -> bool:
-    modules = build.modules_of_unit(wrapper.module, is_wrapper, wrapper._ignored_modules)
+def _looks_while_read(wrapper: Wrapper) -> bool:
+    modules = wrapper._own_modules()
     is_hooked = custom_state.reads_by_itself(wrapper, num_expected_hooks=1)
     return is_hooked or any(custom_state.looks_while_read(module) for _, module in modules)
 
@@ -62,7 +61,7 @@ def wrappers_in(module: nn.Module) -> list[StateDictMethods]:
     return [inner for inner in module.modules() if isinstance(inner, StateDictMethods)]
 
 
-class StateDictMethods(WrapperBase):
+class StateDictMethods(Wrapper):
     """Choosing, writing and reading the model's state."""
 
     _reads_strictly = False
@@ -136,7 +135,7 @@ class StateDictMethods(WrapperBase):
         form = self._form
         if self._unit is not None:
             state_dict.write_unit(UnitCodec(self, inner), form, state, inner)
-        modules = build.modules_of_unit(self.module, is_wrapper, self._ignored_modules)
+        modules = self._own_modules()
         state_dict.write_rest(modules, self._buffer_dtypes, form, state, inner)
         names.rename(state, inner, prefix)
         if form.first_only and not self.mesh.is_first:

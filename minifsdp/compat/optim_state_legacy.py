@@ -40,12 +40,12 @@ from minifsdp.checkpoint.codec import Form
 from minifsdp.checkpoint.optim_state_names import ParameterNames
 from minifsdp.checkpoint.state_dict_options import OptimStateKeyType, StateDictType
 from minifsdp.engine.messages import message, warn, warn_renamed
-from minifsdp.fsdp1.base import WrapperBase
+from minifsdp.fsdp1.wrapper import Wrapper
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter]
 
 
-class OldOptimStateMethods(WrapperBase):
+class OldOptimStateMethods(Wrapper):
     """Writing and reading the optimizer's state, as it was done up to torch 2.0."""
 
     @staticmethod

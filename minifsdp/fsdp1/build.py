@@ -30,9 +30,15 @@ from minifsdp.engine.precision import Precision
 from minifsdp.engine.schedule import Prefetch
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1 import policies
-from minifsdp.fsdp1.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from minifsdp.fsdp1.options import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    Options,
+    ProcessGroups,
+    ShardingStrategy,
+)
 
-ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 # All units of this door lie flat.
 FlatUnit = Unit[FlatLayout]
 
@@ -40,14 +46,7 @@ HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 FREES_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
-def check_options(
-    module: Any,
-    sharding_strategy: Any,
-    cpu_offload: Any,
-    auto_wrap_policy: Any,
-    backward_prefetch: Any,
-    mixed_precision: Any,
-) -> None:
+def check_options(module: Any, options: Options) -> None:
     """Whether each argument is of a kind that it may be. Nothing is communicated.
 
     A list or dict of modules is of such a kind, and warned of (WRAP-19).
@@ -57,20 +56,21 @@ def check_options(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(message("not-a-module", type=type(module).__name__))
-    if isinstance(sharding_strategy, CPUOffload):
+    strategy, prefetch = options.sharding_strategy, options.backward_prefetch
+    if isinstance(strategy, CPUOffload):
         raise TypeError(message("third-position"))
-    if sharding_strategy is not None and not isinstance(sharding_strategy, ShardingStrategy):
+    if not isinstance(strategy, ShardingStrategy | None):
         members = ", ".join(f"ShardingStrategy.{member.name}" for member in ShardingStrategy)
-        raise TypeError(message("strategy-type", members=members, sharding_strategy=sharding_strategy))
-    if cpu_offload is not None and not isinstance(cpu_offload, CPUOffload):
-        raise TypeError(message("offload-type", cpu_offload=cpu_offload))
-    if backward_prefetch is not None and not isinstance(backward_prefetch, BackwardPrefetch):
+        raise TypeError(message("strategy-type", members=members, sharding_strategy=strategy))
+    if not isinstance(options.cpu_offload, CPUOffload | None):
+        raise TypeError(message("offload-type", cpu_offload=options.cpu_offload))
+    if not isinstance(prefetch, BackwardPrefetch | None):
         members = ", ".join(f"BackwardPrefetch.{member.name}" for member in BackwardPrefetch)
-        raise TypeError(message("prefetch-type", members=members, backward_prefetch=backward_prefetch))
-    if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision):
-        raise TypeError(message("mixed-precision-type", mixed_precision=mixed_precision))
-    if auto_wrap_policy is not None:
-        policies.require_policy(auto_wrap_policy)
+        raise TypeError(message("prefetch-type", members=members, backward_prefetch=prefetch))
+    if not isinstance(options.mixed_precision, MixedPrecision | None):
+        raise TypeError(message("mixed-precision-type", mixed_precision=options.mixed_precision))
+    if options.auto_wrap_policy is not None:
+        policies.require_policy(options.auto_wrap_policy)
     if misuse.is_only_called_in_parts(module):
         # Up to "forward", here and in `strategy_on`, the words are those that programs written for torch look for.
         warn(message("wraps-container", type=type(module).__name__))
@@ -87,46 +87,37 @@ def strategy_on(mesh: Mesh, strategy: ShardingStrategy) -> ShardingStrategy:
     return ShardingStrategy.NO_SHARD
 
 
-def choose_mesh(
-    process_group: Any, strategy: ShardingStrategy, *, has_policy: bool, device: torch.device
-) -> tuple[Mesh, ProcessGroups]:
+def choose_mesh(options: Options, strategy: ShardingStrategy, device: torch.device) -> tuple[Mesh, ProcessGroups]:
     """The table of ranks for a strategy, and the groups to hand to inner units.
 
     Every rank must call it, because a hybrid strategy without groups makes them.
 
     Raises:
         RuntimeError: there is no default process group and none was given.
-        ValueError: the groups do not fit the strategy.
+        ValueError: the groups, or the axes of the device mesh, do not fit the strategy, or both were given (NEW-01).
         TypeError: ``process_group`` is neither a group nor a pair of groups.
     """
+    given = options.process_group if options.device_mesh is None else _groups_of_mesh(options, strategy)
     if strategy in HYBRID:
-        pair = _hybrid_groups(process_group, strategy, has_policy=has_policy, device=device)
+        pair = _hybrid_groups(given, strategy, has_policy=options.auto_wrap_policy is not None, device=device)
         return Mesh.hybrid(Group.of(pair[0]), Group.of(pair[1])), pair
-    if isinstance(process_group, (tuple, list)):
+    if isinstance(given, (tuple, list)):
         raise ValueError(message("pair-of-groups", strategy=strategy.name))
-    group = default_group() if process_group is None else process_group
+    group = default_group() if given is None else given
     if not _is_group(group):
-        raise TypeError(message("group-type", process_group=process_group))
+        raise TypeError(message("group-type", process_group=group))
     sharers = Group.of(group)
-    if strategy is ShardingStrategy.NO_SHARD:
-        return Mesh.replicated(sharers), group
-    return Mesh.sharded(sharers), group
+    return (Mesh.replicated if strategy is ShardingStrategy.NO_SHARD else Mesh.sharded)(sharers), group
 
 
-def groups_of(device_mesh: Any, process_group: Any, strategy: ShardingStrategy) -> Any:
-    """The process group, or the pair of a hybrid strategy, that a ``DeviceMesh`` stands for (NEW-01).
-
-    Raises:
-        ValueError: it is given together with ``process_group``, or has not as many axes as the strategy needs.
-    """
-    if device_mesh is None:
-        return process_group
-    if process_group is not None:
+def _groups_of_mesh(options: Options, strategy: ShardingStrategy) -> Any:
+    """The process group, or the pair of a hybrid strategy, that a ``DeviceMesh`` stands for."""
+    mesh, num_axes = options.device_mesh, 2 if strategy in HYBRID else 1
+    if options.process_group is not None:
         raise ValueError(message("group-and-mesh"))
-    num_axes = 2 if strategy in HYBRID else 1
-    if device_mesh.ndim != num_axes:
-        raise ValueError(message("mesh-ndim", strategy=strategy.name, num_axes=num_axes, device_mesh=device_mesh))
-    return device_mesh.get_group() if num_axes == 1 else (device_mesh.get_group(1), device_mesh.get_group(0))
+    if mesh.ndim != num_axes:
+        raise ValueError(message("mesh-ndim", strategy=strategy.name, num_axes=num_axes, device_mesh=mesh))
+    return mesh.get_group() if num_axes == 1 else (mesh.get_group(1), mesh.get_group(0))
 
 
 def _hybrid_groups(

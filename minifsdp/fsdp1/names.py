@@ -20,16 +20,16 @@ import torch
 from torch import nn
 
 from minifsdp.engine.messages import message, warn_renamed
-from minifsdp.fsdp1.base import PREFIX, WRAPPED, WrapperBase
+from minifsdp.fsdp1.wrapper import PREFIX, WRAPPED, Wrapper
 
 
-class NameMethods(WrapperBase):
+class NameMethods(Wrapper):
     """Names and lookup."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ever, and also where a unit that is gathered right now shows views in place of its parameters (FWD-08)."""
         super().zero_grad(set_to_none)
-        for wrapper in WrapperBase.fsdp_modules(self):
+        for wrapper in Wrapper.fsdp_modules(self):
             for parameter in wrapper._unit.layout.local_parameters() if wrapper._unit is not None else []:
                 if set_to_none:
                     parameter.grad = None

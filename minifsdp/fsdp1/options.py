@@ -23,11 +23,13 @@ Spec: SHARD-01, PREF-01, MP-01, OFF-01.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -84,3 +86,30 @@ class CPUOffload:
     """Whether shards, their gradients and hence the optimizer state live on the CPU between computations."""
 
     offload_params: bool = False
+
+
+ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a wrapper is made with, beside its module: the arguments of `minifsdp.FullyShardedDataParallel`, as given.
+
+    They are told there. Order and defaults are those of torch, and are what ``inspect.signature`` shows.
+    """
+
+    process_group: ProcessGroups | None = None
+    sharding_strategy: ShardingStrategy | None = None
+    cpu_offload: CPUOffload | None = None
+    auto_wrap_policy: Any = None
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    mixed_precision: MixedPrecision | None = None
+    ignored_modules: Iterable[nn.Module] | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    device_id: int | torch.device | None = None
+    sync_module_states: bool = False
+    forward_prefetch: bool = False
+    limit_all_gathers: bool = True
+    use_orig_params: bool = False
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None
+    device_mesh: Any = None

@@ -22,13 +22,13 @@ from torch import nn
 from minifsdp.engine import optimizer_watch
 from minifsdp.engine.messages import message
 from minifsdp.engine.partition import Form, local_part
-from minifsdp.fsdp1.base import WrapperBase
 from minifsdp.fsdp1.build import HYBRID
 from minifsdp.fsdp1.full_params import check_not_running, check_summon_options, summoned
 from minifsdp.fsdp1.training_aids import clip_gradients, gradient_parts
+from minifsdp.fsdp1.wrapper import Wrapper
 
 
-class TrainingMethods(WrapperBase):
+class TrainingMethods(Wrapper):
     """What a training loop asks of a tree of wrappers."""
 
     # --- accumulation ---
@@ -89,7 +89,7 @@ class TrainingMethods(WrapperBase):
             "with_grads": with_grads,
         }
         check_summon_options(**options)
-        wrappers = WrapperBase.fsdp_modules(module)
+        wrappers = Wrapper.fsdp_modules(module)
         if not recurse:
             wrappers = [wrapper for wrapper in wrappers if wrapper is module]
         for wrapper in wrappers:
@@ -134,7 +134,7 @@ class TrainingMethods(WrapperBase):
         """
         self._only_on_the_root("clip_grad_norm_()")
         self._current_tree()
-        layouts = [w._unit.layout for w in WrapperBase.fsdp_modules(self) if w._unit is not None]
+        layouts = [w._unit.layout for w in Wrapper.fsdp_modules(self) if w._unit is not None]
         optimizer_watch.check_reduced("clip_grad_norm_()", layouts)
         parts = [part for layout in layouts for part in gradient_parts(layout)]
         owned = {parameter for layout in layouts for parameter in layout.local_parameters()}
@@ -164,7 +164,7 @@ class TrainingMethods(WrapperBase):
             raise ValueError(message("hook-type", hook=hook))
         if self._tree is not None:
             raise RuntimeError(message("hook-too-late"))
-        wrappers = WrapperBase.fsdp_modules(self)
+        wrappers = Wrapper.fsdp_modules(self)
         # Also where there are no copies: on more nodes it would be refused.
         if any(wrapper.sharding_strategy in HYBRID for wrapper in wrappers):
             raise AssertionError(message("hook-hybrid"))

@@ -9,27 +9,31 @@
 
 A wrapper stands between a module and whoever calls it. It takes the module's parameters away, keeps a slice of them,
 and gives the whole back for the time of a forward and a backward. All of that is in `forward`, five lines of it; what
-each line does is the engine's.
+each line does is the engine's. A wrapper consists of
 
-Wrappers nest. Each has at most one unit, with the parameters that no wrapper inside has taken. The outermost one to
-run forward is the root and makes the tree that all share; see ``engine/root.py``.
+* ``_unit``: the parameters that no wrapper inside has taken; ``None`` if nothing was left
+* ``_tree``: the units that run together, found at the first forward by the outermost wrapper that runs
+* ``_is_inner``: whether another wrapper contains this one
 
-What a wrapper consists of is said in ``base.py``. All that is not needed for a training step, how it is looked through,
-saved, summoned and clipped, is attached from outside, in ``fully_sharded_data_parallel.py``.
+Worked example: ``root(block0, block1)`` with all three wrapped. Each has a unit. The first ``root(batch)`` finds the
+tree of three and tells all of them. Had ``block0(x)`` been called on its own before, a tree of one would have been
+made for it; the tree of three takes it over. See ``engine/root.py``.
 
-The original parameters are not in ``parameters()`` any more, one flat parameter for each unit is. Everything else about
-the wrapped module can be reached through the wrapper as before: ``model.layer``, ``model[0]``, ``model.vocab_size``.
+The original parameters are not in ``parameters()`` any more, one flat parameter for each unit is. All that is not
+needed for a training step, how a wrapper is looked through, saved, summoned and clipped, is attached from outside, in
+``fully_sharded_data_parallel.py``.
 
-*In torch:* ``fully_sharded_data_parallel.py``, 2167 lines, of which the constructor and ``forward`` are 140.
+*In torch:* ``fully_sharded_data_parallel.py``, 2167 lines, of which the constructor and ``forward`` are 140; the facts
+above are some thirty attributes of a class ``_FSDPState``, filled in by free functions.
 
-Spec: CTOR, SHARD, HYB, FWD.
+Spec: CTOR, SHARD, HYB, FWD, NAMES-01, NAMES-06.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -37,20 +41,38 @@ from torch import nn
 from minifsdp.engine import misuse
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.layout import owned_parameters
+from minifsdp.engine.messages import message
 from minifsdp.engine.precision import cast_floating, move
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.root import Root
-from minifsdp.engine.unit import State, Unit, UnitPolicy
+from minifsdp.engine.unit import Phase, State, Unit, UnitPolicy
 from minifsdp.fsdp1 import build, initial, wrap
-from minifsdp.fsdp1.base import WRAPPED, WrapperBase, is_wrapper
+from minifsdp.fsdp1.compiling import warn_if_compiled
 from minifsdp.fsdp1.ignored import find_ignored
-from minifsdp.fsdp1.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from minifsdp.fsdp1.options import CPUOffload, MixedPrecision, Options, ProcessGroups, ShardingStrategy
+
+WRAPPED = "_fsdp_wrapped_module"
+PREFIX = WRAPPED + "."
 
 
-class Wrapper(WrapperBase):
+def clean_name(name: str) -> str:
+    """A parameter's or module's name without the wrappers' prefixes."""
+    return name.replace(PREFIX, "").removesuffix(WRAPPED).removesuffix(".")
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether ``module`` is a wrapper itself; not whether it contains one."""
+    return isinstance(module, Wrapper)
+
+
+class Wrapper(nn.Module):
     """A module whose parameters are sharded; the arguments are those of `minifsdp.FullyShardedDataParallel`.
 
     Every rank of the group must construct it, with modules of the same structure and in the same order.
+
+    Args:
+        module: the module to wrap.
+        *args, **kwargs: the fields of `Options`.
 
     Attributes:
         _inner_class: what an auto-wrap policy wraps with.
@@ -58,92 +80,65 @@ class Wrapper(WrapperBase):
 
     _inner_class: type[Wrapper]
 
-    def __init__(
-        self,
-        module: nn.Module,
-        process_group: build.ProcessGroups | None = None,
-        sharding_strategy: ShardingStrategy | None = None,
-        cpu_offload: CPUOffload | None = None,
-        auto_wrap_policy: Any = None,
-        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
-        mixed_precision: MixedPrecision | None = None,
-        ignored_modules: Iterable[nn.Module] | None = None,
-        param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | torch.device | None = None,
-        sync_module_states: bool = False,
-        forward_prefetch: bool = False,
-        limit_all_gathers: bool = True,
-        use_orig_params: bool = False,
-        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
-        device_mesh: Any = None,
-    ) -> None:
-        build.check_options(
-            module, sharding_strategy, cpu_offload, auto_wrap_policy, backward_prefetch, mixed_precision
-        )
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        options = Options(*args, **kwargs)
+        build.check_options(module, options)
         misuse.check_one_door(module, "FullyShardedDataParallel")
         super().__init__()
-        strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
-        process_group = build.groups_of(device_mesh, process_group, strategy)
-        self.device_mesh = device_mesh
-        ignored = find_ignored(module, ignored_modules, ignored_states, is_wrapper)
+        strategy = options.sharding_strategy or ShardingStrategy.FULL_SHARD
+        ignored = find_ignored(module, options.ignored_modules, options.ignored_states, is_wrapper)
         self._ignored_modules, self._ignored_parameters = ignored
-        self.compute_device = build.compute_device(module, device_id, ignored[1])
-        self.mesh, groups = build.choose_mesh(
-            process_group, strategy, has_policy=auto_wrap_policy is not None, device=self.compute_device
-        )
+        self.compute_device = build.compute_device(module, options.device_id, self._ignored_parameters)
+        self.mesh, groups = build.choose_mesh(options, strategy, self.compute_device)
         # Of a hybrid strategy's two groups the one that shards.
         self.process_group = groups[0] if isinstance(groups, tuple) else groups
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
+        self.device_mesh = options.device_mesh
         self.sharding_strategy = build.strategy_on(self.mesh, strategy)
-        self.cpu_offload = cpu_offload or CPUOffload()
-        self.backward_prefetch = backward_prefetch
-        self.mixed_precision = mixed_precision or MixedPrecision()
-        self.forward_prefetch = forward_prefetch
-        self.limit_all_gathers = limit_all_gathers
-        self._use_orig_params = use_orig_params
-        self._precision = build.precision_of(mixed_precision)
-        self._tree: Root | None = None
+        self.cpu_offload = options.cpu_offload or CPUOffload()
+        self.backward_prefetch, self.forward_prefetch = options.backward_prefetch, options.forward_prefetch
+        self.limit_all_gathers, self._use_orig_params = options.limit_all_gathers, options.use_orig_params
+        self.mixed_precision = options.mixed_precision or MixedPrecision()
+        self._precision = build.precision_of(options.mixed_precision)
         # An old switch of torch that programs still set in their environment.
         self._full_precision_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
         self._buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
-        self._is_inner = self._is_tree_root = False
-        self._shows_clean_names = False
-        if auto_wrap_policy is not None:
-            inner_arguments = {
-                "process_group": groups if device_mesh is None else None,
-                "device_mesh": device_mesh,
-                "sharding_strategy": strategy,
-                "cpu_offload": cpu_offload,
-                "backward_prefetch": backward_prefetch,
-                "mixed_precision": mixed_precision,
-                "param_init_fn": param_init_fn,
-                "device_id": device_id,
-                "sync_module_states": sync_module_states,
-                "forward_prefetch": forward_prefetch,
-                "limit_all_gathers": limit_all_gathers,
-                "use_orig_params": use_orig_params,
-                # Modules, where modules were given: an inner unit must leave their buffers alone, too.
-                **({"ignored_modules": [*ignored[0]]} if ignored[0] else {"ignored_states": ignored[1]}),
-            }
-            wrap.auto_wrap(module, auto_wrap_policy, self._inner_class, inner_arguments, *ignored)
-        for inner in WrapperBase.fsdp_modules(module):
-            inner._is_inner = True
+        self._tree: Root | None = None
+        self._is_inner = self._is_tree_root = self._shows_clean_names = False
+        if options.auto_wrap_policy is not None:
+            inner = self._options_of_inner(options, groups)
+            wrap.auto_wrap(module, options.auto_wrap_policy, self._inner_class, inner, *ignored)
+        for wrapper in Wrapper.fsdp_modules(module):
+            wrapper._is_inner = True
         self.add_module(WRAPPED, module)
-        modules = build.modules_of_unit(module, is_wrapper, self._ignored_modules)
-        self._initialize(modules, param_init_fn, device_id, sync_module_states)
+        modules = self._own_modules()
+        self._initialize(modules, options)
         self._unit = self._make_unit(module, modules)
 
-    def _initialize(
-        self, modules: list[tuple[str, nn.Module]], param_init_fn: Any, device_id: Any, sync_module_states: bool
-    ) -> None:
+    def _options_of_inner(self, options: Options, groups: ProcessGroups) -> dict[str, Any]:
+        """What a policy's units are made with: the same, but for what has been found out."""
+        return {
+            **vars(options),
+            "process_group": groups if options.device_mesh is None else None,
+            "auto_wrap_policy": None,
+            # Modules, where modules were given: an inner unit must leave their buffers alone, too.
+            "ignored_modules": self._ignored_modules or None,
+            "ignored_states": None if self._ignored_modules else self._ignored_parameters,
+        }
+
+    def _own_modules(self) -> list[tuple[str, nn.Module]]:
+        """The modules whose own parameters and buffers are a matter of this wrapper, with their paths."""
+        return build.modules_of_unit(self.module, is_wrapper, self._ignored_modules)
+
+    def _initialize(self, modules: list[tuple[str, nn.Module]], options: Options) -> None:
         """Makes this unit's initial values real, in the right place, and if so wished equal on all ranks."""
         ignored = {*self._ignored_parameters, *build.flattened_in(modules)}
-        initial.materialize(modules, param_init_fn, self.compute_device, ignored)
-        if device_id is not None:
+        initial.materialize(modules, options.param_init_fn, self.compute_device, ignored)
+        if options.device_id is not None:
             initial.move_modules(modules, self.compute_device, ignored)
         else:
-            initial.cut_in_place(modules, self.compute_device, ignored, sends=sync_module_states)
-        if sync_module_states:
+            initial.cut_in_place(modules, self.compute_device, ignored, sends=options.sync_module_states)
+        if options.sync_module_states:
             initial.synchronize(modules, self.mesh, ignored, type(self.module).__name__)
 
     def _make_unit(self, module: nn.Module, modules: list[tuple[str, nn.Module]]) -> build.FlatUnit | None:
@@ -165,6 +160,21 @@ class Wrapper(WrapperBase):
         plan = ReducePlan.mean(self.mesh, precision.reduce or layout.dtype)
         frees = self.sharding_strategy in build.FREES_AFTER_FORWARD and self.mesh.shard is not None
         return Unit(module, layout, plan, precision, UnitPolicy(reshard_after_forward=frees))
+
+    # --- what it contains ---
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module (NAMES-01)."""
+        wrapped = self._modules[WRAPPED]
+        assert wrapped is not None
+        return wrapped
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Wrapper]:
+        """All wrappers in ``module``, itself included if it is one; ``root_only`` leaves inner ones out (NAMES-06)."""
+        found = [m for m in module.modules() if isinstance(m, Wrapper)]
+        return [m for m in found if not m._is_inner] if root_only else found
 
     # --- the algorithm ---
 
@@ -205,3 +215,59 @@ class Wrapper(WrapperBase):
             if casts:
                 args, kwargs = cast_floating(precision.compute, (args, kwargs))
         return args, kwargs
+
+    # --- the tree ---
+
+    def _current_tree(self) -> Root:
+        tree = self._tree
+        return self._find_tree() if tree is None or tree.is_dissolved else tree
+
+    def _mend(self) -> None:
+        """Before the user looks at what the units hold: tidies up after a backward that ended in an exception."""
+        if self._tree is not None:
+            self._tree.mend()
+
+    def _find_tree(self) -> Root:
+        """A forward runs here with no other wrapper around it, so here is the root (CTOR-10)."""
+        wrappers = [(clean_name(name), m) for name, m in self.named_modules() if isinstance(m, Wrapper)]
+        # Parts that ran on their own before were roots of small trees; this one takes them over (CTOR-11).
+        for small in {id(m._tree): m._tree for _, m in wrappers if m._tree is not None}.values():
+            if not small.is_dissolved:
+                small.dissolve()
+        warn_if_compiled(not self._use_orig_params)
+        tree = Root(
+            [(name, wrapper._unit) for name, wrapper in wrappers if wrapper._unit is not None],
+            self._unit,
+            self.compute_device,
+            backward_prefetch=build.prefetch_of(self.backward_prefetch),
+            forward_prefetch=self.forward_prefetch,
+            limit_gathers=self.limit_all_gathers,
+        )
+        for _, wrapper in wrappers:
+            wrapper._tree = tree
+            wrapper._is_tree_root = wrapper is self
+            wrapper._cast_buffers()
+        return tree
+
+    def _cast_buffers(self) -> None:
+        dtype = self._precision.buffers
+        if dtype is None:
+            return
+        for _, owner in self._own_modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and buffer.is_floating_point() and buffer.dtype is not dtype:
+                    self._buffer_dtypes[owner, name] = buffer.dtype
+                    owner._buffers[name] = buffer.to(dtype)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # Dtype or device may have changed: the layout settles, and the next forward finds the tree anew.
+        if self._tree is not None and not self._tree.is_dissolved:
+            self._tree.dissolve()
+        if self._unit is not None and self._unit.phase is Phase.IDLE:
+            self._unit.layout.settle()
+        return self
+
+    def _only_on_the_root(self, what: str) -> None:
+        if self._is_inner:
+            raise RuntimeError(message("root-only", what=what))

@@ -260,8 +260,11 @@ def _may_hook(d: Description) -> bool:
     if d.hook == "communication":
         return "fully_shard" in d.door or not d.is_hybrid
     if d.hook == "accumulated":
-        # Who is reduced more than once halves each time what was there before, which the oracle does not know of.
-        return not any(d.micro_batches[:-1]) and not any(node.checkpoint == "reentrant" for node in nodes)
+        # Who is reduced more than once halves each time what was there before, which the oracle does not know of. With
+        # fully_shard that happens, in torch as well, where gradients wait for a backward through several uses.
+        is_reused = "fully_shard" in d.door and len(d.micro_batches) > 1 and any(node.times > 1 for node in nodes)
+        is_reentrant = any(node.checkpoint == "reentrant" for node in nodes)
+        return not any(d.micro_batches[:-1]) and not is_reentrant and not is_reused
     # Autograd looks for inputs and outputs no further than this.
     return all(node.returns in ("tensor", "tuple") and not node.keywords for node in nodes)
 

@@ -33,7 +33,7 @@ MUTANTS = [
     ),
     Mutant(
         "integer-buffers-are-cast",
-        "WrapperBase._cast_buffers",
+        "Wrapper._cast_buffers",
         "buffer.is_floating_point() and ",
         "",
         "buffer_dtype turns counters into floating numbers.",

@@ -26,7 +26,7 @@ MUTANTS = [
     Mutant(
         "offload-in-third-place",
         "check_options",
-        "if isinstance(sharding_strategy, CPUOffload):",
+        "if isinstance(strategy, CPUOffload):",
         "if False:",
         "A CPUOffload in third place is not told apart.",
         "LEGACY-04",

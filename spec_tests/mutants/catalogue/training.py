@@ -97,7 +97,7 @@ MUTANTS = [
     ),
     Mutant(
         "broken-off-and-not-mended",
-        "WrapperBase._mend",
+        "Wrapper._mend",
         "self._tree.mend()",
         "pass",
         "After a backward that raised, nothing can be saved or summoned.",
