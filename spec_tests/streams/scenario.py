@@ -153,7 +153,8 @@ def _legal_for_each_parameter(s: Scenario, d: Description) -> dict[str, Any]:
         changes["edits"] = "read"
     if all(d.micro_batches):
         changes.update(sums_late=False, goes_on=False)
-    if not d.is_hybrid:
+    if not d.is_hybrid or any(node.checkpoint == "reentrant" for node, _ in runs.walk(d.model)):
+        # A nested backward is reduced by itself, and what waits would be of other parameters than it: refused.
         changes["sums_late"] = False
     if not s.switches:
         changes["late"] = False
