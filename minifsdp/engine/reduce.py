@@ -101,10 +101,13 @@ class ReducePlan:
             self.dtype, self.scaling = dtype, self.scaling.within(dtype)
 
 
+@dataclass(slots=True)
 class _InFlight:
     """One reduction that was issued and not completed yet. It keeps alive all that its stages still read.
 
     Attributes:
+        whole: the gradient as it was packed.
+        piece: what is left of it after the stages that were issued.
         all_reduces: whether stage 4 sends, as the plan said at the beginning.
         promise: of what was issued last.
         result: what the layout will get; ``None`` for a partial sum.
@@ -113,33 +116,19 @@ class _InFlight:
         handed: what a hook was given, also if the hook has given the tensor other memory since.
     """
 
-    __slots__ = (
-        "all_reduces",
-        "copied",
-        "event",
-        "gradient",
-        "handed",
-        "layout",
-        "name",
-        "partial",
-        "piece",
-        "plan",
-        "promise",
-        "result",
-        "whole",
-    )
-
-    def __init__(self, name: str, layout: Layout, plan: ReducePlan, gradient: Gradient) -> None:
-        self.name, self.layout, self.plan, self.gradient = name, layout, plan, gradient
-        # 1. Packed in the lane, so that the compute stream can go on.
-        self.whole = self.piece = layout.pack(gradient, plan.dtype)
-        self.all_reduces = plan.all_reduces
-        self.promise: Promise = NOTHING
-        self.event: trace.Event | None = None
-        self.result: torch.Tensor | None = None
-        self.copied: Any = None
-        self.partial: torch.Tensor | None = None
-        self.handed: torch.Tensor | None = None
+    name: str
+    layout: Layout
+    plan: ReducePlan
+    gradient: Gradient
+    whole: torch.Tensor
+    piece: torch.Tensor
+    all_reduces: bool
+    promise: Promise = NOTHING
+    event: trace.Event | None = None
+    result: torch.Tensor | None = None
+    copied: Any = None
+    partial: torch.Tensor | None = None
+    handed: torch.Tensor | None = None
 
 
 class Reducer:
@@ -168,7 +157,9 @@ class Reducer:
             _check_partial(name, plan.partial[0], gradient.numbers)
         self._lanes.reduce.follow()
         with self._lanes.reduce as lane:
-            new = _InFlight(name, layout, plan, gradient)
+            # 1. Packed in the lane, so that the compute stream can go on.
+            whole = layout.pack(gradient, plan.dtype)
+            new = _InFlight(name, layout, plan, gradient, whole, whole, plan.all_reduces)
             if lane.stream is None:
                 # Packed at once; the parts are not read any more.
                 gradient.parts.clear()
