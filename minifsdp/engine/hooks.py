@@ -52,7 +52,7 @@ from minifsdp.engine.layout import Gradient
 from minifsdp.engine.order_check import OrderCheck
 from minifsdp.engine.precision import tensors_in
 from minifsdp.engine.reduce import Reducer
-from minifsdp.engine.schedule import Prefetch, Schedule
+from minifsdp.engine.schedule import BackwardPrefetch, Schedule
 from minifsdp.engine.triggers import NOT_IN_BACKWARD, graph_task, lay_wires, pass_through
 from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
 
@@ -64,7 +64,7 @@ class Cycle:
         units: all of them.
         reducer: combines their gradients.
         order_check: makes sure that all ranks gather the same.
-        backward_prefetch: when to ask for the next unit in backward.
+        backward_prefetch: when to ask for the next unit in backward; ``None`` for never ahead of time.
         forward_prefetch: whether to ask for the next unit in forward.
 
     Attributes:
@@ -80,7 +80,7 @@ class Cycle:
         reducer: Reducer,
         order_check: OrderCheck,
         *,
-        backward_prefetch: Prefetch,
+        backward_prefetch: BackwardPrefetch | None,
         forward_prefetch: bool,
     ) -> None:
         self.units, self.reducer, self.order_check = units, reducer, order_check
@@ -223,7 +223,7 @@ class Cycle:
         unit.awaits_backward = False
         if unit.policy.gathers_in_backward:
             unit.unshard()
-        if self.backward_prefetch is Prefetch.BEFORE_GRADIENTS:
+        if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch_backward(unit)
         if unit.state is not State.SHARDED:
             unit.wait()
@@ -241,7 +241,7 @@ class Cycle:
             self._lingering = unit
         elif unit.policy.reshard_after_backward:
             unit.reshard()
-        if self.backward_prefetch is Prefetch.AFTER_GRADIENTS:
+        if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_backward(unit)
         if gradient is None:
             return

@@ -42,18 +42,12 @@ class Precision:
     Attributes:
         compute: dtype of the gathered parameters.
         reduce: dtype in which gradients travel; ``None`` follows the dtype in which they were computed.
-        buffers: dtype of floating-point buffers from the first forward on.
         keep_reduce_dtype: leave the sharded gradient in the dtype in which it travelled.
-        cast_inputs: whether this unit casts its floating-point inputs to ``compute``.
-        cast_root_inputs: the same, asked instead of ``cast_inputs`` if the unit is the root.
     """
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
-    buffers: torch.dtype | None = None
     keep_reduce_dtype: bool = False
-    cast_inputs: bool = False
-    cast_root_inputs: bool = False
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

@@ -38,7 +38,7 @@ from minifsdp.engine.lanes import Lanes
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.order_check import OrderCheck
 from minifsdp.engine.reduce import Reducer
-from minifsdp.engine.schedule import Prefetch
+from minifsdp.engine.schedule import BackwardPrefetch
 from minifsdp.engine.triggers import NOT_IN_BACKWARD, graph_task
 from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
 
@@ -50,7 +50,7 @@ class Root:
         units: all units of the tree with their full names, the outermost module's own unit (if it has one) included.
         outermost: the unit of the outermost module; ``None`` if that has no parameters of its own.
         device: the compute device.
-        backward_prefetch: when backward asks for the next unit.
+        backward_prefetch: when backward asks for the next unit; ``None`` for never ahead of time.
         forward_prefetch: whether forward does.
         limit_gathers: whether the rate limiter is on.
         keeps_outermost: whether ``outermost`` stays for its backward whatever its strategy says.
@@ -67,7 +67,7 @@ class Root:
         outermost: Unit | None,
         device: torch.device,
         *,
-        backward_prefetch: Prefetch,
+        backward_prefetch: BackwardPrefetch | None,
         forward_prefetch: bool,
         limit_gathers: bool,
         keeps_outermost: bool = True,

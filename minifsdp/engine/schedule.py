@@ -32,12 +32,16 @@ from minifsdp.engine.messages import message, warn
 from minifsdp.engine.unit import Unit
 
 
-class Prefetch(Enum):
-    """When backward asks for the gather of the unit that comes next."""
+class BackwardPrefetch(Enum):
+    """When backward asks for the parameters of the unit that comes next.
 
-    BEFORE_GRADIENTS = auto()
-    AFTER_GRADIENTS = auto()
-    NEVER = auto()
+    ``BACKWARD_PRE`` asks before the current unit's gradients are computed: most overlap, and two units are held at
+    once. ``BACKWARD_POST`` asks after they are computed and the current unit is freed: less memory, less overlap.
+    ``None`` instead of a member asks only when the next unit's own backward begins.
+    """
+
+    BACKWARD_PRE = auto()
+    BACKWARD_POST = auto()
 
 
 class Schedule:

@@ -26,8 +26,6 @@ from minifsdp.engine import misuse
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.mesh import Group, Mesh, default_group, node_groups
 from minifsdp.engine.messages import message, warn
-from minifsdp.engine.precision import Precision
-from minifsdp.engine.schedule import Prefetch
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1 import policies
 from minifsdp.fsdp1.options import (
@@ -181,29 +179,6 @@ def _current_device() -> torch.device:
 def _accelerator() -> str | None:
     current = torch.accelerator.current_accelerator(check_available=True)
     return None if current is None else current.type
-
-
-def precision_of(mixed_precision: MixedPrecision | None) -> Precision:
-    """The engine's words for the user's ``MixedPrecision``."""
-    if mixed_precision is None:
-        return Precision()
-    chosen = mixed_precision
-    return Precision(
-        compute=chosen.param_dtype,
-        reduce=chosen.reduce_dtype,
-        buffers=chosen.buffer_dtype,
-        keep_reduce_dtype=chosen.keep_low_precision_grads,
-        cast_inputs=chosen.cast_forward_inputs,
-        cast_root_inputs=chosen.cast_root_forward_inputs,
-    )
-
-
-def prefetch_of(backward_prefetch: BackwardPrefetch | None) -> Prefetch:
-    """The engine's word for the user's ``BackwardPrefetch``."""
-    if backward_prefetch is None:
-        return Prefetch.NEVER
-    before = backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-    return Prefetch.BEFORE_GRADIENTS if before else Prefetch.AFTER_GRADIENTS
 
 
 def modules_of_unit(module: nn.Module, is_unit: Any, ignored: set[nn.Module]) -> list[tuple[str, nn.Module]]:

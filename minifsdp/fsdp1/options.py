@@ -1,7 +1,8 @@
 """What the user may choose: the enums and records of ``FullyShardedDataParallel``.
 
-Plain data, no behaviour. Every name, member, field and default is that of ``torch.distributed.fsdp``, so that code
-which builds these objects needs a new import line and nothing else.
+Plain data, no behaviour. `BackwardPrefetch` is the engine's own word, and stands in ``engine/schedule.py``. Every name,
+member, field and default is that of ``torch.distributed.fsdp``, so that code which builds these objects needs a new
+import line and nothing else.
 
 The one idea worth a word: *a strategy is a mesh and one flag*. Who shares the shards, who holds copies, and are the
 full parameters freed after forward? With W ranks in all and L on each node:
@@ -33,6 +34,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from minifsdp.engine.schedule import BackwardPrefetch as BackwardPrefetch
+
 
 class ShardingStrategy(Enum):
     """Which of parameters, gradients and optimizer state are sharded, over whom, and when the full ones are freed."""
@@ -42,18 +45,6 @@ class ShardingStrategy(Enum):
     NO_SHARD = auto()
     HYBRID_SHARD = auto()
     _HYBRID_SHARD_ZERO2 = auto()
-
-
-class BackwardPrefetch(Enum):
-    """When backward asks for the parameters of the unit that comes next.
-
-    ``BACKWARD_PRE`` asks before the current unit's gradients are computed: most overlap, and two units are held at
-    once. ``BACKWARD_POST`` asks after they are computed and the current unit is freed: less memory, less overlap.
-    ``None`` instead of a member asks only when the next unit's own backward begins.
-    """
-
-    BACKWARD_PRE = auto()
-    BACKWARD_POST = auto()
 
 
 @dataclass

@@ -42,7 +42,7 @@ from minifsdp.engine import misuse
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.layout import owned_parameters
 from minifsdp.engine.messages import message
-from minifsdp.engine.precision import cast_floating, move
+from minifsdp.engine.precision import Precision, cast_floating, move
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.root import Root
 from minifsdp.engine.unit import Phase, State, Unit, UnitPolicy
@@ -99,7 +99,6 @@ class Wrapper(nn.Module):
         self.backward_prefetch, self.forward_prefetch = options.backward_prefetch, options.forward_prefetch
         self.limit_all_gathers, self._use_orig_params = options.limit_all_gathers, options.use_orig_params
         self.mixed_precision = options.mixed_precision or MixedPrecision()
-        self._precision = build.precision_of(options.mixed_precision)
         # An old switch of torch that programs still set in their environment.
         self._full_precision_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
         self._buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
@@ -146,7 +145,8 @@ class Wrapper(nn.Module):
         parameters = owned_parameters(modules, self._ignored_parameters)
         if not parameters:
             return None
-        precision = self._precision
+        chosen = self.mixed_precision
+        precision = Precision(chosen.param_dtype, chosen.reduce_dtype, chosen.keep_low_precision_grads)
         layout = FlatLayout(
             module,
             parameters,
@@ -209,11 +209,11 @@ class Wrapper(nn.Module):
     def _prepare_inputs(self, args: Any, kwargs: Any, is_outermost_call: bool) -> tuple[Any, Any]:
         if is_outermost_call and self.compute_device.type != "cpu":
             args, kwargs = move(self.compute_device, (args, kwargs))
-        precision = self._precision
-        if precision.compute is not None and (self.training or not self._full_precision_in_eval):
-            casts = precision.cast_root_inputs if self._is_tree_root else precision.cast_inputs
+        chosen = self.mixed_precision
+        if chosen.param_dtype is not None and (self.training or not self._full_precision_in_eval):
+            casts = chosen.cast_root_forward_inputs if self._is_tree_root else chosen.cast_forward_inputs
             if casts:
-                args, kwargs = cast_floating(precision.compute, (args, kwargs))
+                args, kwargs = cast_floating(chosen.param_dtype, (args, kwargs))
         return args, kwargs
 
     # --- the tree ---
@@ -239,7 +239,7 @@ class Wrapper(nn.Module):
             [(name, wrapper._unit) for name, wrapper in wrappers if wrapper._unit is not None],
             self._unit,
             self.compute_device,
-            backward_prefetch=build.prefetch_of(self.backward_prefetch),
+            backward_prefetch=self.backward_prefetch,
             forward_prefetch=self.forward_prefetch,
             limit_gathers=self.limit_all_gathers,
         )
@@ -250,7 +250,7 @@ class Wrapper(nn.Module):
         return tree
 
     def _cast_buffers(self) -> None:
-        dtype = self._precision.buffers
+        dtype = self.mixed_precision.buffer_dtype
         if dtype is None:
             return
         for _, owner in self._own_modules():

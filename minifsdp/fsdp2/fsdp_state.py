@@ -35,7 +35,7 @@ from torch import nn
 from minifsdp.engine.lanes import Lanes
 from minifsdp.engine.precision import cast_floating, move
 from minifsdp.engine.root import Root
-from minifsdp.engine.schedule import Prefetch
+from minifsdp.engine.schedule import BackwardPrefetch
 from minifsdp.engine.unit import Phase, Unit
 from minifsdp.fsdp2.options import MixedPrecisionPolicy
 
@@ -213,7 +213,7 @@ class FSDPState:
             [(name, state.unit) for state, name in found.items() if state.unit is not None],
             self.unit,
             self.device,
-            backward_prefetch=Prefetch.BEFORE_GRADIENTS,
+            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
             forward_prefetch=False,
             limit_gathers=False,
             keeps_outermost=False,

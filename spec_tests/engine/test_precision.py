@@ -170,4 +170,4 @@ def test_move_takes_every_tensor_to_the_device() -> None:
 
 @pytest.mark.pure
 def test_a_precision_that_says_nothing_changes_nothing() -> None:
-    assert Precision() == Precision(None, None, None, False, False, False)
+    assert Precision() == Precision(None, None, False)

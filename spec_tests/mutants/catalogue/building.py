@@ -81,9 +81,9 @@ MUTANTS = [
     ),
     Mutant(
         "no-prefetch-means-the-default",
-        "prefetch_of",
-        "return Prefetch.NEVER",
-        "return Prefetch.BEFORE_GRADIENTS",
+        "Cycle.pre_backward",
+        "if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:",
+        "if self.backward_prefetch is not BackwardPrefetch.BACKWARD_POST:",
         "backward_prefetch=None prefetches all the same.",
         "CTOR-16 PREF-06",
     ),
