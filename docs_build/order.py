@@ -136,6 +136,8 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
             "tools/timeline.py",
             "tools/chrome_trace.py",
             "tools/formulas.py",
+            "tools/job.py",
+            "tools/peaks.py",
             "tools/cost.py",
             "fully_sharded_data_parallel.py",
         ],

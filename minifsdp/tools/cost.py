@@ -1,7 +1,8 @@
 """What a step costs: bytes stored, bytes at the worst moment, bytes sent. A small calculator.
 
 Nothing here runs a model. From the sizes of the units and a few choices follow, on paper, the two questions that one
-has before renting GPUs: does it fit, and how much will it send? The formulas themselves are in ``formulas.py``.
+has before renting GPUs: does it fit, and how much will it send? The choices are a `Job`, in ``job.py``. Its worst
+moments are in ``peaks.py``, and the formulas that stand in papers in ``formulas.py``.
 
 Worked example, four units of 1000 float32 parameters, Adam, two ranks, ``FULL_SHARD``::
 
@@ -42,91 +43,19 @@ Spec: COST-01 to COST-10.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from minifsdp.engine.messages import message
-from minifsdp.tools.formulas import (
-    Shape,
-    gather_sends,
-    padded_per_parameter,
-    padded_row,
-    peak_of_backward,
-    peak_of_forward,
-    peak_of_optimizer,
-    ring_all_reduce_sends,
-    ring_reduce_scatter_sends,
-)
+from minifsdp.tools.formulas import gather_sends, ring_all_reduce_sends, ring_reduce_scatter_sends
+from minifsdp.tools.job import Job
+from minifsdp.tools.peaks import peak_of_backward, peak_of_forward
 
 __all__ = ["Cost", "Job", "cost_of", "memory_line", "num_collectives", "print_memory", "sent_bytes"]
 
 GB = 10**9
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is trained, and how.
-
-    Attributes:
-        units: for each unit, in the order of forward, the shapes of its parameters.
-        root: the shapes of the root's own parameters.
-        strategy: ``FULL_SHARD``, ``SHARD_GRAD_OP``, ``NO_SHARD``, ``HYBRID_SHARD`` or ``_HYBRID_SHARD_ZERO2``.
-        num_shards: ranks in the sharding group; for ``NO_SHARD`` 1 is meant, whatever is given.
-        num_replicas: ranks in the replication group; with ``NO_SHARD`` all ranks.
-        per_parameter: ``fully_shard``, which cuts each parameter's first dim, instead of the wrapper.
-        rests_with: ``reshard_after_forward`` as an integer: 1/``rests_with`` of each unit is kept for backward.
-        stored: dtype of weights at rest.
-        compute: ``param_dtype``; ``None`` for the stored one.
-        reduce: ``reduce_dtype``; ``None`` for the compute dtype.
-        optimizer: bytes of state for each element: 8 for Adam in float32, 0 for plain SGD.
-        scratch: bytes of intermediate results in the optimizer's step, for each element.
-        buffers: elements of all buffers; they are not sharded.
-        buffer: ``buffer_dtype``; ``None`` for the stored one.
-        offload: shards, their gradients and the optimizer state live on the host.
-        forward_prefetch: forward asks for the next unit, too.
-        backward_prefetch: backward asks for the next unit before this one's gradients are computed.
-        micro_batches: backwards in a step.
-        no_sync: only the last of them reduces.
-        activations: bytes, to be added to the peaks of forward and backward.
-    """
-
-    units: Sequence[Sequence[Shape]]
-    root: Sequence[Shape] = ()
-    strategy: str = "FULL_SHARD"
-    num_shards: int = 1
-    num_replicas: int = 1
-    per_parameter: bool = False
-    rests_with: int | None = None
-    stored: torch.dtype = torch.float32
-    compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-    optimizer: float = 8
-    scratch: float = 0
-    buffers: int = 0
-    buffer: torch.dtype | None = None
-    offload: bool = False
-    forward_prefetch: bool = False
-    backward_prefetch: bool = True
-    micro_batches: int = 1
-    no_sync: bool = False
-    activations: float = 0
-
-    @property
-    def shards(self) -> int:
-        """Pieces that a unit is cut into."""
-        return 1 if self.strategy == "NO_SHARD" else self.num_shards
-
-    @property
-    def keeps(self) -> bool:
-        """Whether units stay gathered between forward and backward."""
-        return self.strategy in ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2") or self.shards == 1
-
-    def numel(self, shapes: Sequence[Shape]) -> int:
-        """Elements of a unit with these parameters, padding included."""
-        return (padded_per_parameter if self.per_parameter else padded_row)(shapes, self.shards)
 
 
 @dataclass(frozen=True)
@@ -165,23 +94,22 @@ def cost_of(job: Job) -> Cost:
     """
     _check(job)
     at_rest = job.stored.itemsize
-    elements = sum(job.numel(shapes) for shapes in [*job.units, job.root]) / job.shards
-    buffers = job.buffers * (job.buffer or job.stored).itemsize
+    elements = sum(job.sizes) / job.width / job.shards
     states = elements * (at_rest + job.optimizer)
     here, host = (0.0, states) if job.offload else (states, 0.0)
-    gradients = 0.0 if job.offload else elements * at_rest
-    in_step = peak_of_optimizer(elements, gradient=at_rest, scratch=job.scratch)
+    resting = here + job.buffers * (job.buffer or job.stored).itemsize
+    gradients = job.settled(sum(job.sizes))
     # From the second micro-batch on the gradients of the first are there in forward as well.
-    carried = gradients if job.micro_batches > 1 and not job.no_sync else 0.0
-    unreduced = sum(_compute_sizes(job)) if job.micro_batches > 1 and job.no_sync else 0.0
-    resting = here + buffers
+    earlier = sum(job.sizes) if job.no_sync else gradients
+    # The worst of the step's backwards is the first, one in the middle, or the last.
+    backwards = {0, job.micro_batches // 2, job.micro_batches - 1}
     return Cost(
         stored=resting,
         host=host,
         after_backward=resting + gradients,
-        peak_forward=resting + carried + unreduced + _peak_of_forward(job) + job.activations,
-        peak_backward=resting + _peak_of_backward(job) + job.activations,
-        peak_optimizer=resting + (0.0 if job.offload else in_step),
+        peak_forward=resting + (earlier if job.micro_batches > 1 else 0.0) + peak_of_forward(job) + job.activations,
+        peak_backward=resting + max(peak_of_backward(job, number) for number in backwards) + job.activations,
+        peak_optimizer=resting + (0.0 if job.offload else elements * (at_rest + job.scratch)),
         sent=sent_bytes(job),
         num_collectives=num_collectives(job),
     )
@@ -191,67 +119,9 @@ def _check(job: Job) -> None:
     known = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
     if job.strategy not in known:
         raise ValueError(message("cost-strategy", known=", ".join(known), strategy=job.strategy))
-    if min(job.num_shards, job.num_replicas, job.micro_batches) < 1:
-        raise ValueError(
-            message(
-                "cost-counts", num_shards=job.num_shards, num_replicas=job.num_replicas, micro_batches=job.micro_batches
-            )
-        )
-
-
-def _compute_sizes(job: Job) -> list[float]:
-    """Bytes of each gathered unit, the root's own parameters last."""
-    width = (job.compute or job.stored).itemsize
-    return [width * job.numel(shapes) for shapes in [*job.units, job.root]]
-
-
-def _is_borrowed(job: Job) -> bool:
-    """Whether units are computed on where they are stored."""
-    return job.shards == 1 and job.compute in (None, job.stored) and not job.offload
-
-
-def _sorts(job: Job) -> bool:
-    return job.per_parameter and any(len(shapes) > 1 for shapes in job.units)
-
-
-def _peak_of_forward(job: Job) -> float:
-    if _is_borrowed(job):
-        return 0.0
-    *sizes, root = _compute_sizes(job)
-    rests = sum(sizes) / job.rests_with if job.rests_with else 0.0
-    return rests + peak_of_forward(sizes, root, keeps=job.keeps, ahead=int(job.forward_prefetch), sorts=_sorts(job))
-
-
-def _peak_of_backward(job: Job) -> float:
-    """The worst of the step's backwards: the first, one in the middle, and the last."""
-    *sizes, root = _compute_sizes(job)
-    width = (job.compute or job.stored).itemsize
-    rests = sum(sizes) / job.rests_with if job.rests_with else 0.0
-    stored = 0.0 if job.offload else job.stored.itemsize / width
-
-    def peak(held: str, reduces: bool) -> float:
-        return rests + peak_of_backward(
-            sizes,
-            root,
-            num_shards=job.shards,
-            keeps=job.keeps,
-            ahead=int(job.backward_prefetch),
-            gradient=1,
-            reduction=(job.reduce or job.compute or job.stored).itemsize / width,
-            stored=stored,
-            held=held,
-            reduces=reduces,
-            joins=not job.per_parameter,
-            sorts=_sorts(job),
-            is_replicated=_is_borrowed(job),
-        )
-
-    if job.micro_batches == 1:
-        return peak("nothing", True)
-    if not job.no_sync:
-        return max(peak("nothing", True), peak("reduced", True))
-    middle = [peak("unreduced", False)] if job.micro_batches > 2 else []
-    return max(peak("nothing", False), *middle, peak("unreduced", True))
+    shards, replicas, batches = job.num_shards, job.num_replicas, job.micro_batches
+    if min(shards, replicas, batches) < 1:
+        raise ValueError(message("cost-counts", num_shards=shards, num_replicas=replicas, micro_batches=batches))
 
 
 def _gathers(job: Job) -> tuple[int, int]:
@@ -265,22 +135,21 @@ def _gathers(job: Job) -> tuple[int, int]:
     return 2 * job.micro_batches, job.micro_batches
 
 
+def _reductions(job: Job) -> int:
+    """How often in a step a unit is reduced."""
+    return 1 if job.no_sync else job.micro_batches
+
+
 def sent_bytes(job: Job) -> dict[str, float]:
     """Bytes that each rank sends in a step, by kind of collective (COST-06 to COST-08)."""
-    *sizes, root = _compute_sizes(job)
-    width = (job.compute or job.stored).itemsize
-    reduction = (job.reduce or job.compute or job.stored).itemsize / width
+    root, units = job.sizes[0], sum(job.sizes[1:])
     times, of_root = _gathers(job)
-    reductions = 1 if job.no_sync else job.micro_batches
-    gathered = times * sum(sizes) + of_root * root
-    if job.rests_with and not job.keeps:
-        away = job.micro_batches * sum(sizes)
-        gather = gather_sends(gathered - away, job.shards) + gather_sends(away, job.rests_with)
-    else:
-        gather = gather_sends(gathered, job.shards)
-    reduced = reductions * reduction * (sum(sizes) + root)
+    # What rests with fewer ranks is gathered among these for backward.
+    rested = job.micro_batches * units if job.rests_with and not job.keeps else 0.0
+    reduced = _reductions(job) * (units + root) * job.reduce_width / job.width
     return {
-        "AG": gather,
+        "AG": gather_sends(times * units + of_root * root - rested, job.shards)
+        + gather_sends(rested, job.rests_with or 1),
         "RS": ring_reduce_scatter_sends(reduced, job.shards),
         "AR": ring_all_reduce_sends(reduced / job.shards, job.num_replicas),
     }
@@ -290,7 +159,7 @@ def num_collectives(job: Job) -> dict[str, int]:
     """Collectives of a step, by kind (SHARD-16)."""
     times, of_root = _gathers(job)
     units, root = len(job.units), int(bool(job.root))
-    reductions = (1 if job.no_sync else job.micro_batches) * (units + root)
+    reductions = _reductions(job) * (units + root)
     return {
         "AG": times * units + of_root * root,
         "RS": reductions if job.shards > 1 else 0,

@@ -1,4 +1,4 @@
-/* The calculator: the formulas of minifsdp/tools/formulas.py and cost.py, and a form around them.
+/* The calculator: the formulas of minifsdp/tools (formulas.py, peaks.py, cost.py), and a form around them.
    A test runs both on the same jobs and compares every number. */
 (function (root, factory) {
   "use strict";

@@ -1,0 +1,90 @@
+"""The worst moments of a step: how many bytes lie beside what is stored, in forward and in backward.
+
+A peak is a maximum over moments, and a moment is a unit at work. Both functions walk over the units, add up what is
+there while each of them computes, and take the largest sum.
+
+Worked example, the backward of four units of 4000 bytes on two ranks, without prefetching, everything in float32::
+
+    unit   gathered   its gradient, twice   reduction of the unit before   reduced already    together
+    3      4000       8000                  0                              0                  12 000
+    2      4000       8000                  4000 + 2000                    0                  18 000
+    1      4000       8000                  4000 + 2000                    2000               20 000
+    0      4000       8000                  4000 + 2000                    4000               22 000
+
+*In torch:* nothing of the kind; its ``_memory_viz`` draws what an allocator has done.
+
+Spec: COST-03, COST-07, COST-08.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minifsdp.tools.job import Job
+
+
+def peak_of_forward(job: Job) -> float:
+    """Bytes of gathered parameters, at most, in forward (COST-03). The root's own come first, and stay."""
+    if job.is_borrowed:
+        return 0.0
+    root, *sizes = job.sizes
+    copies = 2 if job.sorts else 1
+    moments = [copies * root]
+    for i, size in enumerate(sizes):
+        earlier = sum(sizes[:i]) if job.keeps else 0.0
+        coming = sum(sizes[i + 1 : i + 2]) if job.forward_prefetch else 0.0
+        moments.append(root + earlier + copies * size + coming)
+    return job.rests + max(moments)
+
+
+def peak_of_backward(job: Job, number: int) -> float:
+    """Bytes beside what is stored, at most, in the backward of micro-batch ``number`` (COST-03, COST-07, COST-08)."""
+    units = job.sizes
+    # The root's unit comes last, if it has parameters of its own.
+    at_work = range(0 if units[0] else 1, len(units))
+    return job.rests + max((_moment(job, units, i, number) for i in at_work), default=0.0)
+
+
+def _moment(job: Job, units: Sequence[float], i: int, number: int) -> float:
+    """Bytes, at most, while the gradient of unit ``i`` is computed and goes on its way."""
+    here, after = units[i], sum(units[i + 1 : i + 2])
+    beside = _gathered_elsewhere(job, units, i) + _gradients_elsewhere(job, units, i, number)
+    # One after the other: gradients are computed, packed, and the reduction of the unit before is completed. A gradient
+    # that is put together from its parameters' is there twice for a moment. What is gathered and sorted needs no more.
+    stages = [(0.0 if job.is_borrowed else here) + (1 if job.per_parameter else 2) * here]
+    if not job.reduces(number):
+        return beside + stages[0]
+    if job.sorts or job.reduce_width != job.width:
+        # Sorted by rank, or cast, into a row of its own.
+        stages.append(here + here * job.reduce_width / job.width)
+    # Cast, if it rests in another dtype than it has travelled in.
+    cast = job.settled(after) if job.stored.itemsize != job.reduce_width else 0.0
+    stages.append(_reduction(job, here) + cast)
+    return beside + _reduction(job, after) + max(stages)
+
+
+def _reduction(job: Job, size: float) -> float:
+    """Bytes of the reduction of a unit that has ``size`` bytes: its input and its output."""
+    share = 1 / job.shards if job.shards > 1 else 0.0  # what is not cut is summed in place
+    return size * job.reduce_width / job.width * (1 + share)
+
+
+def _gathered_elsewhere(job: Job, units: Sequence[float], i: int) -> float:
+    """Bytes of the gathered units other than number ``i``; the root's own parameters stay until the end."""
+    if job.is_borrowed or i == 0:
+        return 0.0
+    if job.keeps:
+        return sum(units[:i])
+    return units[0] + (units[i - 1] if job.backward_prefetch and i > 1 else 0.0)
+
+
+def _gradients_elsewhere(job: Job, units: Sequence[float], i: int, number: int) -> float:
+    """Bytes of gradients that are neither being computed nor under way, in the backward of unit ``i``."""
+    # That of the root waits all the time for the part that was used first in forward.
+    waiting = units[0] if i else 0.0
+    if number and not job.no_sync:
+        return waiting + job.settled(sum(units))
+    if not job.reduces(number):
+        return waiting + sum(units if number else units[i + 1 :])
+    unreduced = sum(units[: i + 1]) if number else 0.0
+    return waiting + unreduced + job.settled(sum(units[i + 2 :]))
