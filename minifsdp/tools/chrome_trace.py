@@ -10,10 +10,10 @@ Spec: the paragraph "The tracer" at the head of the spec.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from minifsdp.tools.events import LANES, EventsPerRank, dtype_of, gathered_bytes, name_of, origins_of, rows_of
+from minifsdp.tools.events import LANES, EventsPerRank, from_zero, gathered_bytes, name_of, rows_of
 from minifsdp.trace import Event
 
 
@@ -27,43 +27,36 @@ def chrome_trace(events_per_rank: EventsPerRank, *, origins: Sequence[float] | N
     Raises:
         ValueError: there is not one origin for each rank.
     """
-    zeros = origins_of(events_per_rank, origins)
-    items: list[dict[str, Any]] = []
-    for rank, (events, zero) in enumerate(zip(events_per_rank, zeros, strict=True)):
-        items.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        items += _threads(rank, events, zero)
-        for seconds, num_bytes in gathered_bytes(events):
-            count = {"bytes": num_bytes}
-            items.append({"ph": "C", "name": "gathered", "pid": rank, "ts": _micro(seconds - zero), "args": count})
+    ranks = from_zero(events_per_rank, origins)
+    items = [item for rank, events in enumerate(ranks) for item in _items(rank, events)]
     return {"traceEvents": items, "displayTimeUnit": "ms"}
 
 
-def _threads(rank: int, events: Sequence[Event], zero: float) -> Iterable[dict[str, Any]]:
-    """The spans and moments of one rank, each on the thread of its lane and row."""
+def _items(rank: int, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
+    """All of one rank: its name, its threads with their spans and moments, each in its lane and row, and its memory."""
+    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
     for number, lane in enumerate(LANES):
         on_lane = [event for event in events if event.lane == lane]
-        named: set[int] = set()
-        for event, row in zip(on_lane, rows_of(on_lane, 0.0), strict=True):
-            thread = 100 * number + row
-            if thread not in named:
-                named.add(thread)
-                name = lane if row == 0 else f"{lane} ({row + 1})"
-                yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}}
-            yield _chrome_event(rank, thread, event, zero)
+        rows = rows_of(on_lane, 0.0)
+        for row in sorted({*rows}):
+            name = lane if row == 0 else f"{lane} ({row + 1})"
+            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": 100 * number + row, "args": {"name": name}}
+        for event, row in zip(on_lane, rows, strict=True):
+            yield {"pid": rank, "tid": 100 * number + row} | _chrome_event(event)
+    for seconds, num_bytes in gathered_bytes(events):
+        yield {"ph": "C", "name": "gathered", "pid": rank, "ts": _micro(seconds), "args": {"bytes": num_bytes}}
 
 
-def _chrome_event(rank: int, thread: int, event: Event, zero: float) -> dict[str, Any]:
-    item: dict[str, Any] = {
+def _chrome_event(event: Event) -> dict[str, Any]:
+    dtype = "" if event.dtype is None else str(event.dtype).removeprefix("torch.")
+    # Scope "t": the mark of a moment stays on its own thread and does not cross the whole window.
+    span = {"ph": "X", "dur": _micro(event.end - event.start)} if event.end > event.start else {"ph": "i", "s": "t"}
+    return span | {
         "name": f"{event.kind} {name_of(event.unit)}",
         "cat": event.kind,
-        "pid": rank,
-        "tid": thread,
-        "ts": _micro(event.start - zero),
-        "args": {"unit": event.unit, "bytes": event.num_bytes, "ranks": list(event.ranks), "dtype": dtype_of(event)},
+        "ts": _micro(event.start),
+        "args": {"unit": event.unit, "bytes": event.num_bytes, "ranks": list(event.ranks), "dtype": dtype},
     }
-    # Scope "t": the mark of a moment stays on its own thread and does not cross the whole window.
-    duration = {"ph": "X", "dur": _micro(event.end - event.start)} if event.end > event.start else {"ph": "i", "s": "t"}
-    return item | duration
 
 
 def _micro(seconds: float) -> float:

@@ -18,6 +18,7 @@ Spec: the paragraph "The tracer" at the head of the spec.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from minifsdp.engine.messages import message
 from minifsdp.trace import Event
@@ -52,13 +53,16 @@ def peak_gathered_bytes(events: Iterable[Event]) -> int:
     return max((num_bytes for _, num_bytes in gathered_bytes(events)), default=0)
 
 
-def origins_of(events_per_rank: EventsPerRank, origins: Sequence[float] | None) -> list[float]:
-    """The zero of each rank's clock."""
+def from_zero(events_per_rank: EventsPerRank, origins: Sequence[float] | None) -> list[list[Event]]:
+    """The events with times that are counted from the zero of their rank's clock."""
     if origins is None:
-        return [min((event.start for event in events), default=0.0) for events in events_per_rank]
+        origins = [min((event.start for event in events), default=0.0) for events in events_per_rank]
     if len(origins) != len(events_per_rank):
         raise ValueError(message("timeline-origins", ranks=len(events_per_rank), origins=len(origins)))
-    return list(origins)
+    return [
+        [replace(event, start=event.start - zero, end=event.end - zero) for event in events]
+        for events, zero in zip(events_per_rank, origins, strict=True)
+    ]
 
 
 def rows_of(events: Sequence[Event], tolerance: float) -> list[int]:
@@ -77,8 +81,3 @@ def rows_of(events: Sequence[Event], tolerance: float) -> list[int]:
 def name_of(unit: str) -> str:
     """What a unit is called."""
     return unit or "root"
-
-
-def dtype_of(event: Event) -> str:
-    """The dtype that was sent, ``""`` if none was."""
-    return "" if event.dtype is None else str(event.dtype).removeprefix("torch.")

@@ -1,7 +1,8 @@
 """Drawing what a recorder saw: a picture for the eye. The trace for a browser's zoom is in ``chrome_trace.py``.
 
 It takes the events of all ranks and returns text; nothing is measured or written here, so a picture is a pure function
-of its events and a test can hold it to that. How it looks is in ``timeline.css``.
+of its events and a test can hold it to that. Here it is said what lies where; how that looks, in the template
+``timeline.svg.jinja`` and in ``timeline.css``.
 
 Worked example, one rank and one unit of 8 float32 parameters, in milliseconds::
 
@@ -32,21 +33,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from xml.sax.saxutils import escape
+from typing import Any
+
+import jinja2
 
 from minifsdp.engine.messages import message
-from minifsdp.tools.events import (
-    LANES,
-    EventsPerRank,
-    dtype_of,
-    gathered_bytes,
-    name_of,
-    origins_of,
-    peak_gathered_bytes,
-    rows_of,
-)
+from minifsdp.tools.events import LANES, EventsPerRank, from_zero, gathered_bytes, name_of, peak_gathered_bytes, rows_of
 from minifsdp.trace import Event
 
 MEANINGS = {
@@ -63,10 +57,10 @@ MEANINGS = {
 }
 BOXES = ("F", "B", "AG", "RS", "AR")
 
-
-# Light tints with a darker edge and text of the same hue; in the dark the other way round. Classes and not attributes,
-# so that a page that shows the picture can choose: by the reader's setting, or by the scheme of the documentation.
-_STYLE = Path(__file__).with_name("timeline.css").read_text(encoding="utf-8")
+_TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
+_TEMPLATES.filters["px"] = "{:.1f}".format
+# The macros of the template, by their names.
+_SHAPES: Any = _TEMPLATES.get_template("timeline.svg.jinja").module
 
 # All in pixels.
 _LEFT, _RIGHT = 104, 24
@@ -76,37 +70,46 @@ _LETTER = 6.2
 
 @dataclass
 class _Sheet:
-    """The paper: collects elements, and knows where a time lies.
+    """The paper: collects shapes, and knows where a time lies and how high a number of bytes.
 
     Args:
         width: of the whole picture, in pixels.
         seconds: the time from the left edge of the lanes to their right edge.
+        num_bytes: as many gathered bytes fill the height of their lane.
+
+    Attributes:
+        ground: bands and grid, which lie below all others.
+        shapes: the others, the first at the bottom.
     """
 
     width: int
     seconds: float
-
-    def __post_init__(self) -> None:
-        self.bands: list[str] = []
-        self.elements: list[str] = []
+    num_bytes: int = 0
+    ground: list[str] = field(default_factory=list)
+    shapes: list[str] = field(default_factory=list)
 
     def x(self, seconds: float) -> float:
         """Where a time, counted from the origin, lies on the paper."""
         return _LEFT + (self.width - _LEFT - _RIGHT) * seconds / self.seconds
 
-    def add(self, element: str) -> None:
-        """Puts an element on top of the others."""
-        self.elements.append(element)
-
-    def band(self, y: float, height: float) -> None:
-        """Lays the ground of a lane, below all elements and below the grid."""
-        across = self.width - _LEFT - _RIGHT
-        self.bands.append(f'<rect class="band" x="{_LEFT}" y="{y:.1f}" width="{across}" height="{height:.1f}"/>')
-
-    def text(self, x: float, y: float, text: str, classes: str = "") -> None:
+    def text(self, x: float, y: float, text: str, classes: str) -> None:
         """Writes ``text`` with its baseline at ``y``."""
-        named = f' class="{classes}"' if classes else ""
-        self.add(f'<text x="{x:.1f}" y="{y:.1f}"{named}>{escape(text)}</text>')
+        self.shapes.append(_SHAPES.text(x, y, text, classes))
+
+    def lane(self, y: float, height: float, *names: str) -> None:
+        """Lays the ground of a lane, with its names before it, one below the other."""
+        self.ground.append(_SHAPES.band(_LEFT, y, self.width - _LEFT - _RIGHT, height))
+        for number, name in enumerate(names):
+            self.text(_LEFT - 10, y + 14 + 16 * number, name, "soft end")
+
+    def mark(self, event: Event, y: float) -> None:
+        """Marks a moment or a wait."""
+        x = self.x(event.start)
+        self.shapes.append(_SHAPES.mark(event.kind, x, y, _SHAPES.tip(event), self.x(event.end) - x))
+
+    def finished(self, height: float, title: str) -> str:
+        """The whole document."""
+        return str(_SHAPES.document(self.width, height, title, self.ground + self.shapes))
 
 
 def svg(
@@ -129,115 +132,69 @@ def svg(
     """
     if width < 2 * (_LEFT + _RIGHT):
         raise ValueError(message("timeline-width", width=width))
-    zeros = origins_of(events_per_rank, origins)
-    shifted = [[_moved(event, zero) for event in events] for events, zero in zip(events_per_rank, zeros, strict=True)]
-    everything = [event for events in shifted for event in events]
+    ranks = from_zero(events_per_rank, origins)
+    everything = [event for events in ranks for event in events]
     # A recording without events, or of a single moment, still has a width.
-    sheet = _Sheet(width, max((event.end for event in everything), default=0.0) or 1e-3)
+    seconds = max((event.end for event in everything), default=0.0) or 1e-3
+    sheet = _Sheet(width, seconds, max(map(peak_gathered_bytes, ranks), default=0))
     lanes = [lane for lane in LANES if lane != "all_reduce" or any(event.lane == lane for event in everything)]
-    largest = max((peak_gathered_bytes(events) for events in shifted), default=0)
-    top = y = _draw_heading(sheet, title, everything, shared_zero=origins is not None)
-    for rank, events in enumerate(shifted):
-        y = _draw_rank(sheet, y, rank, events, lanes, largest)
-    grid = _grid(sheet, top, y)
-    return _document(width, y + 34, title, sheet.bands + grid + sheet.elements)
+    zero = "each rank's own first event" if origins is None else "the end of a barrier that all ranks shared"
+    clock = f"Milliseconds of the CPU clock since {zero}."
+    spans = "A collective lasts from its issue until it was waited for."
+    top = y = _draw_heading(sheet, everything, title, clock, spans)
+    for rank, events in enumerate(ranks):
+        y = _draw_rank(sheet, y, f"rank {rank}", events, lanes)
+    _draw_grid(sheet, top, y)
+    return sheet.finished(y + 34, title)
 
 
-def _moved(event: Event, zero: float) -> Event:
-    return Event(
-        event.kind,
-        event.unit,
-        event.start - zero,
-        event.end - zero,
-        event.num_bytes,
-        event.ranks,
-        event.dtype,
-        event.lane,
-    )
-
-
-def _document(width: int, height: float, title: str, elements: list[str]) -> str:
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="minifsdp-timeline" role="img" width="{width}" '
-        f'height="{height:.0f}" viewBox="0 0 {width} {height:.0f}">'
-    )
-    paper = f'<rect class="paper" width="{width}" height="{height:.0f}" rx="6"/>'
-    name = f"<title>{escape(title)}</title>"
-    return "\n".join([head, name, f"<style>\n{_STYLE}</style>", paper, *elements, "</svg>", ""])
-
-
-def _draw_heading(sheet: _Sheet, title: str, events: Sequence[Event], *, shared_zero: bool) -> float:
-    """Title, caption and legend; returns where they end."""
+def _draw_heading(sheet: _Sheet, events: Sequence[Event], title: str, *captions: str) -> float:
+    """Title, captions, and a legend of the kinds that occur; returns where they end."""
     sheet.text(20, 30, title, "title")
-    zero = "the end of a barrier that all ranks shared" if shared_zero else "each rank's own first event"
-    sheet.text(20, 50, f"Milliseconds of the CPU clock since {zero}.", "soft")
-    sheet.text(20, 66, "A collective lasts from its issue until it was waited for.", "soft")
-    return _draw_legend(sheet, 88.0, events)
-
-
-def _draw_legend(sheet: _Sheet, y: float, events: Sequence[Event]) -> float:
-    """What the kinds mean, of those that occur; returns where it ends."""
-    x = 20.0
+    for number, caption in enumerate(captions):
+        sheet.text(20, 50 + 16 * number, caption, "soft")
+    x, y = 20.0, 56.0 + 16 * len(captions)
+    kinds = {event.kind for event in events}
     for kind, meaning in MEANINGS.items():
-        if not any(event.kind == kind for event in events):
-            continue
-        label = f"{kind} {meaning}"
-        width = 22 + _LETTER * len(label) + 20
-        if x + width > sheet.width:
-            x, y = 20.0, y + 18
-        if kind in BOXES:
-            sheet.add(f'<g class="{kind}"><rect x="{x:.1f}" y="{y - 10:.1f}" width="16" height="11" rx="2"/></g>')
-        else:
-            sheet.add(_mark(kind, x, y - 4.5, width=16) if kind == "WAIT" else _mark(kind, x + 8, y - 4.5))
-        sheet.text(x + 22, y, label, "soft")
-        x += width
+        if kind in kinds:
+            width = 42 + _LETTER * len(f"{kind} {meaning}")
+            if x + width > sheet.width:
+                x, y = 20.0, y + 18
+            sheet.shapes.append(_SHAPES.key(kind, kind in BOXES, x, y, meaning))
+            x += width
     return y + 14
 
 
-def _draw_rank(
-    sheet: _Sheet, y: float, rank: int, events: Sequence[Event], lanes: Sequence[str], largest: int
-) -> float:
+def _draw_rank(sheet: _Sheet, y: float, name: str, events: Sequence[Event], lanes: Sequence[str]) -> float:
     """Draws all lanes of one rank from ``y`` down; returns where they end."""
-    sheet.text(20, y + 15, f"rank {rank}", "rank")
+    sheet.text(20, y + 15, name, "rank")
     y += 24
     for lane in lanes:
-        y = _draw_lane(sheet, y, lane, [event for event in events if event.lane == lane])
+        y = _draw_lane(sheet, y, lane.replace("_", "-"), [event for event in events if event.lane == lane])
         if lane == "gather":
             # Between the gathers and the memory, because a free ends the one and takes from the other.
             for event in events:
                 if event.kind == "FREE":
-                    sheet.add(_mark("FREE", sheet.x(event.start), y + 1, _tip(event)))
-            y += _GAP
-            y = _draw_memory(sheet, y, events, largest)
+                    sheet.mark(event, y + 1)
+            y = _draw_memory(sheet, y + _GAP, events)
     return y + 10
 
 
-def _draw_lane(sheet: _Sheet, y: float, lane: str, events: Sequence[Event]) -> float:
+def _draw_lane(sheet: _Sheet, y: float, name: str, events: Sequence[Event]) -> float:
     boxes = [event for event in events if event.kind in BOXES]
     marks = [event for event in events if event.kind not in BOXES and event.kind != "FREE"]
     # Half a pixel of overlap is nothing that the eye could see, and not worth a row.
     rows = rows_of(boxes, 0.5 * sheet.seconds / sheet.width)
-    ground = y + _ROW * (1 + max(rows, default=0))
-    height = ground - y + (_STRIP if marks else 0)
-    sheet.band(y, height)
-    sheet.text(_LEFT - 10, y + _ROW / 2 + 4, lane.replace("_", "-"), "soft end")
+    strip = _ROW * (1 + max(rows, default=0))
+    height = strip + (_STRIP if marks else 0)
+    sheet.lane(y, height, name)
     for event, row in zip(boxes, rows, strict=True):
-        sheet.add(_box(sheet, event, y + _ROW * row))
+        x = sheet.x(event.start)
+        width = max(sheet.x(event.end) - x, 1.0)
+        sheet.shapes.append(_SHAPES.box(event, x, y + _ROW * row, width, _label(event, width)))
     for event in marks:
-        width = sheet.x(event.end) - sheet.x(event.start)
-        sheet.add(_mark(event.kind, sheet.x(event.start), ground + _STRIP / 2, _tip(event), width))
+        sheet.mark(event, y + strip + _STRIP / 2)
     return y + height + _GAP
-
-
-def _box(sheet: _Sheet, event: Event, y: float) -> str:
-    x = sheet.x(event.start)
-    width = max(sheet.x(event.end) - x, 1.0)
-    label = _label(event, width)
-    text = f'<text x="{x + width / 2:.1f}" y="{y + 14:.1f}">{escape(label)}</text>' if label else ""
-    return (
-        f'<g class="box {event.kind}"><title>{escape(_tip(event))}</title><rect x="{x:.1f}" y="{y + 1:.1f}" '
-        f'width="{width:.1f}" height="{_ROW - 2}" rx="2.5"/>{text}</g>'
-    )
 
 
 def _label(event: Event, width: float) -> str:
@@ -249,39 +206,15 @@ def _label(event: Event, width: float) -> str:
     return ""
 
 
-def _tip(event: Event) -> str:
-    """What appears under the pointer."""
-    span = 1e3 * (event.end - event.start)
-    parts = [f"{event.kind} {name_of(event.unit)}", f"at {1e3 * event.start:.3f} ms"]
-    parts += [f"for {span:.3f} ms"] if span > 0 else []
-    parts += [f"{event.num_bytes:,} bytes"] if event.num_bytes else []
-    parts += [dtype_of(event)] if event.dtype is not None else []
-    parts += ["ranks " + " ".join(map(str, event.ranks))] if event.ranks else []
-    return ", ".join(parts)
-
-
-def _mark(kind: str, x: float, y: float, tip: str = "", width: float = 0.0) -> str:
-    """A moment, as a small triangle that points down from where it happened; a wait, as a bar of its length."""
-    classes = kind if kind in ("FREE", "WAIT") else "other"
-    inside = f"<title>{escape(tip)}</title>" if tip else ""
-    shape = f"M{x:.1f} {y - 2:.1f}h{max(width, 1.5):.1f}v4H{x:.1f}z" if kind == "WAIT" else ""
-    return f'<path class="{classes}" d="{shape or f"M{x - 3.5:.1f} {y - 3:.1f}h7l-3.5 6z"}">{inside}</path>'
-
-
-def _draw_memory(sheet: _Sheet, y: float, events: Sequence[Event], largest: int) -> float:
+def _draw_memory(sheet: _Sheet, y: float, events: Sequence[Event]) -> float:
     """The staircase of gathered bytes, to one scale for all ranks."""
-    peak = peak_gathered_bytes(events)
-    sheet.band(y, _MEMORY)
-    sheet.text(_LEFT - 10, y + 14, "gathered", "soft end")
-    sheet.text(_LEFT - 10, y + 30, f"peak {_size(peak)}", "soft end")
+    peak, floor = peak_gathered_bytes(events), y + _MEMORY
+    sheet.lane(y, _MEMORY, "gathered", f"peak {_size(peak)}")
     if peak:
-        floor = y + _MEMORY
-        stairs = gathered_bytes(events)
-        path = f"M{sheet.x(stairs[0][0]):.1f} {floor:.1f}"
-        for seconds, num_bytes in stairs:
-            path += f"H{sheet.x(seconds):.1f}V{floor - (_MEMORY - 4) * num_bytes / largest:.1f}"
-        sheet.add(f'<path class="memory" d="{path}H{sheet.width - _RIGHT}V{floor:.1f}z"/>')
-    return y + _MEMORY + _GAP
+        scale = (_MEMORY - 4) / sheet.num_bytes
+        stairs = [(sheet.x(seconds), floor - scale * num_bytes) for seconds, num_bytes in gathered_bytes(events)]
+        sheet.shapes.append(_SHAPES.memory(stairs, floor, sheet.width - _RIGHT))
+    return floor + _GAP
 
 
 def _size(num_bytes: int) -> str:
@@ -291,16 +224,13 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def _grid(sheet: _Sheet, top: float, bottom: float) -> list[str]:
+def _draw_grid(sheet: _Sheet, top: float, bottom: float) -> None:
     """Vertical lines at round numbers of milliseconds, and these numbers below."""
-    paper = _Sheet(sheet.width, sheet.seconds)
     step = _round_step(1e3 * sheet.seconds / 10)
     digits = max(0, -math.floor(math.log10(step)))
     for number in range(math.floor(1e3 * sheet.seconds / step + 1e-9) + 1):
-        x = paper.x(number * step / 1e3)
-        paper.add(f'<line class="grid" x1="{x:.1f}" y1="{top + 20:.1f}" x2="{x:.1f}" y2="{bottom:.1f}"/>')
-        paper.text(x, bottom + 16, f"{number * step:.{digits}f}" + (" ms" if number == 0 else ""), "soft mid")
-    return paper.elements
+        time = f"{number * step:.{digits}f}" + (" ms" if number == 0 else "")
+        sheet.ground.append(_SHAPES.tick(sheet.x(number * step / 1e3), top + 20, bottom, time))
 
 
 def _round_step(rough: float) -> float:

@@ -69,27 +69,22 @@ def picture(title: str, step: Step) -> str:
     column = columns(boxes)
     width = max(LEAST_WIDTH, LEFT + COLUMN * max(column.values()) + 16)
     sheet = timeline._Sheet(width, 1.0)
-    top = _draw_heading(sheet, title, step)
+    rules = "Boxes of one row run in order; an arrow is a wait. Boxes of one column may run at the same time."
+    events = [Event(moment.kind, moment.unit, 0.0, 0.0) for moment in step.moments]
+    top = timeline._draw_heading(sheet, events, title, rules)
     rows = [row for row in ROWS if row == "CPU" or any(box.row == row for box in boxes)]
     y_of = {row: top + (ROW + GAP) * number for number, row in enumerate(rows)}
     for row, y in y_of.items():
-        sheet.bands.append(f'<rect class="band" x="{LEFT}" y="{y}" width="{width - LEFT - 8}" height="{ROW}"/>')
+        sheet.ground.append(f'<rect class="band" x="{LEFT}" y="{y}" width="{width - LEFT - 8}" height="{ROW}"/>')
         sheet.text(LEFT - 10, y + 16, row.removesuffix(" stream"), "soft end")
     place = {box: (LEFT + COLUMN * (column[box] - 1) + 8, y_of[box.row]) for box in boxes}
     for one, other in arrows(boxes):
-        sheet.add(_arrow(one, place[one], place[other]))
+        sheet.shapes.append(_arrow(one, place[one], place[other]))
     for box in boxes:
-        sheet.add(_box(box, *place[box]))
+        sheet.shapes.append(_box(box, *place[box]))
     _draw_frees(sheet, step, place, y_of["CPU"])
-    drawn = timeline._document(width, y_of[rows[-1]] + ROW + 14, title, sheet.bands + sheet.elements)
+    drawn = sheet.finished(y_of[rows[-1]] + ROW + 14, title)
     return drawn.replace("</style>", f"{STYLE}</style>", 1)
-
-
-def _draw_heading(sheet: timeline._Sheet, title: str, step: Step) -> float:
-    sheet.text(20, 30, title, "title")
-    rules = "Boxes of one row run in order; an arrow is a wait. Boxes of one column may run at the same time."
-    sheet.text(20, 50, rules, "soft")
-    return timeline._draw_legend(sheet, 72.0, [Event(m.kind, m.unit, 0.0, 0.0) for m in step.moments])
 
 
 def _box(box: Moment, x: float, y: float) -> str:
@@ -118,6 +113,7 @@ def _draw_frees(sheet: timeline._Sheet, step: Step, place: Mapping[Moment, tuple
     x = float(LEFT)
     for moment in step.moments:
         if moment.kind == "FREE":
-            sheet.add(timeline._mark("FREE", x, y + ROW / 2, f"{moment.name}: the memory is given back"))
+            tip = f"{moment.name}: the memory is given back"
+            sheet.shapes.append(timeline._SHAPES.mark("FREE", x, y + ROW / 2, tip))
         elif moment.row == "compute stream":
             x = place[moment][0] + BOX + (COLUMN - BOX) / 2

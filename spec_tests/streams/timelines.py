@@ -104,27 +104,25 @@ def _over(clock: Clock, ends: dict[tuple[int, int], float]) -> float:
 def comparison(title: str, panels: Sequence[tuple[str, Step]]) -> str:
     """Several steps below each other, to one time axis, as SVG."""
     runs = [(name, played(step)) for name, step in panels]
-    sheet = timeline._Sheet(WIDTH, max(run.end for _, run in runs))
     rows = [row for row in ROWS if any(row == moment.row for _, run in runs for moment in run.step.moments)]
     stairs = {name: _memory(run) for name, run in runs}
     largest = max(timeline.peak_gathered_bytes(events) for events in stairs.values())
-    top = y = _draw_heading(sheet, title, [event for _, run in runs for row in rows for event in _events(run, row)])
+    sheet = timeline._Sheet(WIDTH, max(run.end for _, run in runs), largest)
+    everything = [event for _, run in runs for row in rows for event in _events(run, row)]
+    model = f"{1e6 * LAUNCH:.0f} us of the CPU for each operator, {COMPUTE / 1e9:.0f} GB/s computing,"
+    captions = (
+        "Simulated: order and waits are real, lengths are a model:",
+        f"{model} {LINK / 1e9:.0f} GB/s between ranks, one collective at a time.",
+    )
+    top = y = timeline._draw_heading(sheet, everything, title, *captions)
     for name, run in runs:
         sheet.text(20, y + 15, f"{name}: {1e3 * run.end:.2f} ms", "rank")
         y += ROOM
         for row in rows:
             y = timeline._draw_lane(sheet, y, row.removesuffix(" stream"), _events(run, row))
-        y = timeline._draw_memory(sheet, y, stairs[name], largest) + 10
-    elements = sheet.bands + timeline._grid(sheet, top, y) + sheet.elements
-    return timeline._document(WIDTH, y + 34, title, elements)
-
-
-def _draw_heading(sheet: timeline._Sheet, title: str, events: Sequence[Event]) -> float:
-    sheet.text(20, 30, title, "title")
-    sheet.text(20, 50, "Simulated: order and waits are real, lengths are a model:", "soft")
-    model = f"{1e6 * LAUNCH:.0f} us of the CPU for each operator, {COMPUTE / 1e9:.0f} GB/s computing,"
-    sheet.text(20, 66, f"{model} {LINK / 1e9:.0f} GB/s between ranks, one collective at a time.", "soft")
-    return timeline._draw_legend(sheet, 88.0, events)
+        y = timeline._draw_memory(sheet, y, stairs[name]) + 10
+    timeline._draw_grid(sheet, top, y)
+    return sheet.finished(y + 34, title)
 
 
 def _events(run: Played, row: str) -> list[Event]:
