@@ -44,6 +44,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -81,19 +82,15 @@ class Recorder:
 
     events: list[Event] = field(default_factory=list)
 
-    def begin(
-        self,
-        kind: str,
-        unit: str,
-        *,
-        num_bytes: int = 0,
-        ranks: tuple[int, ...] = (),
-        dtype: torch.dtype | None = None,
-        lane: str = "compute",
-    ) -> Event:
-        """Appends an event that starts now. `finish` gives it an end; without that it is a moment."""
+    def begin(self, kind: str, unit: str, **facts: Any) -> Event:
+        """Appends an event that starts now. `finish` gives it an end; without that it is a moment.
+
+        Args:
+            kind, unit: as in `Event`.
+            facts: the other attributes of an `Event`, as far as there is something to say.
+        """
         now = time.perf_counter()
-        event = Event(kind, unit, now, now, num_bytes, ranks, dtype, lane)
+        event = Event(kind, unit, now, now, **facts)
         self.events.append(event)
         return event
 
