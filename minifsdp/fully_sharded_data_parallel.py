@@ -33,7 +33,7 @@ from minifsdp.api import *  # noqa: F403
 from minifsdp.checkpoint.optim_state_methods import OptimStateMethods
 from minifsdp.checkpoint.state_dict_options import OptimStateKeyType
 from minifsdp.compat.flat_param import FlatParameter
-from minifsdp.compat.legacy import takes_old_spellings
+from minifsdp.compat.legacy import in_todays_spelling
 from minifsdp.compat.optim_state_legacy import OldOptimStateMethods
 from minifsdp.compat.wrapper_names import FrameworkNames
 from minifsdp.engine.compiler import step_over_this_package
@@ -90,10 +90,9 @@ class FullyShardedDataParallel(  # type: ignore[misc]
         RuntimeError: there is no process group.
     """
 
-    @takes_old_spellings
-    @functools.wraps(Wrapper.__init__)
+    @functools.wraps(Wrapper.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **in_todays_spelling(kwargs))
         step_over_this_package()
 
 

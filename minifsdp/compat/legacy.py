@@ -12,33 +12,23 @@ Spec: LEGACY-01 to LEGACY-05, NAMES-09.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from minifsdp.engine.messages import message, warn_renamed
-
-P = ParamSpec("P")
-S = TypeVar("S")
 
 RENAMED_KEYWORDS = {"fsdp_auto_wrap_policy": "auto_wrap_policy"}
 
 
-def takes_old_spellings(constructor: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
-    """Lets a constructor be called with keywords that it no longer has.
+def in_todays_spelling(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a constructor's call, as the constructor of today knows them.
 
     Raises:
         TypeError: the old and the new spelling of one argument were given.
     """
-
-    @functools.wraps(constructor)
-    def translated(self: S, /, *args: Any, **kwargs: Any) -> None:
-        for old, new in RENAMED_KEYWORDS.items():
-            if old in kwargs:
-                if new in kwargs:
-                    raise TypeError(message("both-spellings", old=old, new=new))
-                warn_renamed(f"{old}=", f"{new}=")
-                kwargs[new] = kwargs.pop(old)
-        constructor(self, *args, **kwargs)
-
-    return translated
+    for old, new in RENAMED_KEYWORDS.items():
+        if old in kwargs:
+            if new in kwargs:
+                raise TypeError(message("both-spellings", old=old, new=new))
+            warn_renamed(f"{old}=", f"{new}=")
+            kwargs[new] = kwargs.pop(old)
+    return kwargs

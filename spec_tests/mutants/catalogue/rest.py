@@ -9,7 +9,7 @@ __all__ = ["MUTANTS"]
 MUTANTS = [
     Mutant(
         "both-spellings-pass",
-        "takes_old_spellings",
+        "in_todays_spelling",
         "if new in kwargs:",
         "if False:",
         "fsdp_auto_wrap_policy= and auto_wrap_policy= together pass.",
@@ -242,8 +242,8 @@ MUTANTS = [
     ),
     Mutant(
         "old-spelling-without-a-word",
-        "takes_old_spellings",
-        '                warn_renamed(f"{old}=", f"{new}=")\n',
+        "in_todays_spelling",
+        '            warn_renamed(f"{old}=", f"{new}=")\n',
         "",
         "An old spelling of a keyword gets no warning.",
         "LEGACY-01",
