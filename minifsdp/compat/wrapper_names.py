@@ -29,6 +29,7 @@ Spec: NAMES-08, NAMES-11, ORIG-01, SD-CFG-02.
 from __future__ import annotations
 
 import dataclasses
+from enum import Enum
 from typing import Any, NoReturn
 
 import torch
@@ -94,6 +95,34 @@ def _names(unit: FlatUnit) -> tuple[str, ...]:
     return tuple(owned.path for owned in unit.layout.parameters)
 
 
+def _in_torchs_words(name: str) -> property:
+    """A field of the settings of state dicts, read and written in torch's own classes."""
+
+    def read(wrapper: StateDictMethods) -> Any:
+        return _translated(getattr(wrapper._state_dict_settings, name), torch_api)
+
+    def write(wrapper: StateDictMethods, value: Any) -> None:
+        ours = _translated(value, state_dict_options)
+        # A type brings its own configurations, until others are set.
+        is_type = name == "state_dict_type"
+        before = state_dict_options.settings_for(ours, None, None) if is_type else wrapper._state_dict_settings
+        wrapper._state_dict_settings = dataclasses.replace(before, **{name: ours})
+
+    return property(read, write)
+
+
+def _translated(value: Any, into: Any) -> Any:
+    """A type or a configuration as the class of the same name in the module ``into``; torch hides one of the fields."""
+    if value is None:
+        return None
+    target = getattr(into, type(value).__name__)
+    if isinstance(value, Enum):
+        return target[value.name]
+    values = {field.name.lstrip("_"): getattr(value, field.name) for field in dataclasses.fields(value)}
+    names = [field.name for field in dataclasses.fields(target)]
+    return target(**{name: values[name.lstrip("_")] for name in names if name.lstrip("_") in values})
+
+
 class FrameworkNames(StateDictMethods, _FSDPState):  # type: ignore[misc]
     """The private names of torch's wrapper that are read elsewhere.
 
@@ -129,42 +158,7 @@ class FrameworkNames(StateDictMethods, _FSDPState):  # type: ignore[misc]
         # What is noted on it is found out anew from the parameters when the next forward begins.
         return None if self._unit is None else Slice(self._unit)
 
-    # Torch's checkpoint functions compare, set and restore these three, each in torch's own classes.
-
-    @property
-    def _state_dict_type(self) -> Any:
-        chosen = self._state_dict_settings.state_dict_type
-        return None if chosen is None else torch_api.StateDictType[chosen.name]
-
-    @_state_dict_type.setter
-    def _state_dict_type(self, chosen: Any) -> None:
-        ours = state_dict_options.StateDictType[chosen.name]
-        self._state_dict_settings = state_dict_options.settings_for(ours, None, None)
-
-    @property
-    def _state_dict_config(self) -> Any:
-        return _translated(self._state_dict_settings.state_dict_config, torch_api)
-
-    @_state_dict_config.setter
-    def _state_dict_config(self, config: Any) -> None:
-        ours = _translated(config, state_dict_options)
-        self._state_dict_settings = dataclasses.replace(self._state_dict_settings, state_dict_config=ours)
-
-    @property
-    def _optim_state_dict_config(self) -> Any:
-        return _translated(self._state_dict_settings.optim_state_dict_config, torch_api)
-
-    @_optim_state_dict_config.setter
-    def _optim_state_dict_config(self, config: Any) -> None:
-        ours = _translated(config, state_dict_options)
-        self._state_dict_settings = dataclasses.replace(self._state_dict_settings, optim_state_dict_config=ours)
-
-
-def _translated(config: Any, into: Any) -> Any:
-    """A configuration as the class of the same name in the module ``into``; torch hides one of the fields."""
-    if config is None:
-        return None
-    values = {field.name.lstrip("_"): getattr(config, field.name) for field in dataclasses.fields(config)}
-    target = getattr(into, type(config).__name__)
-    names = [field.name for field in dataclasses.fields(target)]
-    return target(**{name: values[name.lstrip("_")] for name in names if name.lstrip("_") in values})
+    # Torch's checkpoint functions compare, set and restore these three.
+    _state_dict_type = _in_torchs_words("state_dict_type")
+    _state_dict_config = _in_torchs_words("state_dict_config")
+    _optim_state_dict_config = _in_torchs_words("optim_state_dict_config")
