@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from minifsdp.tools.events import LANES, EventsPerRank, from_zero, gathered_bytes, name_of, rows_of
+from minifsdp.tools.events import LANES, EventsPerRank, from_zero, gathered_bytes, rows_of
 from minifsdp.trace import Event
 
 
@@ -52,7 +52,7 @@ def _chrome_event(event: Event) -> dict[str, Any]:
     # Scope "t": the mark of a moment stays on its own thread and does not cross the whole window.
     span = {"ph": "X", "dur": _micro(event.end - event.start)} if event.end > event.start else {"ph": "i", "s": "t"}
     return span | {
-        "name": f"{event.kind} {name_of(event.unit)}",
+        "name": f"{event.kind} {event.unit or 'root'}",
         "cat": event.kind,
         "ts": _micro(event.start),
         "args": {"unit": event.unit, "bytes": event.num_bytes, "ranks": list(event.ranks), "dtype": dtype},

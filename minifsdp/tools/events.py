@@ -76,8 +76,3 @@ def rows_of(events: Sequence[Event], tolerance: float) -> list[int]:
         ends[row] = event.end
         rows.append(row)
     return rows
-
-
-def name_of(unit: str) -> str:
-    """What a unit is called."""
-    return unit or "root"

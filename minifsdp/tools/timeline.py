@@ -40,27 +40,16 @@ from typing import Any
 import jinja2
 
 from minifsdp.engine.messages import message
-from minifsdp.tools.events import LANES, EventsPerRank, from_zero, gathered_bytes, name_of, peak_gathered_bytes, rows_of
+from minifsdp.tools.events import LANES, EventsPerRank, from_zero, gathered_bytes, peak_gathered_bytes, rows_of
 from minifsdp.trace import Event
 
-MEANINGS = {
-    "F": "forward",
-    "B": "backward",
-    "AG": "all-gather",
-    "RS": "reduce-scatter",
-    "AR": "all-reduce",
-    "FREE": "free",
-    "WAIT": "held back by the rate limiter",
-    "H2D": "copied to the device",
-    "D2H": "copied to the CPU",
-    "BCAST": "broadcast",
-}
 BOXES = ("F", "B", "AG", "RS", "AR")
 
 _TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
 _TEMPLATES.filters["px"] = "{:.1f}".format
-# The macros of the template, by their names.
+# The macros of the template, and what it says that a kind means.
 _SHAPES: Any = _TEMPLATES.get_template("timeline.svg.jinja").module
+MEANINGS: dict[str, str] = _SHAPES.meanings
 
 # All in pixels.
 _LEFT, _RIGHT = 104, 24
@@ -157,10 +146,11 @@ def _draw_heading(sheet: _Sheet, events: Sequence[Event], title: str, *captions:
     kinds = {event.kind for event in events}
     for kind, meaning in MEANINGS.items():
         if kind in kinds:
-            width = 42 + _LETTER * len(f"{kind} {meaning}")
+            label = f"{kind} {meaning}"
+            width = 42 + _LETTER * len(label)
             if x + width > sheet.width:
                 x, y = 20.0, y + 18
-            sheet.shapes.append(_SHAPES.key(kind, kind in BOXES, x, y, meaning))
+            sheet.shapes.append(_SHAPES.key(kind, kind in BOXES, x, y, label))
             x += width
     return y + 14
 
@@ -199,11 +189,9 @@ def _draw_lane(sheet: _Sheet, y: float, name: str, events: Sequence[Event]) -> f
 
 def _label(event: Event, width: float) -> str:
     """The longest name of the box that fits into it: with its kind, in full, or only the last part; or none."""
-    name = name_of(event.unit)
-    for label in (f"{event.kind} {name}", name, name.rpartition(".")[2]):
-        if _LETTER * len(label) + 6 <= width:
-            return label
-    return ""
+    name = event.unit or "root"
+    labels = (f"{event.kind} {name}", name, name.rpartition(".")[2])
+    return next((label for label in labels if _LETTER * len(label) + 6 <= width), "")
 
 
 def _draw_memory(sheet: _Sheet, y: float, events: Sequence[Event]) -> float:
