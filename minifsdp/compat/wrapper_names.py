@@ -135,13 +135,10 @@ class FrameworkNames(StateDictMethods, _FSDPState):  # type: ignore[misc]
 
     @property
     def _flat_param(self) -> Any:
-        unit = self._unit
-        if unit is None:
-            return None
-        if self._use_orig_params:
-            return Slice(unit)
-        (parameter,) = unit.layout.local_parameters()
-        parameter._fqns = _names(unit)  # type: ignore[attr-defined]
+        if self._unit is None or self._use_orig_params:
+            return self._handle
+        (parameter,) = self._unit.layout.local_parameters()
+        parameter._fqns = _names(self._unit)  # type: ignore[attr-defined]
         return parameter
 
     @property
