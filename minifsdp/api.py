@@ -3,19 +3,11 @@
 The classes, and what there is to read about them, are in ``fsdp1/options.py`` and ``checkpoint/state_dict_options.py``.
 """
 
-from minifsdp.checkpoint.state_dict_options import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
-from minifsdp.fsdp1.options import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+# What is offered is named once, below.
+# ruff: noqa: F403, F405
+
+from minifsdp.checkpoint.state_dict_options import *
+from minifsdp.fsdp1.options import *
 
 __all__ = [
     "BackwardPrefetch",

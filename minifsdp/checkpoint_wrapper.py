@@ -7,18 +7,15 @@ A unit that is also checkpointed computes its forward again in backward, from pa
 Spec: LEGACY-15.
 """
 
+# What is offered is named once, below.
+# ruff: noqa: F403, F405
+
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    CheckpointWrapper,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-    offload_wrapper,
-)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import *
 
 from minifsdp.engine.messages import warn_renamed
 

@@ -5,20 +5,13 @@ The code, and what there is to read about it, is in ``fsdp1/policies.py`` and ``
 Spec: WRAP-02 to WRAP-16, LEGACY-02, NEW-02, NEW-03.
 """
 
+# What is offered is named once, below.
+# ruff: noqa: F403, F405
+
 from __future__ import annotations
 
-from minifsdp.fsdp1.policies import (
-    CustomPolicy,
-    ModuleWrapPolicy,
-    _module_wrap_policy,
-    _or_policy,
-    _Policy,
-    always_wrap_policy,
-    default_auto_wrap_policy,
-    lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-)
+from minifsdp.fsdp1.policies import *
+from minifsdp.fsdp1.policies import _module_wrap_policy, _or_policy, _Policy
 from minifsdp.fsdp1.wrap import enable_wrap, wrap
 
 __all__ = [
