@@ -44,9 +44,7 @@ class OrderCheck:
     """
 
     def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
-        self._device = device
-        self._number = {unit: number for number, unit in enumerate(units)}
-        self._names = [unit.name for unit in units]
+        self._units, self._device = list(units), device
         self._always = dist.is_initialized() and get_debug_level() == DebugLevel.DETAIL
         self._agreed: dict[Unit, None] = {}
 
@@ -60,9 +58,11 @@ class OrderCheck:
             return
         group = unit.plan.mesh.shard
         if group is not None:
-            numbers = self._ask(group, self._number[unit])
+            numbers = self._ask(group, self._units.index(unit))
             if len(set(numbers)) > 1:
-                raise self._mismatch(dict(zip(group.ranks, numbers, strict=True)))
+                names = [f"rank {rank}: {self._units[n].name!r}" for rank, n in zip(group.ranks, numbers, strict=True)]
+                before = [earlier.name for earlier in self._agreed]
+                raise RuntimeError(message("different-order", about_to=", ".join(names), before=before))
         self._agreed[unit] = None
 
     def _ask(self, group: Group, number: int) -> list[int]:
@@ -74,8 +74,3 @@ class OrderCheck:
             collectives.gather(group, numbers, torch.tensor([number], device=self._device)).wait()
             answers: list[int] = numbers.tolist()
         return answers
-
-    def _mismatch(self, numbers: dict[int, int]) -> RuntimeError:
-        about_to = ", ".join(f"rank {rank}: {self._names[number]!r}" for rank, number in numbers.items())
-        before = [unit.name for unit in self._agreed]
-        return RuntimeError(message("different-order", about_to=about_to, before=before))
