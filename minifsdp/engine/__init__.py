@@ -12,11 +12,11 @@ From the bottom up, each module using only those above it in this list:
 ``partition``       where a row of parameters is cut
 ``cut``             where each of them is cut
 ``misuse``          mistakes that are noticed when they are made
-``optimizer_watch`` mistakes that are noticed at an optimizer's step
 ``layout``          what a unit asks of the tensors it consists of
+``optimizer_watch`` mistakes that are noticed at an optimizer's step
 ``absent``          what a module shows in place of a parameter that is not here
 ``unsharded``       the tensor that autograd owns
-``ownership``       what the optimizer owns: the contract
+``ownership``       what the optimizer owns, and its gradients
 ``flat_parameter``  ... one flat parameter
 ``originals``       ... the original parameters
 ``flat``            layout 1: one flat tensor, views into it

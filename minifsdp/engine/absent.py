@@ -21,7 +21,8 @@ Spec: FWD-01, ORIG-11, NAMES-10.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -51,40 +52,16 @@ class AbsentParameter(torch.Tensor):
         absent.path = path
         return absent
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, path: str) -> None:
-        super().__init__()
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"AbsentParameter({self.path!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    @property
-    def data(self) -> Any:
-        """Refuses, to be read and to be set."""
-        raise _absent(self)
+    def _refuse(self, *args: Any, **options: Any) -> NoReturn:
+        raise _absent(self.path, self.shape)
 
-    @data.setter
-    def data(self, value: Any) -> None:
-        raise _absent(self)
-
-    def tolist(self) -> NoReturn:
-        """Refuses: torch would refuse, too, but without saying why."""
-        raise _absent(self)
-
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refuses."""
-        raise _absent(self)
-
-    def share_memory_(self) -> NoReturn:
-        """Refuses: there is no memory to share."""
-        raise _absent(self)
-
-    def __dlpack__(self, **options: Any) -> NoReturn:
-        """Refuses to be handed to another library, which would read memory that is not there."""
-        raise _absent(self)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuses to be pickled: there is nothing to write down."""
-        raise _absent(self)
+    # What does not go through the dispatcher: to read the values or to set them, and to hand them to another library,
+    # which would read memory that is not there, to another process or to a file.
+    data = property(_refuse, _refuse)
+    tolist = numpy = share_memory_ = __dlpack__ = __reduce_ex__ = _refuse
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError(message("copy-of-absent", path=self.path))
@@ -94,41 +71,27 @@ class AbsentParameter(torch.Tensor):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
         missing = next(t for t in tensors_in((args, kwargs or {})) if isinstance(t, AbsentParameter))
-        raise _absent(missing)
+        raise _absent(missing.path, missing.shape)
 
 
-class ForwardGuard:
-    """A hook before the forward of a module whose parameters are slices right now; it refuses.
+# Under this name a module keeps the hook by which it refuses.
+GUARD = "minifsdp: sharded"
+
+
+def guards_for(parameters: Iterable[OwnedParameter]) -> list[tuple[dict[Any, Any], Callable[..., NoReturn]]]:
+    """For each module that shows one of ``parameters``, where its hooks are, and one that refuses a forward.
 
     Where the original parameters stay visible, nothing can stand in their place. They show 1-D slices between
     computations, and most operations, but not all, refuse such a shape. So the module itself is told to, for the time
     in which it has no weights: while the unit computes there is no hook, and nothing to pay.
     """
-
-    KEY = "minifsdp: sharded"
-
-    def __init__(self, path: str, shape: torch.Size) -> None:
-        self.path, self.shape = path, shape
-
-    def __call__(self, module: Any, args: Any) -> NoReturn:
-        """Raises ``RuntimeError`` with the remedy."""
-        raise _absent(self)
+    modules = {slot.module: (slot.path, owned.shape) for owned in parameters for slot in owned.slots}
+    return [(module._forward_pre_hooks, functools.partial(_refuse_to_run, *what)) for module, what in modules.items()]
 
 
-def guards_for(parameters: Iterable[OwnedParameter]) -> list[tuple[dict[Any, Any], ForwardGuard]]:
-    """For each module that shows one of ``parameters``, where its hooks are, and the one to put there."""
-    modules = {slot.module: ForwardGuard(slot.path, owned.shape) for owned in parameters for slot in owned.slots}
-    return [(module._forward_pre_hooks, guard) for module, guard in modules.items()]
+def _refuse_to_run(path: str, shape: torch.Size, module: Any, args: Any) -> NoReturn:
+    raise _absent(path, shape)
 
 
-def guard(guards: Iterable[tuple[dict[Any, Any], ForwardGuard]], *, refuses: bool) -> None:
-    """Lets modules compute, or refuse to."""
-    for hooks, one in guards:
-        if refuses:
-            hooks[ForwardGuard.KEY] = one
-        else:
-            hooks.pop(ForwardGuard.KEY, None)
-
-
-def _absent(missing: AbsentParameter | ForwardGuard) -> RuntimeError:
-    return RuntimeError(message("absent", path=missing.path, shape=tuple(missing.shape)))
+def _absent(path: str, shape: torch.Size) -> RuntimeError:
+    return RuntimeError(message("absent", path=path, shape=tuple(shape)))

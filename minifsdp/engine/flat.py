@@ -35,21 +35,24 @@ STREAM-12.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from minifsdp.engine import collectives
-from minifsdp.engine.absent import guard, guards_for
-from minifsdp.engine.flat_parameter import FlatOwnership, check_uniform_training
+from minifsdp.engine import collectives, optimizer_watch
+from minifsdp.engine.absent import GUARD, guards_for
+from minifsdp.engine.flat_parameter import FlatOwnership
 from minifsdp.engine.lanes import NOTHING, Lanes, Promise
 from minifsdp.engine.layout import Gradient, Layout, OwnedParameter, Slot, rebound
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.originals import OriginalOwnership
-from minifsdp.engine.ownership import Ownership, check_uniform_dtype, hooked
+from minifsdp.engine.ownership import Ownership, check_uniform_dtype
 from minifsdp.engine.partition import Form, Partition, local_part
+from minifsdp.engine.precision import Precision
 from minifsdp.engine.unsharded import Unsharded
 
 
@@ -61,13 +64,13 @@ class FlatLayout(Layout):
         parameters: at least one, all of one dtype and one ``requires_grad``.
         mesh: who shares.
         device: the compute device.
-        compute_dtype: dtype of the unsharded tensor; ``None`` means the stored one.
-        keep_reduce_dtype: whether gradients may stay in the dtype in which they travelled.
+        precision: the dtype of the unsharded tensor, and whether gradients may stay in the one in which they travelled.
         offload: whether the shard lives on the CPU.
         keep_originals: whether the optimizer owns slices of the original parameters instead of one flat parameter.
 
     Attributes:
         forms: of each parameter, how it lies in the row.
+        hides_originals: whether the original parameters are out of sight between computations.
         is_summoned: whether the modules show full parameters that are the user's, see ``summoned.py``.
     """
 
@@ -79,9 +82,8 @@ class FlatLayout(Layout):
         parameters: Mapping[nn.Parameter, OwnedParameter],
         mesh: Mesh,
         device: torch.device,
+        precision: Precision,
         *,
-        compute_dtype: torch.dtype | None = None,
-        keep_reduce_dtype: bool = False,
         offload: bool = False,
         keep_originals: bool = False,
     ) -> None:
@@ -98,65 +100,57 @@ class FlatLayout(Layout):
         if offload and device.type != "cpu":
             shard = shard.pin_memory()
         self.owner: Ownership
+        keeps = precision.keep_reduce_dtype
         if keep_originals:
-            index = mesh.shard_index
-            self.owner = OriginalOwnership(parameters, shard, self.partition, index, keep_reduce_dtype)
+            self.owner = OriginalOwnership(parameters, shard, self.partition, mesh.shard_index, keeps)
         else:
-            check_uniform_training(home, parameters)
-            self.owner = FlatOwnership(home, parameters, shard, keep_reduce_dtype)
-        self._compute_dtype = compute_dtype
+            self.owner = FlatOwnership(home, parameters, shard, keeps)
+        self.hides_originals = self.owner.hides_originals
+        self._compute_dtype = precision.compute
         self._variants: dict[torch.dtype, Unsharded] = {}
         self._on_gradient: Callable[[], None] | None = None
-        self._choose(compute_dtype or shard.dtype)
+        self.use_stored_dtype(False)
         self._places = [
-            (self.owner.dictionary(slot.module), slot, index)
+            # Past `_parameters`, where the flat parameter alone is to be listed.
+            (vars(slot.module) if self.hides_originals else slot.module._parameters, slot, index)
             for index, owned in enumerate(self.parameters)
             for slot in owned.slots
         ]
         self.is_summoned = False
-        # What the modules show right now, and the views of the last forward that autograd recorded.
-        self._shown: Sequence[torch.Tensor] = self.owner.stand_ins
-        self._guards = [] if self.owner.hides_originals else guards_for(self.parameters)
-        self._recorded: Sequence[torch.Tensor] | None = None
         self._gathered_at: object = None
-        if self._now.is_borrowed and self.owner.hides_originals:
-            # Readable from now on, but nothing listens for gradients before there is a tree.
-            self._guards = guards_for(self.parameters)
-            self._show(self.views_of(self._now.leaf))
-        self._guard()
+        # The views of the last forward that autograd recorded.
+        self._recorded: Sequence[torch.Tensor] | None = None
+        # Where the unit computes in the shard's own memory, the full values are readable all the time.
+        stays = self._now.is_borrowed and self.hides_originals
+        self._guards = guards_for(self.parameters) if stays or not self.hides_originals else []
+        self._show(self.views_of(self._now.leaf) if stays else self.owner.stand_ins)
 
     # --- the unsharded tensor ---
 
-    def _choose(self, dtype: torch.dtype) -> None:
-        """From now on the unit computes in ``dtype``; to be called while it is sharded."""
+    def use_stored_dtype(self, stored: bool) -> None:
+        """Whether to compute in full precision from now on; to be called while the unit is sharded."""
+        shard = self.owner.shard
+        dtype = shard.dtype if stored else self._compute_dtype or shard.dtype
         if dtype not in self._variants:
-            shard, numel = self.owner.shard, self.partition.padded_numel
             # Neither shared nor cast: computed on where it is stored.
             borrows = self.mesh.shard is None and dtype is shard.dtype and shard.device == self.device
-            self._variants[dtype] = Unsharded(numel, dtype, self.device, shard if borrows else None)
-            self._variants[dtype].on_gradient = self._on_gradient
+            made = Unsharded(self.partition.padded_numel, dtype, self.device, shard if borrows else None)
+            made.leaf.register_post_accumulate_grad_hook(functools.partial(_complete, weakref.ref(self)))
+            self._variants[dtype] = made
         self._now = self._variants[dtype]
         self.dtype, self.num_bytes = dtype, self._now.num_bytes
 
     def on_gradient(self, notify: Callable[[], None] | None) -> None:
         """Whom to call when the unsharded gradient is complete."""
         self._on_gradient = notify
-        for unsharded in self._variants.values():
-            unsharded.on_gradient = notify
         self._guard()
 
     def settle(self) -> None:
         """Adapts to a shard that was given another dtype after construction, as by ``model.half()``."""
         self.owner.settle()
-        dtype = self._compute_dtype or self.owner.shard.dtype
-        if dtype is not self.dtype:
+        if self.dtype is not (self._compute_dtype or self.owner.shard.dtype):
             self._variants.clear()
-            self._choose(dtype)
-
-    def use_stored_dtype(self, stored: bool) -> None:
-        """Whether to compute in full precision for now; to be called while the unit is sharded."""
-        dtype = self.owner.shard.dtype
-        self._choose(dtype if stored else self._compute_dtype or dtype)
+            self.use_stored_dtype(False)
 
     @property
     def is_trained(self) -> bool:
@@ -209,8 +203,7 @@ class FlatLayout(Layout):
     def show_unsharded(self) -> None:
         """Makes new views and puts them on the modules."""
         leaf = self._now.leaf
-        if leaf.requires_grad is not self.owner.requires_grad:
-            leaf.requires_grad_(self.owner.requires_grad)
+        leaf.requires_grad_(self.owner.requires_grad)
         # 1. and 2. Now, and all at once.
         views = self.views_of(leaf)
         if torch.is_grad_enabled():
@@ -226,27 +219,31 @@ class FlatLayout(Layout):
 
     def show_resting(self, *, is_kept: bool) -> None:
         """The stand-ins; with original parameters that are kept on purpose, the full ones stay in sight (ORIG-09)."""
-        if not is_kept or self.owner.hides_originals or self.mesh.shard is None:
+        if not is_kept or self.hides_originals or self.mesh.shard is None:
             self.show_sharded()
 
     def show_sharded(self) -> None:
         """Puts the stand-ins on the modules, unless the full views may stay: they are valid all the time."""
-        if self._shown is not self.owner.stand_ins and not (self._now.is_borrowed and self.owner.hides_originals):
+        if self._shown is not self.owner.stand_ins and not (self._now.is_borrowed and self.hides_originals):
             self._show(self.owner.stand_ins)
 
     def _show(self, tensors: Sequence[torch.Tensor]) -> None:
         self._shown = tensors
         for dictionary, slot, index in self._places:
-            dictionary[slot.name] = tensors[index]
+            dictionary[slot.name] = tensors[index]  # type: ignore[assignment]
             if slot.second_list:
                 slot.update_second_list(tensors[index])
-        self._guard()
+        if self._guards:
+            self._guard()
 
     def _guard(self) -> None:
         """Lets modules compute, or refuse to while they show slices or their gradients would not be heard of."""
-        if self._guards:
-            is_unfit = self._shown is self.owner.stand_ins or self._on_gradient is None
-            guard(self._guards, refuses=is_unfit and not self.is_summoned)
+        is_unfit = self._shown is self.owner.stand_ins or self._on_gradient is None
+        for hooks, hook in self._guards:
+            if is_unfit and not self.is_summoned:
+                hooks[GUARD] = hook
+            else:
+                hooks.pop(GUARD, None)
 
     # --- gradients ---
 
@@ -261,8 +258,10 @@ class FlatLayout(Layout):
         gradient, leaf.grad = leaf.grad, None
         if gradient is None:
             return None
-        if self.owner.shard._backward_hooks:
-            gradient = hooked(self.owner.shard, gradient)
+        # The user's, on a flat parameter. Autograd owns another tensor and calls none of them.
+        for hook in list((self.owner.shard._backward_hooks or {}).values()):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
         if with_unreduced:
             unreduced = self.owner.take_unreduced()
             if unreduced is not None:
@@ -272,10 +271,11 @@ class FlatLayout(Layout):
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Adds to the unreduced gradient that the flat parameter shows."""
         self.owner.keep_unreduced(gradient.parts[0])
+        optimizer_watch.note_unreduced(self)
 
     def pack(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
         """Packed it is already."""
-        return gradient.parts[0].to(dtype) if gradient.parts[0].dtype is not dtype else gradient.parts[0]
+        return gradient.parts[0].to(dtype)
 
     def copy_to_host(self, piece: torch.Tensor) -> torch.Tensor:
         """Cast first, for the CPU cannot cast what is not there yet; PyTorch pins what such a copy goes to."""
@@ -292,11 +292,6 @@ class FlatLayout(Layout):
         return self.owner.has_unreduced
 
     # --- the user ---
-
-    @property
-    def hides_originals(self) -> bool:
-        """Whether the original parameters are out of sight between computations."""
-        return self.owner.hides_originals
 
     def local_values(self) -> torch.Tensor:
         """What this rank stores, 1-D, padding included; not a copy."""
@@ -322,7 +317,7 @@ class FlatLayout(Layout):
 
     def local_parameters(self) -> list[nn.Parameter]:
         """What the optimizer owns of this unit."""
-        return self.owner.local_parameters()
+        return self.owner.parameters
 
     def show_summoned(self, parameters: Sequence[nn.Parameter]) -> None:
         """Puts full parameters on the modules, for the user; they are in the order in which the modules had them."""
@@ -336,14 +331,17 @@ class FlatLayout(Layout):
     def hide_summoned(self, parameters: Sequence[nn.Parameter]) -> list[Slot]:
         """Puts back what the modules had before; returns where something else than ``parameters`` was found."""
         self.is_summoned = False
-        exchanged = [
-            slot
-            for _, slot, index in self._places
-            if slot.module._parameters.pop(slot.name, None) is not parameters[index]
-        ]
+        found = [(slot, slot.module._parameters.pop(slot.name, None), index) for _, slot, index in self._places]
         self._show(self._shown)
-        return exchanged
+        return [slot for slot, parameter, index in found if parameter is not parameters[index]]
 
     def forget_gather(self) -> None:
         """What was gathered before is stale, although no stamp tells so."""
         self._gathered_at = None
+
+
+def _complete(this: weakref.ref[FlatLayout], leaf: torch.Tensor) -> None:
+    """The hook of a leaf, which holds it from C++, past the garbage collector; so it must not hold the whole tree."""
+    layout = this()
+    if layout is not None and layout._on_gradient is not None:
+        layout._on_gradient()

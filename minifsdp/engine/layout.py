@@ -115,9 +115,8 @@ def owned_parameters(
         for name, parameter in module._parameters.items():
             if parameter is None or parameter in ignored or misuse.is_flattened(module, name):
                 continue
-            slot = Slot.of(module, name, f"{prefix}.{name}" if prefix else name)
-            misuse.check_place(module, name, slot.path)
-            misuse.check_not_tied(parameter, slot.path)
+            slot = Slot.of(module, name, full_name(prefix, name))
+            misuse.check_free(parameter, module, name, slot.path)
             found.setdefault(parameter, OwnedParameter(parameter.shape, [])).slots.append(slot)
     return found
 

@@ -18,35 +18,25 @@ Spec: CTOR-05, ORIG-16, MYTH-28.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from minifsdp.engine.mesh import Mesh
 from minifsdp.engine.messages import message
 
-
-class HoldsParameters(Protocol):
-    """What an optimizer owns something of."""
-
-    def local_parameters(self) -> Sequence[nn.Parameter]:
-        """What that is."""
-        ...
-
-
-Registry = dict[int, tuple[weakref.ref[nn.Parameter], str]]
-
-_taken: Registry = {}
-# What optimizers must not hold, and who wants to know when there is more of it; see ``optimizer_watch.py``.
-replaced: Registry = {}
+# By identity: the unit's name for each parameter that was taken, and those of them that modules show no more, which
+# optimizers must not hold.
+_taken = WeakTensorKeyDictionary()
+replaced = WeakTensorKeyDictionary()
+# Who wants to know when there is more of it; see ``optimizer_watch.py``.
 watchers: list[Callable[[bool], None]] = []
 _doors: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-_places: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
-_flattened: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+_places: weakref.WeakKeyDictionary[nn.Module, dict[str, str | None]] = weakref.WeakKeyDictionary()
 
 
 def note_taken(parameter: nn.Parameter, path: str, *, is_replaced: bool) -> None:
@@ -58,47 +48,32 @@ def note_taken(parameter: nn.Parameter, path: str, *, is_replaced: bool) -> None
         is_replaced: whether modules show something else in its place from now on.
     """
     for registry in (_taken, replaced) if is_replaced else (_taken,):
-        _remember(registry, parameter, path)
+        registry[parameter] = path
     for tell in watchers:
         tell(is_replaced)
 
 
-def _remember(registry: Registry, parameter: nn.Parameter, path: str) -> None:
-    key = id(parameter)
-    registry[key] = (weakref.ref(parameter, lambda _: registry.pop(key, None)), path)
+def note_place(module: nn.Module, name: str, path: str | None) -> None:
+    """Remembers that what ``module`` shows as ``name`` belongs to a unit.
 
-
-def check_not_tied(parameter: nn.Parameter, path: str) -> None:
-    """Whether a unit may take ``parameter``.
-
-    Raises:
-        ValueError: another unit has taken it already.
+    Args:
+        module, name: the place.
+        path: the unit's name for it; ``None`` if it is part of a flat unit.
     """
-    reference, other = _taken.get(id(parameter), (None, ""))
-    if reference is not None and reference() is parameter:
-        raise ValueError(message("tied-across-units", path=path, other=other))
-
-
-def note_place(module: nn.Module, name: str, path: str) -> None:
-    """Remembers that what ``module`` shows as ``name`` belongs to a unit, in which it is called ``path``."""
     _places.setdefault(module, {})[name] = path
 
 
-def check_place(module: nn.Module, name: str, path: str) -> None:
-    """Whether a unit may take what ``module`` shows as ``name``.
+def check_free(parameter: nn.Parameter, module: nn.Module, name: str, path: str) -> None:
+    """Whether a unit may take ``parameter``, which ``module`` shows as ``name``.
 
     Raises:
-        ValueError: another unit has taken it already.
+        ValueError: another unit has taken what is in this place, or the same tensor in another one.
     """
     if name in _places.get(module, {}):
-        raise ValueError(
-            message("outer-before-inner", path=path, type=type(module).__name__, first=_places[module][name])
-        )
-
-
-def note_flattened(module: nn.Module, name: str) -> None:
-    """Remembers that what ``module`` shows as ``name`` is part of a flat unit."""
-    _flattened.setdefault(module, set()).add(name)
+        first = _places[module][name]
+        raise ValueError(message("outer-before-inner", path=path, type=type(module).__name__, first=first))
+    if parameter in _taken:
+        raise ValueError(message("tied-across-units", path=path, other=_taken[parameter]))
 
 
 def is_flattened(module: nn.Module, name: str) -> bool:
@@ -106,7 +81,7 @@ def is_flattened(module: nn.Module, name: str) -> bool:
 
     A question about the place and not about the tensor: the same tensor in another module is a tie.
     """
-    return name in _flattened.get(module, ())
+    return _places.get(module, {}).get(name, "") is None
 
 
 def check_one_door(module: nn.Module, door: str) -> None:
@@ -130,20 +105,20 @@ def is_only_called_in_parts(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
-def check_not_in_ddp(owners: Iterable[tuple[HoldsParameters, Mesh]]) -> None:
+def check_not_in_ddp(owned: Iterable[tuple[Iterable[nn.Parameter], Mesh]]) -> None:
     """Whether a forward that will be trained goes through a DDP that would have to average sharded gradients.
 
     A DDP around is welcome if it was told to leave these parameters alone, or if its ranks are among those over whose
     gradients the mean is taken anyway.
 
     Raises:
-        RuntimeError: it waits for gradients of ``owners``, and the mean lacks ranks.
+        RuntimeError: it waits for gradients of ``owned`` parameters, and the mean lacks ranks.
     """
     around = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if around is None or not torch.is_grad_enabled():
         return
     ranks = dist.get_process_group_ranks(around.process_group)
-    apart = {p for owner, mesh in owners if not mesh.covers(ranks) for p in owner.local_parameters()}
+    apart = {parameter for parameters, mesh in owned if not mesh.covers(ranks) for parameter in parameters}
     for name, parameter in around.module.named_parameters():
         if parameter in apart and parameter.requires_grad and name not in around.parameters_to_ignore:
             raise RuntimeError(message("ddp-around", name=name, ranks=ranks))

@@ -19,30 +19,21 @@ Spec: CTOR-05, NOSYNC-10.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from minifsdp.engine.layout import Layout
 from minifsdp.engine.messages import message, warn
-from minifsdp.engine.misuse import HoldsParameters, replaced
+from minifsdp.engine.misuse import replaced
 
-
-class HoldsGradient(HoldsParameters, Protocol):
-    """What shows an unreduced gradient to the optimizer."""
-
-    @property
-    def has_unreduced(self) -> bool:
-        """Whether it does so right now."""
-        ...
-
-
-_unreduced: weakref.WeakSet[Any] = weakref.WeakSet()
+_unreduced: weakref.WeakSet[Layout] = weakref.WeakSet()
 _checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-_is_watching = False
 _num_steps = 0
 
 
@@ -53,26 +44,28 @@ def watch(is_replaced: bool) -> None:
         is_replaced: whether modules show something else in its place. Then an optimizer that was fine when it stepped
             may hold what has just been replaced.
     """
-    global _is_watching
     if is_replaced:
         _checked.clear()
-    if not _is_watching:
-        _is_watching = True
-        register_optimizer_step_pre_hook(_before_step)
+    _begin()
 
 
-def note_unreduced(owner: HoldsGradient) -> None:
-    """Remembers that ``owner`` shows an unreduced gradient."""
-    _unreduced.add(owner)
+@functools.cache
+def _begin() -> None:
+    register_optimizer_step_pre_hook(_before_step)
 
 
-def check_reduced(what: str, owners: Iterable[HoldsGradient]) -> None:
-    """Whether none of ``owners`` is left with an unreduced gradient.
+def note_unreduced(layout: Layout) -> None:
+    """Remembers that ``layout`` shows the optimizer an unreduced gradient."""
+    _unreduced.add(layout)
+
+
+def check_reduced(what: str, layouts: Iterable[Layout]) -> None:
+    """Whether none of ``layouts`` is left with an unreduced gradient.
 
     Raises:
         RuntimeError: one is.
     """
-    if any(owner.has_unreduced for owner in owners):
+    if any(layout.has_unreduced for layout in layouts):
         raise RuntimeError(message("unreduced-gradients", what=what))
 
 
@@ -92,37 +85,32 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
     if closure is None:
         _check_gradients_of(optimizer)
         return None
-    # The gradients that it steps on are those that the closure leaves behind.
-    checked = _with_check_after(closure, optimizer)
+    checked = functools.partial(_close_and_check, closure, optimizer)
     return (args, {**kwargs, "closure": checked}) if not given else ((args[0], checked, *given[1:]), kwargs)
 
 
-def _with_check_after(closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    def checked() -> Any:
-        loss = closure()
-        _check_gradients_of(optimizer)
-        return loss
-
-    return checked
+def _close_and_check(closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Any:
+    """The gradients that an optimizer steps on are those that its closure leaves behind."""
+    loss = closure()
+    _check_gradients_of(optimizer)
+    return loss
 
 
 def _check_gradients_of(optimizer: torch.optim.Optimizer) -> None:
     if not _unreduced:
         return
-    held = {id(p) for p in _parameters_of(optimizer)}
-    mine = [owner for owner in _unreduced if any(id(p) in held for p in owner.local_parameters())]
+    held = set(_parameters_of(optimizer))
+    mine = [layout for layout in _unreduced if not held.isdisjoint(layout.local_parameters())]
     check_reduced(f"{type(optimizer).__name__}.step()", mine)
-    for owner in mine:
-        _unreduced.discard(owner)
+    _unreduced.difference_update(mine)
 
 
 def _warn_if_stale(optimizer: torch.optim.Optimizer) -> None:
-    parameters = list(_parameters_of(optimizer))
-    num_stale = sum(id(p) in replaced and replaced[id(p)][0]() is p for p in parameters)
+    parameters = _parameters_of(optimizer)
+    num_stale = sum(parameter in replaced for parameter in parameters)
     if num_stale:
         warn(message("stale-optimizer", num_stale=num_stale, number=len(parameters), type=type(optimizer).__name__))
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

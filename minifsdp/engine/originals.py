@@ -31,9 +31,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from minifsdp.engine import misuse, optimizer_watch
-from minifsdp.engine.layout import OwnedParameter, Slot
+from minifsdp.engine.layout import OwnedParameter
 from minifsdp.engine.messages import message, warn
-from minifsdp.engine.ownership import Ownership, assign_gradient, call_hooks
+from minifsdp.engine.ownership import Ownership, frozen_among_trained
 from minifsdp.engine.partition import Partition, local_part
 
 
@@ -61,44 +61,33 @@ class OriginalOwnership(Ownership):
     ) -> None:
         self.shard, self.partition, self.keep_reduce_dtype = shard, partition, keep_reduce_dtype
         self.shapes = [local_part(original).shape for original in parameters]
-        self._is_distributed = [isinstance(original, DTensor) for original in parameters]
-        self.originals = [
-            _in_place_of(original, owned.slots) if isinstance(original, DTensor) else original
-            for original, owned in parameters.items()
-        ]
         self._paths = [owned.path for owned in parameters.values()]
         # Where each slice lies in this rank's piece.
         self._slices = partition.slices_of_piece(index)
-        self._unreduced: torch.Tensor | None = None
-        self._version = 0
-        self._reduced_before: list[torch.Tensor | None] = []
-        self._gradients_aside: list[torch.Tensor | None] = []
-        self.stand_ins = self.originals
-        for original, path, is_replaced in zip(parameters, self._paths, self._is_distributed, strict=True):
-            misuse.note_taken(original, path, is_replaced=is_replaced)
-        for slot in (slot for owned in parameters.values() for slot in owned.slots):
-            misuse.note_flattened(slot.module, slot.name)
-        self._warn_if_mixed()
-        self.hide_full()
-
-    def _warn_if_mixed(self) -> None:
-        frozen = [path for path, p in zip(self._paths, self.originals, strict=True) if not p.requires_grad]
-        if frozen and len(frozen) < len(self.originals):
+        self._mine = self.parts(shard)
+        self.parameters = []
+        for original, owned in parameters.items():
+            is_replaced = isinstance(original, DTensor)
+            self.parameters.append(_in_place_of(original) if is_replaced else original)
+            misuse.note_taken(original, owned.path, is_replaced=is_replaced)
+            for slot in owned.slots:
+                misuse.note_place(slot.module, slot.name, None)
+        self.stand_ins = self.parameters
+        frozen = frozen_among_trained(parameters)
+        if frozen:
             warn(message("frozen-among-trained", frozen=frozen))
+        self._gradients_before = [parameter.grad for parameter in self.parameters]
+        self.hide_full()
 
     # --- what is visible ---
 
-    def dictionary(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """Where to write what a module shall show: where its parameters are registered."""
-        return module._parameters  # type: ignore[return-value]
-
     def show_full(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
         """The originals themselves, showing ``views``, where they can; their gradients are put aside."""
-        self._gradients_aside = [p.grad for p in self.originals]
+        self._gradients_before = [p.grad for p in self.parameters]
         shown = []
-        for original, view, is_distributed in zip(self.originals, views, self._is_distributed, strict=True):
+        for original, view in zip(self.parameters, views, strict=True):
             original.grad = None
-            if is_distributed:
+            if isinstance(view, DTensor):
                 shown.append(nn.Parameter(view, requires_grad=original.requires_grad))
             else:
                 original.data = view
@@ -107,35 +96,29 @@ class OriginalOwnership(Ownership):
 
     def hide_full(self) -> None:
         """The originals show their slices of the shard, and the gradients that `show_full` has put aside."""
-        for original, view in zip(self.originals, self._own_views(self.shard), strict=True):
-            original.data = view
-        for original, gradient in zip(self.originals, self._gradients_aside, strict=False):
-            original.grad = None
-            if gradient is not None:
-                assign_gradient(original, gradient)
-        self._gradients_aside = []
+        for original, mine in zip(self.parameters, self._mine, strict=True):
+            original.data = mine
+        gradients, self._gradients_before = self._gradients_before, []
+        self.assign(gradients)
 
-    def _own_views(self, piece: torch.Tensor) -> list[torch.Tensor]:
+    def parts(self, piece: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter's slice, in its own shape where no rank has another part of it."""
         if self.partition.num_shards == 1:
-            # No rank has another part: there is no reason to show less than the parameter.
             return [piece[part].view(shape) for part, shape in zip(self._slices, self.shapes, strict=True)]
         return [piece[part] for part in self._slices]
 
-    def local_parameters(self) -> list[nn.Parameter]:
-        """What the optimizer owns: the originals."""
-        return self.originals
+    def whole_parts(self, row: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter in the row, in its own shape."""
+        return self.partition.views(row, self.shapes)
 
-    @property
-    def requires_grad(self) -> bool:
-        """Whether any of them is to be trained."""
-        return any(original.requires_grad for original in self.originals)
+    # --- values ---
 
     def stamp(self) -> object:
         """Changes whenever the values of a slice are changed in place, or its memory is replaced, on any rank.
 
         A rank on which nothing lies of what is trained sees no version change in a step, and must gather all the same.
         """
-        return optimizer_watch.num_steps(), [(original._version, original.data_ptr()) for original in self.originals]
+        return optimizer_watch.num_steps(), super().stamp()
 
     def collect(self) -> bool:
         """Copies into the shard what the user has given other memory, and makes it a slice again; whether any was.
@@ -144,19 +127,15 @@ class OriginalOwnership(Ownership):
             RuntimeError: the new tensor has another number of elements.
         """
         has_copied = False
-        for index, original in enumerate(self.originals):
-            part = self._slices[index]
-            if part.start == part.stop and original.numel() == 0:
-                continue
-            mine = self.shard[part]
+        for path, original, mine in zip(self._paths, self.parameters, self._mine, strict=True):
+            # What has no elements has no address, and shows the same one everywhere.
             if original.data_ptr() == mine.data_ptr():
                 continue
-            if original.numel() != mine.numel():
-                raise RuntimeError(
-                    message("wrong-size", parameter=self._paths[index], found=original.numel(), expected=mine.numel())
-                )
-            mine.copy_(original.data.reshape(-1))
-            original.data = self._own_views(self.shard)[index]
+            found, expected = original.numel(), mine.numel()
+            if found != expected:
+                raise RuntimeError(message("wrong-size", parameter=path, found=found, expected=expected))
+            mine.copy_(original.data.reshape(mine.shape))
+            original.data = mine
             # The address is the old one again; without this a unit that is kept would not be stale.
             torch.autograd.graph.increment_version(original)
             has_copied = True
@@ -164,95 +143,13 @@ class OriginalOwnership(Ownership):
 
     def settle(self) -> None:
         """A new shard of the dtype and device that the originals have now; their values are collected into it."""
-        first = self.originals[0]
+        first = self.parameters[0]
         if first.dtype is not self.shard.dtype or first.device != self.shard.device:
             self.shard = torch.zeros_like(self.shard, device=first.device, dtype=first.dtype)
+            self._mine = self.parts(self.shard)
             self.collect()
 
-    def overwrite(self, piece: torch.Tensor) -> None:
-        """New values for the shard. The change is one that `stamp` shows."""
-        self.shard.copy_(piece)
-        for original in self.originals:
-            torch.autograd.graph.increment_version(original)
 
-    # --- gradients ---
-
-    @property
-    def has_unreduced(self) -> bool:
-        """Whether some ``.grad`` is there and has never been reduced."""
-        return self._unreduced is not None and any(original.grad is not None for original in self.originals)
-
-    def add_reduced(self, piece: torch.Tensor) -> None:
-        """Adds each trained parameter's part of a reduced piece to its gradient."""
-        if piece.dtype is not self.shard.dtype and not self.keep_reduce_dtype:
-            piece = piece.to(self.shard.dtype)
-        for original, part in zip(self.originals, self._own_views(piece), strict=True):
-            if not original.requires_grad or part.numel() == 0:
-                continue
-            if original.grad is None:
-                assign_gradient(original, part)
-            else:
-                original.grad.add_(part)
-            if original._post_accumulate_grad_hooks:
-                call_hooks(original)
-
-    def reduced_gradient(self) -> tuple[torch.Tensor, list[bool]]:
-        """Each parameter's part of the reduced gradient, in its place in the piece."""
-        dtype = next((p.grad.dtype for p in self.originals if p.grad is not None), self.shard.dtype)
-        piece = torch.zeros_like(self.shard, dtype=dtype)
-        for original, part in zip(self.originals, self._own_views(piece), strict=True):
-            if original.grad is not None:
-                part.copy_(original.grad)
-        return piece, [original.grad is not None for original in self.originals]
-
-    def overwrite_gradient(self, piece: torch.Tensor, present: list[bool]) -> None:
-        """Each parameter's part of ``piece``, copied out of the row it is a slice of."""
-        for original, part, is_there in zip(self.originals, self._own_views(piece.clone()), present, strict=True):
-            original.grad = None
-            if is_there and part.numel():
-                assign_gradient(original, part)
-
-    def keep_unreduced(self, gradient: torch.Tensor) -> None:
-        """Adds an unsharded gradient to the unreduced ones; reduced ones that are there already are put aside."""
-        before = self.take_unreduced()
-        if before is not None:
-            gradient = before.add_(gradient)
-        self._reduced_before = [original.grad for original in self.originals]
-        self._unreduced, self._version = gradient, gradient._version
-        for original, part in zip(self.originals, self.partition.views(gradient, self.shapes), strict=True):
-            original.grad = None
-            if original.requires_grad:
-                assign_gradient(original, part)
-        optimizer_watch.note_unreduced(self)
-
-    def take_unreduced(self) -> torch.Tensor | None:
-        """Removes the unreduced gradients and puts the reduced ones, if any, back in their places."""
-        unreduced, self._unreduced = self._unreduced, None
-        if unreduced is None:
-            return None
-        any_left, is_edited = False, unreduced._version != self._version
-        for original, before, part in zip(
-            self.originals, self._reduced_before, self.partition.views(unreduced, self.shapes), strict=True
-        ):
-            if original.grad is None:
-                # zero_grad(), of all or of this one: it was meant for the whole gradient.
-                part.zero_()
-                continue
-            any_left = True
-            original.grad = None
-            if before is not None:
-                if is_edited and not part.any():
-                    # zero_grad(set_to_none=False): it found only what was in sight.
-                    before.zero_()
-                assign_gradient(original, before)
-        self._reduced_before = []
-        return unreduced if any_left else None
-
-
-def _in_place_of(original: nn.Parameter, slots: Sequence[Slot]) -> nn.Parameter:
-    """An ordinary parameter, registered where ``original`` was; it gets its slice later."""
-    place = nn.Parameter(local_part(original.detach()), requires_grad=original.requires_grad)
-    for slot in slots:
-        slot.module._parameters[slot.name] = place
-        slot.update_second_list(place)
-    return place
+def _in_place_of(original: nn.Parameter) -> nn.Parameter:
+    """An ordinary parameter; it gets its slice later."""
+    return nn.Parameter(local_part(original.detach()), requires_grad=original.requires_grad)

@@ -136,7 +136,7 @@ class Root:
         for unit in self.units if caller is None else (caller, *caller.inner):
             if unit.phase is Phase.SUMMONED:
                 raise not_while_summoned(unit, "forward")
-        misuse.check_not_in_ddp((unit.layout, unit.plan.mesh) for unit in self.units)
+        misuse.check_not_in_ddp((unit.layout.local_parameters(), unit.plan.mesh) for unit in self.units)
         for unit in self.units:
             if unit.phase is not Phase.SUMMONED:
                 unit.layout.notice_edits()

@@ -17,6 +17,8 @@ Spec: SUMMON-05 to SUMMON-09.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from minifsdp.engine import collectives
@@ -28,16 +30,20 @@ from minifsdp.engine.partition import local_part
 Gradients = tuple[torch.Tensor, list[bool]]
 
 
-def full_row(layout: FlatLayout) -> torch.Tensor:
+def full_row(layout: FlatLayout, piece: torch.Tensor | None = None) -> torch.Tensor:
     """The full values of all parameters in the stored dtype; the shard itself if nothing is sharded.
 
     All ranks of the shard group must call it: it is a gather of its own.
+
+    Args:
+        layout: the unit's.
+        piece: this rank's piece of something else, like the shard; ``None`` for the shard.
     """
-    shard, group = layout.local_values().data, layout.mesh.shard
+    piece, group = layout.local_values().data if piece is None else piece, layout.mesh.shard
     if group is None:
-        return shard
-    row = torch.empty(layout.partition.padded_numel, dtype=shard.dtype, device=layout.device)
-    collectives.gather(group, row, shard.to(layout.device)).wait()
+        return piece
+    row = torch.empty(layout.partition.padded_numel, dtype=piece.dtype, device=layout.device)
+    collectives.gather(group, row, piece.to(layout.device)).wait()
     return row
 
 
@@ -47,11 +53,9 @@ def full_gradient_row(layout: FlatLayout) -> Gradients:
     All ranks of the shard group must call it.
     """
     piece, present = layout.owner.reduced_gradient()
-    group = layout.mesh.shard
+    row, group = full_row(layout, piece), layout.mesh.shard
     if group is None:
-        return piece, present
-    row = torch.empty(layout.partition.padded_numel, dtype=piece.dtype, device=layout.device)
-    collectives.gather(group, row, piece.to(layout.device)).wait()
+        return row, present
     votes = torch.tensor(present, dtype=torch.int32, device=layout.device)
     collectives.all_reduce(group, votes).wait()
     return row, [vote > 0 for vote in votes.tolist()]
@@ -68,11 +72,11 @@ class Summoned:
 
     def __init__(self, layout: FlatLayout, row: torch.Tensor, gradients: Gradients | None) -> None:
         self._layout, self._row, self._gradients = layout, row, gradients
-        self._views = layout.views_of(row)
-        self._gradient_views = [] if gradients is None else layout.views_of(gradients[0])
-        self._parameters = layout.owner.show_full(self._views)
+        self._parameters = layout.owner.show_full(layout.views_of(row))
         if gradients is not None:
-            for parameter, view, is_there in zip(self._parameters, self._gradient_views, gradients[1], strict=True):
+            for parameter, view, is_there in zip(
+                self._parameters, layout.views_of(gradients[0]), gradients[1], strict=True
+            ):
                 parameter.grad = view if is_there else None
         layout.show_summoned(self._parameters)
 
@@ -85,31 +89,25 @@ class Summoned:
         layout = self._layout
         exchanged = layout.hide_summoned(self._parameters)
         piece = layout.partition.piece(layout.mesh.shard_index)
-        self._collect()
-        if keep_changes and layout.mesh.shard is not None:
-            layout.owner.overwrite(self._row[piece])
-        elif keep_changes:
-            # The row was the shard itself. A copy of it in another dtype may still be there from an earlier gather.
+        gradients = [parameter.grad for parameter in self._parameters]
+        if keep_changes:
+            self._collect(self._row, [parameter.data for parameter in self._parameters])
+            if layout.mesh.shard is not None:
+                layout.owner.overwrite(self._row[piece])
+            # Else the row was the shard itself. A copy of it in another dtype may be there from an earlier gather.
             layout.forget_gather()
         layout.owner.hide_full()
         if keep_changes and self._gradients is not None:
-            layout.owner.overwrite_gradient(self._gradients[0][piece], self._gradients[1])
+            self._collect(self._gradients[0], gradients)
+            layout.owner.overwrite_gradient(self._gradients[0][piece], [one is not None for one in gradients])
         if exchanged:
             raise rebound(exchanged[0], layout.name)
 
-    def _collect(self) -> None:
-        """Brings into the rows what was put in other memory, and notes which gradients there are by now."""
-        for view, parameter in zip(self._views, self._parameters, strict=True):
-            _fetch(view, parameter.data)
-        if self._gradients is None:
-            return
-        for view, parameter in zip(self._gradient_views, self._parameters, strict=True):
-            if parameter.grad is not None:
-                _fetch(view, parameter.grad)
-        self._gradients = self._gradients[0], [parameter.grad is not None for parameter in self._parameters]
-
-
-def _fetch(view: torch.Tensor, value: torch.Tensor) -> None:
-    place, value = local_part(view), local_part(value)
-    if place.data_ptr() != value.data_ptr():
-        place.copy_(value)
+    def _collect(self, row: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
+        """Brings into a row what was put in other memory."""
+        for view, value in zip(self._layout.views_of(row), values, strict=True):
+            if value is None:
+                continue
+            place, found = local_part(view), local_part(value)
+            if place.data_ptr() != found.data_ptr():
+                place.copy_(found)

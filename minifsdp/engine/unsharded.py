@@ -23,9 +23,6 @@ Spec: SHARD-09, SHARD-13, MP-02, MP-03.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-
 import torch
 
 from minifsdp.engine import lifetime
@@ -45,10 +42,9 @@ class Unsharded:
         leaf: the tensor; autograd accumulates gradients into it.
         alias: the same memory for writing.
         num_bytes: its size while it has memory.
-        on_gradient: whom to call when autograd has accumulated into the leaf; ``None`` for nothing.
     """
 
-    __slots__ = ("__weakref__", "alias", "is_borrowed", "leaf", "num_bytes", "on_gradient")
+    __slots__ = ("alias", "is_borrowed", "leaf", "num_bytes")
 
     def __init__(
         self, numel: int, dtype: torch.dtype, device: torch.device, lender: torch.Tensor | None = None
@@ -59,17 +55,6 @@ class Unsharded:
         # 2. `.data` has a version counter of its own, `.detach()` has not.
         self.alias = tensor.data
         self.leaf = tensor.requires_grad_()
-        self.on_gradient: Callable[[], None] | None = None
-        # The tensor holds its hook from C++, where Python's garbage collector does not look. A hook that held this
-        # object would keep it, and through it the whole tree, alive for good.
-        this = weakref.ref(self)
-
-        def complete(_: torch.Tensor) -> None:
-            living = this()
-            if living is not None and living.on_gradient is not None:
-                living.on_gradient()
-
-        self.leaf.register_post_accumulate_grad_hook(complete)
         if lender is None:
             self.alias.untyped_storage().resize_(0)
 

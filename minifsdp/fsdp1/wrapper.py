@@ -152,8 +152,7 @@ class Wrapper(nn.Module):
             parameters,
             self.mesh,
             self.compute_device,
-            compute_dtype=precision.compute,
-            keep_reduce_dtype=precision.keep_reduce_dtype,
+            precision,
             offload=self.cpu_offload.offload_params,
             keep_originals=self._use_orig_params,
         )

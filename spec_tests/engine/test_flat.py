@@ -14,6 +14,7 @@ from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.lanes import Lanes
 from minifsdp.engine.layout import owned_parameters
 from minifsdp.engine.mesh import Group, Mesh, default_group
+from minifsdp.engine.precision import Precision
 from minifsdp.engine.summoned import full_row
 from spec_tests.engine.small import Block, chain, draw, shard_each, square_loss, train_once, units_of
 from spec_tests.harness import device, plain_tensor, ranks
@@ -26,10 +27,12 @@ def a_block() -> Block:
     return block
 
 
-def lay_out(module: nn.Module, mesh: Mesh | None = None, **options: Any) -> FlatLayout:
+def lay_out(
+    module: nn.Module, mesh: Mesh | None = None, *, compute: torch.dtype | None = None, **options: Any
+) -> FlatLayout:
     parameters = owned_parameters(module.named_modules(), set())
     mesh = Mesh.sharded(Group.of(default_group())) if mesh is None else mesh
-    return FlatLayout(module, parameters, mesh, device(), **options)
+    return FlatLayout(module, parameters, mesh, device(), Precision(compute=compute), **options)
 
 
 def gather(layout: FlatLayout) -> None:
@@ -179,7 +182,7 @@ def test_a_gather_writes_to_where_it_is_computed_on_and_is_not_noticed_by_autogr
 def test_the_unsharded_parameters_have_the_compute_dtype_and_the_shard_keeps_its_own(original: bool) -> None:
     block = a_block()
     expected = [p.detach().bfloat16() for p in block.parameters()]
-    layout = lay_out(block, compute_dtype=torch.bfloat16, keep_originals=original)
+    layout = lay_out(block, compute=torch.bfloat16, keep_originals=original)
     gather(layout)
     layout.show_unsharded()
     for tensor, value in zip(values_of(block), expected, strict=True):
@@ -223,7 +226,7 @@ def test_a_unit_that_nobody_shares_follows_its_parameter_to_other_memory() -> No
 @ranks(1)
 def test_a_unit_that_nobody_shares_but_somebody_casts_has_a_copy_that_is_freed() -> None:
     block = a_block()
-    layout = lay_out(block, compute_dtype=torch.bfloat16)
+    layout = lay_out(block, compute=torch.bfloat16)
     gather(layout)
     layout.show_unsharded()
     view = block.up.weight
@@ -266,7 +269,7 @@ def test_a_layout_notices_that_its_shard_was_changed_since_the_gather(original: 
 @both_kinds
 @ranks(4)
 def test_the_full_row_is_the_parameters_end_to_end_in_the_stored_dtype_in_memory_of_its_own(original: bool) -> None:
-    layout = lay_out(a_block(), compute_dtype=torch.bfloat16, keep_originals=original)
+    layout = lay_out(a_block(), compute=torch.bfloat16, keep_originals=original)
     row = full_row(layout)
     expected = torch.cat([p.detach().reshape(-1) for p in a_block().parameters()])
     assert torch.equal(row[:31], expected)

@@ -29,7 +29,7 @@ def row(*values: float) -> torch.Tensor:
 def test_the_module_lists_one_flat_parameter_in_place_of_its_own() -> None:
     made = owner()
     assert [(name, p.dim()) for name, p in made.home.named_parameters()] == [("_flat_param", 1)]
-    assert made.local_parameters() == [made.shard]
+    assert made.parameters == [made.shard]
     assert made.hides_originals
 
 
@@ -92,7 +92,7 @@ def test_zero_grad_drops_the_unreduced_gradient_and_what_was_put_aside() -> None
     made = owner()
     made.add_reduced(row(5, 6))
     made.keep_unreduced(row(1, 1, 1, 1))
-    torch.optim.SGD(made.local_parameters(), lr=0.1).zero_grad()
+    torch.optim.SGD(made.parameters, lr=0.1).zero_grad()
     assert not made.has_unreduced
     assert made.take_unreduced() is None
     assert made.shard.grad is None

@@ -24,7 +24,7 @@ from minifsdp.engine.lanes import NOTHING, Lane, Lanes
 from minifsdp.engine.layout import Gradient, owned_parameters
 from minifsdp.engine.mesh import Group, Mesh, default_group
 from minifsdp.engine.ownership import assign_gradient
-from minifsdp.engine.precision import move
+from minifsdp.engine.precision import Precision, move
 from minifsdp.engine.reduce import ReducePlan, Reducer
 from minifsdp.engine.row import Row
 from minifsdp.fsdp1.training_aids import clip_gradients
@@ -340,9 +340,10 @@ def test_before_the_host_reads_a_gradient_it_waits_for_that_copy_alone(
 # --- layouts ---
 
 
-def flat(**options: Any) -> FlatLayout:
-    module = nn.Linear(3, 2)
-    return FlatLayout(module, owned_parameters([("", module)], set()), Mesh(None, None), torch.device("cpu"), **options)
+def flat(*, keeps: bool = False, **options: Any) -> FlatLayout:
+    module, precision = nn.Linear(3, 2), Precision(keep_reduce_dtype=keeps)
+    parameters = owned_parameters([("", module)], set())
+    return FlatLayout(module, parameters, Mesh(None, None), torch.device("cpu"), precision, **options)
 
 
 @pytest.mark.pure
@@ -363,7 +364,7 @@ def test_a_gradient_is_read_where_there_is_one_already_or_a_hook_waits_for_it(ke
 @pytest.mark.spec("STREAM-10")
 @pytest.mark.parametrize(("keeps", "dtype"), [(False, F32), (True, BF16)])
 def test_a_gradient_travels_home_in_the_dtype_in_which_it_will_be_stored(keeps: bool, dtype: torch.dtype) -> None:
-    layout = flat(offload=True, keep_reduce_dtype=keeps)
+    layout = flat(offload=True, keeps=keeps)
     assert layout.copy_to_host(torch.ones(8, dtype=BF16)).dtype is dtype
 
 

@@ -354,7 +354,7 @@ MUTANTS = [
     Mutant(
         "flattened-places-are-forgotten",
         "is_flattened",
-        "return name in _flattened.get(module, ())",
+        'return _places.get(module, {}).get(name, "") is None',
         "return False",
         "What lies in a unit already is taken into a second one.",
         "CTOR-17",

@@ -258,9 +258,9 @@ MUTANTS = [
     ),
     Mutant(
         "written-past-the-version",
-        "FlatOwnership.overwrite",
-        "self.shard.copy_(piece)",
-        "self.shard.data.copy_(piece)",
+        "Ownership.overwrite",
+        "        with torch.no_grad():\n            self.shard.copy_(piece)\n        for parameter in self.parameters:",
+        "        self.shard.data.copy_(piece)\n        for parameter in self.parameters[int(self.hides_originals) :]:",
         "A unit that is kept computes with what was there before loading.",
         "SD-FULL-08",
     ),

@@ -33,7 +33,7 @@ MUTANTS = [
     ),
     Mutant(
         "outer-before-inner-passes",
-        "check_place",
+        "check_free",
         "if name in _places.get(module, {}):",
         "if False:",
         "Sharding the root first is not explained.",

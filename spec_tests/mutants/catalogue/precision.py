@@ -49,7 +49,7 @@ MUTANTS = [
     ),
     Mutant(
         "low-precision-gradients-are-kept",
-        "FlatOwnership.add_reduced",
+        "Ownership.add_reduced",
         "piece.dtype is not self.shard.dtype and not self.keep_reduce_dtype",
         "False",
         ".grad stays in the dtype of the reduction without being asked to.",
@@ -145,9 +145,9 @@ MUTANTS = [
     ),
     Mutant(
         "offloaded-gradients-replace",
-        "FlatOwnership.add_reduced",
-        "if before is None:",
-        "if before is None or True:",
+        "Ownership.add_reduced",
+        "if parameter.grad is None:",
+        "if True:",
         "With offload, too, a second backward replaces the gradient of the first.",
         "OFF-05",
     ),
@@ -178,7 +178,7 @@ MUTANTS = [
     Mutant(
         "packed-in-the-dtype-of-compute",
         "FlatLayout.pack",
-        "gradient.parts[0].to(dtype) if gradient.parts[0].dtype is not dtype else gradient.parts[0]",
+        "gradient.parts[0].to(dtype)",
         "gradient.parts[0]",
         "Gradients travel in the dtype in which they were computed.",
         "MP-05",

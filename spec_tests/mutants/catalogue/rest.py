@@ -89,9 +89,9 @@ MUTANTS = [
     ),
     Mutant(
         "hooks-of-the-first-sum-alone",
-        "FlatOwnership.add_reduced",
-        "if self.shard._post_accumulate_grad_hooks:",
-        "if before is None and self.shard._post_accumulate_grad_hooks:",
+        "Ownership.add_reduced",
+        "                parameter.grad.add_(part)\n",
+        "                parameter.grad.add_(part)\n                continue\n",
         "A hook on a flat parameter is not called when its gradient was added to that of an earlier micro-batch.",
         "PAR-08",
     ),
@@ -115,8 +115,10 @@ MUTANTS = [
     Mutant(
         "half-a-frozen-unit-passes-with-offload",
         "FlatLayout.__init__",
-        "            check_uniform_training(home, parameters)",
-        "            offload or check_uniform_training(home, parameters)",
+        "            self.owner = FlatOwnership(",
+        "            for original in parameters if offload else ():\n"
+        "                original.requires_grad_(next(iter(parameters)).requires_grad)\n"
+        "            self.owner = FlatOwnership(",
         "A flat parameter that is half frozen is refused only where nothing is offloaded.",
         "PAR-09",
     ),

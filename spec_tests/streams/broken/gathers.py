@@ -316,8 +316,8 @@ BREAKS = [
     Break(
         "summons-without-waiting",
         SUMMONED,
-        "    collectives.gather(group, row, shard.to(layout.device)).wait()\n",
-        "    collectives.gather(group, row, shard.to(layout.device))\n",
+        "    collectives.gather(group, row, piece.to(layout.device)).wait()\n",
+        "    collectives.gather(group, row, piece.to(layout.device))\n",
         "summon_full_params shows a row that has not arrived, where the backend has threads.",
         "flat_over_a_backend_with_threads",
     ),
