@@ -32,7 +32,8 @@ Spec: OSD-01 to OSD-10, HYB-10, MP-04.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,11 +42,9 @@ from torch import nn
 
 from minifsdp.checkpoint import agreement
 from minifsdp.checkpoint.codec import Form
-from minifsdp.checkpoint.optim_state_facts import Facts, Number, PerElement, facts_of_all_ranks
-from minifsdp.checkpoint.optim_state_names import ParameterNames, UnitNames
+from minifsdp.checkpoint.optim_state_facts import States, copied, each_state, facts_of_all_ranks
+from minifsdp.checkpoint.optim_state_names import ParameterNames, UnitNames, regrouped
 from minifsdp.engine.messages import message, rank_of_this_process, warn
-
-Named = dict[str, dict[str, Any]]
 
 
 @torch.no_grad()
@@ -77,11 +76,14 @@ def write(
     agreement.monitored_barrier(groups, "optim_state_dict()")
     keys, problems = names.keys(optimizer, given)
     states = {keys[key]: entries for key, entries in given["state"].items() if key in keys}
-    by_unit = facts_of_all_ranks(names, states, groups, problems)
+    by_unit, differences = facts_of_all_ranks(names, states)
+    # A rank without keys seems to lack all states; what it says itself comes first.
+    agreement.refuse_together(groups, [*problems, *differences])
     is_wanted = not form.first_only or _is_first(names, group)
-    found: Named = {}
+    found: dict[Any, Any] = {}
     for unit, facts in zip(names.units, by_unit, strict=True):
-        found.update(_unit_states(unit, states, facts, form, is_wanted))
+        by_number = each_state(facts, _Writing(unit, states, form if is_wanted else None).values)
+        found.update({unit.names[number]: entries for number, entries in by_number.items()})
     if not is_wanted:
         return {}
     for parameter, name in names.outside.items():
@@ -89,7 +91,7 @@ def write(
             found[name] = {key: copied(value, offload=form.offload) for key, value in states[parameter].items()}
     # In the order of the model, which is the same on all ranks, and not of the optimizer: whoever gathers the rows of
     # such a dict will go through it from first to last.
-    state: dict[Any, Any] = {**found, **_unknown(given["state"], keys)}
+    state = {**found, **_unknown(given["state"], keys)}
     if "param_groups" not in given:
         return {"state": state}
     return {"state": state, "param_groups": _named_groups(given["param_groups"], keys, names)}
@@ -104,64 +106,39 @@ def _is_first(names: ParameterNames, group: dist.ProcessGroup | None) -> bool:
 # ---- 3. unit by unit, one state at a time ---------------------------------------------------------------------------
 
 
-def _unit_states(
-    unit: UnitNames,
-    states: Mapping[nn.Parameter, Mapping[str, Any]],
-    facts: Facts,
-    form: Form,
-    is_wanted: bool,
-) -> Named:
-    found: Named = {unit.names[number]: {} for number in facts}
-    device = unit.layout.local_values().device
-    for key in dict.fromkeys(key for of_parameter in facts.values() for key in of_parameter):
-        numbers = [number for number in facts if key in facts[number]]
-        cut = [number for number in numbers if isinstance(facts[number][key], PerElement)]
-        for number in set(numbers) - set(cut):
-            fact = facts[number][key]
-            found[unit.names[number]][key] = (
-                torch.tensor(fact.value, dtype=fact.dtype) if isinstance(fact, Number) else copied(fact, offload=True)
-            )
-        # Usually of one dtype; but an optimizer may treat the biases of a unit otherwise than its weights.
-        for dtype in dict.fromkeys(facts[number][key].dtype for number in cut):
-            of_dtype = [number for number in cut if facts[number][key].dtype is dtype]
-            full = _full_values(unit, states, key, of_dtype, dtype)
-            if is_wanted:
-                for number in of_dtype:
-                    found[unit.names[number]][key] = unit.formed(full[number], form, device)
-            # Views keep the row alive, and the next one is about to be made.
-            del full
-    return found
+@dataclass(frozen=True)
+class _Writing:
+    """One unit's part.
 
+    Attributes:
+        unit: whose parameters.
+        states: what this rank's optimizer has.
+        form: what to make of it; ``None`` on a rank that takes part and keeps nothing.
+    """
 
-def _full_values(
-    unit: UnitNames,
-    states: Mapping[nn.Parameter, Mapping[str, Any]],
-    key: str,
-    numbers: Sequence[int],
-    dtype: torch.dtype,
-) -> dict[int, torch.Tensor]:
-    """One state of some parameters in full. All ranks of the unit's shard group must call it."""
-    if unit.keeps_shapes:
-        return {number: states[unit.owners[number][0]][key] for number in numbers}
-    row, piece = unit.empty_row(dtype)
-    if unit.is_flat:
-        # The state of a flat parameter is a piece already.
-        piece = states[unit.owners[0][0]][key]
-    else:
+    unit: UnitNames
+    states: States
+    form: Form | None
+
+    def values(self, key: str, dtype: torch.dtype, numbers: Sequence[int]) -> dict[int, Any]:
+        """One state of some parameters. All ranks of the unit's shard group must call it: they send."""
+        unit, form = self.unit, self.form
+        full = self._own(key, numbers) if unit.keeps_shapes else self._gathered(key, dtype, numbers)
+        device = unit.layout.local_values().device
+        return {} if form is None else {number: unit.formed(full[number], form, device) for number in numbers}
+
+    def _own(self, key: str, numbers: Iterable[int]) -> dict[int, torch.Tensor]:
+        return {number: self.states[self.unit.owners[number]][key] for number in numbers}
+
+    def _gathered(self, key: str, dtype: torch.dtype, numbers: Sequence[int]) -> list[torch.Tensor]:
+        unit = self.unit
+        row, piece = unit.empty_row(dtype)
         # Put together where the gather will want it: not even a piece more than the row.
-        for number in numbers:
-            if unit.is_here(number):
-                piece[unit.places[number]].copy_(states[unit.owners[number][0]][key])
-    views = unit.gather(row, piece)
-    return {number: views[number] for number in numbers}
-
-
-def copied(value: Any, *, offload: bool) -> Any:
-    """A value in memory of its own: an optimizer counts its steps in place."""
-    if isinstance(value, torch.Tensor):
-        return value.to("cpu" if offload else value.device, copy=True)
-    # A list of tensors, too: some optimizers keep a history.
-    return copy.deepcopy(value)
+        for number, own in self._own(key, filter(unit.is_here, numbers)).items():
+            place = unit.places[number]
+            # The state of a flat parameter is a piece already.
+            piece[place].copy_(own[place] if unit.is_flat else own)
+        return unit.gather(row, piece)
 
 
 # ---- 4. the groups, and what is left --------------------------------------------------------------------------------
@@ -172,11 +149,8 @@ def _named_groups(
 ) -> list[dict[str, Any]]:
     groups = []
     for group in given:
-        originals = [name for key in group["params"] for name in names.of[keys[key]]]
-        named = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
-        if "param_names" in group:
-            named["param_names"] = list(originals)
-        groups.append({**named, "params": originals})
+        originals = names.behind(keys[key] for key in group["params"])
+        groups.append(regrouped(group, originals, originals if "param_names" in group else None))
     return groups
 
 

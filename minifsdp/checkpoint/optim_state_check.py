@@ -19,167 +19,142 @@ Spec: OSD-LOAD-01 to OSD-LOAD-08.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-import torch
+from torch import nn
 
 from minifsdp.checkpoint import chunks
-from minifsdp.checkpoint.optim_state_facts import same
-from minifsdp.checkpoint.optim_state_names import ParameterNames, UnitNames
+from minifsdp.checkpoint.codec import Form
+from minifsdp.checkpoint.optim_state_facts import Facts, differences, facts_given, tensors_in
+from minifsdp.checkpoint.optim_state_names import ParameterNames, UnitNames, parameters_of
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import detail
 
 
 @dataclass(frozen=True)
-class Expected:
-    """What the dict is compared with.
+class Target:
+    """What a dict is read for: an optimizer over a model.
 
     Attributes:
-        names: of the model.
-        groups: the optimizer's own.
-        is_sharded: whether tensors of units shall be rows.
-        own_keys: keys of the user's own in the optimizer's state.
-        is_lenient: whether parameters outside of all units may be missing.
+        model: a wrapper, or a module with wrappers in it.
+        groups: the optimizer's own, with parameters under ``"params"``.
+        form: in which the dict is; with ``form.first_only`` the first rank's is read.
+        by_name: whether the optimizer keys its state by the names that parameters have in the wrapped model.
+        own_keys: keys of the user's own that the optimizer's state has; they may be in the dict, too.
+        is_lenient: accept it if parameters outside of all units are not in the dict.
     """
 
-    names: ParameterNames
+    model: nn.Module
     groups: Sequence[Mapping[str, Any]]
-    is_sharded: bool
-    own_keys: Sequence[Any]
-    is_lenient: bool
+    form: Form
+    by_name: bool = False
+    own_keys: Sequence[Any] = ()
+    is_lenient: bool = False
+
+    @cached_property
+    def names(self) -> ParameterNames:
+        """Of the model."""
+        return ParameterNames(self.model)
+
+    @cached_property
+    def keys(self) -> dict[nn.Parameter, Any]:
+        """Of the optimizer's parameters in its own state dict: numbers, counted over its groups, or names."""
+        parameters = parameters_of(self.groups)
+        current = self.names.current_names
+        return {p: current[p] if self.by_name else number for number, p in enumerate(parameters)}
 
 
-def check(given: Any, expected: Expected) -> list[str]:
+def check(given: Any, target: Target) -> list[str]:
     """What is wrong with a dict, in words; nothing if it fits."""
     if not isinstance(given, Mapping) or "state" not in given:
         found = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
         return [detail("state-missing", found=found)]
-    numbers = [key for key in given["state"] if isinstance(key, int)]
+    state, names = given["state"], target.names
+    numbers = [key for key in state if isinstance(key, int)]
     if numbers:
         return [detail("state-numbered", numbers=numbers[:3])]
-    shapeless = [name for name in expected.names.every_name if not isinstance(given["state"].get(name, {}), Mapping)]
+    shapeless = [name for name in names.owners if not isinstance(state.get(name, {}), Mapping)]
     if shapeless:
-        found = type(given["state"][shapeless[0]]).__name__
-        return [detail("state-no-dict", name=shapeless[0], found=found)]
-    problems = [*_missing(given, expected), *_superfluous(given, expected), *_full_instead_of_sharded(given, expected)]
-    elementwise = elementwise_keys(given["state"], expected.names.every_name)
-    for unit in expected.names.units:
-        problems.extend(_of_unit(given["state"], unit, expected, elementwise))
-    return [*problems, *_outside(given["state"], expected)]
+        return [detail("state-no-dict", name=shapeless[0], found=type(state[shapeless[0]]).__name__)]
+    units = list(zip(names.units, facts_given(names, state), strict=True))
+    problems = [*_missing_from_groups(given, target), *_superfluous(given, target), *_misfits(state, target)]
+    problems.extend(problem for unit, facts in units for problem in _missing(unit, facts, target))
+    # Values are compared with each other when there is nothing wrong with them by themselves.
+    return problems or [problem for unit, facts in units if unit.is_flat for problem in _once_only(unit, facts)]
 
 
-def _owned_names(expected: Expected) -> list[str]:
-    return [name for group in expected.groups for p in group["params"] for name in expected.names.of[p]]
-
-
-def _missing(given: Mapping[str, Any], expected: Expected) -> Iterable[str]:
+def _missing_from_groups(given: Mapping[str, Any], target: Target) -> Iterator[str]:
     if "param_groups" not in given:
         return
     listed = {name: index for index, group in enumerate(given["param_groups"]) for name in group["params"]}
-    outside = set(expected.names.outside.values()) if expected.is_lenient else set()
-    for name in _owned_names(expected):
-        if name not in listed and name not in outside:
-            yield detail("in-no-group", name=name)
-    for index, group in enumerate(expected.groups):
-        names = [name for p in group["params"] for name in expected.names.of[p]]
-        sources = sorted({listed[name] for name in names if name in listed})
-        if len(sources) > 1:
-            by_source = {source: next(name for name in names if listed.get(name) == source) for source in sources}
-            yield detail("groups-differ", index=index, sources=sources, instances=list(by_source.values()))
+    optional = set(target.names.outside.values()) if target.is_lenient else set()
+    for index, group in enumerate(target.groups):
+        names = target.names.behind(group["params"])
+        for name in names:
+            if name not in listed and name not in optional:
+                yield detail("in-no-group", name=name)
+        instances = {listed[name]: name for name in reversed(names) if name in listed}
+        if len(instances) > 1:
+            sources = sorted(instances)
+            yield detail("groups-differ", index=index, sources=sources, instances=[instances[s] for s in sources])
 
 
-def _superfluous(given: Mapping[str, Any], expected: Expected) -> Iterable[str]:
-    owned = set(_owned_names(expected))
-    listed = {name for group in given.get("param_groups", ()) for name in group["params"]}
+def _superfluous(given: Mapping[str, Any], target: Target) -> Iterator[str]:
+    owned = target.names.behind(target.keys)
+    listed = parameters_of(given.get("param_groups", ()))
     for name in dict.fromkeys([*listed, *given["state"]]):
-        entries = given["state"].get(name)
         # Something of the user's own may be there, if it does not look like the states of a parameter.
-        looks_owned = name in listed or name in expected.names.every_name or isinstance(entries, Mapping)
-        if name not in owned and name not in expected.own_keys and looks_owned:
+        entries = given["state"].get(name)
+        looks_owned = name in listed or name in target.names.owners or isinstance(entries, Mapping)
+        if name not in owned and name not in target.own_keys and looks_owned:
             yield detail("state-superfluous", name=name)
 
 
-def _full_instead_of_sharded(given: Mapping[str, Any], expected: Expected) -> Iterable[str]:
-    if not expected.is_sharded or all(unit.group is None for unit in expected.names.units):
-        return ()
-    return chunks.all_full(
-        (f"optimizer state {key!r} of {name!r}", value)
-        for name in sorted(expected.names.every_name)
-        for key, value in (given["state"].get(name) or {}).items()
-    )
+def _missing(unit: UnitNames, facts: Facts, target: Target) -> Iterator[str]:
+    """If others of its unit have states, a parameter without them must say so by an empty entry."""
+    present = [unit.names[number] for number, of_parameter in facts.items() if of_parameter]
+    for number, owner in enumerate(unit.owners):
+        is_stepped = owner in target.keys and owner.requires_grad and unit.shapes[number].numel()
+        if present and number not in facts and is_stepped:
+            yield detail("states-missing", name=unit.names[number], first=present[0])
 
 
-def _of_unit(state: Mapping[str, Any], unit: UnitNames, expected: Expected, elementwise: set[str]) -> list[str]:
-    owned = {parameter for group in expected.groups for parameter in group["params"]}
-    problems: list[str] = []
-    present = [name for name in unit.names if state.get(name)]
-    for owner, numbers in unit.owners:
-        for number in numbers if owner in owned else ():
-            name = unit.names[number]
-            if present and name not in state and owner.requires_grad and unit.shapes[number].numel():
-                problems.append(detail("states-missing", name=name, first=present[0]))
-            shape = None if unit.keeps_shapes else tuple(unit.shapes[number])
-            for key, value in (state.get(name) or {}).items():
-                where = f"optimizer state {key!r} of {name!r}"
-                problems.extend(_of_value(value, where, shape, unit.group, expected.is_sharded))
-    return problems or (_once_only(state, unit, elementwise) if unit.is_flat else [])
+# ---- values, one by one ---------------------------------------------------------------------------------------------
 
 
-def _outside(state: Mapping[str, Any], expected: Expected) -> Iterable[str]:
-    """Parameters outside of all units may have been in one when the dict was written."""
-    group = expected.names.units[0].group
-    for name in expected.names.outside.values():
-        for key, value in (state.get(name) or {}).items():
-            yield from _of_value(value, f"optimizer state {key!r} of {name!r}", None, group, expected.is_sharded)
+def _misfits(state: Mapping[str, Any], target: Target) -> Iterator[str]:
+    """Is each value in the right form, and has it the right shape, if there is a right one?"""
+    names, is_sharded = target.names, target.form.is_sharded
+    # Parameters outside of all units may have been in one when the dict was written.
+    places: dict[str, tuple[Any, Group | None]] = dict.fromkeys(names.owners, (None, names.units[0].group))
+    for unit in names.units:
+        shapes = [None if unit.keeps_shapes else tuple(shape) for shape in unit.shapes]
+        places.update({name: (shape, unit.group) for name, shape in zip(unit.names, shapes, strict=True)})
+    tensors = [(f"optimizer state {key!r} of {name!r}", name, value) for name, key, value in tensors_in(state, names)]
+    for where, name, tensor in tensors:
+        (shape, group), found = places[name], tuple(tensor.size())
+        is_rows = chunks.local_rows(tensor) is not None
+        if is_rows and not is_sharded:
+            yield detail("full-expected", where=where, type=type(tensor).__name__)
+        if shape is not None and found not in ((), shape):
+            yield detail("shape-differs", where=where, shape=shape, found=found)
+        elif is_rows:
+            yield from chunks.misplaced_rows(tensor, where, group)
+    if is_sharded and any(unit.group is not None for unit in names.units):
+        yield from chunks.all_full((where, tensor) for where, _, tensor in tensors)
 
 
-def _of_value(
-    value: Any, where: str, shape: tuple[int, ...] | None, group: Group | None, is_sharded: bool
-) -> Iterable[str]:
-    """One value: is it in the right form, and has it the right shape, if there is a right one?"""
-    is_rows = chunks.local_rows(value) is not None
-    if not is_rows and not isinstance(value, torch.Tensor):
-        return
-    if is_rows and not is_sharded:
-        yield detail("full-expected", where=where, type=type(value).__name__)
-    found = tuple(value.size())
-    if shape is not None and found not in ((), shape):
-        yield detail("shape-differs", where=where, shape=shape, found=found)
-    elif is_rows:
-        yield from chunks.misplaced_rows(value, where, group)
-
-
-def _once_only(state: Mapping[str, Any], unit: UnitNames, elementwise: set[str]) -> list[str]:
+def _once_only(unit: UnitNames, facts: Facts) -> Iterator[str]:
     """A flat parameter has each state once: all parameters behind it must have the same ones, of equal value."""
-    entries = {name: state[name] for name in unit.names if state.get(name)}
-    if not entries:
-        return []
-    first, of_first = next(iter(entries.items()))
-    problems = []
-    for name, of_other in entries.items():
-        for key in sorted({*of_first, *of_other}):
-            if key not in of_first or key not in of_other:
-                there, lacking = (first, name) if key in of_first else (name, first)
-                problems.append(detail("state-lacking", key=key, lacking=lacking, there=there))
-            elif not _agree(of_first[key], of_other[key], key in elementwise):
-                problems.append(
-                    detail(
-                        "state-only-once", key=key, expected=of_first[key], first=first, found=of_other[key], name=name
-                    )
-                )
-    return problems
-
-
-def _agree(one: Any, other: Any, is_per_element: bool) -> bool:
-    # Of what is per element only the dtype must be one.
-    return getattr(one, "dtype", None) is getattr(other, "dtype", None) if is_per_element else same(one, other)
-
-
-def elementwise_keys(state: Mapping[str, Any], every_name: set[str]) -> set[str]:
-    """Keys of states that have a value for each element: those that are tensors with dimensions anywhere."""
-    entries = [of for name, of in state.items() if name in every_name and isinstance(of, Mapping)]
-    found = {key for of in entries for key, value in of.items() if getattr(value, "ndim", 0)}
-    # Nothing but parameters without dimensions: a count of steps is the one thing that is not per element.
-    return found or {key for of in entries for key in of if key != "step"}
+    told = {unit.names[number]: of_parameter for number, of_parameter in facts.items() if of_parameter}
+    for key, first, name in differences(told):
+        if key not in told[name]:
+            yield detail("state-lacking", key=key, lacking=name, there=first)
+        elif key not in told[first]:
+            yield detail("state-lacking", key=key, lacking=first, there=name)
+        else:
+            expected, found = told[first][key], told[name][key]
+            yield detail("state-only-once", key=key, expected=expected, first=first, found=found, name=name)

@@ -11,7 +11,8 @@ Worked example, the unit of the other page, read on rank 1 of two, whose piece i
     original  {0: {"step": 1, "exp_avg": [w]}, 1: {"step": 1, "exp_avg": [b b b]}}
 
 1. *Check.* Everything is compared with the optimizer before anything is made of it: names, shapes, types, the values
-   that a flat parameter can have only once. Whoever finds something tells the others, and all refuse together.
+   that a flat parameter can have only once. Whoever finds something tells the others, and all refuse together. Then
+   everybody knows what states there are (see ``optim_state_facts.py``), from its own dict or from the first rank.
 2. *Pieces.* One state of one unit at a time. Three sources:
 
    * everybody has everything: each rank cuts out its own part, nothing is sent;
@@ -24,9 +25,6 @@ What is missing? A parameter may be without a state because it never had a gradi
 one, that is what it looks like, and the unit starts afresh. If others have one, the dict is more likely to be damaged;
 who means it says so with an empty entry, ``optim_state_dict["state"][name] = {}``, and gets zeros in a flat parameter.
 
-A value without dimensions is ambiguous for a parameter without dimensions: is it per element or meant for the whole?
-The other parameters decide: what is a tensor with dimensions anywhere is per element.
-
 *In torch:* ``_flatten_optim_state_dict`` and ``_rekey_sharded_optim_state_dict``; what only the first rank has is
 broadcast whole, and a dict that does not fit is refused by whoever notices.
 
@@ -36,59 +34,30 @@ Spec: OSD-LOAD-01 to OSD-LOAD-08.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from minifsdp.checkpoint import agreement, chunks
-from minifsdp.checkpoint.codec import Form
-from minifsdp.checkpoint.optim_state import copied
-from minifsdp.checkpoint.optim_state_check import Expected, check, elementwise_keys
-from minifsdp.checkpoint.optim_state_names import ParameterNames, UnitNames
-from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.checkpoint.optim_state_check import Target, check
+from minifsdp.checkpoint.optim_state_facts import Facts, Shaped, copied, each_state, facts_given, tensors_in
+from minifsdp.checkpoint.optim_state_names import ParameterNames, UnitNames, parameters_of, regrouped
+from minifsdp.engine.mesh import Mesh
 from minifsdp.engine.messages import detail, message
 
-
-@dataclass(frozen=True)
-class Remote:
-    """Stands for a tensor that only the first rank has."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
+T = TypeVar("T")
 
 
 @torch.no_grad()
 @chunks.unadvised()
-def read(
-    model: nn.Module,
-    groups_of_optimizer: Sequence[Mapping[str, Any]],
-    given: Mapping[str, Any],
-    form: Form,
-    *,
-    by_name: bool = False,
-    own_keys: Sequence[Any] = (),
-    is_lenient: bool = False,
-    talks: bool = True,
-) -> dict[str, Any]:
+def read(target: Target, given: Any, *, talks: bool = True) -> dict[str, Any]:
     """What the optimizer's ``load_state_dict`` accepts on this rank. All ranks of the model's groups must call it.
 
     Args:
-        model: a wrapper, or a module with wrappers in it.
-        groups_of_optimizer: the optimizer's own groups, with parameters under ``"params"``.
-        given: the state by original names; read on the first rank only with ``form.first_only``.
-        form: in which form it is.
-        by_name: key the result by the names that parameters have in the wrapped model.
-        own_keys: keys of the user's own that the optimizer's state has; they may be in ``given``, too.
-        is_lenient: accept it if parameters outside of all units are not in the dict.
+        target: the optimizer and its model.
+        given: the state by original names; anything on a rank whose dict is not read.
         talks: whether ranks agree on a refusal; if not, nothing is sent at all, and each refuses on its own.
 
     Raises:
@@ -96,70 +65,42 @@ def read(
             ranks talk, on all of them.
         ValueError: there is no unit in the model.
     """
-    names = ParameterNames(model)
+    names, first_only = target.names, target.form.first_only
     if not names.units:
-        raise ValueError(message("optimizer-without-fsdp", type=type(model).__name__))
-    is_source = not form.first_only or names.units[0].mesh.is_first
-    expected = Expected(names, groups_of_optimizer, form.is_sharded, own_keys, is_lenient)
+        raise ValueError(message("optimizer-without-fsdp", type=type(target.model).__name__))
     groups = agreement.groups_of(unit.mesh for unit in names.units) if talks else []
     agreement.monitored_barrier(groups, "optim_state_dict_to_load()")
-    _refuse_misfit(given if is_source else None, expected, groups)
-    values: Mapping[str, Any] = given["state"] if is_source else {}
-    outline = _outline(given if is_source else {}, names, form.first_only)
-    if form.first_only:
-        outline = _broadcast(outline, names.units[0].mesh)
-    reading = _Reading(names, outline["state"], values, form.first_only, by_name)
+    mesh = names.units[0].mesh
+    # An empty dict fits everywhere.
+    source = given if not first_only or mesh.is_first else {"state": {}}
+    agreement.refuse_together(groups, names.unknown(parameters_of(target.groups)) or check(source, target))
+    if target.form.is_sharded:
+        # They are gathered one by one, so each rank must have them, and of one dtype.
+        tensors = tensors_in(source["state"], names)
+        rows = [(name, key, tensor.dtype) for name, key, tensor in tensors if chunks.local_rows(tensor) is not None]
+        agreement.refuse_lacking(groups, (detail("rows-lacking", name=n, key=k, dtype=d) for n, k, d in rows))
+    outline = _outline(source, names)
+    by_unit, rest, given_groups = _broadcast(outline, mesh) if first_only else outline
     state: dict[Any, Any] = {}
-    for unit in names.units:
-        state.update(reading.unit_states(unit, groups_of_optimizer))
-    state.update(reading.rest(groups_of_optimizer))
-    if "param_groups" not in outline:
+    for unit, facts in zip(names.units, by_unit, strict=True):
+        state.update(_Reading(unit, facts, source["state"], target).states())
+    state.update(_rest(rest, target))
+    if given_groups is None:
         return {"state": state}
-    return {"state": state, "param_groups": _numbered_groups(outline["param_groups"], groups_of_optimizer, reading)}
+    return {"state": state, "param_groups": _numbered_groups(given_groups, target)}
 
 
-# ---- 1. check -------------------------------------------------------------------------------------------------------
+# ---- 1. what everybody knows ----------------------------------------------------------------------------------------
 
 
-def _refuse_misfit(given: Mapping[str, Any] | None, expected: Expected, groups: Sequence[Group]) -> None:
-    """Refuses together with everybody in ``groups``; a rank that is not asked for a dict has ``None``."""
-    problems = expected.names.unknown(_parameters(expected.groups))
-    if given is not None and not problems:
-        problems = check(given, expected)
-    agreement.refuse_together(groups, problems)
-    if given is not None and expected.is_sharded:
-        agreement.refuse_lacking(groups, _rows_in(given))
-
-
-def _rows_in(given: Mapping[str, Any]) -> Iterable[str]:
-    """Rows are gathered key by key: what is to be said of a rank that lacks them, or has them of another dtype."""
-    for name, of in given["state"].items():
-        for key, value in of.items() if isinstance(of, Mapping) else ():
-            if chunks.local_rows(value) is not None:
-                yield detail("rows-lacking", key=key, name=name, dtype=value.dtype)
-
-
-# ---- 2. pieces ------------------------------------------------------------------------------------------------------
-
-
-def _outline(given: Mapping[str, Any], names: ParameterNames, first_only: bool) -> dict[str, Any]:
-    """The dict itself, or for other ranks the dict with place holders for the tensors of units."""
-    if not first_only:
-        return dict(given)
+def _outline(given: Mapping[str, Any], names: ParameterNames) -> tuple[list[Facts], dict[str, Any], Any]:
+    """The dict without the elements of units' states: facts by unit, all other entries, the groups if it has any."""
     in_units = {name for unit in names.units for name in unit.names}
-    state = {
-        name: {key: _remote(value) for key, value in entries.items()} if name in in_units else entries
-        for name, entries in given.get("state", {}).items()
-    }
-    return {**{key: value for key, value in given.items() if key == "param_groups"}, "state": state}
+    rest = {name: entries for name, entries in given["state"].items() if name not in in_units}
+    return facts_given(names, given["state"]), rest, given.get("param_groups")
 
 
-def _remote(value: Any) -> Any:
-    is_large = isinstance(value, torch.Tensor) and value.ndim > 0
-    return Remote(value.shape, value.dtype) if is_large else value
-
-
-def _broadcast(value: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+def _broadcast(value: T, mesh: Mesh) -> T:
     """The first rank's value. First down the columns, then along the rows, so that it reaches everybody."""
     box = [value]
     for group in (mesh.replicate, mesh.shard):
@@ -168,153 +109,114 @@ def _broadcast(value: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     return box[0]
 
 
+# ---- 2. pieces ------------------------------------------------------------------------------------------------------
+
+
 class _Reading:
-    """Takes a checked dict apart.
+    """One unit's part of a checked dict, taken apart.
 
     Args:
-        names: of the model.
-        outline: entries by name; with `Remote` in place of what only the first rank has.
+        unit: whose parameters.
+        facts: what there is of their states; the same on all ranks that tensors are sent between.
         values: entries by name, where this rank has them.
-        first_only: whether tensors come from the first rank.
-        by_name: whether the result is keyed by names.
+        target: for which they are.
     """
 
-    def __init__(
-        self,
-        names: ParameterNames,
-        outline: Mapping[str, Any],
-        values: Mapping[str, Any],
-        first_only: bool,
-        by_name: bool,
-    ) -> None:
-        self.names, self.outline, self.values = names, outline, values
-        self.first_only, self.by_name = first_only, by_name
-        self.elementwise = elementwise_keys(outline, names.every_name)
+    def __init__(self, unit: UnitNames, facts: Facts, values: Mapping[str, Any], target: Target) -> None:
+        self.unit, self.facts, self.values, self.target = unit, facts, values, target
 
-    def key_of(self, parameter: nn.Parameter, number: int) -> Any:
-        return self.names.current_names[parameter] if self.by_name else number
-
-    def unit_states(self, unit: UnitNames, groups: Sequence[Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
-        """What is to be loaded for the unit's owners, by key."""
-        wanted = {parameter: number for number, parameter in enumerate(_parameters(groups))}
-        # Of the unit's parameters those that have a state; all ranks go through them in the same order.
-        entries = {n: self.outline[name] for n, name in enumerate(unit.names) if self.outline.get(name)}
+    def states(self) -> dict[Any, dict[str, Any]]:
+        """What is to be loaded, by the optimizer's keys. All ranks of the unit's mesh must call it: they send."""
         result: dict[Any, dict[str, Any]] = {}
-        for key in dict.fromkeys(key for of_parameter in entries.values() for key in of_parameter):
-            numbers = [number for number, of_parameter in entries.items() if key in of_parameter]
-            cut = [number for number in numbers if self._is_cut(unit, number, key)]
-            pieces: dict[int, torch.Tensor] = {}
-            dtypes = {number: entries[number][key].dtype for number in cut}
-            for dtype in dict.fromkeys(dtypes.values()):
-                pieces |= self._pieces(unit, key, [number for number in cut if dtypes[number] is dtype])
-            for owner, behind in unit.owners:
-                mine = [number for number in behind if number in numbers]
-                if owner not in wanted or not mine or not self._is_kept(unit, mine):
-                    continue
-                target = result.setdefault(self.key_of(owner, wanted[owner]), {})
-                first = mine[0]
-                target[key] = pieces[first] if first in pieces else copied(entries[first][key], offload=False)
+        for number, entries in each_state(self.facts, self._values).items():
+            owner = self.unit.owners[number]
+            if entries and owner in self.target.keys and self._is_kept(number):
+                # All parameters behind a flat one have the same.
+                result.setdefault(self.target.keys[owner], entries)
         return result
 
-    def _is_kept(self, unit: UnitNames, numbers: Sequence[int]) -> bool:
+    def _is_kept(self, number: int) -> bool:
         # An optimizer makes no state for a slice of nothing, as it never has a gradient; one that is keyed by names
         # wants an entry for every name.
-        return unit.is_flat or unit.keeps_shapes or self.by_name or any(unit.is_here(number) for number in numbers)
+        unit = self.unit
+        return unit.is_flat or unit.keeps_shapes or self.target.by_name or unit.is_here(number)
 
-    def _is_cut(self, unit: UnitNames, number: int, key: str) -> bool:
-        value = self.outline[unit.names[number]][key]
-        if not isinstance(value, (torch.Tensor, Remote)):
-            return False
+    def _values(self, key: str, dtype: torch.dtype, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
+        unit = self.unit
         if unit.keeps_shapes:
-            return value.ndim > 0
-        return value.ndim > 0 or (tuple(unit.shapes[number]) == () and key in self.elementwise)
+            return {number: self._whole(number, key) for number in numbers}
+        piece = self._piece(key, dtype, numbers)
+        return {number: piece if unit.is_flat else piece[unit.places[number]].clone() for number in numbers}
 
-    def _pieces(self, unit: UnitNames, key: str, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
-        """By number, what its owner gets of one state. All ranks of the unit's mesh must call it: they send."""
-        if unit.keeps_shapes:
-            device = unit.layout.local_values().device
-            return {number: self._whole(unit, number, key).to(device, copy=True) for number in numbers}
-        piece = self._scattered(unit, key, numbers) if self.first_only and unit.group else None
-        if piece is None:
-            dtype = self.outline[unit.names[numbers[0]]][key].dtype
-            piece = torch.zeros_like(unit.layout.local_values(), dtype=dtype)
-            for number in numbers:
-                unit.lay(self._whole(unit, number, key), number, piece)
-        if unit.is_flat:
-            return dict.fromkeys(numbers, piece)
-        return {number: piece[unit.places[number]].clone() for number in numbers}
+    def _whole(self, number: int, key: str) -> torch.Tensor:
+        unit, fact = self.unit, self.facts[number][key]
+        value = self.values.get(unit.names[number], {}).get(key)
+        if self.target.form.first_only:
+            shape = fact.shape if isinstance(fact, Shaped) else unit.shapes[number]
+            value = _from_first(unit.mesh, value, torch.empty(shape, dtype=fact.dtype, device=unit.layout.device))
+        return unit.whole(value).to(unit.layout.local_values().device, copy=True)
 
-    def _plain(self, value: Any) -> Any:
-        """For a parameter outside of all units, which may have been in one when the dict was written."""
-        return copied(value, offload=False) if chunks.local_rows(value) is None else self.names.units[0].whole(value)
+    def _piece(self, key: str, dtype: torch.dtype, numbers: Sequence[int]) -> torch.Tensor:
+        unit = self.unit
+        piece = torch.zeros_like(unit.layout.local_values(), dtype=dtype)
+        if self.target.form.first_only:
+            mine = _from_first(unit.mesh, self._row(key, dtype, numbers), piece.to(unit.layout.device))
+            return mine.to(piece.device)
+        for number in numbers:
+            unit.lay(unit.whole(self.values[unit.names[number]][key]), number, piece)
+        return piece
 
-    def _whole(self, unit: UnitNames, number: int, key: str) -> torch.Tensor:
-        name = unit.names[number]
-        if self.first_only:
-            outline = self.outline[name][key]
-            if not isinstance(outline, Remote):
-                return torch.as_tensor(outline)
-            value = torch.empty(outline.shape, dtype=outline.dtype, device=unit.layout.device)
-            if name in self.values:
-                value.copy_(self.values[name][key])
-            if unit.mesh.replicate is not None:
-                dist.broadcast(value, src=unit.mesh.replicate.ranks[0], group=unit.mesh.replicate.process_group)
-            return value
-        return unit.whole(self.values[name][key])
-
-    def _scattered(self, unit: UnitNames, key: str, numbers: Sequence[int]) -> torch.Tensor:
-        """This rank's piece of a row that the first rank lays out."""
-        assert unit.group is not None
-        dtype = self.outline[unit.names[numbers[0]]][key].dtype
-        piece = torch.zeros_like(unit.layout.local_values(), dtype=dtype, device=unit.layout.device)
-        replicate, group = unit.mesh.replicate, unit.group
-        if replicate is None or replicate.rank == 0:
-            pieces = None
-            if group.rank == 0:
-                row = unit.empty_row(dtype)[0].zero_()
-                views = unit.layout.views_of(row)
-                for number in numbers:
-                    views[number].copy_(self.values[unit.names[number]][key])
-                pieces = list(row.chunk(group.size))
-            dist.scatter(piece, pieces, src=group.ranks[0], group=group.process_group)
-        if replicate is not None:
-            dist.broadcast(piece, src=replicate.ranks[0], group=replicate.process_group)
-        return piece.to(unit.layout.local_values().device)
-
-    def rest(self, groups: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
-        """Parameters outside of all units, and keys of the user's own: as they are."""
-        rest: dict[Any, Any] = {}
-        wanted = {parameter: number for number, parameter in enumerate(_parameters(groups))}
-        # In the order of the model and not of the optimizer, which may be another one on another rank.
-        for parameter, name in self.names.outside.items():
-            number = wanted.get(parameter)
-            if number is not None and name in self.outline:
-                entries = self.outline[name]
-                rest[self.key_of(parameter, number)] = {key: self._plain(value) for key, value in entries.items()}
-        unknown = {key: copy.deepcopy(v) for key, v in self.outline.items() if key not in self.names.every_name}
-        return {**rest, **unknown}
+    def _row(self, key: str, dtype: torch.dtype, numbers: Sequence[int]) -> torch.Tensor | None:
+        """The pieces of all ranks, one after the other; ``None`` if this is not the first rank."""
+        if not self.unit.mesh.is_first:
+            return None
+        row = self.unit.empty_row(dtype)[0].zero_()
+        views = self.unit.layout.views_of(row)
+        for number in numbers:
+            views[number].copy_(self.values[self.unit.names[number]][key])
+        return row
 
 
-def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[nn.Parameter]:
-    return [parameter for group in groups for parameter in group["params"]]
+def _from_first(mesh: Mesh, whole: torch.Tensor | None, mine: torch.Tensor) -> torch.Tensor:
+    """Fills ``mine`` from the first rank's ``whole``: scattered along its row, then broadcast down the columns."""
+    if mesh.shard is None:
+        if whole is not None:
+            mine.copy_(whole)
+    elif mesh.replicate is None or mesh.replicate.rank == 0:
+        pieces = None if whole is None else list(whole.chunk(mesh.shard.size))
+        dist.scatter(mine, pieces, src=mesh.shard.ranks[0], group=mesh.shard.process_group)
+    if mesh.replicate is not None:
+        dist.broadcast(mine, src=mesh.replicate.ranks[0], group=mesh.replicate.process_group)
+    return mine
 
 
 # ---- 3. keys --------------------------------------------------------------------------------------------------------
 
 
-def _numbered_groups(
-    given: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]], reading: _Reading
-) -> list[dict[str, Any]]:
+def _rest(rest: Mapping[Any, Any], target: Target) -> dict[Any, Any]:
+    """Parameters outside of all units, and keys of the user's own: as they are."""
+    names = target.names
+    found = {key: copy.deepcopy(value) for key, value in rest.items() if key not in names.owners}
+    # In the order of the model and not of the optimizer, which may be another one on another rank.
+    for parameter, name in names.outside.items():
+        if parameter in target.keys and name in rest:
+            found[target.keys[parameter]] = {key: _plain(value, names.units[0]) for key, value in rest[name].items()}
+    return found
+
+
+def _plain(value: Any, unit: UnitNames) -> Any:
+    # The parameter may have been in a unit when the dict was written.
+    return copied(value) if chunks.local_rows(value) is None else unit.whole(value)
+
+
+def _numbered_groups(given: Sequence[Mapping[str, Any]], target: Target) -> list[dict[str, Any]]:
     """The optimizer's own groups, with the settings of the given ones."""
+    names = target.names
     group_of = {name: group for group in given for name in group["params"]}
-    number = {parameter: index for index, parameter in enumerate(_parameters(own))}
     groups = []
-    for index, group in enumerate(own):
-        known = [p for p in group["params"] if any(name in group_of for name in reading.names.of[p])]
-        names = [name for parameter in known for name in reading.names.of[parameter] if name in group_of]
-        source = group_of[names[0]] if names else given[index] if index < len(given) else group
-        settings = {k: copy.deepcopy(v) for k, v in source.items() if k not in ("params", "param_names")}
-        if "param_names" in group:
-            settings["param_names"] = list(group["param_names"])
-        groups.append({**settings, "params": [reading.key_of(p, number[p]) for p in known]})
+    for index, own in enumerate(target.groups):
+        known = [parameter for parameter in own["params"] if any(name in group_of for name in names.of[parameter])]
+        found = [name for name in names.behind(known) if name in group_of]
+        source = group_of[found[0]] if found else given[index] if index < len(given) else own
+        groups.append(regrouped(source, [target.keys[parameter] for parameter in known], own.get("param_names")))
     return groups

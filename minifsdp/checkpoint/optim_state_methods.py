@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from minifsdp.checkpoint import optim_state, optim_state_load
 from minifsdp.checkpoint.codec import Form
+from minifsdp.checkpoint.optim_state_check import Target
 from minifsdp.checkpoint.state_dict_methods import StateDictMethods
 from minifsdp.engine.messages import message, warn_renamed
 
@@ -95,9 +96,8 @@ class OptimStateMethods(StateDictMethods):
             model, optim, optim_state_dict = optim, optim_state_dict, model
         form = _form_for(model)
         own_keys = [key for key in optim.state if not isinstance(key, nn.Parameter)]
-        loadable = optim_state_load.read(
-            model, optim.param_groups, optim_state_dict, form, by_name=is_named_optimizer, own_keys=own_keys
-        )
+        target = Target(model, optim.param_groups, form, by_name=is_named_optimizer, own_keys=own_keys)
+        loadable = optim_state_load.read(target, optim_state_dict)
         if load_directly:
             optim.load_state_dict(loadable)
         return loadable

@@ -11,8 +11,9 @@ Worked example, a unit ``0`` with ``weight`` (2 x 3) and ``bias`` (3) on two ran
     True              weight, 1 element                 0.weight                     0:1
                       bias, 3 elements                  0.bias                       1:4
 
-Both are one table: *owner -> numbers of the unit's parameters*, and for each number its place in the piece. So the
-rooms that write and read need not ask which of the two it is: they put together a piece, or take one apart.
+Both are one table: for the number of each of the unit's parameters its *owner*, what the optimizer has of it, and its
+place in the piece. So the rooms that write and read do the same in both cases: they put together a piece, or take one
+apart.
 
 A shared parameter has the name under which it is found first, as in ``named_parameters()``.
 
@@ -24,8 +25,8 @@ Spec: OSD-03, OSD-08, OSD-09.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cached_property
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -46,7 +47,9 @@ class UnitNames(UnitCodec):
 
     Attributes:
         names: by number, the plain name under which each parameter is found first.
-        owners: what the optimizer owns, with the numbers of the parameters behind each.
+        is_flat: whether the optimizer owns one flat parameter for all.
+        keeps_shapes: whether it steps on whole parameters in their own shapes, so that states may have any shape.
+        owners: by number, what the optimizer owns of it: the flat parameter, the same for all, or a slice for each.
     """
 
     def __init__(self, wrapper: Wrapper, prefix: str) -> None:
@@ -55,15 +58,10 @@ class UnitNames(UnitCodec):
         check_idle(self.unit)
         first = dict(reversed(self.keys))
         self.names = [first[number] for number in range(len(self.shapes))]
-        owned = self.layout.local_parameters()
         self.is_flat = self.layout.hides_originals
-        numbers = [list(range(len(self.shapes)))] if self.is_flat else [[number] for number in range(len(owned))]
-        self.owners: list[tuple[nn.Parameter, list[int]]] = list(zip(owned, numbers, strict=True))
-
-    @property
-    def keeps_shapes(self) -> bool:
-        """Whether the optimizer steps on whole parameters in their own shapes, so that states may have any shape."""
-        return self.group is None and not self.is_flat
+        self.keeps_shapes = self.group is None and not self.is_flat
+        owned: list[nn.Parameter] = self.layout.local_parameters()
+        self.owners = owned * len(self.shapes) if self.is_flat else owned
 
 
 class ParameterNames:
@@ -74,7 +72,10 @@ class ParameterNames:
 
     Attributes:
         units: those of the wrappers, outer ones first.
+        outside: names of parameters that belong to no unit: of plain modules around the wrappers, and ignored ones.
         of: for each parameter that an optimizer may own the original names behind it.
+        owners: by original name, what the optimizer owns of it.
+        current_names: what parameters are called in the wrapped model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -83,58 +84,71 @@ class ParameterNames:
             for name, module in model.named_modules()
             if isinstance(module, Wrapper) and module._unit is not None
         ]
-        self.of: dict[nn.Parameter, list[str]] = {
-            owner: [unit.names[number] for number in numbers] for unit in self.units for owner, numbers in unit.owners
-        }
-        self._by_current_name: dict[str, nn.Parameter] = {}
+        self.of: dict[nn.Parameter, list[str]] = {}
+        for unit in self.units:
+            for owner, name in zip(unit.owners, unit.names, strict=True):
+                self.of.setdefault(owner, []).append(name)
+        current = dict(model.named_parameters())
+        # After a forward of SHARD_GRAD_OP modules show other objects than the optimizer owns: go by the names.
         in_units = {key for unit in self.units for _, key in unit.keys}
-        for name, parameter in model.named_parameters():
-            # After a forward of SHARD_GRAD_OP modules show other objects than the optimizer owns: go by the names.
-            if parameter not in self.of and plain_path(name) not in in_units:
-                self.of[parameter] = [plain_path(name)]
-            self._by_current_name[name] = parameter
-        self.current_names = {parameter: name for name, parameter in reversed(self._by_current_name.items())}
-        for name, parameter in list(self._by_current_name.items()):
-            self._by_current_name.setdefault(plain_path(name), parameter)
-
-    @cached_property
-    def every_name(self) -> set[str]:
-        """The names of all parameters."""
-        return {name for names in self.of.values() for name in names}
-
-    @cached_property
-    def outside(self) -> dict[nn.Parameter, str]:
-        """Parameters that belong to no unit: of plain modules around the wrappers, and ignored ones."""
-        owned = {owner for unit in self.units for owner, _ in unit.owners}
-        return {parameter: names[0] for parameter, names in self.of.items() if parameter not in owned}
+        self.outside = {
+            parameter: plain_path(name)
+            for name, parameter in current.items()
+            if parameter not in self.of and plain_path(name) not in in_units
+        }
+        self.of.update({parameter: [name] for parameter, name in self.outside.items()})
+        self.owners = {name: owner for owner, names in self.of.items() for name in names}
+        self.current_names = {parameter: name for name, parameter in current.items()}
+        self._by_name = {**{plain_path(name): parameter for name, parameter in current.items()}, **current}
 
     def keys(self, optimizer: Any, optim_state_dict: Mapping[str, Any]) -> tuple[dict[Any, nn.Parameter], list[str]]:
         """From the keys of the optimizer's own state dict, numbers or names, to parameters; and what is wrong there.
 
         Where something is wrong the keys are left out.
         """
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of(optimizer.param_groups)
         problems = self.unknown(parameters)
         if problems:
             return {}, problems
-        groups = optim_state_dict.get("param_groups")
-        if groups is None and any(isinstance(key, str) for key in optim_state_dict["state"]):
-            keys = [key for key in optim_state_dict["state"] if key in self._by_current_name]
-        else:
-            keys = list(range(len(parameters))) if groups is None else [key for g in groups for key in g["params"]]
-            if len(keys) != len(parameters):
-                return {}, [detail("own-count", expected=len(parameters), found=len(keys))]
-        strangers = [key for key in keys if isinstance(key, str) and key not in self._by_current_name]
+        if "param_groups" not in optim_state_dict:
+            return {**dict(enumerate(parameters)), **self._by_name}, []
+        keys = parameters_of(optim_state_dict["param_groups"])
+        if len(keys) != len(parameters):
+            return {}, [detail("own-count", expected=len(parameters), found=len(keys))]
+        strangers = [key for key in keys if isinstance(key, str) and key not in self._by_name]
         if strangers:
             return {}, [detail("own-names", strangers=strangers[:5])]
-        return {
-            key: self._by_current_name[key] if isinstance(key, str) else parameters[position]
-            for position, key in enumerate(keys)
-        }, []
+        return {key: self._by_name.get(key, parameter) for key, parameter in zip(keys, parameters, strict=True)}, []
 
-    def unknown(self, parameters: list[nn.Parameter]) -> list[str]:
+    def behind(self, parameters: Iterable[nn.Parameter]) -> list[str]:
+        """The original names behind parameters of the optimizer."""
+        return [name for parameter in parameters for name in self.of[parameter]]
+
+    def unknown(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         """What is wrong with an optimizer that has parameters which the model has not, in words."""
         shapes = [tuple(parameter.shape) for parameter in parameters if parameter not in self.of]
         if not shapes:
             return []
         return [detail("foreign-parameters", number=len(shapes), shapes=shapes[:5])]
+
+
+# ---- the groups of an optimizer -------------------------------------------------------------------------------------
+
+
+def parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """What the groups list, one after the other: parameters, or in a state dict their keys."""
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def regrouped(group: Mapping[str, Any], params: list[Any], param_names: Sequence[str] | None) -> dict[str, Any]:
+    """A group with copies of the settings of ``group``, over other parameters or under other keys for them.
+
+    Args:
+        group: of an optimizer or of a state dict.
+        params: what the new group lists.
+        param_names: for an optimizer that keeps them.
+    """
+    settings = copy.deepcopy({key: value for key, value in group.items() if key not in ("params", "param_names")})
+    if param_names is not None:
+        settings["param_names"] = list(param_names)
+    return {**settings, "params": params}

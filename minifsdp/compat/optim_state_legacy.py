@@ -27,8 +27,7 @@ Spec: OSD-FULL, OSD-SHARD, OSD-SCAT, OSD-SHD, OSD-FLAT, OSD-REKEY, LEGACY-12.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -37,7 +36,8 @@ from torch.optim import Optimizer
 
 from minifsdp.checkpoint import optim_state, optim_state_load
 from minifsdp.checkpoint.codec import Form
-from minifsdp.checkpoint.optim_state_names import ParameterNames
+from minifsdp.checkpoint.optim_state_check import Target
+from minifsdp.checkpoint.optim_state_names import parameters_of, regrouped
 from minifsdp.checkpoint.state_dict_options import OptimStateKeyType, StateDictType
 from minifsdp.engine.messages import message, warn, warn_renamed
 from minifsdp.fsdp1.wrapper import Wrapper
@@ -60,7 +60,8 @@ class OldOptimStateMethods(Wrapper):
 
         Write ``optim_state_dict`` instead. ``optim_input`` is ignored.
         """
-        _warn("full_optim_state_dict", "optim_state_dict", optim_input)
+        _warn("full_optim_state_dict", "optim_state_dict")
+        _warn_of(optim_input)
         return optim_state.write(model, optim, optim.state_dict(), Form(first_only=rank0_only), group)
 
     @staticmethod
@@ -90,9 +91,9 @@ class OldOptimStateMethods(Wrapper):
         Raises:
             ValueError: both were given, or the dict does not fit; on the ranks where it does not.
         """
-        _warn("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
-        groups = _groups(model, optim_input, optim)
-        return optim_state_load.read(model, groups, full_optim_state_dict, Form(), is_lenient=True, talks=False)
+        _warn("shard_full_optim_state_dict", "optim_state_dict_to_load")
+        target = _target(model, optim_input, optim, Form())
+        return optim_state_load.read(target, full_optim_state_dict, talks=False)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -109,10 +110,9 @@ class OldOptimStateMethods(Wrapper):
         Raises:
             ValueError: ``optim`` and ``optim_input`` were both given; or the dict does not fit, on all ranks.
         """
-        _warn("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
-        groups = _groups(model, optim_input, optim)
-        given = {} if full_optim_state_dict is None else full_optim_state_dict
-        return optim_state_load.read(model, groups, given, Form(first_only=True), is_lenient=True)
+        _warn("scatter_full_optim_state_dict", "optim_state_dict_to_load")
+        target = _target(model, optim_input, optim, Form(first_only=True))
+        return optim_state_load.read(target, full_optim_state_dict)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -123,8 +123,8 @@ class OldOptimStateMethods(Wrapper):
         Write ``optim_state_dict_to_load`` instead.
         """
         _warn("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-        form = Form(StateDictType.SHARDED_STATE_DICT)
-        return optim_state_load.read(model, optim.param_groups, sharded_optim_state_dict, form, is_lenient=True)
+        target = _target(model, None, optim, Form(StateDictType.SHARDED_STATE_DICT))
+        return optim_state_load.read(target, sharded_optim_state_dict)
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -146,49 +146,41 @@ class OldOptimStateMethods(Wrapper):
         Raises:
             ValueError: there is no such key type, or a key of the dict has no counterpart.
         """
-        _warn_optim_input(optim_input)
-        return _rekeyed(optim_state_dict, optim_state_key_type, model, _groups(model, optim_input, optim))
+        return _rekeyed(optim_state_dict, optim_state_key_type, _target(model, optim_input, optim, Form()))
 
 
-def _warn(old: str, new: str, optim_input: OptimInput | None = None) -> None:
+def _warn(old: str, new: str) -> None:
     name = "FullyShardedDataParallel"
     warn_renamed(f"{name}.{old}", f"{name}.{new}")
-    _warn_optim_input(optim_input)
 
 
-def _warn_optim_input(optim_input: OptimInput | None) -> None:
+def _warn_of(optim_input: OptimInput | None) -> None:
     if optim_input is not None:
         warn(message("optim-input"), FutureWarning)
 
 
-def _groups(model: nn.Module, optim_input: OptimInput | None, optim: Optimizer | None) -> list[dict[str, Any]]:
-    """The groups of an optimizer: its own, or those of what it was constructed with, or all parameters in one."""
+def _target(model: nn.Module, optim_input: OptimInput | None, optim: Optimizer | None, form: Form) -> Target:
+    """The optimizer, or one that is constructed of the same, or of all parameters in one group."""
+    _warn_of(optim_input)
     if optim is not None and optim_input is not None:
         raise ValueError(message("optim-input-and-optim"))
-    if optim is not None:
-        return list(optim.param_groups)
-    given: list[Any] = list(model.parameters() if optim_input is None else optim_input)
-    if any(isinstance(item, dict) for item in given):
-        return [{**group, "params": list(group["params"])} for group in given]
-    return [{"params": given}]
+    if optim is None:
+        optim = Optimizer(model.parameters() if optim_input is None else optim_input, {})
+    return Target(model, optim.param_groups, form, is_lenient=True)
 
 
-def _rekeyed(
-    given: dict[str, Any], key_type: OptimStateKeyType, model: nn.Module, groups: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+def _rekeyed(given: dict[str, Any], key_type: OptimStateKeyType, target: Target) -> dict[str, Any]:
     if key_type not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
         members = ", ".join(f"OptimStateKeyType.{member.name}" for member in OptimStateKeyType)
         raise ValueError(message("key-type", members=members, key_type=key_type))
     to_names = key_type is OptimStateKeyType.PARAM_NAME
-    keys = [*given["state"], *(key for group in given["param_groups"] for key in group["params"])]
+    keys = [*given["state"], *parameters_of(given["param_groups"])]
     if all(isinstance(key, str) is to_names for key in keys):
         return given
-    names = ParameterNames(model)
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    problems = names.unknown(parameters)
+    problems = target.names.unknown(target.keys)
     if problems:
         raise ValueError(message("optimizer-parameters", problem=problems[0]))
-    numbered = [(number, name) for number, parameter in enumerate(parameters) for name in names.of[parameter]]
+    numbered = [(number, name) for owner, number in target.keys.items() for name in target.names.of[owner]]
     table: dict[Any, Any] = dict(numbered) if to_names else {name: number for number, name in numbered}
     unknown = [key for key in keys if key not in table]
     if unknown:
@@ -197,5 +189,5 @@ def _rekeyed(
     for group in given["param_groups"]:
         new = [table[key] for key in group["params"]]
         # An optimizer counts its parameters in order.
-        rekeyed_groups.append({**copy.deepcopy(group), "params": new if to_names else sorted(new)})
+        rekeyed_groups.append(regrouped(group, new if to_names else sorted(new), group.get("param_names")))
     return {**given, "state": {table[key]: of for key, of in given["state"].items()}, "param_groups": rekeyed_groups}
