@@ -178,8 +178,8 @@ MUTANTS = [
     Mutant(
         "flattened-as-if-full",
         "OldOptimStateMethods.flatten_sharded_optim_state_dict",
-        "form = Form(StateDictType.SHARDED_STATE_DICT)",
-        "form = Form()",
+        "Form(StateDictType.SHARDED_STATE_DICT)",
+        "Form()",
         "flatten_sharded_optim_state_dict expects full tensors.",
         "OSD-FLAT-01",
     ),
