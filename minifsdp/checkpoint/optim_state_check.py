@@ -103,13 +103,13 @@ def _missing_from_groups(given: Mapping[str, Any], target: Target) -> Iterator[s
 
 
 def _superfluous(given: Mapping[str, Any], target: Target) -> Iterator[str]:
-    owned = target.names.behind(target.keys)
-    listed = parameters_of(given.get("param_groups", ()))
+    owned = {*target.names.behind(target.keys), *target.own_keys}
+    listed = dict.fromkeys(parameters_of(given.get("param_groups", ())))
     for name in dict.fromkeys([*listed, *given["state"]]):
         # Something of the user's own may be there, if it does not look like the states of a parameter.
         entries = given["state"].get(name)
         looks_owned = name in listed or name in target.names.owners or isinstance(entries, Mapping)
-        if name not in owned and name not in target.own_keys and looks_owned:
+        if name not in owned and looks_owned:
             yield detail("state-superfluous", name=name)
 
 
