@@ -10,6 +10,9 @@ Worked example, one unit with ``weight`` (2 x 3) and ``bias`` (3)::
     {"weight": {"step": 4}, "bias": {"step": 5}} expected one 'step' for a flat parameter, found 4 and 5
     {0: {...}}                                   expected names, found numbers: the dict of a plain optimizer
 
+First each value is looked at by itself. If nothing is wrong so far, those of one flat parameter are compared with each
+other, as *facts* (see ``optim_state_facts.py``): of averages the dtype, of a count of steps the value.
+
 Nothing here is sent, and nothing is changed.
 
 *In torch:* shapes and the values of a flat parameter are checked when they are used, halfway through.
