@@ -110,15 +110,14 @@ class ParameterNames:
         problems = self.unknown(parameters)
         if problems:
             return {}, problems
-        if "param_groups" not in optim_state_dict:
-            return {**dict(enumerate(parameters)), **self._by_name}, []
-        keys = parameters_of(optim_state_dict["param_groups"])
+        groups = optim_state_dict.get("param_groups")
+        keys = list(range(len(parameters))) if groups is None else parameters_of(groups)
         if len(keys) != len(parameters):
             return {}, [detail("own-count", expected=len(parameters), found=len(keys))]
         strangers = [key for key in keys if isinstance(key, str) and key not in self._by_name]
         if strangers:
             return {}, [detail("own-names", strangers=strangers[:5])]
-        return {key: self._by_name.get(key, parameter) for key, parameter in zip(keys, parameters, strict=True)}, []
+        return {**dict(zip(keys, parameters, strict=True)), **self._by_name}, []
 
     def behind(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         """The original names behind parameters of the optimizer."""
