@@ -154,10 +154,9 @@ def _once_only(unit: UnitNames, facts: Facts) -> Iterator[str]:
     """A flat parameter has each state once: all parameters behind it must have the same ones, of equal value."""
     told = {unit.names[number]: of_parameter for number, of_parameter in facts.items() if of_parameter}
     for key, first, name in differences(told):
-        if key not in told[name]:
-            yield detail("state-lacking", key=key, lacking=name, there=first)
-        elif key not in told[first]:
-            yield detail("state-lacking", key=key, lacking=first, there=name)
+        there, other = (first, name) if key in told[first] else (name, first)
+        if key not in told[other]:
+            yield detail("state-lacking", key=key, lacking=other, there=there)
         else:
             expected, found = told[first][key], told[name][key]
             yield detail("state-only-once", key=key, expected=expected, first=first, found=found, name=name)
