@@ -8,8 +8,6 @@ Spec: WRAP-02 to WRAP-16, LEGACY-02, NEW-02, NEW-03.
 # What is offered is named once, below.
 # ruff: noqa: F403, F405
 
-from __future__ import annotations
-
 from minifsdp.fsdp1.policies import *
 from minifsdp.fsdp1.policies import _module_wrap_policy, _or_policy, _Policy
 from minifsdp.fsdp1.wrap import enable_wrap, wrap

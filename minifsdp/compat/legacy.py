@@ -16,8 +16,6 @@ from typing import Any
 
 from minifsdp.engine.messages import message, warn_renamed
 
-RENAMED_KEYWORDS = {"fsdp_auto_wrap_policy": "auto_wrap_policy"}
-
 
 def in_todays_spelling(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keywords of a constructor's call, as the constructor of today knows them.
@@ -25,10 +23,10 @@ def in_todays_spelling(kwargs: dict[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: the old and the new spelling of one argument were given.
     """
-    for old, new in RENAMED_KEYWORDS.items():
-        if old in kwargs:
-            if new in kwargs:
-                raise TypeError(message("both-spellings", old=old, new=new))
-            warn_renamed(f"{old}=", f"{new}=")
-            kwargs[new] = kwargs.pop(old)
+    old, new = "fsdp_auto_wrap_policy", "auto_wrap_policy"
+    if old in kwargs:
+        if new in kwargs:
+            raise TypeError(message("both-spellings", old=old, new=new))
+        warn_renamed(f"{old}=", f"{new}=")
+        kwargs[new] = kwargs.pop(old)
     return kwargs

@@ -61,7 +61,7 @@ class Slice:
         owner = unit.layout.owner
         self.dtype, self.device, self.requires_grad = owner.shard.dtype, owner.shard.device, owner.requires_grad
         self.shape = owner.shard.shape
-        self._fqns = _names(unit)
+        self._fqns = tuple(owned.path for owned in unit.layout.parameters)
 
     def __getattr__(self, name: str) -> NoReturn:
         """Refuses what there is none of.
@@ -89,10 +89,6 @@ class Slice:
             parameter.data = parameter.data.to(values.device, values.dtype)
         layout.settle()
         layout.overwrite_local(values)
-
-
-def _names(unit: FlatUnit) -> tuple[str, ...]:
-    return tuple(owned.path for owned in unit.layout.parameters)
 
 
 def _in_torchs_words(name: str) -> property:
@@ -138,7 +134,7 @@ class FrameworkNames(StateDictMethods, _FSDPState):  # type: ignore[misc]
         if self._unit is None or self._use_orig_params:
             return self._handle
         (parameter,) = self._unit.layout.local_parameters()
-        parameter._fqns = _names(self._unit)  # type: ignore[attr-defined]
+        parameter._fqns = self._handle._fqns  # type: ignore[attr-defined]
         return parameter
 
     @property

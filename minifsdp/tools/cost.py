@@ -93,9 +93,8 @@ def cost_of(job: Job) -> Cost:
         ValueError: a name or a number in it makes no sense.
     """
     _check(job)
-    at_rest = job.stored.itemsize
     elements = sum(job.sizes) / job.width / job.shards
-    states = elements * (at_rest + job.optimizer)
+    states = elements * (job.stored.itemsize + job.optimizer)
     here, host = (0.0, states) if job.offload else (states, 0.0)
     resting = here + job.buffers * (job.buffer or job.stored).itemsize
     gradients = job.settled(sum(job.sizes))
@@ -109,7 +108,7 @@ def cost_of(job: Job) -> Cost:
         after_backward=resting + gradients,
         peak_forward=resting + (earlier if job.micro_batches > 1 else 0.0) + peak_of_forward(job) + job.activations,
         peak_backward=resting + max(peak_of_backward(job, number) for number in backwards) + job.activations,
-        peak_optimizer=resting + (0.0 if job.offload else elements * (at_rest + job.scratch)),
+        peak_optimizer=resting + (0.0 if job.offload else elements * (job.stored.itemsize + job.scratch)),
         sent=sent_bytes(job),
         num_collectives=num_collectives(job),
     )
@@ -129,9 +128,8 @@ def _gathers(job: Job) -> tuple[int, int]:
     if job.shards == 1:
         return 0, 0
     if job.keeps:
-        # Without synchronisation what is kept is kept until the last backward.
-        times = 1 if job.no_sync else job.micro_batches
-        return times, times
+        # Without synchronisation what is kept is kept until the last backward, the one that reduces.
+        return _reductions(job), _reductions(job)
     return 2 * job.micro_batches, job.micro_batches
 
 

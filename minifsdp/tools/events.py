@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import count
 
 from minifsdp.engine.messages import message
 from minifsdp.trace import Event
@@ -67,12 +68,10 @@ def from_zero(events_per_rank: EventsPerRank, origins: Sequence[float] | None) -
 
 def rows_of(events: Sequence[Event], tolerance: float) -> list[int]:
     """The row for each event: the lowest where it overlaps with none before it by more than ``tolerance`` seconds."""
-    ends: list[float] = []
+    ends: dict[int, float] = {}
     rows = []
     for event in events:
-        row = next((row for row, end in enumerate(ends) if end <= event.start + tolerance), len(ends))
-        if row == len(ends):
-            ends.append(event.end)
+        row = next(row for row in count() if ends.get(row, event.start) <= event.start + tolerance)
         ends[row] = event.end
         rows.append(row)
     return rows

@@ -47,9 +47,8 @@ BOXES = ("F", "B", "AG", "RS", "AR")
 
 _TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
 _TEMPLATES.filters["px"] = "{:.1f}".format
-# The macros of the template, and what it says that a kind means.
+# The macros of the template by their names, and ``meanings``: what it says that a kind is.
 _SHAPES: Any = _TEMPLATES.get_template("timeline.svg.jinja").module
-MEANINGS: dict[str, str] = _SHAPES.meanings
 
 # All in pixels.
 _LEFT, _RIGHT = 104, 24
@@ -81,15 +80,15 @@ class _Sheet:
         """Where a time, counted from the origin, lies on the paper."""
         return _LEFT + (self.width - _LEFT - _RIGHT) * seconds / self.seconds
 
-    def text(self, x: float, y: float, text: str, classes: str) -> None:
-        """Writes ``text`` with its baseline at ``y``."""
-        self.shapes.append(_SHAPES.text(x, y, text, classes))
+    def text(self, x: float, y: float, classes: str, *lines: str) -> None:
+        """Writes lines below each other, the first with its baseline at ``y``."""
+        for number, line in enumerate(lines):
+            self.shapes.append(_SHAPES.text(x, y + 16 * number, line, classes))
 
     def lane(self, y: float, height: float, *names: str) -> None:
-        """Lays the ground of a lane, with its names before it, one below the other."""
+        """Lays the ground of a lane, with its names before it."""
         self.ground.append(_SHAPES.band(_LEFT, y, self.width - _LEFT - _RIGHT, height))
-        for number, name in enumerate(names):
-            self.text(_LEFT - 10, y + 14 + 16 * number, name, "soft end")
+        self.text(_LEFT - 10, y + 14, "soft end", *names)
 
     def mark(self, event: Event, y: float) -> None:
         """Marks a moment or a wait."""
@@ -139,12 +138,11 @@ def svg(
 
 def _draw_heading(sheet: _Sheet, events: Sequence[Event], title: str, *captions: str) -> float:
     """Title, captions, and a legend of the kinds that occur; returns where they end."""
-    sheet.text(20, 30, title, "title")
-    for number, caption in enumerate(captions):
-        sheet.text(20, 50 + 16 * number, caption, "soft")
+    sheet.text(20, 30, "title", title)
+    sheet.text(20, 50, "soft", *captions)
     x, y = 20.0, 56.0 + 16 * len(captions)
     kinds = {event.kind for event in events}
-    for kind, meaning in MEANINGS.items():
+    for kind, meaning in _SHAPES.meanings.items():
         if kind in kinds:
             label = f"{kind} {meaning}"
             width = 42 + _LETTER * len(label)
@@ -157,7 +155,7 @@ def _draw_heading(sheet: _Sheet, events: Sequence[Event], title: str, *captions:
 
 def _draw_rank(sheet: _Sheet, y: float, name: str, events: Sequence[Event], lanes: Sequence[str]) -> float:
     """Draws all lanes of one rank from ``y`` down; returns where they end."""
-    sheet.text(20, y + 15, name, "rank")
+    sheet.text(20, y + 15, "rank", name)
     y += 24
     for lane in lanes:
         y = _draw_lane(sheet, y, lane.replace("_", "-"), [event for event in events if event.lane == lane])
@@ -206,10 +204,8 @@ def _draw_memory(sheet: _Sheet, y: float, events: Sequence[Event]) -> float:
 
 
 def _size(num_bytes: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.3g} {unit}"
-    return f"{num_bytes} B"
+    units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
+    return next((f"{num_bytes / factor:.3g} {unit}" for unit, factor in units if num_bytes >= factor), "0 B")
 
 
 def _draw_grid(sheet: _Sheet, top: float, bottom: float) -> None:

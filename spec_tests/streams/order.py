@@ -76,7 +76,7 @@ def picture(title: str, step: Step) -> str:
     y_of = {row: top + (ROW + GAP) * number for number, row in enumerate(rows)}
     for row, y in y_of.items():
         sheet.ground.append(f'<rect class="band" x="{LEFT}" y="{y}" width="{width - LEFT - 8}" height="{ROW}"/>')
-        sheet.text(LEFT - 10, y + 16, row.removesuffix(" stream"), "soft end")
+        sheet.text(LEFT - 10, y + 16, "soft end", row.removesuffix(" stream"))
     place = {box: (LEFT + COLUMN * (column[box] - 1) + 8, y_of[box.row]) for box in boxes}
     for one, other in arrows(boxes):
         sheet.shapes.append(_arrow(one, place[one], place[other]))
@@ -89,7 +89,7 @@ def picture(title: str, step: Step) -> str:
 
 def _box(box: Moment, x: float, y: float) -> str:
     kind = box.kind if box.kind in timeline.BOXES else "plain"
-    meaning = WORDS.get(box.kind) or timeline.MEANINGS[box.kind]
+    meaning = WORDS.get(box.kind) or timeline._SHAPES.meanings[box.kind]
     operators = ", ".join(operation.name for operation in box.operations)
     tip = f"{box.name}: {meaning}" + (f" ({operators})" if operators else "")
     return (

@@ -116,7 +116,7 @@ def comparison(title: str, panels: Sequence[tuple[str, Step]]) -> str:
     )
     top = y = timeline._draw_heading(sheet, everything, title, *captions)
     for name, run in runs:
-        sheet.text(20, y + 15, f"{name}: {1e3 * run.end:.2f} ms", "rank")
+        sheet.text(20, y + 15, "rank", f"{name}: {1e3 * run.end:.2f} ms")
         y += ROOM
         for row in rows:
             y = timeline._draw_lane(sheet, y, row.removesuffix(" stream"), _events(run, row))

@@ -34,8 +34,8 @@ MUTANTS = [
     Mutant(
         "kept-units-are-gathered-again",
         "_gathers",
-        "times = 1 if job.no_sync else job.micro_batches",
-        "times = 2 * job.micro_batches",
+        "return _reductions(job), _reductions(job)",
+        "return 2 * job.micro_batches, 2 * job.micro_batches",
         "The calculator lets SHARD_GRAD_OP gather as often as FULL_SHARD.",
         "COST-06",
     ),
@@ -245,7 +245,7 @@ MUTANTS = [
     Mutant(
         "old-spelling-without-a-word",
         "in_todays_spelling",
-        '            warn_renamed(f"{old}=", f"{new}=")\n',
+        '        warn_renamed(f"{old}=", f"{new}=")\n',
         "",
         "An old spelling of a keyword gets no warning.",
         "LEGACY-01",
