@@ -85,20 +85,12 @@ def _refuse_other_cuts(sharded: Mapping[str, DTensor], state: dict[str, Any], *,
         is_elsewhere = value.device_mesh != parameter.device_mesh
         # A copy redistributes over the same ranks; a tensor that is put in the parameter's place stays as it is.
         if is_elsewhere or (with_placements and value.placements != parameter.placements):
-            raise RuntimeError(
-                message(
-                    "load-other-cut",
-                    key=key,
-                    shape=tuple(parameter.shape),
-                    cut=_cut_how(parameter),
-                    found_shape=tuple(value.shape),
-                    found_cut=_cut_how(value),
-                )
-            )
+            raise RuntimeError(message("load-other-cut", key=key, expected=_cut_how(parameter), found=_cut_how(value)))
 
 
 def _cut_how(tensor: DTensor) -> str:
-    return f"on ranks {tensor.device_mesh.mesh.tolist()} with placements {tensor.placements}"
+    ranks = tensor.device_mesh.mesh.tolist()
+    return f"shape {tuple(tensor.shape)} on ranks {ranks} with placements {tensor.placements}"
 
 
 def _some(keys: list[str]) -> str:

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 from minifsdp.engine.messages import message
 
@@ -61,12 +62,10 @@ class FullStateDictConfig(StateDictConfig):
     rank0_only: bool = False
 
 
-@dataclass
 class LocalStateDictConfig(StateDictConfig):
     """For the local form."""
 
 
-@dataclass
 class ShardedStateDictConfig(StateDictConfig):
     """For the sharded form."""
 
@@ -86,7 +85,6 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
     rank0_only: bool = False
 
 
-@dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
     """For the sharded form."""
 
@@ -127,24 +125,15 @@ def settings_for(
     if state_dict_type not in _CONFIGS:
         members = ", ".join(f"StateDictType.{member.name}" for member in StateDictType)
         raise RuntimeError(message("state-dict-type", members=members, state_dict_type=state_dict_type))
-    model_class, optim_class = _CONFIGS[state_dict_type]
-    model = model_class() if state_dict_config is None else state_dict_config
-    optim = optim_class() if optim_state_dict_config is None else optim_state_dict_config
-    for name, config, expected in [
-        ("state_dict_config", model, model_class),
-        ("optim_state_dict_config", optim, optim_class),
-    ]:
-        if type(config) is not expected:
-            raise RuntimeError(
-                message(
-                    "config-type",
-                    name=name,
-                    expected=expected.__name__,
-                    state_dict_type=state_dict_type,
-                    type=type(config).__name__,
-                )
-            )
-    return StateDictSettings(state_dict_type, model, optim)
+    given = {"state_dict_config": state_dict_config, "optim_state_dict_config": optim_state_dict_config}
+    chosen: list[Any] = []
+    for (name, config), own in zip(given.items(), _CONFIGS[state_dict_type], strict=True):
+        found = own() if config is None else config
+        if type(found) is not own:
+            names = {"expected": own.__name__, "type": type(found).__name__}
+            raise RuntimeError(message("config-type", name=name, state_dict_type=state_dict_type, **names))
+        chosen.append(found)
+    return StateDictSettings(state_dict_type, *chosen)
 
 
 def common_settings(all_settings: Sequence[tuple[str, StateDictSettings]]) -> StateDictSettings:
