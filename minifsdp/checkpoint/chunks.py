@@ -8,7 +8,8 @@ ones fewer or none. Three rows on two ranks::
     rank 1    row 2
 
 The pieces travel in one of two wrappings that ``torch.distributed.checkpoint`` understands: ``ShardedTensor``, the
-older one, which carries a table of all pieces, or ``DTensor``, which carries a mesh and a placement.
+older one, which carries a table of all pieces, or ``DTensor``, which carries a mesh and a placement. A piece in a local
+state dict travels in the first, as rows of one long parameter.
 
 What tensor parallelism has cut already is cut once more, the part that this rank has into its rows, and the ``DTensor``
 speaks of both meshes.
@@ -53,37 +54,33 @@ def is_cut(shape: torch.Size) -> bool:
     return len(shape) > 0 and shape[0] > 0
 
 
-def rows_of(tensor: torch.Tensor, index: int, num_ranks: int) -> torch.Tensor:
-    """A view of the rows that rank ``index`` gets; it may have none."""
-    size = rows_per_rank(tensor.shape[0], num_ranks)
-    start = min(index * size, tensor.shape[0])
-    return tensor[start : min(start + size, tensor.shape[0])]
+def rows_at(index: int, num_rows: int, num_ranks: int) -> range:
+    """Which of the rows rank ``index`` gets; it may get none."""
+    size = rows_per_rank(num_rows, num_ranks)
+    return range(num_rows)[index * size : (index + 1) * size]
 
 
-def as_sharded_tensor(full: torch.Tensor, group: Group, device: torch.device) -> ShardedTensor:
-    """This rank's rows of ``full``, on ``device``, as a ``ShardedTensor``; not communicated: all know all sizes."""
+def rows_of(full: torch.Tensor, group: Group) -> torch.Tensor:
+    """A view of the rows that this rank gets."""
+    mine = rows_at(group.rank, full.shape[0], group.size)
+    return full[mine.start : mine.stop]
+
+
+def as_sharded_tensor(rows: torch.Tensor, shape: torch.Size, group: Group) -> ShardedTensor:
+    """This rank's rows, of a tensor of ``shape``, as a ``ShardedTensor``; not communicated: all know all sizes."""
     table = []
-    start = 0
-    for index in range(group.size):
-        rows = rows_of(full, index, group.size)
+    for index, rank in enumerate(group.ranks):
         # A rank without rows has a piece of no rows. Without any piece, the planner of torch.distributed.checkpoint
         # would miss the key on that rank, take the checkpoint for one of torch 2.3, and fail to read it.
-        table.append(
-            ShardMetadata([start] + [0] * (full.ndim - 1), list(rows.shape), f"rank:{group.ranks[index]}/{device}")
+        part = rows_at(index, shape[0], group.size)
+        start = [part.start, *[0] * (len(shape) - 1)]
+        table.append(ShardMetadata(start, [len(part), *shape[1:]], f"rank:{rank}/{rows.device}"))
+    metadata = ShardedTensorMetadata(table, shape, TensorProperties(dtype=rows.dtype))
+    with unadvised():
+        sharded: ShardedTensor = ShardedTensor._init_from_local_shards_and_global_metadata(
+            [LocalShard(rows, table[group.rank])], sharded_tensor_metadata=metadata, process_group=group.process_group
         )
-        start += rows.shape[0]
-    mine = [LocalShard(rows_of(full, group.rank, group.size).to(device, copy=True), table[group.rank])]
-    properties = TensorProperties(dtype=full.dtype, requires_grad=False)
-    metadata = ShardedTensorMetadata(table, full.shape, properties)
-    return _assembled(mine, metadata, group)
-
-
-def from_local_slice(piece: torch.Tensor, group: Group) -> ShardedTensor:
-    """A 1-D slice of equal size on every rank as a ``ShardedTensor``, without communication."""
-    size = piece.numel()
-    table = [ShardMetadata([i * size], [size], f"rank:{group.ranks[i]}/{piece.device}") for i in range(group.size)]
-    metadata = ShardedTensorMetadata(table, torch.Size([size * group.size]), TensorProperties(dtype=piece.dtype))
-    return _assembled([LocalShard(piece, table[group.rank])], metadata, group)
+    return sharded
 
 
 @contextmanager
@@ -97,18 +94,10 @@ def unadvised() -> Generator[None]:
         yield
 
 
-def _assembled(mine: list[LocalShard], metadata: ShardedTensorMetadata, group: Group) -> ShardedTensor:
-    with unadvised():
-        sharded: ShardedTensor = ShardedTensor._init_from_local_shards_and_global_metadata(
-            mine, sharded_tensor_metadata=metadata, process_group=group.process_group
-        )
-    return sharded
-
-
 def as_dtensor(full: torch.Tensor, group: Group, mesh: DeviceMesh, device: torch.device) -> DTensor:
     """This rank's rows of ``full`` as a ``DTensor``, sharded over the last axis of ``mesh``, without communication."""
     placements: list[Placement] = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-    rows = rows_of(local_part(full), group.rank, group.size).clone()
+    rows = rows_of(local_part(full), group).clone()
     if isinstance(full, DTensor):
         num_cuts = full._spec.num_shards_map[0]
         if num_cuts > 1:
@@ -135,16 +124,20 @@ def local_rows(value: Any) -> torch.Tensor | None:
     return None
 
 
+def on_this_rank(value: Any) -> Any:
+    """What this rank has of a value: its rows, if it is a sharded one."""
+    rows = local_rows(value)
+    return value if rows is None else rows
+
+
 def misplaced_rows(value: Any, where: str, group: Group | None) -> Iterator[str]:
     """What is wrong with how a value of a sharded state dict is cut, in words; nothing if it is cut as ours are."""
     rows, full = local_rows(value), tuple(_whole_among(value, group))
     assert rows is not None
-    found = tuple(rows.shape)
-    expected, start = full, 0
+    found, expected, start = tuple(rows.shape), full, 0
     if group is not None and full:
-        size = rows_per_rank(full[0], group.size)
-        start = min(group.rank * size, full[0])
-        expected = (min(size, full[0] - start), *full[1:])
+        mine = rows_at(group.rank, full[0], group.size)
+        expected, start = (len(mine), *full[1:]), mine.start
     if found != expected:
         yield detail("rows-shape", where=where, expected=expected, found=found, cut=_cut_how(value))
     elif found and found[0] and full == tuple(value.size()) and _first_row(value) != start:

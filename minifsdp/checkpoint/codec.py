@@ -11,7 +11,8 @@ two ranks; rank 1 has the piece ``w b b b .``::
     whole      the way back                0.weight 2 x 3, 0.bias 3; rows are gathered for one parameter at a time
     laid       in this rank's piece        w b b b .
 
-One row at a time is in full size. In a local state dict the piece is written and read as it is.
+One row at a time is in full size. In a local state dict the piece is written and read as it is: it is this rank's rows
+of one long parameter, the row itself.
 
 *In torch:* the model's state has ``_state_dict_utils.py`` for it, the optimizer's ``_optim_utils.py``.
 
@@ -20,19 +21,23 @@ Spec: SD-FULL-01, SD-SHARD-01, SD-CFG-18, OSD-01, OSD-06.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import is_tensor_like
 
 from minifsdp.checkpoint import chunks
 from minifsdp.checkpoint.names import names_in_state
 from minifsdp.checkpoint.state_dict_options import OptimStateDictConfig, StateDictConfig, StateDictType
 from minifsdp.engine import collectives
+from minifsdp.engine.flat_parameter import FLAT_NAME
 from minifsdp.engine.mesh import Group, Mesh
-from minifsdp.fsdp1.wrapper import Wrapper
+from minifsdp.engine.messages import detail
+from minifsdp.fsdp1.base import WrapperBase
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,8 @@ class UnitCodec:
 
     Attributes:
         keys: number and key of each parameter, as often as it is in the tree.
+        local_key: under which a local state dict has the unit's piece.
+        flat_key: the name of the flat parameter, if there is one; also the key of the piece in local dicts of torch.
     """
 
     def __init__(self, wrapper: Wrapper, prefix: str) -> None:
@@ -90,6 +97,7 @@ class UnitCodec:
         self.group: Group | None = self.mesh.shard
         self.shapes, self._partition = self.layout.shapes, self.layout.partition
         self.keys = [(number, prefix + name) for number, name in names_in_state(unit, wrapper.module)]
+        self.prefix, self.local_key, self.flat_key = prefix, prefix + "flat_param", prefix + FLAT_NAME
 
     # --- where a parameter's elements lie ---
 
@@ -140,17 +148,40 @@ class UnitCodec:
         # Whoever thinks in meshes is given DTensors unasked.
         if self._wrapper.device_mesh is not None or form.use_dtensor:
             return chunks.as_dtensor(full, self.group, self._device_mesh, device)
-        return chunks.as_sharded_tensor(full, self.group, device)
+        return chunks.as_sharded_tensor(chunks.rows_of(full, self.group).to(device, copy=True), full.shape, self.group)
+
+    def local_piece(self, form: Form) -> Any:
+        """This rank's piece for a local state dict, in memory of its own."""
+        piece = self.layout.local_values().to("cpu" if form.offload else self.layout.device, copy=True)
+        row = torch.Size([self._partition.padded_numel])
+        return piece if self.group is None else chunks.as_sharded_tensor(piece, row, self.group)
 
     @cached_property
-    def _device_mesh(self) -> DeviceMesh:
-        if self._wrapper.device_mesh is not None:
-            given: DeviceMesh = self._wrapper.device_mesh
+    def _device_mesh(self) -> Any:
+        group, given = self.group, self._wrapper.device_mesh
+        if given is not None or group is None:
             return given
-        assert self.group is not None
-        return DeviceMesh.from_group(self.group.process_group, self._wrapper.compute_device.type)
+        return DeviceMesh.from_group(group.process_group, self._wrapper.compute_device.type)
 
     # --- and back ---
+
+    def misfit(self, number: int, key: str, value: Any, form: Form, *, any_shape: bool = False) -> Iterator[str]:
+        """What is wrong with a value that a state dict has for a parameter, in words. Nothing is sent."""
+        shape = tuple(self.shapes[number])
+        is_rows = chunks.local_rows(value) is not None
+        if not is_tensor_like(value):
+            yield detail("no-tensor", key=key, type=type(value).__name__)
+        elif is_rows and not form.is_sharded:
+            yield detail("full-expected", where=key, type=type(value).__name__)
+        elif tuple(value.size()) != shape and not any_shape:
+            yield detail("size-mismatch-of-unit", key=key, shape=shape, found=tuple(value.size()))
+        elif is_rows and tuple(value.size()) == shape:
+            yield from chunks.misplaced_rows(value, key, self.group)
+
+    def given_piece(self, state: Mapping[str, Any]) -> Any:
+        """This rank's piece in a local state dict, under either of its keys; ``None`` if there is none."""
+        value = next((state[key] for key in (self.local_key, self.flat_key) if key in state), None)
+        return chunks.on_this_rank(value)
 
     def whole(self, value: Any) -> torch.Tensor:
         """The full tensor behind a value of a state dict. Rows are gathered: all ranks of the shard group must call it.

@@ -31,25 +31,24 @@ import torch
 from torch import nn
 
 from minifsdp.engine.layout import Slot
-from minifsdp.engine.unit import Phase
+from minifsdp.fsdp1.base import is_wrapper
 from minifsdp.fsdp1.build import FlatUnit
 from minifsdp.fsdp1.full_params import summoned
 
 
 def writes_by_itself(module: nn.Module) -> bool:
     """Whether code of the module's own has a part in what ``state_dict()`` writes, or its user's, in hooks."""
+    if is_wrapper(module):
+        # Hooks of the user's after it find a finished dict.
+        return bool(module._state_dict_pre_hooks)
     has_hooks = bool(module._state_dict_pre_hooks or module._state_dict_hooks) and not _is_checkpoint(module)
     return has_hooks or _overrides(module, "state_dict", "_save_to_state_dict", "get_extra_state")
 
 
-def reads_by_itself(module: nn.Module, num_expected_hooks: int = 0) -> bool:
-    """Whether code of the module's own, or its user's, decides which keys ``load_state_dict()`` reads, and how.
-
-    Args:
-        module: a module.
-        num_expected_hooks: how many hooks before reading are not the user's: a wrapper has one.
-    """
-    has_hooks = len(module._load_state_dict_pre_hooks) > num_expected_hooks and not _is_checkpoint(module)
+def reads_by_itself(module: nn.Module) -> bool:
+    """Whether code of the module's own, or its user's, decides which keys ``load_state_dict()`` reads, and how."""
+    # One of a wrapper's hooks is not its user's.
+    has_hooks = len(module._load_state_dict_pre_hooks) > is_wrapper(module) and not _is_checkpoint(module)
     # A batch norm has code of its own for its counter, which is no parameter.
     is_norm = type(module)._load_from_state_dict is nn.modules.batchnorm._NormBase._load_from_state_dict
     return has_hooks or (_overrides(module, "_load_from_state_dict") and not is_norm)
@@ -74,17 +73,6 @@ def slots_of(unit: FlatUnit) -> list[Slot]:
     return [slot for owned in unit.layout.parameters for slot in owned.slots]
 
 
-def shown_in_full(unit: FlatUnit) -> list[torch.Tensor] | None:
-    """What modules show of the unit, one for each of its slots, if it is the full values; else ``None``."""
-    if unit.phase is not Phase.SUMMONED:
-        return None
-    shown = [slot.module._parameters.get(slot.name) for slot in slots_of(unit)]
-    shapes = [owned.shape for owned in unit.layout.parameters for _ in owned.slots]
-    # Where only the first rank was shown something, the others have their slices.
-    full = [tensor for tensor, shape in zip(shown, shapes, strict=True) if tensor is not None and tensor.shape == shape]
-    return list(full) if len(full) == len(shown) else None
-
-
 @contextmanager
 def full_parameters(unit: FlatUnit, *, writeback: bool) -> Generator[None]:
     """Full parameters on the unit's modules. All ranks of its shard group must enter and leave it.
@@ -94,19 +82,18 @@ def full_parameters(unit: FlatUnit, *, writeback: bool) -> Generator[None]:
         writeback: whether each rank keeps its part of what they have become.
     """
     with summoned([unit], writeback=writeback, rank0_only=False, offload_to_cpu=False, with_grads=False):
-        slots = slots_of(unit)
-        shown = [slot.module._parameters[slot.name] for slot in slots]
+        shown = [(slot, slot.module.get_parameter(slot.name)) for slot in slots_of(unit)]
         try:
             yield
         finally:
-            for slot, parameter in zip(slots, shown, strict=True):
+            for slot, parameter in shown:
                 _give_back(slot, parameter)
 
 
-def _give_back(slot: Slot, parameter: nn.Parameter | None) -> None:
+def _give_back(slot: Slot, parameter: nn.Parameter) -> None:
     """``load_state_dict(assign=True)`` registers what it was given; here it is a value like any other."""
     given = slot.module._parameters.get(slot.name)
-    if given is not parameter and given is not None and parameter is not None:
+    if given is not None and given is not parameter:
         with torch.no_grad():
             parameter.copy_(given)
         slot.module._parameters[slot.name] = parameter

@@ -17,7 +17,7 @@ Spec: NAMES-10, SD-FULL-01, OSD-03.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 from torch import nn
@@ -48,17 +48,16 @@ def names_in_state(unit: FlatUnit, module: nn.Module) -> list[tuple[int, str]]:
     found = []
     for path, inner in module.named_modules(remove_duplicate=False):
         for number, name in numbers.get(inner, []):
-            found.append((number, plain_path(f"{path}.{name}" if path else name)))
+            found.append((number, dotted(path) + name))
     return found
+
+
+def keys_below(state: Iterable[str], prefix: str) -> list[str]:
+    """The keys that begin with ``prefix``, in a list, so that ``state`` may be changed meanwhile."""
+    return [key for key in state if key.startswith(prefix)]
 
 
 def rename(state: MutableMapping[str, Any], old: str, new: str) -> None:
     """Every key that begins with ``old`` begins with ``new``; order is kept among them, they move behind the others."""
-    for key in [key for key in state if key.startswith(old)]:
+    for key in keys_below(state, old):
         state[new + key.removeprefix(old)] = state.pop(key)
-
-
-def drop(state: MutableMapping[str, Any], prefix: str) -> None:
-    """This rank is not the one to be given anything."""
-    for key in [key for key in state if key.startswith(prefix)]:
-        del state[key]

@@ -9,6 +9,8 @@ any ``nn.Module``. If the caller still has it when values are about to change, t
     model(batch)                    saved["norm.running_mean"] -----> 1.0
                                     model.norm.running_mean --------> 1.0, and soon 1.1
 
+What lies in the model's memory and cannot be shared in this way, such as a view of a part, is copied at once.
+
 It is the model that moves, for a thread may be writing the dict to a disk. Values are about to change when a wrapper of
 the model runs forward, an optimizer steps, or a state is loaded. Until then there are a few hooks, and none in a step
 after which nothing was saved. Whoever changes such a tensor by hand changes what was saved.
@@ -21,31 +23,57 @@ Spec: SD-FULL-07.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
+
+from minifsdp.checkpoint.chunks import on_this_rank
+from minifsdp.checkpoint.names import keys_below
 
 _shared: list[tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = []
 _hooks: list[RemovableHandle] = []
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def is_alike(saved: torch.Tensor, own: torch.Tensor) -> bool:
-    """Whether ``saved`` is all of the memory of ``own``, seen in the same way, and another object."""
-    return (
-        saved is not own
-        and (saved.shape, saved.stride(), saved.dtype) == (own.shape, own.stride(), own.dtype)
-        and saved.untyped_storage().nbytes() == saved.nbytes
-    )
+def _memory_of(tensor: torch.Tensor) -> int | None:
+    """What tells one piece of memory from another; ``None`` for all tensors that do not say, as sparse ones."""
+    try:
+        place: int = on_this_rank(tensor).untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return None
+    return place
 
 
-def share(saved: torch.Tensor, own: torch.Tensor) -> None:
-    """Remembers that ``saved``, in a dict, lies in the memory of ``own``, in the model; until `part`."""
-    _shared.append((weakref.ref(saved), weakref.ref(own)))
+def keep_apart(
+    state: MutableMapping[str, Any], prefix: str, own: Iterable[torch.Tensor], may_share: Iterable[torch.Tensor] = ()
+) -> None:
+    """Gives every tensor below ``prefix`` that lies in the model's memory its own, also one in a list or a dict.
+
+    Args:
+        state: a dict of which part or all is below ``prefix``.
+        prefix: the beginning of its keys.
+        own: tensors of the model.
+        may_share: those of them whose memory the dict may have until `part`.
+    """
+    memory = set(map(_memory_of, own))
+    shareable = {_memory_of(tensor): tensor for tensor in may_share}
+
+    def apart(tensor: torch.Tensor) -> torch.Tensor:
+        where = _memory_of(tensor)
+        own = None if where is None else shareable.get(where)
+        # Both must be all that is in that memory: of a part the rest would be saved as well, or stay with the model.
+        if own is not None and tensor is not own and tensor.nbytes == own.nbytes == own.untyped_storage().nbytes():
+            _shared.append((weakref.ref(tensor), weakref.ref(own)))
+            return tensor
+        return tensor.detach().clone() if where in memory else tensor
+
+    for key in keys_below(state, prefix):
+        state[key] = tree_map_only(torch.Tensor, apart, state[key])
 
 
 def watch(wrappers: Iterable[nn.Module]) -> None:

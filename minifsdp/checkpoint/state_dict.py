@@ -14,7 +14,8 @@ All of that is done in a hook that is the wrapper's first, so the user's own hoo
 
 ``nn.Module`` hands out its own tensors, and whoever keeps such a dict sees it change with every step. Here most values
 have just been gathered, so the others are brought in line: what still lies in memory of the model when the outermost
-wrapper has been written, buffers, ignored parameters, or what a module's custom code has put there, is copied.
+wrapper has been written, buffers, ignored parameters, or what a module's custom code has put there, is copied, at the
+latest when the model is about to change it (``shared_tensors.py``).
 
 One unit is gathered at a time, so at no moment is there more than one unit in full size, beside what the user asked to
 be given; with code of its own in the way, an outer unit beside an inner one.
@@ -28,54 +29,43 @@ Spec: SD-FULL, SD-SHARD, SD-LOCAL, MP-04, MP-10, IGN-08, NAMES-10.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, MutableMapping
-from contextlib import contextmanager
-from types import MappingProxyType
+from collections.abc import Generator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from minifsdp import trace
-from minifsdp.checkpoint import chunks, shared_tensors
 from minifsdp.checkpoint.codec import Form, UnitCodec
-from minifsdp.checkpoint.custom_state import full_parameters, shown_in_full
-from minifsdp.checkpoint.names import plain_path
-from minifsdp.engine.flat_parameter import FLAT_NAME
+from minifsdp.checkpoint.custom_state import full_parameters, slots_of
+from minifsdp.checkpoint.names import dotted
+from minifsdp.checkpoint.shared_tensors import keep_apart
 from minifsdp.engine.summoned import full_row
-from minifsdp.fsdp1.build import FlatUnit
+from minifsdp.fsdp1.base import WrapperBase, is_wrapper
+from minifsdp.fsdp1.build import FlatUnit, modules_of_unit
 from minifsdp.fsdp1.full_params import check_idle
 
-LOCAL_NAME = "flat_param"
 
-
-@contextmanager
-def shown_to_walk(unit: FlatUnit | None, *, is_looked_at: bool) -> Generator[None]:
+def shown_to_walk(unit: FlatUnit | None, *, is_looked_at: bool) -> AbstractContextManager[None]:
     """While the walk goes on: something under each original name. All ranks of the unit's mesh must enter and leave it.
 
     Args:
         unit: what is to be written.
         is_looked_at: whether a user's hook or module runs while it is written, and may look at parameters.
     """
-    if unit is None or shown_in_full(unit) is not None:
-        yield
-    elif is_looked_at:
-        with full_parameters(unit, writeback=False):
-            yield
-    else:
-        check_idle(unit)
-        with _place_holders(unit):
-            yield
+    if unit is None or unit.layout.is_summoned:
+        return nullcontext()
+    if is_looked_at:
+        return full_parameters(unit, writeback=False)
+    check_idle(unit)
+    return _place_holders(unit) if unit.layout.hides_originals else nullcontext()
 
 
 @contextmanager
 def _place_holders(unit: FlatUnit) -> Generator[None]:
     """Tensors of no elements where the originals are hidden, so that the walk writes keys in their order."""
-    if not unit.layout.hides_originals:
-        yield
-        return
-    slots = [slot for owned in unit.layout.parameters for slot in owned.slots]
+    slots = slots_of(unit)
     for slot in slots:
         slot.module._parameters[slot.name] = nn.Parameter(torch.empty(0), requires_grad=False)
     try:
@@ -85,109 +75,53 @@ def _place_holders(unit: FlatUnit) -> Generator[None]:
             del slot.module._parameters[slot.name]
 
 
-def write_unit(codec: UnitCodec, form: Form, state: MutableMapping[str, Any], prefix: str) -> None:
-    """Puts the unit's values where the walk has written place holders. All ranks of the unit's mesh must call it.
-
-    Args:
-        codec: of the unit.
-        form: in which form.
-        state: what the walk has written.
-        prefix: the unit's prefix in it.
-    """
-    state.pop(prefix + FLAT_NAME, None)
+def write_unit(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) -> None:
+    """Puts the unit's values where the walk has written place holders. All ranks of the unit's mesh must call it."""
+    state.pop(codec.flat_key, None)
+    is_wanted = codec.mesh.is_first or not form.first_only
     if form.is_local:
         for _, key in codec.keys:
             state.pop(key, None)
-        device = "cpu" if form.offload else codec.layout.device
-        piece = codec.layout.local_values().to(device, copy=True)
-        state[prefix + LOCAL_NAME] = piece if codec.group is None else chunks.from_local_slice(piece, codec.group)
-        return
-    is_wanted = codec.mesh.is_first or not form.first_only
-    shown = shown_in_full(codec.unit)
-    if shown is not None:
-        if is_wanted:
-            _finish(shown, codec, form, state, prefix)
-        return
-    keys: dict[int, list[str]] = {}
-    for number, key in codec.keys:
-        keys.setdefault(number, []).append(key)
-    for number, full in enumerate(_gathered(codec.unit)):
-        if is_wanted:
-            state.update(dict.fromkeys(keys[number], codec.formed(full, form, full.device)))
+        state[codec.local_key] = codec.local_piece(form)
+    elif not codec.layout.is_summoned:
+        with _gathered(codec.unit) as full_values:
+            if is_wanted:
+                values = [codec.formed(full, form, full.device) for full in full_values]
+                state.update({key: values[number] for number, key in codec.keys})
+    elif is_wanted:
+        _finish(codec, form, state)
 
 
-def _finish(
-    shown: Iterable[torch.Tensor], codec: UnitCodec, form: Form, state: MutableMapping[str, Any], prefix: str
-) -> None:
+def _finish(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) -> None:
     """What the walk has written is real already, and custom code may have changed it: only the form is left."""
     for key in {key for _, key in codec.keys if isinstance(state.get(key), torch.Tensor)}:
         state[key] = codec.formed(state[key].detach(), form, state[key].device)
     # Under a name of the module's own: a view of one element would keep, and save, the whole row.
-    copy_what_lies_in({memory_of(tensor) for tensor in shown}, state, prefix)
+    shown = [slot.module._parameters.get(slot.name) for slot in slots_of(codec.unit)]
+    keep_apart(state, codec.prefix, [tensor for tensor in shown if tensor is not None])
 
 
-def copy_what_lies_in(
-    memory: set[int | None],
-    state: MutableMapping[str, Any],
-    prefix: str,
-    may_share: Mapping[int | None, torch.Tensor] = MappingProxyType({}),
-) -> None:
-    """Gives every tensor below ``prefix`` that lies in ``memory`` memory of its own, also one in a list or a dict.
-
-    Args:
-        memory: see `memory_of`.
-        state: a dict of which part or all is below ``prefix``.
-        prefix: the beginning of its keys.
-        may_share: tensors of the model, by their memory, that the dict may have as they are; see ``shared_tensors.py``.
-    """
-
-    def apart(tensor: torch.Tensor) -> torch.Tensor:
-        where = memory_of(tensor)
-        if where in may_share and shared_tensors.is_alike(tensor, may_share[where]):
-            shared_tensors.share(tensor, may_share[where])
-            return tensor
-        return tensor.detach().clone() if where in memory else tensor
-
-    for key in [key for key in state if key.startswith(prefix)]:
-        state[key] = tree_map_only(torch.Tensor, apart, state[key])
-
-
-def memory_of(tensor: torch.Tensor) -> int | None:
-    """What tells one piece of memory from another; ``None`` for all tensors that do not say, as sparse ones."""
-    rows = chunks.local_rows(tensor)
-    try:
-        return (tensor if rows is None else rows).untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):
-        return None
-
-
-def write_rest(
-    modules: Iterable[tuple[str, nn.Module]],
-    buffer_dtypes: Mapping[tuple[nn.Module, str], torch.dtype],
-    form: Form,
-    state: MutableMapping[str, Any],
-    prefix: str,
-) -> None:
+def write_rest(wrapper: WrapperBase, form: Form, state: MutableMapping[str, Any], prefix: str) -> None:
     """Buffers of the wrapper's own modules, in the dtype that the user gave them. What is ignored stays as it is.
 
     A local dict keeps the dtype of compute, since it is meant for the very same run (MP-10).
     """
-    for path, module in modules:
+    for path, module in modules_of_unit(wrapper.module, is_wrapper, wrapper._ignored_modules):
         for name in module._buffers:
-            key = prefix + plain_path(f"{path}.{name}" if path else name)
+            key = prefix + dotted(path) + name
             value = state.get(key)
             if value is None:
                 continue
-            dtype = value.dtype if form.is_local else buffer_dtypes.get((module, name), value.dtype)
+            dtype = value.dtype if form.is_local else wrapper._buffer_dtypes.get((module, name), value.dtype)
             state[key] = value.to("cpu" if form.offload else value.device, dtype)
 
 
-def _gathered(unit: FlatUnit) -> Iterable[torch.Tensor]:
-    """Every parameter's full value, valid until the next one is asked for."""
+@contextmanager
+def _gathered(unit: FlatUnit) -> Generator[list[torch.Tensor]]:
+    """Every parameter's full value. All ranks of the unit's shard group must enter and leave it."""
     layout, group = unit.layout, unit.plan.mesh.shard
     if trace.recorder is not None and group is not None:
         trace.recorder.begin("AG", unit.name, num_bytes=layout.num_bytes, ranks=group.ranks, lane="gather")
-    row = full_row(layout)
-    yield from layout.views_of(row)
+    yield layout.views_of(full_row(layout))
     if trace.recorder is not None and group is not None:
         trace.recorder.begin("FREE", unit.name, num_bytes=layout.num_bytes)

@@ -21,17 +21,18 @@ Spec: SD-FULL-08, SD-FULL-13, SD-SHARD-03, SD-LOCAL-03, NAMES-10.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import MutableMapping
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+
 from minifsdp.checkpoint import agreement, chunks
 from minifsdp.checkpoint.codec import Form, UnitCodec
-from minifsdp.checkpoint.custom_state import full_parameters, shown_in_full
-from minifsdp.checkpoint.names import plain_path
-from minifsdp.checkpoint.state_dict import LOCAL_NAME
-from minifsdp.checkpoint.state_dict_check import OPENING, Expected, local_value, misfit
-from minifsdp.engine.flat_parameter import FLAT_NAME
+from minifsdp.checkpoint.custom_state import full_parameters
+from minifsdp.checkpoint.names import keys_below, plain_path
+from minifsdp.checkpoint.state_dict_check import OPENING
+from minifsdp.fsdp1.base import PREFIX, WrapperBase
 from minifsdp.fsdp1.full_params import check_idle
 from minifsdp.fsdp1.wrapper import PREFIX, Wrapper
 
@@ -46,7 +47,7 @@ def drop_own_tensors(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: 
     units = [w._unit for w in Wrapper.fsdp_modules(wrapper) if w._unit is not None]
     cut = {id(p) for unit in units if unit.plan.mesh.shard is not None for p in unit.layout.local_parameters()}
     own = {id(tensor) for tensor in [*wrapper.parameters(), *wrapper.buffers()]} | cut
-    for key in [key for key in state if key.startswith(prefix)]:
+    for key in keys_below(state, prefix):
         name = key.removeprefix(prefix)
         is_wrapped = PREFIX in name
         is_double = is_wrapped and prefix + plain_path(name) in state
@@ -66,10 +67,10 @@ class Reading:
 
     def __init__(self, wrapper: Wrapper, prefix: str, form: Form, *, is_looked_at: bool) -> None:
         self._codec = None if wrapper._unit is None else UnitCodec(wrapper, prefix)
-        self._module, self._prefix, self._form, self._is_looked_at = wrapper.module, prefix, form, is_looked_at
+        self._form, self._is_looked_at = form, is_looked_at
         self._full_parameters = ExitStack()
         self._missing: list[str] = []
-        self._own_names: set[str] = set()
+        self._not_for_the_walk: set[str] = set()
 
     @chunks.unadvised()
     def before_walk(self, state: MutableMapping[str, Any]) -> None:
@@ -80,7 +81,7 @@ class Reading:
         codec = self._codec
         if codec is None:
             return
-        is_shown = shown_in_full(codec.unit) is not None
+        is_shown = codec.layout.is_summoned
         if not self._form.is_local and (is_shown or self._is_looked_at):
             if not is_shown:
                 self._full_parameters.enter_context(full_parameters(codec.unit, writeback=True))
@@ -91,17 +92,12 @@ class Reading:
             return
         check_idle(codec.unit)
         # Under these names the walk will miss something.
-        # After a forward modules may show other objects than the optimizer owns, under the same names.
-        owned = set(codec.layout.local_parameters())
-        named = self._module.named_parameters(remove_duplicate=False)
-        self._own_names = {self._prefix + name for name, parameter in named if parameter in owned}
-        self._own_names.update(key for _, key in codec.keys)
-        if self._form.is_local:
-            self._read_local(codec, state)
-        else:
-            self._read(codec, state)
+        self._not_for_the_walk = {codec.flat_key, *(key for _, key in codec.keys)}
+        piece = self._local_piece(codec, state) if self._form.is_local else self._piece(codec, state)
+        if piece is not None:
+            codec.layout.overwrite_local(piece)
 
-    def _read(self, codec: UnitCodec, state: MutableMapping[str, Any]) -> None:
+    def _piece(self, codec: UnitCodec, state: MutableMapping[str, Any]) -> torch.Tensor:
         given: dict[int, Any] = {}
         problems: list[str] = []
         for number, key in codec.keys:
@@ -110,23 +106,20 @@ class Reading:
                 continue
             given[number] = state.pop(key)
             # Looked at once more: a module further out may have had its own way with it.
-            expected = Expected({key: (tuple(codec.shapes[number]), codec.group)})
-            problems.extend(misfit(key, given[number], expected, self._form.is_sharded))
+            problems.extend(codec.misfit(number, key, given[number], self._form))
         agreement.refuse_together([], problems, OPENING)
         piece = codec.layout.local_values().clone()
         for number, value in given.items():
             codec.lay(codec.whole(value), number, piece)
-        codec.layout.overwrite_local(piece)
+        return piece
 
-    def _read_local(self, codec: UnitCodec, state: MutableMapping[str, Any]) -> None:
-        value = local_value(state, self._prefix)
-        for name in (LOCAL_NAME, FLAT_NAME):
-            state.pop(self._prefix + name, None)
-        if value is None:
-            self._missing.append(self._prefix + LOCAL_NAME)
-            return
-        local = chunks.local_rows(value)
-        codec.layout.overwrite_local(value if local is None else local)
+    def _local_piece(self, codec: UnitCodec, state: MutableMapping[str, Any]) -> Any:
+        piece = codec.given_piece(state)
+        for key in (codec.local_key, codec.flat_key):
+            state.pop(key, None)
+        if piece is None:
+            self._missing.append(codec.local_key)
+        return piece
 
     def close(self) -> None:
         """Ends what `before_walk` has begun, if the walk was broken off before `after_walk`."""
@@ -134,12 +127,9 @@ class Reading:
 
     def after_walk(self, missing: list[str], unexpected: list[str]) -> None:
         """Corrects the lists of keys: what the walk did not find is there, and names are those of the plain module."""
-        self._full_parameters.close()
-
+        self.close()
         # The lists are those of the whole tree, and inner wrappers have been here before: compare plain names.
-        def plain(names: Iterable[str]) -> list[str]:
-            return [plain_path(name) for name in names]
-
-        own = set(plain(self._own_names))
-        missing[:] = [name for name in plain(missing) if name not in own] + plain(self._missing)
-        unexpected[:] = plain(unexpected)
+        not_missing = set(map(plain_path, self._not_for_the_walk))
+        missing[:] = [name for name in map(plain_path, missing) if name not in not_missing]
+        missing.extend(map(plain_path, self._missing))
+        unexpected[:] = map(plain_path, unexpected)

@@ -4,6 +4,10 @@ They choose; the work is in ``state_dict.py`` and ``state_dict_load.py``. Worked
 two ranks every wrapper, inner ones first, replaces what its unit wrote into the dict, a slice, by the gathered tensors
 under their plain names.
 
+The outermost wrapper does what is done once for the whole tree. Before writing, as before reading, it meets with the
+other ranks: all must be there, and whoever has custom code in a unit says so, because others must then show that unit
+in full as well.
+
 *In torch:* six functions for each of three types, found by name in a table, and registered as hooks.
 
 Spec: SD-CFG, SD-FULL, SD-SHARD, SD-LOCAL.
@@ -12,21 +16,14 @@ Spec: SD-CFG, SD-FULL, SD-SHARD, SD-LOCAL.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from minifsdp.checkpoint import (
-    agreement,
-    custom_state,
-    names,
-    shared_tensors,
-    state_dict,
-    state_dict_check,
-    state_dict_load,
-)
+from minifsdp.checkpoint import agreement, custom_state, names, shared_tensors, state_dict, state_dict_load
 from minifsdp.checkpoint.codec import Form, UnitCodec
+from minifsdp.checkpoint.state_dict_check import refuse_misfit
 from minifsdp.checkpoint.state_dict_options import (
     OptimStateDictConfig,
     StateDictConfig,
@@ -35,25 +32,21 @@ from minifsdp.checkpoint.state_dict_options import (
     common_settings,
     settings_for,
 )
-from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.engine.mesh import Mesh
 from minifsdp.engine.messages import rank_of_this_process
 from minifsdp.fsdp1.wrapper import PREFIX, Wrapper, clean_name
+
+Looks = Callable[[nn.Module], bool]
+
+
+def _modules_of(wrapper: WrapperBase) -> list[nn.Module]:
+    """The wrapper, and the modules of its unit."""
+    return [wrapper, *(m for _, m in build.modules_of_unit(wrapper.module, is_wrapper, wrapper._ignored_modules))]
 
 
 def _is_shown(wrapper: Wrapper) -> bool:
     # In the user's hands already: nothing will be gathered, and a rank may come alone.
-    return wrapper._unit is not None and custom_state.shown_in_full(wrapper._unit) is not None
-
-
-def _looks_while_written(wrapper: Wrapper) -> bool:
-    modules = wrapper._own_modules()
-    return bool(wrapper._state_dict_pre_hooks) or any(custom_state.writes_by_itself(module) for _, module in modules)
-
-
-def _looks_while_read(wrapper: Wrapper) -> bool:
-    modules = wrapper._own_modules()
-    is_hooked = custom_state.reads_by_itself(wrapper, num_expected_hooks=1)
-    return is_hooked or any(custom_state.looks_while_read(module) for _, module in modules)
+    return wrapper._unit is not None and wrapper._unit.layout.is_summoned
 
 
 def wrappers_in(module: nn.Module) -> list[StateDictMethods]:
@@ -86,10 +79,8 @@ class StateDictMethods(Wrapper):
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         if self._is_outermost_here(prefix):
             wrappers = [w for w in wrappers_in(self) if not (self._form.is_local or _is_shown(w))]
-            groups = agreement.groups_of(Mesh(w.mesh.shard, None) for w in wrappers)
-            looks = [_looks_while_written(wrapper) for wrapper in wrappers]
-            told = agreement.monitored_barrier(groups, "state_dict()", raises_hand=any(looks))
-            self._note_who_looks(wrappers, looks, told)
+            rows = [Mesh(w.mesh.shard, None) for w in wrappers]
+            self._meet("state_dict()", rows, wrappers, custom_state.writes_by_itself)
         keeps_vars = kwargs.get("keep_vars", args[2] if len(args) > 2 else False)
         with state_dict.shown_to_walk(self._unit, is_looked_at=self._is_looked_at):
             state: dict[str, Any] = super().state_dict(*args, **kwargs)
@@ -102,26 +93,26 @@ class StateDictMethods(Wrapper):
         wrappers = wrappers_in(self)
         shards = [wrapper._unit.layout.local_values() for wrapper in wrappers if wrapper._unit is not None]
         of_no_unit = [*(p for wrapper in wrappers for p in wrapper._ignored_parameters), *self.buffers()]
-        if any(_is_shown(wrapper) for wrapper in wrappers):
+        if any(map(_is_shown, wrappers)):
             # Summoned: values are to be changed by hand, which nothing here notices.
             of_no_unit = []
-        memory = {state_dict.memory_of(tensor) for tensor in (*shards, *self.parameters(), *self.buffers())}
-        may_share = {state_dict.memory_of(tensor): tensor for tensor in of_no_unit}
-        may_share.pop(None, None)
-        state_dict.copy_what_lies_in(memory, state, prefix, may_share)
+        shared_tensors.keep_apart(state, prefix, [*shards, *self.parameters(), *self.buffers()], of_no_unit)
         shared_tensors.watch(wrappers)
 
-    def _note_who_looks(
-        self, wrappers: Sequence[StateDictMethods], looks: Sequence[bool], groups: Sequence[Group]
-    ) -> None:
-        """A unit is shown in full on all of its ranks or on none, and a user may have a hook on one rank only.
+    def _meet(self, call: str, meshes: Iterable[Mesh], wrappers: Sequence[StateDictMethods], looks: Looks) -> None:
+        """Waits for all ranks, and notes whose unit is to be shown in full: on all of its ranks or on none.
+
+        A user may have a hook on one rank only.
 
         Args:
-            wrappers: those that are to be written or read.
-            looks: of each, whether code that is not ours runs on this rank meanwhile.
-            groups: in which it is so for some rank.
+            call: what all must call.
+            meshes: who must come.
+            wrappers: those whose values are to be written or read.
+            looks: whether code that is not ours runs meanwhile, in a module.
         """
-        told = agreement.tell(groups, list(looks))
+        mine = [any(map(looks, _modules_of(wrapper))) for wrapper in wrappers]
+        groups = agreement.monitored_barrier(agreement.groups_of(meshes), call, raises_hand=any(mine))
+        told = agreement.tell(groups, mine)
         for wrapper in wrappers_in(self):
             wrapper._is_looked_at = False
         for number, wrapper in enumerate(wrappers):
@@ -134,12 +125,12 @@ class StateDictMethods(Wrapper):
         inner = prefix + PREFIX
         form = self._form
         if self._unit is not None:
-            state_dict.write_unit(UnitCodec(self, inner), form, state, inner)
-        modules = self._own_modules()
-        state_dict.write_rest(modules, self._buffer_dtypes, form, state, inner)
+            state_dict.write_unit(UnitCodec(self, inner), form, state)
+        state_dict.write_rest(self, form, state, inner)
         names.rename(state, inner, prefix)
         if form.first_only and not self.mesh.is_first:
-            names.drop(state, prefix)
+            for key in names.keys_below(state, prefix):
+                del state[key]
 
     def _is_outermost_here(self, prefix: str) -> bool:
         # A part of a wrapped model can be written and read on its own; then it has no prefix.
@@ -175,11 +166,11 @@ class StateDictMethods(Wrapper):
         if self._is_outermost_here(prefix):
             shared_tensors.part()
             state_dict_load.drop_own_tensors(self, state, prefix)
+            wrappers = wrappers_in(self)
+            read = [] if self._form.is_local else wrappers
+            self._meet("load_state_dict()", [w.mesh for w in wrappers], read, custom_state.looks_while_read)
             # A plain module around this one has not told its hooks whether it is strict; it will see to the keys.
-            state_dict_check.refuse_misfit(self, self._form, state, prefix, strict=self._reads_strictly)
-            wrappers = [] if self._form.is_local else wrappers_in(self)
-            looks = [_looks_while_read(wrapper) for wrapper in wrappers]
-            self._note_who_looks(wrappers, looks, agreement.groups_of(w.mesh for w in wrappers))
+            refuse_misfit(self, self._form, state, prefix, strict=self._reads_strictly)
         names.rename(state, prefix, prefix + PREFIX)
         if self._reading is not None:
             self._reading.close()
