@@ -17,8 +17,9 @@ Worked example, four ranks as two rows (0 1) and (2 3), a fact known on rank 3 o
 That is why a model with a hybrid strategy needs no group of all its ranks: two rounds in small groups do.
 
 The store is the one through which the ranks found each other. It works for every backend, also where the ranks could
-not send each other anything any more. Cost of a barrier: five messages from each rank to the store, 0.2 ms on one
-machine. A rank with something rare to tell raises its hand in it, and only then the others listen.
+not send each other anything any more. It also counts who has come, so that no rank has a count of its own that could
+differ from another's. Cost of a barrier: six messages from each rank to the store, 0.2 ms on one machine. A rank with
+something rare to tell raises its hand in it, and only then the others listen.
 
 *In torch:* nothing of the kind; a lone ``state_dict()`` ends in the backend's own time-out, which names neither the
 call nor the missing ranks, and a rank that refuses leaves the others waiting.
@@ -28,16 +29,14 @@ Spec: SD-FULL-03, SD-FULL-05, SD-FULL-09, OSD-FULL-02.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from minifsdp.engine.mesh import Group, Mesh
-from minifsdp.engine.messages import message, rank_of_this_process
+from minifsdp.engine.messages import message, rank_of_this_process, some
 
 T = TypeVar("T")
 # A dict of another model can be wrong in every key, and on a thousand ranks.
@@ -91,13 +90,13 @@ def refuse_together(groups: Sequence[Group], problems: Sequence[str], opening: s
     Raises:
         StateDictMismatchError: some rank has a problem. The message says which rank has which.
     """
-    who: dict[str, list[int]] = {}
+    who: dict[str, list[str]] = {}
     for rank, found in tell(groups, list(problems)).items():
         for problem in found:
-            who.setdefault(problem, []).append(rank)
+            who.setdefault(problem, []).append(f"rank {rank}")
     if not who:
         return
-    lines = [f"{_ranks(ranks)}: {problem}" for problem, ranks in who.items()]
+    lines = [f"{some(ranks, MOST_LINES)}: {problem}" for problem, ranks in who.items()]
     if len(lines) > MOST_LINES:
         lines[MOST_LINES:] = [f"and {len(lines) - MOST_LINES} more"]
     where = " on every rank" if groups else ""
@@ -120,14 +119,6 @@ def refuse_lacking(groups: Sequence[Group], mine: Iterable[str], opening: str = 
     refuse_together(groups, sorted(everywhere - here), opening)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    named = ", ".join(f"rank {rank}" for rank in ranks[:MOST_LINES])
-    return named + (f" and {len(ranks) - MOST_LINES} more" if len(ranks) > MOST_LINES else "")
-
-
-_barriers: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
-
-
 def monitored_barrier(groups: Sequence[Group], call: str, *, raises_hand: bool = False) -> list[Group]:
     """Waits until every rank of the groups has made the same call. All of them must call it.
 
@@ -147,14 +138,15 @@ def monitored_barrier(groups: Sequence[Group], call: str, *, raises_hand: bool =
 
 def _wait_for_all(group: Group, call: str, raises_hand: bool) -> bool:
     store = group.process_group.get_group_store()
-    complete_before = _barriers.setdefault(group.process_group, Counter())
-    number = complete_before[call]
+    # Of all calls so far. While this rank has not come, no further call can be complete.
+    arrived = f"minifsdp/{call}/arrived"
+    number = store.add(arrived, 0) // group.size
     key = f"minifsdp/{call}/{number}"
     store.set(f"{key}/{group.rank}", "")
     if raises_hand:
         store.set(f"{key}/hand", "")
     # Counting here, instead of waiting for each name there, keeps it at a few messages however many ranks there are.
-    if store.add(f"{key}/present", 1) == group.size:
+    if store.add(arrived, 1) == (number + 1) * group.size:
         store.set(f"{key}/complete", "")
     limit = _time_limit(group)
     try:
@@ -163,17 +155,16 @@ def _wait_for_all(group: Group, call: str, raises_hand: bool) -> bool:
         present = [store.check([f"{key}/{index}"]) for index in range(group.size)]
         missing = [rank for rank, is_here in zip(group.ranks, present, strict=True) if not is_here]
         # Leaves no trace, so that the next call of everybody is a new one.
-        store.add(f"{key}/present", -1)
+        store.add(arrived, -1)
         store.delete_key(f"{key}/{group.rank}")
         raise RuntimeError(
             message("missing-ranks", call=call, ranks=list(group.ranks), missing=missing, seconds=limit.total_seconds())
         ) from error
-    complete_before[call] += 1
     store.delete_key(f"{key}/{group.rank}")
     has_hands: bool = store.check([f"{key}/hand"])
     if group.rank == 0 and number:
         # No rank waits for the call before this one any more.
-        for mark in ("present", "complete", "hand"):
+        for mark in ("complete", "hand"):
             store.delete_key(f"minifsdp/{call}/{number - 1}/{mark}")
     return has_hands
 

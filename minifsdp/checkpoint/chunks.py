@@ -44,11 +44,6 @@ from minifsdp.engine.messages import detail
 from minifsdp.engine.partition import local_part
 
 
-def rows_per_rank(num_rows: int, num_ranks: int) -> int:
-    """Rows of every rank but the last ones."""
-    return -(-num_rows // num_ranks)
-
-
 def is_cut(shape: torch.Size) -> bool:
     """Whether a sharded state dict has rows of it; what has no rows is written as it is."""
     return len(shape) > 0 and shape[0] > 0
@@ -56,7 +51,7 @@ def is_cut(shape: torch.Size) -> bool:
 
 def rows_at(index: int, num_rows: int, num_ranks: int) -> range:
     """Which of the rows rank ``index`` gets; it may get none."""
-    size = rows_per_rank(num_rows, num_ranks)
+    size = -(-num_rows // num_ranks)
     return range(num_rows)[index * size : (index + 1) * size]
 
 
@@ -182,7 +177,7 @@ def gathered_rows(value: Any, group: Group | None, device: torch.device) -> torc
     if group is None:
         return rows
     shape = _whole_among(value, group)
-    size = rows_per_rank(shape[0], group.size)
+    size = len(rows_at(0, shape[0], group.size))
     mine = torch.zeros((size, *shape[1:]), dtype=rows.dtype, device=device)
     mine[: rows.shape[0]].copy_(rows)
     everybody = torch.empty((size * group.size, *shape[1:]), dtype=rows.dtype, device=device)

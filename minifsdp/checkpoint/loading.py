@@ -25,7 +25,7 @@ from torch import nn
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from minifsdp.engine.messages import message
+from minifsdp.engine.messages import message, some
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp2.module import FSDPModuleState
 
@@ -64,12 +64,10 @@ def check_before_load(
     _refuse_other_cuts(sharded, state, with_placements=assigns)
     on_meta = [key for key, parameter in sharded.items() if parameter.device.type == "meta"]
     if on_meta and not assigns:
-        raise RuntimeError(message("load-into-meta", parameters=_some(on_meta)))
+        raise RuntimeError(message("load-into-meta", parameters=some([repr(key) for key in on_meta], 3)))
     whole = [key for key in sharded if not isinstance(state[key], DTensor)]
-    if not whole:
-        return
-    if get_debug_level() != DebugLevel.DETAIL:
-        raise RuntimeError(message("load-whole", tensors=_some(whole)))
+    if whole and get_debug_level() != DebugLevel.DETAIL:
+        raise RuntimeError(message("load-whole", tensors=some([repr(key) for key in whole], 3)))
     for key in whole:
         parameter = sharded[key]
         value = state[key].to(parameter.device)
@@ -91,7 +89,3 @@ def _refuse_other_cuts(sharded: Mapping[str, DTensor], state: dict[str, Any], *,
 def _cut_how(tensor: DTensor) -> str:
     ranks = tensor.device_mesh.mesh.tolist()
     return f"shape {tuple(tensor.shape)} on ranks {ranks} with placements {tensor.placements}"
-
-
-def _some(keys: list[str]) -> str:
-    return ", ".join(repr(key) for key in keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")

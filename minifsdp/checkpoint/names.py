@@ -35,8 +35,7 @@ def plain_path(path: str) -> str:
 
 def dotted(path: str) -> str:
     """The plain beginning of the names of what is inside the module at ``path``."""
-    plain = plain_path(path + ".").removesuffix(".")
-    return plain + "." if plain else ""
+    return plain_path(path + ".").removeprefix(".")
 
 
 def names_in_state(unit: FlatUnit, module: nn.Module) -> list[tuple[int, str]]:

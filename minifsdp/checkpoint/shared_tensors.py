@@ -37,7 +37,6 @@ from minifsdp.checkpoint.names import keys_below
 
 _shared: list[tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = []
 _hooks: list[RemovableHandle] = []
-_watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:
@@ -84,16 +83,14 @@ def watch(wrappers: Iterable[nn.Module]) -> None:
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(part))
     # A program may save often between two forwards.
-    fresh = [wrapper for wrapper in wrappers if wrapper not in _watched]
+    fresh = [wrapper for wrapper in wrappers if part not in wrapper._forward_pre_hooks.values()]
     _hooks.extend(wrapper.register_forward_pre_hook(part) for wrapper in fresh)
-    _watched.update(fresh)
 
 
 def part(*_: Any) -> None:
     """Gives the model memory of its own wherever a dict that is still there lies in it."""
     while _hooks:
         _hooks.pop().remove()
-    _watched.clear()
     while _shared:
         saved, own = (reference() for reference in _shared.pop())
         if saved is None or own is None or saved.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():

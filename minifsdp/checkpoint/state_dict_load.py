@@ -22,14 +22,12 @@ Spec: SD-FULL-08, SD-FULL-13, SD-SHARD-03, SD-LOCAL-03, NAMES-10.
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from minifsdp.checkpoint import agreement, chunks
 from minifsdp.checkpoint.codec import Form, UnitCodec
-from minifsdp.checkpoint.custom_state import full_parameters
 from minifsdp.checkpoint.names import keys_below, plain_path
 from minifsdp.checkpoint.state_dict_check import OPENING
 from minifsdp.fsdp1.base import PREFIX, WrapperBase
@@ -62,29 +60,25 @@ class Reading:
         wrapper: which.
         prefix: of the wrapped module in the dict.
         form: in which form the dict is.
-        is_looked_at: whether a user's hook or module runs while the unit is read, and may look at parameters.
     """
 
-    def __init__(self, wrapper: Wrapper, prefix: str, form: Form, *, is_looked_at: bool) -> None:
+    def __init__(self, wrapper: WrapperBase, prefix: str, form: Form) -> None:
         self._codec = None if wrapper._unit is None else UnitCodec(wrapper, prefix)
-        self._form, self._is_looked_at = form, is_looked_at
-        self._full_parameters = ExitStack()
+        self._form = form
         self._missing: list[str] = []
         self._not_for_the_walk: set[str] = set()
 
     @chunks.unadvised()
     def before_walk(self, state: MutableMapping[str, Any]) -> None:
-        """Takes the unit's values out of ``state`` and copies this rank's part of them, or lets the walk read them.
+        """Takes the unit's values out of ``state`` and copies this rank's part of them, or leaves them to the walk.
 
-        For a sharded dict, or with modules that read by themselves, all ranks of the unit's mesh must call it.
+        They are the walk's if modules show full parameters. For a sharded dict all ranks of the unit's mesh must call
+        it.
         """
         codec = self._codec
         if codec is None:
             return
-        is_shown = codec.layout.is_summoned
-        if not self._form.is_local and (is_shown or self._is_looked_at):
-            if not is_shown:
-                self._full_parameters.enter_context(full_parameters(codec.unit, writeback=True))
+        if codec.layout.is_summoned and not self._form.is_local:
             # Rows become full tensors, because a module's custom code knows of nothing else.
             for _, key in codec.keys:
                 if chunks.local_rows(state.get(key)) is not None:
@@ -121,13 +115,8 @@ class Reading:
             self._missing.append(codec.local_key)
         return piece
 
-    def close(self) -> None:
-        """Ends what `before_walk` has begun, if the walk was broken off before `after_walk`."""
-        self._full_parameters.close()
-
     def after_walk(self, missing: list[str], unexpected: list[str]) -> None:
         """Corrects the lists of keys: what the walk did not find is there, and names are those of the plain module."""
-        self.close()
         # The lists are those of the whole tree, and inner wrappers have been here before: compare plain names.
         not_missing = set(map(plain_path, self._not_for_the_walk))
         missing[:] = [name for name in map(plain_path, missing) if name not in not_missing]

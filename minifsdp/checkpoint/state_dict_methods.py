@@ -16,14 +16,15 @@ Spec: SD-CFG, SD-FULL, SD-SHARD, SD-LOCAL.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
-from minifsdp.checkpoint import agreement, custom_state, names, shared_tensors, state_dict, state_dict_load
+from minifsdp.checkpoint import agreement, custom_state, names, shared_tensors, state_dict
 from minifsdp.checkpoint.codec import Form, UnitCodec
 from minifsdp.checkpoint.state_dict_check import refuse_misfit
+from minifsdp.checkpoint.state_dict_load import Reading, drop_own_tensors
 from minifsdp.checkpoint.state_dict_options import (
     OptimStateDictConfig,
     StateDictConfig,
@@ -35,8 +36,6 @@ from minifsdp.checkpoint.state_dict_options import (
 from minifsdp.engine.mesh import Mesh
 from minifsdp.engine.messages import rank_of_this_process
 from minifsdp.fsdp1.wrapper import PREFIX, Wrapper, clean_name
-
-Looks = Callable[[nn.Module], bool]
 
 
 def _modules_of(wrapper: WrapperBase) -> list[nn.Module]:
@@ -58,12 +57,13 @@ class StateDictMethods(Wrapper):
     """Choosing, writing and reading the model's state."""
 
     _reads_strictly = False
-    _reading: state_dict_load.Reading | None = None
+    _reading: Reading
     _is_looked_at = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._state_dict_settings = StateDictSettings()
+        self._while_read = contextlib.ExitStack()
         self._register_state_dict_hook(self._after_write)  # type: ignore[no-untyped-call]
         self._register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(self._after_load)  # type: ignore[no-untyped-call]
@@ -78,9 +78,8 @@ class StateDictMethods(Wrapper):
         self._mend()
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         if self._is_outermost_here(prefix):
-            wrappers = [w for w in wrappers_in(self) if not (self._form.is_local or _is_shown(w))]
-            rows = [Mesh(w.mesh.shard, None) for w in wrappers]
-            self._meet("state_dict()", rows, wrappers, custom_state.writes_by_itself)
+            gathered = [w for w in wrappers_in(self) if not (self._form.is_local or _is_shown(w))]
+            self._meet("state_dict()", [Mesh(w.mesh.shard, None) for w in gathered], custom_state.writes_by_itself)
         keeps_vars = kwargs.get("keep_vars", args[2] if len(args) > 2 else False)
         with state_dict.shown_to_walk(self._unit, is_looked_at=self._is_looked_at):
             state: dict[str, Any] = super().state_dict(*args, **kwargs)
@@ -99,7 +98,7 @@ class StateDictMethods(Wrapper):
         shared_tensors.keep_apart(state, prefix, [*shards, *self.parameters(), *self.buffers()], of_no_unit)
         shared_tensors.watch(wrappers)
 
-    def _meet(self, call: str, meshes: Iterable[Mesh], wrappers: Sequence[StateDictMethods], looks: Looks) -> None:
+    def _meet(self, call: str, meshes: Iterable[Mesh], looks: Callable[[nn.Module], bool]) -> None:
         """Waits for all ranks, and notes whose unit is to be shown in full: on all of its ranks or on none.
 
         A user may have a hook on one rank only.
@@ -107,14 +106,13 @@ class StateDictMethods(Wrapper):
         Args:
             call: what all must call.
             meshes: who must come.
-            wrappers: those whose values are to be written or read.
             looks: whether code that is not ours runs meanwhile, in a module.
         """
-        mine = [any(map(looks, _modules_of(wrapper))) for wrapper in wrappers]
+        wrappers = wrappers_in(self)
+        # Such code is shown nothing of a local dict.
+        mine = [not self._form.is_local and any(map(looks, _modules_of(wrapper))) for wrapper in wrappers]
         groups = agreement.monitored_barrier(agreement.groups_of(meshes), call, raises_hand=any(mine))
         told = agreement.tell(groups, mine)
-        for wrapper in wrappers_in(self):
-            wrapper._is_looked_at = False
         for number, wrapper in enumerate(wrappers):
             group = wrapper.mesh.shard
             ranks = [rank_of_this_process()] if group is None else group.ranks
@@ -158,27 +156,25 @@ class StateDictMethods(Wrapper):
         finally:
             self._reads_strictly = False
             for wrapper in wrappers_in(self):
-                if wrapper._reading is not None:
-                    wrapper._reading.close()
+                wrapper._while_read.close()
 
     def _before_load(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         self._mend()
         if self._is_outermost_here(prefix):
             shared_tensors.part()
-            state_dict_load.drop_own_tensors(self, state, prefix)
-            wrappers = wrappers_in(self)
-            read = [] if self._form.is_local else wrappers
-            self._meet("load_state_dict()", [w.mesh for w in wrappers], read, custom_state.looks_while_read)
+            drop_own_tensors(self, state, prefix)
+            self._meet("load_state_dict()", [w.mesh for w in wrappers_in(self)], custom_state.looks_while_read)
             # A plain module around this one has not told its hooks whether it is strict; it will see to the keys.
             refuse_misfit(self, self._form, state, prefix, strict=self._reads_strictly)
         names.rename(state, prefix, prefix + PREFIX)
-        if self._reading is not None:
-            self._reading.close()
-        self._reading = state_dict_load.Reading(self, prefix + PREFIX, self._form, is_looked_at=self._is_looked_at)
+        self._while_read.close()
+        if self._unit is not None and self._is_looked_at and not (self._form.is_local or _is_shown(self)):
+            self._while_read.enter_context(custom_state.full_parameters(self._unit, writeback=True))
+        self._reading = Reading(self, prefix + PREFIX, self._form)
         self._reading.before_walk(state)
 
     def _after_load(self, _: nn.Module, incompatible: Any) -> None:
-        assert self._reading is not None
+        self._while_read.close()
         self._reading.after_walk(incompatible.missing_keys, incompatible.unexpected_keys)
 
     @staticmethod

@@ -114,7 +114,7 @@ MUTANTS = [
     Mutant(
         "barrier-goes-on-counting",
         "_wait_for_all",
-        '        store.add(f"{key}/present", -1)\n',
+        "        store.add(arrived, -1)\n",
         "",
         "A save that was refused leaves its count behind, so that the next one passes without everybody.",
         "SD-FULL-03",
@@ -203,7 +203,7 @@ MUTANTS = [
     Mutant(
         "lone-load-hangs",
         "StateDictMethods._before_load",
-        "[w.mesh for w in wrappers]",
+        "[w.mesh for w in wrappers_in(self)]",
         "[]",
         "Loading asks nobody whether all are there.",
         "SD-FULL-03",
@@ -275,8 +275,8 @@ MUTANTS = [
     Mutant(
         "whole-tensors-in-spite-of-help",
         "check_before_load",
-        "if get_debug_level() != DebugLevel.DETAIL:",
-        "if True:",
+        "if whole and get_debug_level() != DebugLevel.DETAIL:",
+        "if whole:",
         "Whole tensors are refused also while debugging helps.",
         "NEW-21",
     ),
