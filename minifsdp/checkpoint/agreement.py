@@ -36,7 +36,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from minifsdp.engine.mesh import Group, Mesh
-from minifsdp.engine.messages import message, rank_of_this_process, some
+from minifsdp.engine.messages import message, rank_of_this_process
 
 T = TypeVar("T")
 # A dict of another model can be wrong in every key, and on a thousand ranks.
@@ -96,7 +96,7 @@ def refuse_together(groups: Sequence[Group], problems: Sequence[str], opening: s
             who.setdefault(problem, []).append(f"rank {rank}")
     if not who:
         return
-    lines = [f"{some(ranks, MOST_LINES)}: {problem}" for problem, ranks in who.items()]
+    lines = [f"{some(ranks)}: {problem}" for problem, ranks in who.items()]
     if len(lines) > MOST_LINES:
         lines[MOST_LINES:] = [f"and {len(lines) - MOST_LINES} more"]
     where = " on every rank" if groups else ""
@@ -117,6 +117,11 @@ def refuse_lacking(groups: Sequence[Group], mine: Iterable[str], opening: str = 
     here = set(mine)
     everywhere = set.union(*tell(groups, here).values())
     refuse_together(groups, sorted(everywhere - here), opening)
+
+
+def some(words: Sequence[str], most: int = MOST_LINES) -> str:
+    """The first words of a list that may be long, and how many more there are."""
+    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 def monitored_barrier(groups: Sequence[Group], call: str, *, raises_hand: bool = False) -> list[Group]:

@@ -25,7 +25,8 @@ from torch import nn
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from minifsdp.engine.messages import message, some
+from minifsdp.checkpoint.agreement import some
+from minifsdp.engine.messages import message
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp2.module import FSDPModuleState
 

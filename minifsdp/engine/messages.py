@@ -24,7 +24,6 @@ from __future__ import annotations
 import sys
 import tomllib
 import warnings
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -48,11 +47,6 @@ def message(entry: str, /, **values: object) -> str:
 def detail(entry: str, /, **values: object) -> str:
     """A line about one value in a message about many, which has rank and address itself."""
     return texts()["detail"][entry].format(**values)
-
-
-def some(words: Sequence[str], most: int) -> str:
-    """The first words of a list that may be long, and how many more there are."""
-    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
