@@ -37,7 +37,7 @@ from minifsdp.engine import collectives
 from minifsdp.engine.flat_parameter import FLAT_NAME
 from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.messages import detail
-from minifsdp.fsdp1.base import WrapperBase
+from minifsdp.fsdp1.wrapper import Wrapper
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ import torch
 from torch import nn
 
 from minifsdp.engine.layout import Slot
-from minifsdp.fsdp1.base import is_wrapper
 from minifsdp.fsdp1.build import FlatUnit
 from minifsdp.fsdp1.full_params import summoned
+from minifsdp.fsdp1.wrapper import is_wrapper
 
 
 def writes_by_itself(module: nn.Module) -> bool:

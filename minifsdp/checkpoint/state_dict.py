@@ -42,9 +42,9 @@ from minifsdp.checkpoint.custom_state import full_parameters, slots_of
 from minifsdp.checkpoint.names import dotted
 from minifsdp.checkpoint.shared_tensors import keep_apart
 from minifsdp.engine.summoned import full_row
-from minifsdp.fsdp1.base import WrapperBase, is_wrapper
-from minifsdp.fsdp1.build import FlatUnit, modules_of_unit
+from minifsdp.fsdp1.build import FlatUnit
 from minifsdp.fsdp1.full_params import check_idle
+from minifsdp.fsdp1.wrapper import Wrapper
 
 
 def shown_to_walk(unit: FlatUnit | None, *, is_looked_at: bool) -> AbstractContextManager[None]:
@@ -101,12 +101,12 @@ def _finish(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) -> No
     keep_apart(state, codec.prefix, [tensor for tensor in shown if tensor is not None])
 
 
-def write_rest(wrapper: WrapperBase, form: Form, state: MutableMapping[str, Any], prefix: str) -> None:
+def write_rest(wrapper: Wrapper, form: Form, state: MutableMapping[str, Any], prefix: str) -> None:
     """Buffers of the wrapper's own modules, in the dtype that the user gave them. What is ignored stays as it is.
 
     A local dict keeps the dtype of compute, since it is meant for the very same run (MP-10).
     """
-    for path, module in modules_of_unit(wrapper.module, is_wrapper, wrapper._ignored_modules):
+    for path, module in wrapper._own_modules():
         for name in module._buffers:
             key = prefix + dotted(path) + name
             value = state.get(key)

@@ -32,7 +32,7 @@ from minifsdp.checkpoint.custom_state import reads_by_itself
 from minifsdp.checkpoint.names import dotted, keys_below
 from minifsdp.engine.flat_parameter import FLAT_NAME
 from minifsdp.engine.messages import detail
-from minifsdp.fsdp1.base import WrapperBase
+from minifsdp.fsdp1.wrapper import Wrapper
 
 # What nn.Module says first.
 OPENING = "Error(s) in loading state_dict for FullyShardedDataParallel: "
@@ -81,7 +81,7 @@ def refuse_misfit(wrapper: Wrapper, form: Form, state: Mapping[str, Any], prefix
         StateDictMismatchError: with keys, expected, found, and ranks.
     """
     tree = [(prefix + dotted(path), module) for path, module in wrapper.named_modules(remove_duplicate=False)]
-    wrappers = [(start, module) for start, module in tree if isinstance(module, WrapperBase)]
+    wrappers = [(start, module) for start, module in tree if isinstance(module, Wrapper)]
     codecs = [UnitCodec(inner, start) for start, inner in wrappers if inner._unit is not None]
     groups = agreement.groups_of(inner.mesh for _, inner in wrappers)
     expected = Expected(tree, codecs)

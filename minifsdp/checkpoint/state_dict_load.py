@@ -30,7 +30,6 @@ from minifsdp.checkpoint import agreement, chunks
 from minifsdp.checkpoint.codec import Form, UnitCodec
 from minifsdp.checkpoint.names import keys_below, plain_path
 from minifsdp.checkpoint.state_dict_check import OPENING
-from minifsdp.fsdp1.base import PREFIX, WrapperBase
 from minifsdp.fsdp1.full_params import check_idle
 from minifsdp.fsdp1.wrapper import PREFIX, Wrapper
 
@@ -62,7 +61,7 @@ class Reading:
         form: in which form the dict is.
     """
 
-    def __init__(self, wrapper: WrapperBase, prefix: str, form: Form) -> None:
+    def __init__(self, wrapper: Wrapper, prefix: str, form: Form) -> None:
         self._codec = None if wrapper._unit is None else UnitCodec(wrapper, prefix)
         self._form = form
         self._missing: list[str] = []

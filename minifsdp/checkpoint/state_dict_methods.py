@@ -38,9 +38,9 @@ from minifsdp.engine.messages import rank_of_this_process
 from minifsdp.fsdp1.wrapper import PREFIX, Wrapper, clean_name
 
 
-def _modules_of(wrapper: WrapperBase) -> list[nn.Module]:
+def _modules_of(wrapper: Wrapper) -> list[nn.Module]:
     """The wrapper, and the modules of its unit."""
-    return [wrapper, *(m for _, m in build.modules_of_unit(wrapper.module, is_wrapper, wrapper._ignored_modules))]
+    return [wrapper, *(m for _, m in wrapper._own_modules())]
 
 
 def _is_shown(wrapper: Wrapper) -> bool:
