@@ -22,9 +22,10 @@ from minifsdp.engine import optimizer_watch as _optimizer_watch
 from minifsdp.engine import rows as _rows
 from minifsdp.fsdp1.grad_scaler import ShardedGradScaler
 from minifsdp.fsdp2 import fully_shard as _second_door
+from minifsdp.fsdp2.by_hand import UnshardHandle
 from minifsdp.fsdp2.fully_shard import fully_shard
 from minifsdp.fsdp2.initial import warn_if_different
-from minifsdp.fsdp2.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from minifsdp.fsdp2.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from minifsdp.fsdp2.options import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 

@@ -47,6 +47,15 @@ def set_piece(tensor: torch.Tensor, piece: torch.Tensor) -> None:
     tensor._local_tensor = piece  # type: ignore[attr-defined]
 
 
+def _around(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor around a tensor of any dtype, without communication and without autograd."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    if meta.dtype is not local.dtype:
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta._replace(dtype=local.dtype))
+    return DTensor(local, spec, requires_grad=False)
+
+
 class Sharding:
     """How one parameter is cut and distributed.
 
@@ -87,19 +96,14 @@ class Sharding:
 
     def _make_spec(self, parameter: nn.Parameter, mesh: DeviceMesh) -> DTensorSpec:
         dim, inner = self.cut.dim, self._tensor_parallel
-        own: Placement = Shard(dim)
+        placements: tuple[Placement, ...] = (Shard(dim),)
         if inner is not None:
-            mesh = DeviceMesh._concatenate([mesh, inner.mesh])
-            num_cuts = inner.num_shards_map[dim]
-            if num_cuts > 1:
-                own = _StridedShard(dim, split_factor=num_cuts)
-        others = inner.placements if inner is not None else ()
-        placements: tuple[Placement, ...] = (own, *others)
+            mesh, num_cuts = DeviceMesh._concatenate([mesh, inner.mesh]), inner.num_shards_map[dim]
+            own = Shard(dim) if num_cuts == 1 else _StridedShard(dim, split_factor=num_cuts)
+            placements = (own, *inner.placements)
         # What is left of the mesh stands before the shard axis, and is one of replicas.
         placements = (Replicate(),) * (mesh.ndim - len(placements)) + placements
-        meta = (
-            inner.tensor_meta if inner is not None else TensorMeta(parameter.shape, parameter.stride(), parameter.dtype)
-        )
+        meta = TensorMeta(parameter.shape, parameter.stride(), parameter.dtype)
         return DTensorSpec(mesh, placements, tensor_meta=meta)
 
     @property
@@ -117,25 +121,23 @@ class Sharding:
         values = parameter.detach()
         return piece_of(values) if isinstance(values, DTensor) else values
 
+    def cut_out_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of the values, a view."""
+        return self.cut.local_part(self.local_of(parameter), self.table.shard_index)
+
     def wrap(self, piece: torch.Tensor) -> DTensor:
-        """A DTensor around a piece, without communication and without autograd."""
-        spec = self._spec
-        meta = spec.tensor_meta
-        if meta is not None and meta.dtype is not piece.dtype:
-            spec = self._spec = DTensorSpec(
-                spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, piece.dtype)
-            )
-        return DTensor(piece, spec, requires_grad=False)
+        """A DTensor around a piece."""
+        around = _around(piece, self._spec)
+        # Of the dtype that the next ones will have, too.
+        self._spec = around._spec
+        return around
 
     def wrap_among(self, mesh: DeviceMesh, piece: torch.Tensor) -> DTensor | None:
         """A piece among the ranks of the last axis of ``mesh``; ``None`` where tensor parallelism has its own."""
         if self._tensor_parallel is not None:
             return None
         placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(self.cut.dim))
-        meta = self._spec.tensor_meta
-        assert meta is not None
-        meta = TensorMeta(meta.shape, meta.stride, piece.dtype)
-        return DTensor(piece, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
+        return _around(piece, DTensorSpec(mesh, placements, tensor_meta=self._spec.tensor_meta))
 
     def fits(self, other: torch.Tensor) -> bool:
         """Whether ``other`` is distributed in the same way."""
@@ -151,13 +153,7 @@ class Sharding:
         inner = self._tensor_parallel
         if inner is None:
             return leaf
-        meta = inner.tensor_meta
-        assert meta is not None
-        if meta.dtype is not leaf.dtype:
-            inner = DTensorSpec(
-                inner.mesh, inner.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, leaf.dtype)
-            )
-        return nn.Parameter(DTensor(leaf.data, inner, requires_grad=False), requires_grad=leaf.requires_grad)
+        return nn.Parameter(_around(leaf.data, inner), requires_grad=leaf.requires_grad)
 
     def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """The part of a leaf's gradient that belongs to the tensor that is cut here."""

@@ -19,8 +19,9 @@ a unit. Here is what the unit sees of it, and the way of the gradients:
 3. what comes back is a row of this rank's pieces, and ``.grad`` of each DTensor is a DTensor around its part of it.
 
 Users may replace what they see: ``load_state_dict(assign=True)``, ``to_empty``, ``model.to(...)`` put other tensors in
-place. Once in an iteration the layout looks, takes the new values into its row and goes on. Not earlier: where several
-modules share a unit, they are converted one after the other, and in between the unit is of two kinds.
+place. Once in an iteration the layout looks, takes the new values into its rows, which may be others then, and goes on.
+Not earlier: where several modules share a unit, they are converted one after the other, and in between the unit is of
+two kinds.
 
 Trade-off against the flat layout: a copy out for each gather, a sorted copy of the gradients, and DTensors in the
 optimizer; in exchange no tensor is anonymous, and frozen and trained parameters, or several dtypes, can share a unit.
@@ -33,9 +34,7 @@ STREAM-05, STREAM-10.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -43,13 +42,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp.engine import lifetime
 from minifsdp.engine.dtensors import Sharding, piece_of
-from minifsdp.engine.lanes import Lane, Lanes, Promise
+from minifsdp.engine.lanes import Lanes, Promise
 from minifsdp.engine.layout import Gradient, Layout, OwnedParameter, rebound
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.messages import message
-from minifsdp.engine.row import VERSION
-from minifsdp.engine.rows import Arrival, Rows
+from minifsdp.engine.row import VERSION, Options
+from minifsdp.engine.rows import Rows
 
 
 class PerParameterLayout(Layout):
@@ -58,12 +57,7 @@ class PerParameterLayout(Layout):
     Args:
         parameters: at least one, of any dtypes, frozen or not.
         shardings: how each is cut.
-        device: the compute device.
-        compute_dtype: dtype of the unsharded tensors of floating-point parameters; ``None`` means the stored one.
-        unreduced_dtype: dtype in which gradients are kept until they are reduced; ``None`` means their own.
-        offload: whether pieces live on the CPU.
-        pin: whether pinned, if so.
-        policy: the user's precision, for parameters that decide for themselves what is sent.
+        options: where their values live, and in which dtype they are computed and reduced.
 
     Attributes:
         meshes: who shares; nearly always one.
@@ -74,26 +68,14 @@ class PerParameterLayout(Layout):
     signals_gradient = False
 
     def __init__(
-        self,
-        parameters: Mapping[nn.Parameter, OwnedParameter],
-        shardings: Sequence[Sharding],
-        device: torch.device,
-        *,
-        compute_dtype: torch.dtype | None = None,
-        unreduced_dtype: torch.dtype | None = None,
-        offload: bool = False,
-        pin: bool = True,
-        policy: Any = None,
+        self, parameters: Mapping[nn.Parameter, OwnedParameter], shardings: Sequence[Sharding], options: Options
     ) -> None:
-        self._shardings = shardings
         self.meshes = list(dict.fromkeys(sharding.table for sharding in shardings))
         self.resting_mesh: DeviceMesh | None = None
-        self.device, self.offloads, self._pins = device, offload, pin
+        self.device, self.offloads, self._pins = options.device, options.offload, options.pin
         self.parameters = list(parameters.values())
-        self._unreduced_dtype = unreduced_dtype
-        self._sorted = Rows(
-            parameters, shardings, device, compute_dtype=compute_dtype, offload=offload, pin=pin, policy=policy
-        )
+        self._unreduced_dtype = options.precision.reduce
+        self._sorted = Rows(parameters, shardings, options)
         self._entries = self._sorted.entries
         self._places = [
             (slot.module._parameters, slot, index)
@@ -110,8 +92,7 @@ class PerParameterLayout(Layout):
         """What follows from the rows, and is asked for often."""
         self._rows = self._sorted.rows
         trained = next((entry.row for entry in self._entries if entry.parameter.requires_grad), self._rows[0])
-        # Values that came late, for a model that was built without any, have brought a device.
-        self.dtype, self.device = trained.dtype, self._rows[0].device
+        self.dtype = trained.dtype
         self.num_bytes = sum(row.num_bytes for row in self._rows)
         self._is_borrowed = all(row.is_borrowed for row in self._rows)
         self._sharded: list[torch.Tensor] = [entry.parameter for entry in self._entries]
@@ -126,9 +107,8 @@ class PerParameterLayout(Layout):
             RuntimeError: some of them are on the meta device.
         """
         self.notice_edits()
-        if self._sorted.notice_methods():
-            self._has_copied = True
-            self._renew_leaves()
+        # A local tensor may have been given methods of its own, or have lost them.
+        self._take_over(is_edited=False)
         without = [self.full_name(entry.owned.path) for entry in self._entries if entry.piece.device.type == "meta"]
         if without:
             raise RuntimeError(message("still-meta", without=without))
@@ -146,7 +126,7 @@ class PerParameterLayout(Layout):
         return next((row.group for row in self._rows if row.group is not None), None)
 
     def gather(self, lanes: Lanes) -> Promise | None:
-        """Issues one gather for each row, nearly always one."""
+        """Issues one gather for each row, nearly always one. The layout is its own promise: see `wait`."""
         self._gathered_at = self._stamp()
         if self._has_copied:
             # Since the lane has last followed the compute stream.
@@ -154,15 +134,16 @@ class PerParameterLayout(Layout):
             self._has_copied = False
         with lanes.gather as lane:
             lane.let_go()
-            promises = [promise for row in self._rows for promise in row.gather(lane)]
-        return Arrival(promises, functools.partial(self._arrive, lanes.gather))
+            self._promises = [promise for row in self._rows for promise in row.gather(lane)]
+        return self
 
-    def _arrive(self, lane: Lane) -> None:
-        """Sorts what has arrived."""
+    def wait(self) -> None:
+        """Waits for all rows, and sorts what has arrived."""
+        promises, self._promises = self._promises, []
+        for promise in promises:
+            promise.wait()
         for row in self._rows:
-            buffer = row.arrive()
-            if buffer is not None:
-                lane.hold(buffer)
+            row.arrive()
         if any(entry.plain_leaf is not entry.row.leaves[entry.number] for entry in self._entries):
             # The first gather of a parameter that makes its own leaf.
             self._renew_leaves()
@@ -175,18 +156,17 @@ class PerParameterLayout(Layout):
 
     def rest(self, group: Group) -> None:
         """The next gather will come from what the ranks of ``group`` keep between them; `free` must follow."""
-        for row in self._rows:
-            row.rest(group)
-        if self.resting_mesh is not None and not self._is_borrowed:
-            self._resting = self._sorted.resting(group, self.resting_mesh)
+        assert self.resting_mesh is not None
+        self._resting = self._sorted.rest(group, self.resting_mesh)
 
     def wake(self) -> None:
         """The next gather comes from the shards again."""
-        for row in self._rows:
-            row.wake()
         resting, self._resting = self._resting, None
-        if resting is not None and self._shown is resting:
-            self._show(self._sharded)
+        if resting is not None:
+            for row in self._rows:
+                row.wake()
+            if self._shown is resting:
+                self._show(self._sharded)
 
     def _stamp(self) -> object:
         # What is done to a DTensor is counted at the DTensor; what is done to its local tensor, at the row.
@@ -214,9 +194,14 @@ class PerParameterLayout(Layout):
             elif piece_of(entry.parameter) is not entry.piece:
                 is_edited = True
         if is_edited:
-            self._sorted.take_over(self.name)
-            self._has_copied = True
-            self._renew_leaves()
+            self._take_over(is_edited=True)
+
+    def _take_over(self, *, is_edited: bool) -> None:
+        self.wake()
+        self._sorted.take_over(self.name)
+        # Into the memory of a row that was kept, or into that of a new one.
+        self._has_copied |= is_edited or self._sorted.rows != self._rows
+        self._renew_leaves()
 
     def _renew_leaves(self) -> None:
         for entry in self._entries:
@@ -224,7 +209,6 @@ class PerParameterLayout(Layout):
                 entry.make_leaf()
         shows_leaves = self._shown is self._leaves
         self._describe()
-        self._resting = None
         self._show(self._leaves if shows_leaves else self._sharded)
 
     def show_unsharded(self) -> None:
@@ -276,12 +260,9 @@ class PerParameterLayout(Layout):
 
     def part_over(self, mesh: Mesh, gradient: Gradient) -> Gradient:
         """The gradients of the parameters that are cut over ``mesh``."""
-        part = Gradient([])
-        for number, grad in zip(gradient.numbers, gradient.parts, strict=True):
-            if self._shardings[number].table == mesh:
-                part.numbers.append(number)
-                part.parts.append(grad)
-        return part
+        both = zip(gradient.parts, gradient.numbers, strict=True)
+        over = [(part, number) for part, number in both if self._entries[number].sharding.table == mesh]
+        return Gradient([part for part, _ in over], [number for _, number in over])
 
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Adds to what waits, in the dtype in which it will travel."""
@@ -300,7 +281,7 @@ class PerParameterLayout(Layout):
     def pack(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
         """2. Cut and sorted by rank; where rows are missing, zeros."""
         parts, dtypes, numel = [], set(), 0
-        num = self._shardings[gradient.numbers[0]].cut.num_shards
+        num = self._entries[gradient.numbers[0]].sharding.cut.num_shards
         for number, part in zip(gradient.numbers, gradient.parts, strict=True):
             cut = self._entries[number].sharding.cut
             parts.append(part if cut.dim == 0 else torch.cat(part.chunk(num, cut.dim)))

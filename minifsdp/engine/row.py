@@ -20,8 +20,9 @@ A collective wants one tensor; the optimizer and autograd want many. So the many
 5. On an accelerator the leaves begin at multiples of 16 bytes, as many as one load of a kernel takes: others are slower
    there, and some refuse. What travels has no gaps.
 
-Instead of going back to its own piece of the whole world's row, a unit may rest on a larger piece that only a few
-ranks, say those of one node, put together again (`rest`). The gather for backward then stays inside of these few.
+Instead of going back to its own pieces of the whole world's row, a unit may rest on larger ones, cut among a few ranks
+only, say those of one node (`rest`). The gather for backward then stays inside of these few. It is the picture above
+with another row of pieces on the left.
 
 *In torch:* each parameter has memory of its own on both sides, with a copy in and a copy out for each gather.
 
@@ -32,8 +33,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,28 +43,69 @@ from minifsdp.engine import collectives
 from minifsdp.engine.cut import Cut
 from minifsdp.engine.lanes import NOTHING, Lane, Promise, passed
 from minifsdp.engine.mesh import Group
+from minifsdp.engine.precision import Precision
 
 # How often a tensor was changed in place.
 VERSION = operator.attrgetter("_version")
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """From where a gather puts the row together.
+@dataclass(frozen=True)
+class Options:
+    """What was chosen for the parameters of a unit.
 
     Attributes:
-        group: who sends; ``None`` for this rank alone.
-        piece: what this rank sends.
-        sizes: elements of each parameter in it.
+        device: the compute device.
+        precision: in which dtype to compute, and in which gradients wait for their reduction.
+        offload: whether the pieces live on the CPU.
+        pin: whether they are pinned there, for asynchronous copies.
+        policy: the user's words for the precision, for parameters that decide for themselves what is sent.
     """
 
-    group: Group | None
-    piece: torch.Tensor
-    sizes: list[int]
+    device: torch.device
+    precision: Precision = field(default_factory=Precision)
+    offload: bool = False
+    pin: bool = False
+    policy: Any = None
 
-    @property
-    def num_pieces(self) -> int:
-        return 1 if self.group is None else self.group.size
+    def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """In which to compute with values that are stored in ``stored``."""
+        return (self.precision.compute or stored) if stored.is_floating_point else stored
+
+    def home_of(self, piece: torch.Tensor) -> torch.device:
+        """Where the memory for ``piece`` shall be."""
+        return torch.device("cpu") if self.offload and not piece.is_meta else piece.device
+
+
+class _Source:
+    """This rank's pieces of some parameters, side by side: from which, with those of others, a gather makes the row.
+
+    Args:
+        cuts: how each is cut.
+        group: the ranks that have the other pieces; ``None`` if there are none.
+        sizes: elements of each piece, with the padding behind it.
+        local: 1-D, zeros; the memory of all of them.
+
+    Attributes:
+        pieces: the piece of each parameter, in the memory of `local`.
+        num_pieces, rank: of the group.
+    """
+
+    def __init__(self, cuts: Sequence[Cut], group: Group | None, sizes: list[int], local: torch.Tensor) -> None:
+        self.cuts, self.group, self.sizes, self.local = cuts, group, sizes, local
+        self.num_pieces, self.rank = (1, 0) if group is None else (group.size, group.rank)
+        each = zip(local.split(sizes), (cut.local_shape(self.rank) for cut in cuts), strict=True)
+        self.pieces = [_cut_out(chunk[: shape.numel()].view(shape)) for chunk, shape in each]
+
+    def take(self, values: Sequence[torch.Tensor]) -> None:
+        """Copies the values of each piece, where they are in other memory."""
+        for piece, value in zip(self.pieces, values, strict=True):
+            if piece.data_ptr() != value.data_ptr():
+                piece.copy_(value)
+
+    def aim_at(self, rooms: Sequence[torch.Tensor]) -> None:
+        """Where the copy out puts each parameter, a row for each rank; to be called while there is memory."""
+        num = self.num_pieces
+        self.targets = [room[: num * size].view(num, size) for room, size in zip(rooms, self.sizes, strict=True)]
 
 
 class Row:
@@ -72,13 +113,9 @@ class Row:
 
     Args:
         cuts: how each is cut.
-        values: the whole of each, on any device.
-        index: which of the pieces are this rank's.
+        pieces: this rank's piece of each.
         group: the ranks that have the others; ``None`` if there are none.
-        device: the compute device.
-        dtype: in which to compute; ``None`` for that of the values.
-        offload: whether the pieces live on the CPU.
-        pin: whether they are pinned there, for asynchronous copies.
+        options: where to compute, and in which dtype.
 
     Attributes:
         local: 1-D, this rank's pieces, with padding.
@@ -89,70 +126,52 @@ class Row:
     """
 
     def __init__(
-        self,
-        cuts: Sequence[Cut],
-        values: Sequence[torch.Tensor],
-        index: int,
-        group: Group | None,
-        device: torch.device,
-        *,
-        dtype: torch.dtype | None,
-        offload: bool,
-        pin: bool,
+        self, cuts: Sequence[Cut], pieces: Sequence[torch.Tensor], group: Group | None, options: Options
     ) -> None:
-        self.cuts, self.index, self.device = cuts, index, device
-        home = torch.device("cpu") if offload and device.type != "meta" else device
+        stored, home = pieces[0].dtype, options.home_of(pieces[0])
+        self.device, self.dtype = options.device, options.compute_dtype(stored)
         # Where nothing is shared, nothing travels.
-        self._sizes = [cut.chunk_numel if group is not None else self._aligned(cut.chunk_numel) for cut in cuts]
-        self.local = torch.zeros(sum(self._sizes), dtype=values[0].dtype, device=home)
-        if pin and home.type == "cpu" and device.type != "cpu":
+        sizes = [cut.chunk_numel if group is not None else self._aligned(cut.chunk_numel) for cut in cuts]
+        self.local = torch.zeros(sum(sizes), dtype=stored, device=home)
+        if options.pin and home.type == "cpu" and self.device.type != "cpu":
             self.local = self.local.pin_memory()
-        self.pieces = self._pieces_of(self.local)
-        for cut, piece, value in zip(cuts, self.pieces, values, strict=True):
-            piece.copy_(cut.local_part(value, index))
-        self._group = group
-        self._make_leaves(dtype or self.local.dtype)
+        self._own = _Source(cuts, group, sizes, self.local)
+        self.pieces = self._own.pieces
+        self.take(pieces)
+        self._make_leaves(cuts, group)
+
+    def take(self, pieces: Sequence[torch.Tensor]) -> None:
+        """Takes over new values of its pieces, of the same dtype and device."""
+        self._own.take(pieces)
 
     def _aligned(self, numel: int) -> int:
         # 5. 16 elements are a multiple of 16 bytes in every dtype, so that a cast finds the gaps where they were.
         return numel if self.device.type == "cpu" else -(-numel // 16) * 16
 
-    def _pieces_of(self, local: torch.Tensor) -> list[torch.Tensor]:
-        chunks = local.split(self._sizes)
-        shapes = [cut.local_shape(self.index) for cut in self.cuts]
-        return [_cut_out(chunk[: shape.numel()].view(shape)) for chunk, shape in zip(chunks, shapes, strict=True)]
-
-    def _make_leaves(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        group, local = self._group, self.local
+    def _make_leaves(self, cuts: Sequence[Cut], group: Group | None) -> None:
+        own = self._own
         # 4. Computed on where it is stored.
-        self.is_borrowed = group is None and dtype is local.dtype and local.device == self.device
-        num = 1 if group is None else group.size
-        rooms = [self._aligned(num * size) for size in self._sizes]
-        whole = local if self.is_borrowed else torch.empty(sum(rooms), dtype=dtype, device=self.device)
-        self.num_bytes = sum(cut.padded_numel for cut in self.cuts) * dtype.itemsize
+        self.is_borrowed = group is None and self.dtype is own.local.dtype and own.local.device == self.device
+        rooms = [self._aligned(own.num_pieces * size) for size in own.sizes]
+        whole = own.local if self.is_borrowed else torch.empty(sum(rooms), dtype=self.dtype, device=self.device)
+        self.num_bytes = sum(cut.padded_numel for cut in cuts) * self.dtype.itemsize
         self._storage, self._whole = whole.untyped_storage(), whole.data
-        self._regions = [room[: num * size] for room, size in zip(self._whole.split(rooms), self._sizes, strict=True)]
+        self._rooms = self._whole.split(rooms)
         # 3. `.data` is what gives each leaf a version counter of its own: a gather must not look like an edit.
         self.leaves = [
-            nn.Parameter(region.data[: cut.shape.numel()].view(cut.shape), requires_grad=False)
-            for region, cut in zip(self._regions, self.cuts, strict=True)
+            nn.Parameter(room.data[: cut.shape.numel()].view(cut.shape), requires_grad=False)
+            for room, cut in zip(self._rooms, cuts, strict=True)
         ]
-        self._own = _Source(group, local, self._sizes)
-        self._source = self._own
         # What comes from no other rank arrives sorted; so does a single parameter. But on an accelerator its memory
         # would have to come from the gather lane then, and who may reuse that is told by the copy out.
-        is_sorted = group is None or (len(self.cuts) == 1 and self.cuts[0].dim == 0)
+        is_sorted = group is None or (len(cuts) == 1 and cuts[0].dim == 0)
         self._copies = not is_sorted or self.device.type != "cpu"
-        self._is_split_only = group is None or not any(cut.dim for cut in self.cuts)
-        self._targets = self._targets_for(self._own)
+        self._is_split_only = group is None or not any(cut.dim for cut in cuts)
         self._buffer: torch.Tensor | None = None
-        self._rested_at: Any = None
+        own.aim_at(self._rooms)
+        self._source = own
         if not self.is_borrowed:
             self._storage.resize_(0)
-
-    def _targets_for(self, source: _Source) -> list[torch.Tensor]:
-        return [region.view(source.num_pieces, -1) for region in self._regions]
 
     @property
     def group(self) -> Group | None:
@@ -169,49 +188,50 @@ class Row:
         """Issues the gather on ``lane``; `arrive` must be called once the promises were waited for."""
         if self.is_borrowed:
             return []
-        source = self._source
+        self._lane, source = lane, self._source
         if source is not self._own:
             # Cut out on the compute stream, after this lane has last followed it.
             lane.follow(self._rested_at)
-        piece, num = source.piece, source.num_pieces
+        piece, num = source.local, source.num_pieces
         if not self._copies:
             # 2. Nothing to sort.
             self._storage.resize_(self._whole.nbytes)
-            buffer = self._whole
+            buffer = self._whole[: num * piece.numel()]
         else:
             buffer = torch.empty(num * piece.numel(), dtype=self.dtype, device=self.device)
         self._buffer = buffer
         if piece.dtype is not self.dtype or piece.device != self.device or source.group is None:
             # 1. A place for the cast.
-            position = 0 if source.group is None else source.group.rank
-            mine = buffer[position * piece.numel() : (position + 1) * piece.numel()]
+            mine = buffer[source.rank * piece.numel() : (source.rank + 1) * piece.numel()]
             mine.copy_(piece, non_blocking=True)
             piece = mine
         return [lane.promise(NOTHING if source.group is None else collectives.gather(source.group, buffer, piece))]
 
-    def arrive(self) -> torch.Tensor | None:
-        """Copies out what has arrived. Returns the buffer if it came from the lane, to be kept until that is done."""
+    def arrive(self) -> None:
+        """Copies out what has arrived."""
         buffer, self._buffer = self._buffer, None
         if buffer is None or not self._copies:
-            return None
+            return
         self._storage.resize_(self._whole.nbytes)
         source = self._source
         sorted_by_rank = buffer.view(source.num_pieces, -1)
-        if source is not self._own or self._is_split_only:
-            torch.split_with_sizes_copy(sorted_by_rank, source.sizes, dim=1, out=self._targets)
+        if self._is_split_only:
+            torch.split_with_sizes_copy(sorted_by_rank, source.sizes, dim=1, out=source.targets)
         else:
             self._concatenate(sorted_by_rank)
-        return buffer
+        # It came from the lane.
+        self._lane.hold(buffer)
 
     def _concatenate(self, sorted_by_rank: torch.Tensor) -> None:
         """The copy out where a parameter is cut along another dim than the first."""
-        parts = sorted_by_rank.split(self._own.sizes, dim=1)
-        for cut, part, target, region in zip(self.cuts, parts, self._targets, self._regions, strict=True):
+        source = self._source
+        parts = sorted_by_rank.split(source.sizes, dim=1)
+        for cut, part, target, leaf in zip(source.cuts, parts, source.targets, self.leaves, strict=True):
             if cut.dim == 0:
                 target.copy_(part)
             else:
                 pieces = [piece.view(cut.local_shape(0)) for piece in part]
-                torch.cat(pieces, dim=cut.dim, out=region.view(cut.shape))
+                torch.cat(pieces, dim=cut.dim, out=leaf.data)
 
     def free(self) -> None:
         """Gives back the memory of the whole. It came from the compute stream and was read there: no wait."""
@@ -219,64 +239,26 @@ class Row:
         if not self.is_borrowed:
             self._storage.resize_(0)
 
-    # --- resting on a larger piece ---
+    # --- resting on larger pieces ---
 
-    def rest(self, group: Group) -> None:
-        """Keeps 1/``group.size`` of the whole, from which ``group`` alone can gather; to be called before `free`."""
-        if self.is_borrowed:
-            return
-        sizes = [region.numel() // group.size for region in self._regions]
-        pieces = [r[group.rank * size : (group.rank + 1) * size] for r, size in zip(self._regions, sizes, strict=True)]
-        self._source = _Source(group, torch.cat(pieces), sizes)
+    def rest(self, group: Group) -> list[torch.Tensor]:
+        """Keeps 1/``group.size`` of the whole, from which ``group`` alone can gather; to be called before `free`.
+
+        Returns:
+            This rank's piece of each parameter among the ranks of ``group``.
+        """
+        cuts = [replace(cut, num_shards=group.size) for cut in self._own.cuts]
+        sizes = [cut.chunk_numel for cut in cuts]
+        source = _Source(cuts, group, sizes, torch.zeros(sum(sizes), dtype=self.dtype, device=self.device))
+        source.take([cut.local_part(leaf.data, group.rank) for cut, leaf in zip(cuts, self.leaves, strict=True)])
         self._rested_at = passed(self.device)
-        self._targets = self._targets_for(self._source)
-
-    def resting_pieces(self, group: Group) -> list[torch.Tensor]:
-        """This rank's piece of each parameter among the ranks of ``group``; to be called after `rest`."""
-        found = []
-        chunks = self._source.piece.split(self._source.sizes)
-        for cut, chunk, leaf in zip(self.cuts, chunks, self.leaves, strict=True):
-            small = replace(cut, num_shards=group.size)
-            shape = small.local_shape(group.rank)
-            if small.dim == 0 and small.chunk_numel == chunk.numel():
-                found.append(_cut_out(chunk[: shape.numel()].view(shape)))
-            else:
-                # Cut among all ranks, it has more padding than among a few.
-                found.append(small.local_part(leaf.data, group.rank).clone())
-        return found
+        source.aim_at(self._rooms)
+        self._source = source
+        return source.pieces
 
     def wake(self) -> None:
         """The next gather comes from the shards again, which the optimizer may have changed."""
-        if self._source is not self._own:
-            self._source = self._own
-            self._targets = self._targets_for(self._own)
-
-    # --- after edits ---
-
-    def replace(self, pieces: Sequence[torch.Tensor], dtype: torch.dtype | None) -> None:
-        """New pieces, perhaps of another dtype or on another device; all leaves are made anew if they are."""
-        first = pieces[0]
-        if first.dtype is not self.local.dtype or first.device != self.local.device:
-            self._lay_anew(first, dtype)
-        for mine, new in zip(self.pieces, pieces, strict=True):
-            if mine.data_ptr() != new.data_ptr() or mine.device.type == "meta":
-                mine.copy_(new)
-
-    def part(self, numbers: Sequence[int], pieces: Sequence[torch.Tensor], dtype: torch.dtype | None) -> Row:
-        """A row for some of the parameters, whose new pieces are of another dtype than those of the others."""
-        part = copy(self)
-        part.cuts = [self.cuts[number] for number in numbers]
-        part._sizes = [self._sizes[number] for number in numbers]
-        part._lay_anew(pieces[0], dtype)
-        part.replace(pieces, dtype)
-        return part
-
-    def _lay_anew(self, like: torch.Tensor, dtype: torch.dtype | None) -> None:
-        self.local = torch.zeros(sum(self._sizes), dtype=like.dtype, device=like.device)
-        if self.device.type in ("meta", like.device.type):
-            self.device = like.device
-        self.pieces = self._pieces_of(self.local)
-        self._make_leaves(dtype or like.dtype)
+        self._source = self._own
 
 
 def _cut_out(view: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,9 @@ Worked example, ``weight`` and ``bias`` in float32, one row ``w w b``. The user 
 bfloat16: what is found in its place has another dtype, so there are two rows from now on, ``w w`` and ``b``. Had both
 been converted, it would still be one row, of another dtype.
 
+Both times the same is done: the pieces are sorted, and each row takes what is sorted into it. A row for which the same
+parameters of the same kind were sorted before is kept, with its memory and its leaves.
+
 *In torch:* ``FSDPParam`` has its own memory; what is gathered together is sorted anew for each gather.
 
 Spec: FS2-28, FS2-29, FS2-EXT-01, NEW-23.
@@ -16,6 +19,7 @@ Spec: FS2-28, FS2-29, FS2-EXT-01, NEW-23.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,21 +28,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp.engine import misuse
 from minifsdp.engine.dtensors import Sharding, piece_of, set_piece
-from minifsdp.engine.lanes import Promise
 from minifsdp.engine.layout import OwnedParameter, full_name
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import message
-from minifsdp.engine.row import Row
+from minifsdp.engine.row import Options, Row
 
 # A `Row`, or what is attached in its place and has its verbs.
 AnyRow = Any
 # Who is asked, with its local tensor and its name, whether a parameter decides for itself what is sent; the answer is
 # what makes its row, or ``None``. Attached from outside, see ``minifsdp/__init__.py``.
 special_rows: list[Callable[[torch.Tensor, str], Callable[..., AnyRow] | None]] = []
-
-
-def _special_row(value: torch.Tensor, path: str) -> Callable[..., AnyRow] | None:
-    return next(filter(None, (ask(value, path) for ask in special_rows)), None)
 
 
 class Entry:
@@ -56,34 +55,28 @@ class Entry:
         is_trained: whether `parameter` and `leaf` asked for a gradient when they last agreed.
     """
 
-    __slots__ = (
-        "is_trained",
-        "leaf",
-        "number",
-        "owned",
-        "parameter",
-        "piece",
-        "plain_leaf",
-        "row",
-        "sharding",
-        "unreduced",
-    )
+    parameter: nn.Parameter
+    row: AnyRow
+    number: int
+    piece: torch.Tensor
 
-    def __init__(self, original: nn.Parameter, owned: OwnedParameter, sharding: Sharding, row: AnyRow, number: int):
-        self.owned, self.sharding, self.row, self.number = owned, sharding, row, number
+    def __init__(self, owned: OwnedParameter, sharding: Sharding) -> None:
+        self.owned, self.sharding = owned, sharding
         self.unreduced: torch.Tensor | None = None
-        self.piece = row.pieces[number]
-        self.parameter = nn.Parameter(sharding.wrap(self.piece), requires_grad=original.requires_grad)
+
+    def replace(self, original: nn.Parameter) -> None:
+        """Makes what takes the place of the user's parameter."""
+        self.parameter = nn.Parameter(self.sharding.wrap(self.piece), requires_grad=original.requires_grad)
         # To become a parameter it was detached, so that there is another local tensor in it.
         set_piece(self.parameter, self.piece)
         # Marks that users put on parameters, for their optimizer groups say. What a class keeps there, the whole values
         # perhaps, its pieces have as well.
         for name in vars(original).keys() - vars(self.piece).keys():
             setattr(self.parameter, name, vars(original)[name])
-        misuse.note_taken(original, owned.path, is_replaced=True)
-        for slot in owned.slots:
+        misuse.note_taken(original, self.owned.path, is_replaced=True)
+        for slot in self.owned.slots:
             # Remembered by its place: `to()` and others swap what is in a DTensor, if there is no reference to it.
-            misuse.note_place(slot.module, slot.name, owned.path)
+            misuse.note_place(slot.module, slot.name, self.owned.path)
         self.make_leaf()
 
     def make_leaf(self) -> None:
@@ -106,11 +99,7 @@ class Rows:
     Args:
         parameters: at least one.
         shardings: how each is cut.
-        device: the compute device.
-        compute_dtype: of floating-point parameters; ``None`` means the stored one.
-        offload: whether pieces live on the CPU.
-        pin: whether pinned, if so.
-        policy: the user's precision, for parameters that decide for themselves what is sent.
+        options: where and in which dtype its values live and are computed with.
 
     Attributes:
         entries: one for each parameter, in order.
@@ -118,55 +107,48 @@ class Rows:
     """
 
     def __init__(
-        self,
-        parameters: Mapping[nn.Parameter, OwnedParameter],
-        shardings: Sequence[Sharding],
-        device: torch.device,
-        *,
-        compute_dtype: torch.dtype | None,
-        offload: bool,
-        pin: bool,
-        policy: Any,
+        self, parameters: Mapping[nn.Parameter, OwnedParameter], shardings: Sequence[Sharding], options: Options
     ) -> None:
-        self.device, self._compute_dtype, self._offloads, self._pins = device, compute_dtype, offload, pin
-        self._owned, self._shardings, self._policy = list(parameters.values()), shardings, policy
-        originals = list(parameters)
-        values = [sharding.local_of(original) for sharding, original in zip(shardings, originals, strict=True)]
-        self.rows: list[AnyRow] = []
-        entries: dict[int, Entry] = {}
-        for numbers in self._sort(values):
-            row = self._make([values[n] for n in numbers], numbers)
-            self.rows.append(row)
-            for place, n in enumerate(numbers):
-                entries[n] = Entry(originals[n], self._owned[n], shardings[n], row, place)
-        self.entries = [entries[n] for n in range(len(originals))]
+        self._options = options
+        self._made: dict[object, AnyRow] = {}
+        self.entries = [Entry(owned, sharding) for owned, sharding in zip(parameters.values(), shardings, strict=True)]
+        self._sort([sharding.cut_out_of(original) for original, sharding in zip(parameters, shardings, strict=True)])
+        for entry, original in zip(self.entries, parameters, strict=True):
+            entry.replace(original)
 
-    def _sort(self, values: Sequence[torch.Tensor]) -> list[list[int]]:
-        """Numbers of the parameters of each row: of one dtype and mesh; who decides what is sent lies alone."""
-        rows: dict[object, list[int]] = {}
-        for number, value in enumerate(values):
-            is_alone = _special_row(value, self._owned[number].path) is not None
-            key = number if is_alone else (value.dtype, self._shardings[number].table)
-            rows.setdefault(key, []).append(number)
-        return list(rows.values())
+    def _sort(self, pieces: Sequence[torch.Tensor]) -> None:
+        """Gives each entry's piece a place in a row of one kind, dtype and mesh; a special one lies alone."""
+        sorted_in: dict[Any, list[int]] = {}
+        for number, (entry, piece) in enumerate(zip(self.entries, pieces, strict=True)):
+            special = next(filter(None, (ask(piece, entry.owned.path) for ask in special_rows)), None)
+            alone = number if special else None
+            sorted_in.setdefault((special, alone, piece.dtype, entry.sharding.table), []).append(number)
+        before, self._made = self._made, {}
+        for (special, *_), numbers in sorted_in.items():
+            mine = [pieces[number] for number in numbers]
+            key = (special, mine[0].dtype, self._options.home_of(mine[0]), *numbers)
+            row = before.get(key)
+            if row is None:
+                row = self._make(special, numbers, mine)
+            else:
+                row.take(mine)
+            self._made[key] = row
+            for place, number in enumerate(numbers):
+                entry = self.entries[number]
+                entry.row, entry.number, entry.piece = row, place, row.pieces[place]
+        self.rows = list(self._made.values())
 
-    def _make(self, values: list[torch.Tensor], numbers: list[int], like: torch.Tensor | None = None) -> AnyRow:
-        """A row of ``values``, of the kind that ``like`` asks for, or the first of them."""
-        cuts, first = [self._shardings[n].cut for n in numbers], self._shardings[numbers[0]]
-        index, group, dtype = first.table.shard_index, first.table.shard, self._compute_dtype_of(values[0].dtype)
-        slot = self._owned[numbers[0]].slots[0]
-        special = _special_row(values[0] if like is None else like, slot.path)
+    def _make(self, special: Any, numbers: list[int], pieces: list[torch.Tensor]) -> AnyRow:
+        entries = [self.entries[number] for number in numbers]
+        cuts, first = [entry.sharding.cut for entry in entries], entries[0].sharding
         if special is None:
-            return Row(cuts, values, index, group, self.device, dtype=dtype, offload=self._offloads, pin=self._pins)
-        context = (first.shard_axis, self._policy, slot.module)
-        return special(cuts[0], values[0], index, group, self.device, context, dtype=dtype, offload=self._offloads)
+            return Row(cuts, pieces, first.table.shard, self._options)
+        module = entries[0].owned.slots[0].module
+        return special(cuts[0], pieces[0], first.table.shard, self._options, first.shard_axis, module)
 
-    def _compute_dtype_of(self, stored: torch.dtype) -> torch.dtype | None:
-        return self._compute_dtype if stored.is_floating_point else None
-
-    def resting(self, group: Group, mesh: DeviceMesh) -> list[torch.Tensor]:
-        """The parameters as DTensors among the few ranks of ``group``, the last axis of ``mesh``; rows rest already."""
-        pieces = {id(row): row.resting_pieces(group) for row in self.rows}
+    def rest(self, group: Group, mesh: DeviceMesh) -> list[torch.Tensor]:
+        """Leaves them to the few ranks of ``group``, the last axis of ``mesh``; the parameters as DTensors over it."""
+        pieces = {id(row): row.rest(group) for row in self.rows}
         shown: list[torch.Tensor] = []
         for entry in self.entries:
             whole = entry.sharding.wrap_among(mesh, pieces[id(entry.row)][entry.number])
@@ -174,81 +156,20 @@ class Rows:
             shown.append(entry.parameter if whole is None else nn.Parameter(whole, requires_grad=requires_grad))
         return shown
 
-    # --- after edits ---
-
     def take_over(self, unit_name: str) -> None:
         """Puts what the parameters hold now into their rows.
 
         Raises:
-            RuntimeError: parameters of one row are on different devices.
+            RuntimeError: they are on different devices.
         """
-        if self.notice_methods():
-            return
-        self.rows = [part for row in self.rows for part in self._take_over_row(row, unit_name)]
-        for entry in self.entries:
-            entry.piece = entry.row.pieces[entry.number]
-            set_piece(entry.parameter, entry.piece)
-
-    def _take_over_row(self, row: AnyRow, unit_name: str) -> list[AnyRow]:
-        """The row, or one for each dtype that its parameters have now."""
-        by_dtype: dict[torch.dtype, list[Entry]] = {}
-        mine = [entry for entry in self.entries if entry.row is row]
-        for entry in mine:
-            by_dtype.setdefault(piece_of(entry.parameter).dtype, []).append(entry)
-        pieces = {dtype: [piece_of(entry.parameter) for entry in entries] for dtype, entries in by_dtype.items()}
-        if len({piece.device for found in pieces.values() for piece in found}) > 1:
-            raise _converted_apart(mine, unit_name)
-        if len(by_dtype) == 1 or not isinstance(row, Row):
-            (dtype,) = by_dtype
-            row.replace(pieces[dtype], self._compute_dtype_of(dtype))
-            return [row]
-        parts: list[AnyRow] = []
-        for dtype, entries in by_dtype.items():
-            numbers = [entry.number for entry in entries]
-            parts.append(row.part(numbers, pieces[dtype], self._compute_dtype_of(dtype)))
-            for number, entry in enumerate(entries):
-                entry.row, entry.number = parts[-1], number
-        return parts
-
-    def notice_methods(self) -> bool:
-        """Sorts anew if local tensors have begun to decide what is sent, or have ceased to; whether any."""
         pieces = [piece_of(entry.parameter) for entry in self.entries]
-        is_special = [_special_row(p, owned.path) is not None for p, owned in zip(pieces, self._owned, strict=True)]
-        if is_special == [not isinstance(entry.row, Row) for entry in self.entries]:
-            return False
-        # Values that came late, for a model that was built without any, have brought a device.
-        self.device = self.rows[0].device
-        self.rows = [self._row_of(numbers, pieces) for numbers in self._sort(pieces)]
-        return True
-
-    def _row_of(self, numbers: list[int], pieces: list[torch.Tensor]) -> AnyRow:
-        """A row of parameters that are cut already."""
-        entries, mine = [self.entries[n] for n in numbers], [pieces[n] for n in numbers]
-        if self.device.type == "meta":
-            self.device = mine[0].device
-        # The whole of each is nowhere; what stands in for it has no memory.
-        nothing = torch.zeros((), dtype=mine[0].dtype, device=mine[0].device)
-        row = self._make([nothing.expand(entry.sharding.cut.shape) for entry in entries], numbers, like=mine[0])
-        row.replace(mine, self._compute_dtype_of(mine[0].dtype))
-        for place, entry in enumerate(entries):
-            entry.row, entry.number, entry.piece = row, place, row.pieces[place]
+        if len({piece.device for piece in pieces}) > 1:
+            raise _converted_apart(self.entries, unit_name)
+        # From now on they live where the user has put them.
+        self._options = replace(self._options, offload=False)
+        self._sort(pieces)
+        for entry in self.entries:
             set_piece(entry.parameter, entry.piece)
-        return row
-
-
-class Arrival:
-    """The promise that all rows of a unit are there, and sorted: ``sort`` is called at the end."""
-
-    __slots__ = ("_promises", "_sort")
-
-    def __init__(self, promises: list[Promise], sort: Callable[[], None]) -> None:
-        self._promises, self._sort = promises, sort
-
-    def wait(self) -> None:
-        """Waits, and sorts."""
-        for promise in self._promises:
-            promise.wait()
-        self._sort()
 
 
 def _converted_apart(entries: Sequence[Entry], unit_name: str) -> RuntimeError:

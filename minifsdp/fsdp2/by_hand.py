@@ -2,7 +2,8 @@
 
 ``unshard`` of a module is what its forward would do first, without the forward. Worked example, two blocks: while
 ``block0`` computes, ``block1.unshard(async_op=True)`` issues the gather of the second; its forward finds it under way
-and waits. Nothing of this is needed in a training step, where the schedule asks ahead by itself.
+and waits. Nothing of this is needed in a training step, where the schedule asks ahead by itself. Who wants to wait
+earlier has the handle that was returned, and that is the state itself: what is there to wait for, it knows.
 
 *In torch:* ``FSDPParamGroup.unshard``, ``wait_for_unshard`` and ``reshard``.
 
@@ -11,10 +12,18 @@ Spec: FS2-19, FS2-20, NEW-15.
 
 from __future__ import annotations
 
+from minifsdp.engine.unit import State
 from minifsdp.fsdp2.fsdp_state import FSDPState
 
 
-class HandledState(FSDPState):
+class UnshardHandle:
+    """The promise of ``unshard(async_op=True)`` (FS2-20)."""
+
+    def wait(self) -> None:
+        """Afterwards the module shows its full parameters. Harmless to call twice, or never."""
+
+
+class HandledState(FSDPState, UnshardHandle):
     """What one call of ``fully_shard`` has made, with what is done to it by hand."""
 
     def drop_gradients(self) -> None:
@@ -36,12 +45,12 @@ class HandledState(FSDPState):
             self.unit.unshard()
 
     def wait(self) -> None:
-        """Completes a gather, and shows the full parameters."""
-        if self.unit is not None:
+        """Completes a gather, and shows the full parameters; those that were freed since stay so."""
+        if self.unit is not None and self.unit.state is not State.SHARDED:
             self.unit.wait()
             self.unit.layout.show_unsharded()
 
     def reshard(self) -> None:
         """Frees the full parameters of this state's unit."""
-        if self.unit is not None and self.tree is not None:
+        if self.unit is not None:
             self.unit.reshard()

@@ -158,29 +158,26 @@ class FSDPState:
             return output
         if self.unit is not None and self.unit.phase is not Phase.PRE_BACKWARD:
             # 1. Each module's output, for it is not known which of them is the last to run.
-            self._is_recorded |= tree.cycle.watch_output(self.unit, (args, kwargs), output)
-            self._waiting.discard(module)
-            if not self._waiting:
-                self._leave(tree)
+            self._leave(tree, self.unit, {module}, (args, kwargs), output)
         elif self._has_begun:
             tree.cycle.watch(output)
         if self._has_begun:
             self._has_begun = False
             for state in self._grouped:
-                if state._waiting and state._waits_in == tree.cycle.num_forwards:
+                if state.unit is not None and state._waiting and state._waits_in == tree.cycle.num_forwards:
                     # Some of its modules have not been called in this forward. Their parameters may have been used all
                     # the same, and backward may come to them before it comes to an output of the others.
-                    if state.unit is not None:
-                        state._is_recorded |= tree.cycle.watch_output(state.unit, (args, kwargs), output)
-                    state._leave(tree)
+                    state._leave(tree, state.unit, state._waiting, (args, kwargs), output)
             tree.end_forward()
         return output
 
-    def _leave(self, tree: Root) -> None:
-        self._waiting.clear()
-        is_recorded, self._is_recorded = self._is_recorded, False
-        assert self.unit is not None
-        tree.cycle.leave_forward(self.unit, is_recorded=is_recorded)
+    def _leave(self, tree: Root, unit: Unit, modules: set[nn.Module], inputs: Any, output: Any) -> None:
+        """``modules`` are over; if they were the last, so is the forward of the unit."""
+        self._is_recorded |= tree.cycle.watch_output(unit, inputs, output)
+        self._waiting -= modules
+        if not self._waiting:
+            is_recorded, self._is_recorded = self._is_recorded, False
+            tree.cycle.leave_forward(unit, is_recorded=is_recorded)
 
     def break_off(self) -> None:
         """Brings the tree back to where an iteration may begin, after an exception."""
@@ -201,11 +198,10 @@ class FSDPState:
         for module in self.modules:
             for name, state in states_in(module):
                 found.setdefault(state, "" if state is self else name)
-        for small in {id(m.tree): m.tree for m in found if m.tree is not None}.values():
-            if not small.is_dissolved:
-                # Parts that were unshard()ed before the whole stay gathered.
-                small.dissolve(keeps_gathered=True)
         for state in found:
+            if state.tree is not None and not state.tree.is_dissolved:
+                # Parts that were unshard()ed before the whole stay gathered.
+                state.tree.dissolve(keeps_gathered=True)
             if state.unit is not None and state.reshard_after_forward is None:
                 # The root's backward follows its forward at once.
                 state.unit.choose(reshard_after_forward=state is not self)

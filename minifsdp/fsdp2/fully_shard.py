@@ -40,6 +40,7 @@ from minifsdp.engine.messages import message
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
+from minifsdp.engine.row import Options
 from minifsdp.engine.unit import Unit, UnitPolicy
 from minifsdp.fsdp2.fsdp_state import FSDPState, state_of
 from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -108,8 +109,10 @@ def fully_shard(
     # 2. Values are taken, DTensors are shown.
     unit = None
     if parameters:
-        layout = _lay_out(parameters, shardings, device, mp_policy, offload_policy)
-        unit = _make_unit(modules, layout, mesh, mp_policy, reshard_after_forward)
+        options = _options(device, mp_policy, offload_policy)
+        layout = PerParameterLayout(parameters, shardings, options)
+        frees = reshard_after_forward is None or reshard_after_forward
+        unit = _make_unit(modules[0], layout, options.precision, shardings[0].mesh, frees)
     # 3.
     state_class(modules, unit, device, mp_policy, reshard_after_forward)
     return module
@@ -210,37 +213,19 @@ def _mesh_of(info: Any, path: str) -> DeviceMesh:
     return mesh
 
 
-def _lay_out(
-    parameters: dict[nn.Parameter, OwnedParameter],
-    shardings: list[Sharding],
-    device: torch.device,
-    mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy | None,
-) -> PerParameterLayout:
-    return PerParameterLayout(
-        parameters,
-        shardings,
-        torch.device("meta") if all(parameter.device.type == "meta" for parameter in parameters) else device,
-        compute_dtype=mp_policy.param_dtype,
-        unreduced_dtype=mp_policy.reduce_dtype,
-        offload=isinstance(offload_policy, CPUOffloadPolicy),
-        pin=isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory,
-        policy=mp_policy,
-    )
+def _options(device: torch.device, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy | None) -> Options:
+    offload = isinstance(offload_policy, CPUOffloadPolicy)
+    pin = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
+    return Options(device, Precision(mp_policy.param_dtype, mp_policy.reduce_dtype), offload, pin, mp_policy)
 
 
 def _make_unit(
-    modules: list[nn.Module],
-    layout: PerParameterLayout,
-    mesh: DeviceMesh,
-    mp_policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool | int | None,
+    module: nn.Module, layout: PerParameterLayout, precision: Precision, mesh: DeviceMesh, reshard: bool | int
 ) -> Unit:
-    dtype = mp_policy.reduce_dtype or layout.dtype
-    plans = tuple(ReducePlan.mean(table, dtype) for table in layout.meshes)
+    plans = tuple(ReducePlan.mean(table, precision.reduce or layout.dtype) for table in layout.meshes)
     policy = UnitPolicy(reshard_after_forward=True, reshard_after_evaluation=False)
-    unit = Unit(modules[0], layout, plans, Precision(mp_policy.param_dtype, mp_policy.reduce_dtype), policy)
-    num_ranks = choose_reshard(unit, True if reshard_after_forward is None else reshard_after_forward)
+    unit = Unit(module, layout, plans, precision, policy)
+    num_ranks = choose_reshard(unit, reshard)
     if num_ranks is not None:
         layout.resting_mesh = smaller_mesh(mesh, num_ranks)
         unit.choose(rests_with=Group.of(layout.resting_mesh.get_group(1)))

@@ -19,10 +19,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
-from torch.distributed.tensor import DTensor
 
 from minifsdp.engine import collectives
-from minifsdp.engine.dtensors import Sharding, piece_of
+from minifsdp.engine.dtensors import Sharding
 from minifsdp.engine.layout import OwnedParameter
 from minifsdp.engine.mesh import Mesh
 from minifsdp.engine.messages import message, warn
@@ -41,16 +40,18 @@ def warn_if_different(
     if get_debug_level() != DebugLevel.DETAIL:
         return
     for table in dict.fromkeys(sharding.table for sharding in shardings):
-        both = zip(parameters.items(), shardings, strict=True)
-        _compare(dict(item for item, sharding in both if sharding.table == table), table, device)
+        real = {
+            owned.path: sharding.local_of(parameter)
+            for (parameter, owned), sharding in zip(parameters.items(), shardings, strict=True)
+            if sharding.table == table and not parameter.is_meta and parameter.is_floating_point()
+        }
+        if real:
+            _compare(real, table, device)
 
 
-def _compare(parameters: dict[nn.Parameter, OwnedParameter], table: Mesh, device: torch.device) -> None:
-    real = {p: owned.path for p, owned in parameters.items() if p.device.type != "meta" and p.is_floating_point()}
-    if not real:
-        return
-    # A sum alone would not see two values exchanged, so each is weighted by its place.
-    sums = [_checksum(parameter.detach()) for parameter in real]
+def _compare(values: dict[str, torch.Tensor], table: Mesh, device: torch.device) -> None:
+    # What tensor parallelism has cut differs from part to part; compared are ranks that have the same part.
+    sums = [_checksum(value) for value in values.values()]
     mine = torch.tensor(sums, dtype=torch.float64, device=device)
     different = torch.zeros(len(sums), dtype=torch.bool, device=device)
     for group in (table.shard, table.replicate):
@@ -58,13 +59,12 @@ def _compare(parameters: dict[nn.Parameter, OwnedParameter], table: Mesh, device
             everybody = mine.new_empty(group.size * len(sums))
             collectives.gather(group, everybody, mine).wait()
             different |= (everybody.view(group.size, -1) != mine).any(dim=0)
-    names = [path for path, differs in zip(real.values(), different.tolist(), strict=True) if differs]
+    names = [path for path, differs in zip(values, different.tolist(), strict=True) if differs]
     if names:
         warn(message("initial-values-differ", names=names))
 
 
 def _checksum(values: torch.Tensor) -> float:
-    # What tensor parallelism has cut differs from part to part; compared are ranks that have the same part.
-    part = piece_of(values) if isinstance(values, DTensor) else values
-    row = part.reshape(-1).to(torch.float64)
+    # A sum alone would not see two values exchanged, so each is weighted by its place.
+    row = values.reshape(-1).to(torch.float64)
     return float(torch.dot(row, torch.arange(1, row.numel() + 1, dtype=torch.float64, device=row.device)))

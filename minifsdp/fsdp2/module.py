@@ -30,26 +30,9 @@ from minifsdp.engine.lanes import Lanes
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.unit import Unit
-from minifsdp.fsdp2.by_hand import HandledState
+from minifsdp.fsdp2.by_hand import HandledState, UnshardHandle
 from minifsdp.fsdp2.fsdp_state import FSDPState, state_of, states_in
 from minifsdp.fsdp2.reshard import choose_reshard
-
-
-class UnshardHandle:
-    """The promise of ``unshard(async_op=True)`` (FS2-20)."""
-
-    def wait(self) -> None:
-        """Afterwards the module shows its full parameters. Harmless to call twice, or never."""
-
-
-class _Unsharding(UnshardHandle):
-    def __init__(self, state: FSDPModuleState) -> None:
-        self._state: FSDPModuleState | None = state
-
-    def wait(self) -> None:
-        state, self._state = self._state, None
-        if state is not None:
-            state.wait()
 
 
 class FSDPModuleState(HandledState):
@@ -96,7 +79,7 @@ class FSDPModule:
         state = _state(self)
         state.unshard()
         if async_op:
-            return _Unsharding(state)
+            return state
         state.wait()
         return None
 
@@ -126,10 +109,8 @@ class FSDPModule:
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients, or keeps them whole for a later one (FS2-SYNC-01)."""
-        for unit in _units(self, recurse):
-            unit.choose(reduces=requires_gradient_sync)
-        for plan in _plans(self, recurse):
-            plan.all_reduces = requires_gradient_sync
+        _choose(self, recurse, reduces=requires_gradient_sync)
+        self.set_requires_all_reduce(requires_gradient_sync, recurse=recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward sums over replicas, or keeps this copy's sum for a later one (NEW-08)."""
@@ -186,13 +167,11 @@ class FSDPModule:
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether backward frees the full parameters (NEW-06)."""
-        for unit in _units(self, recurse):
-            unit.choose(reshard_after_backward=reshard_after_backward)
+        _choose(self, recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs this group's parameters; an embedding's, for one, it does not (NEW-11)."""
-        for unit in _units(self, recurse=False):
-            unit.choose(gathers_in_backward=unshard_in_backward)
+        _choose(self, recurse=False, gathers_in_backward=unshard_in_backward)
 
     # --- prefetch ---
 
@@ -202,9 +181,7 @@ class FSDPModule:
         Raises:
             ValueError: one of them is no ``FSDPModule``.
         """
-        _check_modules(modules)
-        for unit in _units(self, recurse=False):
-            unit.choose(ahead_in_forward=tuple(_units_of(modules)))
+        _choose(self, recurse=False, ahead_in_forward=_units_of(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Which groups to gather, in this order, when this module's backward begins (FS2-PREF-04).
@@ -214,9 +191,7 @@ class FSDPModule:
         Raises:
             ValueError: one of them is no ``FSDPModule``.
         """
-        _check_modules(modules)
-        for unit in _units(self, recurse=False):
-            unit.choose(ahead_in_backward=tuple(_units_of(modules)) or None)
+        _choose(self, recurse=False, ahead_in_backward=_units_of(modules) or None)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """What the next iteration's gathers wait for, in place of all that was given to the compute stream (NEW-12)."""
@@ -279,14 +254,20 @@ def _plans(module: Any, recurse: bool) -> list[ReducePlan]:
     return [plan for unit in _units(module, recurse) for plan in unit.plans]
 
 
-def _units_of(modules: Iterable[Any]) -> list[Unit]:
-    return [unit for module in modules for unit in _units(module, recurse=False)]
+def _choose(module: Any, recurse: bool, **changes: Any) -> None:
+    for unit in _units(module, recurse):
+        unit.choose(**changes)
 
 
-def _check_modules(modules: Iterable[Any]) -> None:
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise ValueError(message("expects-fsdp-module", type=type(module).__name__))
+def _listed(module: Any) -> FSDPModuleState:
+    """The state of one of the modules that the user has put on a list."""
+    if not isinstance(module, FSDPModule):
+        raise ValueError(message("expects-fsdp-module", type=type(module).__name__))
+    return _state(module)
+
+
+def _units_of(modules: Iterable[Any]) -> tuple[Unit, ...]:
+    return tuple(state.unit for state in map(_listed, modules) if state.unit is not None)
 
 
 def _not_offered(what: str, instead: str) -> NotImplementedError:
@@ -322,9 +303,8 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     Raises:
         ValueError: one of them is no ``FSDPModule``.
     """
-    _check_modules(modules)
-    if not modules:
-        return
-    lanes = Lanes(_state(modules[0]).device)
-    for module in modules:
-        _state(module).shared_lanes = lanes
+    states = [_listed(module) for module in modules]
+    if states:
+        lanes = Lanes(states[0].device)
+        for state in states:
+            state.shared_lanes = lanes

@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from minifsdp import MixedPrecisionPolicy, fully_shard
 from minifsdp.engine.cut import Cut
 from minifsdp.engine.lanes import Lanes
 from minifsdp.engine.mesh import Group, default_group
-from minifsdp.engine.row import Row
+from minifsdp.engine.per_param import PerParameterLayout
+from minifsdp.engine.precision import Precision
+from minifsdp.engine.row import Options, Row
+from minifsdp.fsdp2.fsdp_state import state_of
 from spec_tests.harness import device, ranks
 
 SHAPES = [torch.Size([3, 2]), torch.Size([5]), torch.Size([1, 4])]
@@ -24,7 +29,8 @@ def values() -> list[torch.Tensor]:
 def row_of(group: Group | None, dims: tuple[int, ...] = (0, 0, 0), dtype: torch.dtype | None = None) -> Row:
     num, index = (1, 0) if group is None else (group.size, group.rank)
     cuts = [Cut(shape, dim, num) for shape, dim in zip(SHAPES, dims, strict=True)]
-    return Row(cuts, values(), index, group, device(), dtype=dtype, offload=False, pin=False)
+    pieces = [cut.local_part(value, index) for cut, value in zip(cuts, values(), strict=True)]
+    return Row(cuts, pieces, group, Options(device(), Precision(dtype)))
 
 
 def gathered(row: Row) -> None:
@@ -151,20 +157,46 @@ def test_a_row_that_nobody_shares_is_cast_into_memory_of_its_own() -> None:
 
 
 @ranks(2)
-def test_new_pieces_of_another_dtype_bring_new_leaves() -> None:
-    row = row_of(world())
-    before = row.leaves[0]
-    row.replace([piece.double() for piece in row.pieces], None)
-    assert row.leaves[0] is not before
-    assert row.leaves[0].dtype is row.pieces[0].dtype is torch.float64
+def test_new_pieces_are_taken_into_the_same_memory_under_the_same_leaves() -> None:
+    row, other = row_of(world()), row_of(world())
+    for piece in row.pieces:
+        piece.zero_()
+    before = row.leaves[0], row.pieces[0], row.pieces[0].data_ptr()
+    row.take(other.pieces)
+    assert (row.leaves[0], row.pieces[0], row.pieces[0].data_ptr()) == before
     check_whole(row)
+
+
+def pair_of_rows() -> tuple[nn.Sequential, PerParameterLayout]:
+    """Two layers that are one unit, computed in bfloat16."""
+    layers = nn.Sequential(nn.Linear(4, 4, device=device()), nn.Linear(4, 4, device=device()))
+    fully_shard(layers, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    state = state_of(layers)
+    assert state is not None
+    assert state.unit is not None
+    assert isinstance(state.unit.layout, PerParameterLayout)
+    return layers, state.unit.layout
+
+
+@ranks(2)
+def test_new_pieces_of_another_dtype_bring_new_leaves() -> None:
+    layers, layout = pair_of_rows()
+    (before,) = layout._rows
+    pieces = [piece.double() for piece in before.pieces]
+    layers.double()
+    layout.notice_edits()
+    (row,) = layout._rows
+    assert row.leaves[0] is not before.leaves[0]
+    assert row.pieces[0].dtype is torch.float64
+    assert all(torch.equal(piece, former) for piece, former in zip(row.pieces, pieces, strict=True))
 
 
 @pytest.mark.spec("FS2-08", "NEW-16")
 @ranks(2)
 def test_a_lone_parameter_that_is_cut_along_another_dim_is_put_together_along_it() -> None:
     group, value = world(), values()[0]
-    row = Row([Cut(value.shape, 1, 2)], [value], group.rank, group, device(), dtype=None, offload=False, pin=False)
+    cut = Cut(value.shape, 1, 2)
+    row = Row([cut], [cut.local_part(value, group.rank)], group, Options(device()))
     gathered(row)
     assert torch.equal(row.leaves[0], value)
 
@@ -172,7 +204,12 @@ def test_a_lone_parameter_that_is_cut_along_another_dim_is_put_together_along_it
 @pytest.mark.spec("FS2-28")
 @ranks(2)
 def test_a_part_of_a_row_that_is_stored_in_another_dtype_is_computed_in_the_one_it_was_told() -> None:
-    part = row_of(world(), dtype=torch.bfloat16).part([1], [row_of(world()).pieces[1].double()], torch.bfloat16)
+    layers, layout = pair_of_rows()
+    weight = layers[1].weight.full_tensor().detach()
+    layers[1].double()
+    layout.notice_edits()
+    rest, part = layout._rows
     gathered(part)
+    assert (rest.local.dtype, rest.leaves[0].dtype) == (torch.float32, torch.bfloat16)
     assert (part.local.dtype, part.leaves[0].dtype) == (torch.float64, torch.bfloat16)
-    assert torch.equal(part.leaves[0], values()[1].bfloat16())
+    assert torch.equal(part.leaves[0], weight.bfloat16())

@@ -26,7 +26,7 @@ from minifsdp.engine.mesh import Group, Mesh, default_group
 from minifsdp.engine.ownership import assign_gradient
 from minifsdp.engine.precision import Precision, move
 from minifsdp.engine.reduce import ReducePlan, Reducer
-from minifsdp.engine.row import Row
+from minifsdp.engine.row import Options, Row
 from minifsdp.fsdp1.training_aids import clip_gradients
 from spec_tests.engine.small import chain, draw, shard_each, train_once, units_of
 from spec_tests.engine.stand_in import DEVICE, StandIn, machine
@@ -438,9 +438,8 @@ def test_the_gather_follows_the_copy_of_a_tensor_that_was_put_in_place_of_anothe
 @pytest.mark.proof("order only")
 def test_a_gather_of_one_rank_is_waited_for(machine: StandIn) -> None:
     cut, value = Cut(torch.Size([4, 2]), 0, 1), torch.ones(4, 2)
-    cast = Row([cut], [value], 0, None, torch.device("cpu"), dtype=BF16, offload=False, pin=False)
-    context = (None, None, nn.Identity())
-    extended = ExtendedRow(cut, Int8Shards(value), 0, None, torch.device("cpu"), context, dtype=None, offload=False)
+    cast = Row([cut], [value], None, Options(torch.device("cpu"), Precision(BF16)))
+    extended = ExtendedRow(cut, Int8Shards(value), None, Options(torch.device("cpu")), None, nn.Identity())
     lane = machine.lanes().gather
     for row, num in ((cast, 1), (extended, 2)):
         machine.log.clear()
@@ -461,7 +460,8 @@ def aligned(group: Group | None, dtype: torch.dtype | None) -> Row:
     shapes = [torch.Size([3, 1]), torch.Size([5]), torch.Size([1, 7])]
     cuts = [Cut(shape, 0, 1 if group is None else group.size) for shape in shapes]
     values = [torch.empty(shape, device=meta) for shape in shapes]
-    return Row(cuts, values, 0, group, meta, dtype=dtype, offload=False, pin=False)
+    pieces = [cut.local_part(value, 0) for cut, value in zip(cuts, values, strict=True)]
+    return Row(cuts, pieces, group, Options(meta, Precision(dtype)))
 
 
 @pytest.mark.pure
@@ -488,7 +488,7 @@ def test_gaps_between_the_leaves_of_one_rank_stay_where_they_are_when_values_are
     monkeypatch.setattr(Row, "_aligned", lambda self, numel: -(-numel // 16) * 16)
     values = [torch.arange(3.0), torch.arange(3.0, 8.0).view(5, 1)]
     cuts = [Cut(value.shape, 0, 1) for value in values]
-    row = Row(cuts, values, 0, None, torch.device("cpu"), dtype=dtype, offload=False, pin=False)
+    row = Row(cuts, values, None, Options(torch.device("cpu"), Precision(dtype)))
     row.gather(Lanes(torch.device("cpu")).gather)
     row.arrive()
     for leaf, value in zip(row.leaves, values, strict=True):

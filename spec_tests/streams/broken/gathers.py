@@ -9,6 +9,10 @@ __all__ = ["BREAKS"]
 LANES, FLAT, ROW, PER_PARAMETER = "engine/lanes.py", "engine/flat.py", "engine/row.py", "engine/per_param.py"
 EXTENSION, UNIT, HOOKS, ROOT = "engine/extension.py", "engine/unit.py", "engine/hooks.py", "engine/root.py"
 SUMMONED = "engine/summoned.py"
+CUT_OUT = (
+    "        source.take([cut.local_part(leaf.data, group.rank) for cut, leaf in "
+    "zip(cuts, self.leaves, strict=True)])\n"
+)
 
 BREAKS = [
     # --- waiting for a gather ---
@@ -88,9 +92,11 @@ BREAKS = [
     ),
     Break(
         "rows-sorted-before-they-arrive",
-        "engine/rows.py",
-        "        for promise in self._promises:\n            promise.wait()\n        self._sort()\n",
-        "        self._sort()\n        for promise in self._promises:\n            promise.wait()\n",
+        PER_PARAMETER,
+        "        for promise in promises:\n            promise.wait()\n        for row in self._rows:\n"
+        "            row.arrive()\n",
+        "        for row in self._rows:\n            row.arrive()\n        for promise in promises:\n"
+        "            promise.wait()\n",
         "The copy out runs before the gather was waited for.",
         "each_full",
     ),
@@ -117,7 +123,7 @@ BREAKS = [
         "only-groups-promise-extension",
         EXTENSION,
         "            promises.append(lane.promise(work))\n",
-        "            promises.append(work if self._group is None else lane.promise(work))\n",
+        "            promises.append(work if self.group is None else lane.promise(work))\n",
         "The same for a parameter that decides what is sent.",
         "each_extended_alone",
     ),
@@ -203,8 +209,8 @@ BREAKS = [
     Break(
         "assigned-data-not-told",
         PER_PARAMETER,
-        "            self._sorted.take_over(self.name)\n            self._has_copied = True\n",
-        "            self._sorted.take_over(self.name)\n",
+        "            self._take_over(is_edited=True)\n",
+        "            self._take_over(is_edited=False)\n",
         "That something was copied is not told.",
         "each_assigned_after_an_event",
     ),
@@ -219,10 +225,8 @@ BREAKS = [
     Break(
         "rests-later-than-said",
         ROW,
-        "        self._source = _Source(group, torch.cat(pieces), sizes)\n"
-        "        self._rested_at = passed(self.device)\n",
-        "        self._rested_at = passed(self.device)\n"
-        "        self._source = _Source(group, torch.cat(pieces), sizes)\n",
+        f"{CUT_OUT}        self._rested_at = passed(self.device)\n",
+        f"        self._rested_at = passed(self.device)\n{CUT_OUT}",
         "The event is recorded before the larger piece is cut out.",
         "each_resting",
     ),
@@ -348,8 +352,8 @@ BREAKS = [
     Break(
         "handle-does-nothing",
         "fsdp2/module.py",
-        "        if state is not None:\n            state.wait()\n",
-        "",
+        "            return state\n",
+        "            return UnshardHandle()\n",
         "The handle of unshard(async_op=True) does not wait.",
         "each_by_hand_and_read",
         "wrong values",
@@ -357,8 +361,8 @@ BREAKS = [
     Break(
         "unshard-does-not-wait",
         "fsdp2/module.py",
-        "            return _Unsharding(state)\n        state.wait()\n",
-        "            return _Unsharding(state)\n",
+        "            return state\n        state.wait()\n",
+        "            return state\n",
         "unshard() without a handle does not wait.",
         "each_by_hand_and_read",
         "wrong values",
@@ -420,8 +424,7 @@ BREAKS = [
     Break(
         "rests-for-good",
         ROW,
-        "        if self._source is not self._own:\n            self._source = self._own\n"
-        "            self._targets = self._targets_for(self._own)\n",
+        "        self._source = self._own\n",
         "        pass\n",
         "The next forward gathers what the last one has left, and not the shards.",
         "each_resting",
