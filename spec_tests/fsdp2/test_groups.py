@@ -412,6 +412,23 @@ def test_a_forward_without_grad_and_a_change_of_values_are_followed() -> None:
         model.zero_grad()
 
 
+@pytest.mark.spec("NEW-05", "NEW-06")
+@pytest.mark.parametrize("choice", [True, False])
+@ranks(4)
+def test_what_rests_is_gathered_once_more_and_never_again_after_a_switch(choice: bool) -> None:
+    model, usual = sharded(reshard_after_forward=2), sharded()
+    for step in range(3):
+        losses = [loss_of(each(batch(step))) for each in (model, usual)]
+        if step == 0:
+            # Between forward and backward, while units rest among few ranks.
+            model.set_reshard_after_forward(choice)
+        for each, loss in zip((model, usual), losses, strict=True):
+            loss.backward()
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+            each.zero_grad()
+    assert_same(full_values(model), full_values(usual), bitwise=True)
+
+
 @pytest.mark.spec("NEW-05")
 @pytest.mark.parametrize("number", [0, 3, -2, 8])
 @ranks(4)
