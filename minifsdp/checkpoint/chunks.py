@@ -119,7 +119,7 @@ def local_rows(value: Any) -> torch.Tensor | None:
     return None
 
 
-def on_this_rank(value: Any) -> Any:
+def on_this_rank(value: torch.Tensor) -> torch.Tensor:
     """What this rank has of a value: its rows, if it is a sharded one."""
     rows = local_rows(value)
     return value if rows is None else rows

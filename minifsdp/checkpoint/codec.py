@@ -62,8 +62,7 @@ class Form:
         """The form that a model's settings ask for; a model without units has none and gets the full one."""
         if type is None or config is None:
             return cls()
-        first_only: bool = getattr(config, "rank0_only", False)
-        return cls(type, config.offload_to_cpu, first_only, config.use_dtensor)
+        return cls(type, config.offload_to_cpu, getattr(config, "rank0_only", False), config.use_dtensor)
 
     @property
     def is_sharded(self) -> bool:
@@ -178,10 +177,10 @@ class UnitCodec:
         elif is_rows and tuple(value.size()) == shape:
             yield from chunks.misplaced_rows(value, key, self.group)
 
-    def given_piece(self, state: Mapping[str, Any]) -> Any:
+    def given_piece(self, state: Mapping[str, Any]) -> torch.Tensor | None:
         """This rank's piece in a local state dict, under either of its keys; ``None`` if there is none."""
-        value = next((state[key] for key in (self.local_key, self.flat_key) if key in state), None)
-        return chunks.on_this_rank(value)
+        given = [state[key] for key in (self.local_key, self.flat_key) if key in state]
+        return chunks.on_this_rank(given[0]) if given else None
 
     def whole(self, value: Any) -> torch.Tensor:
         """The full tensor behind a value of a state dict. Rows are gathered: all ranks of the shard group must call it.

@@ -42,10 +42,9 @@ _hooks: list[RemovableHandle] = []
 def _memory_of(tensor: torch.Tensor) -> int | None:
     """What tells one piece of memory from another; ``None`` for all tensors that do not say, as sparse ones."""
     try:
-        place: int = on_this_rank(tensor).untyped_storage().data_ptr()
+        return on_this_rank(tensor).untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
         return None
-    return place
 
 
 def keep_apart(

@@ -106,7 +106,7 @@ class Reading:
             codec.lay(codec.whole(value), number, piece)
         return piece
 
-    def _local_piece(self, codec: UnitCodec, state: MutableMapping[str, Any]) -> Any:
+    def _local_piece(self, codec: UnitCodec, state: MutableMapping[str, Any]) -> torch.Tensor | None:
         piece = codec.given_piece(state)
         for key in (codec.local_key, codec.flat_key):
             state.pop(key, None)

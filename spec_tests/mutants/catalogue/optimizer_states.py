@@ -122,8 +122,8 @@ MUTANTS = [
     Mutant(
         "every-rank-reads-its-own",
         "Form.of",
-        'first_only: bool = getattr(config, "rank0_only", False)',
-        "first_only = False",
+        'getattr(config, "rank0_only", False)',
+        "False",
         "With rank0_only=True every rank needs the dict.",
         "OSD-LOAD-05 OSD-05",
     ),
