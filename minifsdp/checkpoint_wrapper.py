@@ -10,8 +10,6 @@ Spec: LEGACY-15.
 # What is offered is named once, below.
 # ruff: noqa: F403, F405
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import nn

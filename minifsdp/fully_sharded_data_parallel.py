@@ -22,8 +22,6 @@ The three constants in capitals are here because checkpoint scripts use them to 
 Spec: CTOR-01, LEGACY-01.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from typing import Any

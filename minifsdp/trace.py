@@ -38,8 +38,6 @@ The times are those of the CPU thread (``time.perf_counter``, seconds). On CUDA 
 Spec: the paragraph "The tracer" at the head of the spec; used by the rows of SHARD, PREF, LIM, NOSYNC and HYB.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -27,8 +27,6 @@ call nor the missing ranks, and a rank that refuses leaves the others waiting.
 Spec: SD-FULL-03, SD-FULL-05, SD-FULL-09, OSD-FULL-02.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar

@@ -19,8 +19,6 @@ speaks of both meshes.
 Spec: SD-SHARD-01, SD-SHARD-02, SD-CFG-18.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager

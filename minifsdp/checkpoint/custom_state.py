@@ -22,8 +22,6 @@ left to do: what modules show is full already, nothing is gathered, and one rank
 Spec: SD-FULL-01, SD-FULL-08, SD-FULL-13, SUMMON-02, SUMMON-07.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 

@@ -16,8 +16,6 @@ or in silence.
 Spec: FS2-SD-04, FS2-SD-05, FS2-SD-14, NEW-21.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -15,8 +15,6 @@ put around a module since, and a module that is in the tree twice is written dow
 Spec: NAMES-10, SD-FULL-01, OSD-03.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, MutableMapping
 from typing import Any
 

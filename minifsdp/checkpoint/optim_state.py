@@ -29,8 +29,6 @@ States of parameters outside of all units are copied as they are.
 Spec: OSD-01 to OSD-10, HYB-10, MP-04.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

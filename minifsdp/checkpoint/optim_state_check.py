@@ -20,8 +20,6 @@ Nothing here is sent, and nothing is changed.
 Spec: OSD-LOAD-01 to OSD-LOAD-08.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -26,8 +26,6 @@ parameters decide: what is a tensor with dimensions anywhere is per element.
 Spec: OSD-01, OSD-08.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass

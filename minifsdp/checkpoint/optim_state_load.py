@@ -31,8 +31,6 @@ broadcast whole, and a dict that does not fit is refused by whoever notices.
 Spec: OSD-LOAD-01 to OSD-LOAD-08.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar

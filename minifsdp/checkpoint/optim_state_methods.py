@@ -17,8 +17,6 @@ own wrapper class, and is refused (``compat/wrapper_names.py``). Its counterpart
 Spec: OSD-01, OSD-02, OSD-10, OSD-LOAD-01, OSD-LOAD-02, OSD-LOAD-04.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

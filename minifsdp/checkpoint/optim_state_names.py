@@ -23,8 +23,6 @@ A shared parameter has the name under which it is found first, as in ``named_par
 Spec: OSD-03, OSD-08, OSD-09.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -20,8 +20,6 @@ after which nothing was saved. Whoever changes such a tensor by hand changes wha
 Spec: SD-FULL-07.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, MutableMapping
 from typing import Any

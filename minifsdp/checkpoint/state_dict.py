@@ -27,8 +27,6 @@ Reading goes the other way, in ``state_dict_load.py``.
 Spec: SD-FULL, SD-SHARD, SD-LOCAL, MP-04, MP-10, IGN-08, NAMES-10.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any

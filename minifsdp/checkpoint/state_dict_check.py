@@ -17,8 +17,6 @@ code: there a key may be missing on purpose, or a value have another shape.
 Spec: SD-FULL-09, SD-SHARD-03, SD-LOCAL-04.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -19,8 +19,6 @@ of what the walk has made of them (see ``custom_state.py``).
 Spec: SD-FULL-08, SD-FULL-13, SD-SHARD-03, SD-LOCAL-03, NAMES-10.
 """
 
-from __future__ import annotations
-
 from collections.abc import MutableMapping
 from typing import Any
 

@@ -17,8 +17,6 @@ set for good, or for the time of a ``with`` block.
 Spec: SD-CFG-01 to SD-CFG-18.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto

@@ -15,8 +15,6 @@ The answer is about speed. ``MixedPrecision(param_dtype=torch.bfloat16)`` works 
 Spec: MP-27.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -25,8 +25,6 @@ for ``model`` and ``False`` for ``block``. A module inside of ``block`` has none
 Spec: FS2-09, FS2-11, FS2-29.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any

@@ -15,8 +15,6 @@ cut; here the layout knows that, and the parameter knows nothing.
 Spec: ORIG-01, ORIG-02.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

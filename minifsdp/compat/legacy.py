@@ -10,8 +10,6 @@ renamed but *moved* is not guessed at: a ``CPUOffload`` in the third position, w
 Spec: LEGACY-01 to LEGACY-05, NAMES-09.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from minifsdp.engine.messages import message, warn_renamed

@@ -25,8 +25,6 @@ given as well it is ignored; where nothing else tells how parameters are counted
 Spec: OSD-FULL, OSD-SHARD, OSD-SCAT, OSD-SHD, OSD-FLAT, OSD-REKEY, LEGACY-12.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

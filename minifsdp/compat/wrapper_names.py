@@ -26,8 +26,6 @@ checkpoint is right whoever asks for it. The optimizer's part is not to be had i
 Spec: NAMES-08, NAMES-11, ORIG-01, SD-CFG-02.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from enum import Enum
 from typing import Any, NoReturn

@@ -16,8 +16,6 @@ by one.
 Spec: ORIG-07, TRAIN-25.
 """
 
-from __future__ import annotations
-
 import functools
 
 

@@ -23,8 +23,6 @@ exchange every piece has a meaning and every tensor keeps its name.
 Spec: FS2-05, FS2-06, FS2-08.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -20,8 +20,6 @@ whole; ``_StridedShard`` is how DTensor says so.
 Spec: FS2-04, FS2-05, FS2-08, FS2-18, NEW-16, NEW-23.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

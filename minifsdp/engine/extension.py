@@ -21,8 +21,6 @@ Such a parameter has a row for itself, with the verbs of ``Row``:
 Spec: FS2-EXT-01 to FS2-EXT-06, STREAM-04.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from typing import Any, NoReturn

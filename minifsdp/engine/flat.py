@@ -33,8 +33,6 @@ Spec: SHARD-02, SHARD-03, SHARD-09, SHARD-13, FWD-04, ORIG-12, ORIG-15, MP-02, M
 STREAM-12.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence

@@ -17,8 +17,6 @@ gradients come to it is told in ``ownership.py``: it is the one part of whatever
 Spec: ORIG-01, ORIG-12, ORIG-14, SUMMON-02, SUMMON-06.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

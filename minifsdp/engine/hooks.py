@@ -39,8 +39,6 @@ by expanding the flat parameter; with reentrant checkpointing it gathers a third
 Spec: SHARD-04, SHARD-08, SHARD-10, SHARD-14, ORIG-14, FWD-06, PREF-02 to PREF-06, NOSYNC-01, NOSYNC-07, PAR-07.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

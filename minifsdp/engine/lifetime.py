@@ -26,8 +26,6 @@ queue is kept all the same: tests put slow events in it and watch the limiter wo
 Spec: LIM-01 to LIM-06.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any, Protocol
 

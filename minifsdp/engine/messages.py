@@ -19,8 +19,6 @@ says in one line that something is refused, and the page "Troubleshoot" is made 
 Spec: no row of its own; every row that asks for a clear error.
 """
 
-from __future__ import annotations
-
 import sys
 import tomllib
 import warnings

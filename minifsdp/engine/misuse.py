@@ -15,8 +15,6 @@ What does harm only later, at an optimizer's step, is watched for in ``optimizer
 Spec: CTOR-05, ORIG-16, MYTH-28.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable
 

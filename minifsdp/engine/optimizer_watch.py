@@ -17,8 +17,6 @@ at an empty set from then on.
 Spec: CTOR-05, NOSYNC-10.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable, Iterable

@@ -20,8 +20,6 @@ What it cannot find is a rank that does not gather at all: the others then wait 
 Spec: NEW-19.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -22,8 +22,6 @@ for nothing; the slice of the gradient that belongs to a frozen one is dropped.
 Spec: ORIG-02 to ORIG-05, ORIG-08 to ORIG-10, ORIG-13, ORIG-17, NOSYNC-05, STREAM-05.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -31,8 +31,6 @@ pass through ``_saved_grad_shard``, ``_cpu_grad`` and ``prepare_gradient_for_*``
 Spec: ORIG-01, ORIG-02, ORIG-13, SHARD-06, NOSYNC-02, NOSYNC-05, NOSYNC-10, FWD-07, FWD-08, MP-11, MP-12, STREAM-08.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter

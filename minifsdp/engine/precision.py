@@ -24,8 +24,6 @@ Inputs are cast as well, floating-point tensors only: token numbers and masks me
 Spec: MP-02 to MP-17, DEV-08, STREAM-13.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -25,8 +25,6 @@ larger one around it, the larger tree takes it over.
 Spec: CTOR-10, CTOR-11, SHARD-05, NEW-15.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

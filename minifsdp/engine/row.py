@@ -29,8 +29,6 @@ with another row of pieces on the left.
 Spec: FS2-04 to FS2-08, FS2-26, NEW-05, STREAM-04, STREAM-12.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

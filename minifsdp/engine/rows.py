@@ -16,8 +16,6 @@ parameters of the same kind were sorted before is kept, with its memory and its 
 Spec: FS2-28, FS2-29, FS2-EXT-01, NEW-23.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

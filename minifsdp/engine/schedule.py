@@ -24,8 +24,6 @@ wrong guess costs, it does not cost correctness.
 Spec: PREF-08, PREF-11, PREF-12, PREF-13.
 """
 
-from __future__ import annotations
-
 from enum import Enum, auto
 
 from minifsdp.engine.messages import message, warn

@@ -15,8 +15,6 @@ Worked example, a row ``w w w w b b``::
 Spec: SUMMON-05 to SUMMON-09.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

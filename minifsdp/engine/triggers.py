@@ -15,8 +15,6 @@ Worked example, ``y = unit(x)`` where ``x`` is also used elsewhere::
 Spec: FS2-13, FWD-06, PAR-07.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

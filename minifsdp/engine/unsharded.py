@@ -21,8 +21,6 @@ A unit that is neither shared nor cast needs no second memory: its unsharded ten
 Spec: SHARD-09, SHARD-13, MP-02, MP-03.
 """
 
-from __future__ import annotations
-
 import torch
 
 from minifsdp.engine import lifetime

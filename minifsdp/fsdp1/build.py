@@ -13,8 +13,6 @@ Spec: CTOR-02, CTOR-06 to CTOR-09, CTOR-14, CTOR-17, CTOR-18, PREF-01, HYB-02, H
 LEGACY-04, WRAP-19.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

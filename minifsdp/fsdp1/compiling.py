@@ -15,8 +15,6 @@ forward.
 Spec: ORIG-07.
 """
 
-from __future__ import annotations
-
 import sys
 
 from torch import nn

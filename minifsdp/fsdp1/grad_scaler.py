@@ -14,8 +14,6 @@ has learnt to unscale since.
 Spec: MP-29.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

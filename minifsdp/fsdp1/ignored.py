@@ -12,8 +12,6 @@ wish and keeps sharding.
 Spec: IGN-01 to IGN-12.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -18,8 +18,6 @@ Three steps, each for the modules of one unit only, so that the whole model is n
 Spec: DEV-03 to DEV-06, META-01 to META-11, SYNC-01 to SYNC-05.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -22,8 +22,6 @@ strategy                 shard group  replicate group  free after forward  also 
 Spec: SHARD-01, PREF-01, MP-01, OFF-01.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto

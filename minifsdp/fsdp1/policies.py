@@ -37,8 +37,6 @@ be is refused before anything is changed, with the ``functools.partial`` that is
 Spec: WRAP-02 to WRAP-09, WRAP-16, WRAP-18, LEGACY-02, LEGACY-03, NEW-02, NEW-03.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from abc import ABC, abstractmethod

@@ -21,8 +21,6 @@ wait; so all norms of one device go together, and the factor comes back once.
 Spec: CLIP-01 to CLIP-10, HYB-09, NOSYNC-10, STREAM-14.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable

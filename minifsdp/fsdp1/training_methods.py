@@ -9,8 +9,6 @@ gradient; the first one outside reduces the sum.
 Spec: NOSYNC, SUMMON, APPLY, CLIP, HOOK.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Generator

@@ -10,8 +10,6 @@ earlier has the handle that was returned, and that is the state itself: what is 
 Spec: FS2-19, FS2-20, NEW-15.
 """
 
-from __future__ import annotations
-
 from minifsdp.engine.unit import State
 from minifsdp.fsdp2.fsdp_state import FSDPState
 

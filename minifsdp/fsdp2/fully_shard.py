@@ -22,8 +22,6 @@ Inner modules first, the root last: a unit consists of what is left when the cal
 Spec: FS2-01 to FS2-25, NEW-04, NEW-05, NEW-16, NEW-23.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 

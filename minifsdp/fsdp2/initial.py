@@ -12,8 +12,6 @@ names those that differ. To make them equal, load them on rank 0 and send them, 
 Spec: NEW-20.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

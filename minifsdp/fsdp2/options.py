@@ -5,8 +5,6 @@
 Spec: FS2-01, FS2-MP-01, FS2-MP-07, FS2-OFF-01, NEW-17, NEW-18.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

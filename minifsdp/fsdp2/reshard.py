@@ -14,8 +14,6 @@ Making groups is a collective and takes a while, so units share the mesh.
 Spec: NEW-05, NEW-06, FS2-13.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

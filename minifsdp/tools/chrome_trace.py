@@ -8,8 +8,6 @@ example: a gather of unit 0 from 0 to 2 ms on rank 1 is ``{"ph": "X", "name": "A
 Spec: the paragraph "The tracer" at the head of the spec.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

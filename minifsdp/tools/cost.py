@@ -41,8 +41,6 @@ the tables of arXiv 1910.02054 and 2304.11277 are there as tests, too. For a sli
 Spec: COST-01 to COST-10.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -15,8 +15,6 @@ Worked example: gathers of units 0 and 1, of 32 bytes each, at 0 and 2 ms, and a
 Spec: the paragraph "The tracer" at the head of the spec.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import count

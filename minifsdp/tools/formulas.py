@@ -11,8 +11,6 @@ that each rank sends ``40 * 1 / 2 = 20`` (`gather_sends`).
 Spec: COST-01, COST-02, COST-06.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 

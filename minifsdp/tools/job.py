@@ -14,8 +14,6 @@ Worked example, a unit of 1000 elements on two ranks, computed in bfloat16, redu
 Spec: COST-01, COST-07, COST-08.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

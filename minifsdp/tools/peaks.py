@@ -16,8 +16,6 @@ Worked example, the backward of four units of 4000 bytes on two ranks, without p
 Spec: COST-03, COST-07, COST-08.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from minifsdp.tools.job import Job

@@ -29,8 +29,6 @@ nothing of units, so finding the gather of block 3 in it is detective work; here
 Spec: the paragraph "The tracer" at the head of the spec.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
