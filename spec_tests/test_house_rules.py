@@ -21,19 +21,18 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 pytestmark = pytest.mark.pure
 
 # Code lines of the rooms, by the folder; "story" are the modules that docs/design.md names as the story.
-BUDGETS = {"": 7462, "story": 3270, "checkpoint/": 1690, "compat/": 280, "tools/": 580}
+BUDGETS = {"": 6470, "story": 2915, "checkpoint/": 1405, "compat/": 250, "tools/": 405}
 LONGEST_FILE = 300  # with prose
 LONGER = {
-    "engine/flat.py": 350,
-    "engine/hooks.py": 350,
-    "engine/per_param.py": 350,
-    "engine/reduce.py": 345,
-    "fsdp2/module.py": 335,
+    "engine/flat.py": 345,
+    "engine/hooks.py": 345,
+    "engine/per_param.py": 330,
+    "engine/reduce.py": 335,
+    "fsdp2/module.py": 310,
 }
 LONGEST_FUNCTION = 35  # in lines of code
 LONGER_FUNCTIONS = {
-    ("engine/flat.py", "__init__"): 49,
-    ("fsdp1/wrapper.py", "__init__"): 71,
+    ("engine/flat.py", "__init__"): 45,
 }
 # Names for things that have others in PyTorch, and persons where there are ranks, users and modules.
 BANNED = (
@@ -68,7 +67,7 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all that is imported for `fully_shard` itself, without what is attached to it.
-FULLY_SHARD = 2400
+FULLY_SHARD = 2205
 
 
 def imported_for(module: str) -> set[str]:
