@@ -31,7 +31,7 @@ Spec: SHARD-04, SHARD-08, SHARD-13, PREF-02 to PREF-06, LIM-02.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, Generic
@@ -42,7 +42,7 @@ from typing_extensions import TypeVar
 
 from minifsdp import trace
 from minifsdp.engine.lanes import Lanes, Promise
-from minifsdp.engine.layout import Layout
+from minifsdp.engine.layout import Layout, full_name
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import message
@@ -219,3 +219,24 @@ class Unit(Generic[LayoutT]):
 def not_while_summoned(unit: Unit, what: str) -> RuntimeError:
     """The error for computing with full parameters that are summoned."""
     return RuntimeError(message("while-summoned", what=what, unit=unit.name))
+
+
+def modules_of_unit(roots: Iterable[nn.Module], is_apart: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
+    """The modules whose own parameters belong to the unit around ``roots``, with their paths, each once.
+
+    Args:
+        roots: the unit's modules, nearly always one.
+        is_apart: tells a module that is a unit of its own, with all that is inside it.
+    """
+    found: dict[nn.Module, str] = {}
+
+    def walk(path: str, module: nn.Module) -> None:
+        if module in found or is_apart(module):
+            return
+        found[module] = path
+        for name, child in module.named_children():
+            walk(full_name(path, name), child)
+
+    for root in roots:
+        walk("", root)
+    return [(path, module) for module, path in found.items()]

@@ -179,30 +179,6 @@ def _accelerator() -> str | None:
     return None if current is None else current.type
 
 
-def modules_of_unit(module: nn.Module, is_unit: Any, ignored: set[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """The modules whose own parameters belong to the unit around ``module``, with their paths, each once.
-
-    Args:
-        module: the unit's module.
-        is_unit: tells a module that is a unit itself; neither it nor what is inside it is listed.
-        ignored: modules to leave out; what is below them is not left out by that.
-    """
-    found: list[tuple[str, nn.Module]] = []
-    seen: set[nn.Module] = set()
-
-    def walk(path: str, current: nn.Module) -> None:
-        if current in seen or is_unit(current):
-            return
-        seen.add(current)
-        if current not in ignored:
-            found.append((path, current))
-        for name, child in current.named_children():
-            walk(f"{path}.{name}" if path else name, child)
-
-    walk("", module)
-    return found
-
-
 def flattened_in(modules: list[tuple[str, nn.Module]]) -> set[nn.Parameter]:
     """What ``modules`` show of units that were made before, whose values are a matter of those units."""
     return {

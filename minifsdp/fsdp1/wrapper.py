@@ -45,7 +45,7 @@ from minifsdp.engine.messages import message
 from minifsdp.engine.precision import Precision, cast_floating, move
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.root import Root
-from minifsdp.engine.unit import Phase, State, Unit, UnitPolicy
+from minifsdp.engine.unit import Phase, State, Unit, UnitPolicy, modules_of_unit
 from minifsdp.fsdp1 import build, initial, wrap
 from minifsdp.fsdp1.compiling import warn_if_compiled
 from minifsdp.fsdp1.ignored import find_ignored
@@ -127,7 +127,8 @@ class Wrapper(nn.Module):
 
     def _own_modules(self) -> list[tuple[str, nn.Module]]:
         """The modules whose own parameters and buffers are a matter of this wrapper, with their paths."""
-        return build.modules_of_unit(self.module, is_wrapper, self._ignored_modules)
+        inside = modules_of_unit([self.module], is_wrapper)
+        return [(path, module) for path, module in inside if module not in self._ignored_modules]
 
     def _initialize(self, modules: list[tuple[str, nn.Module]], options: Options) -> None:
         """Makes this unit's initial values real, in the right place, and if so wished equal on all ranks."""

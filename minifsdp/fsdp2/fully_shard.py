@@ -22,7 +22,7 @@ Inner modules first, the root last: a unit consists of what is left when the cal
 Spec: FS2-01 to FS2-25, NEW-04, NEW-05, NEW-16, NEW-23.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -39,7 +39,7 @@ from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.row import Options
-from minifsdp.engine.unit import Unit, UnitPolicy
+from minifsdp.engine.unit import Unit, UnitPolicy, modules_of_unit
 from minifsdp.fsdp2.fsdp_state import FSDPState, state_of
 from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fsdp2.reshard import choose_reshard, smaller_mesh
@@ -98,7 +98,7 @@ def fully_shard(
     mesh = mesh if mesh is not None else _default_mesh()
     device = _device_of(mesh)
     # 1. In the order of the walk; ties inside of the unit stay one parameter.
-    owners = _owners(modules)
+    owners = modules_of_unit(modules, _is_apart)
     parameters = owned_parameters(owners, set(ignored_params or ()))
     _move_to(device, owners, parameters)
     shardings = _shardings(parameters, mesh, shard_placement_fn)
@@ -152,22 +152,9 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-def _owners(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """The modules whose parameters belong to this call: those inside that no call before has taken."""
-    found: dict[nn.Module, str] = {}
-
-    def walk(path: str, module: nn.Module) -> None:
-        # What `replicate` has taken belongs to it, with all that is inside.
-        is_replicated = "replicate" in module.__dict__.get(REGISTRY_KEY, ())
-        if state_of(module) is not None or module in found or is_replicated:
-            return
-        found[module] = path
-        for name, child in module.named_children():
-            walk(f"{path}.{name}" if path else name, child)
-
-    for module in modules:
-        walk("", module)
-    return [(path, module) for module, path in found.items()]
+def _is_apart(module: nn.Module) -> bool:
+    # What `replicate` has taken belongs to it.
+    return state_of(module) is not None or "replicate" in module.__dict__.get(REGISTRY_KEY, ())
 
 
 def _move_to(

@@ -653,11 +653,19 @@ MUTANTS = [
     ),
     Mutant(
         "replicated-modules-are-sharded",
-        "_owners.walk",
+        "_is_apart",
         '"replicate" in module.__dict__.get(REGISTRY_KEY, ())',
         "False",
         "What replicate() has taken is sharded.",
         "FS2-09",
+    ),
+    Mutant(
+        "switched-while-it-rests",
+        "choose_reshard",
+        "unit.layout.wake()",
+        "pass",
+        "Who switches between forward and backward trains on with the values of this iteration.",
+        "NEW-06",
     ),
     Mutant(
         "meta-buffers-are-moved",

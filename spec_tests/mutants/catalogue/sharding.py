@@ -546,7 +546,7 @@ MUTANTS = [
     Mutant(
         "paths-without-their-beginning",
         "modules_of_unit.walk",
-        'walk(f"{path}.{name}" if path else name, child)',
+        "walk(full_name(path, name), child)",
         "walk(name, child)",
         "The name of a parameter inside a unit has its last module only.",
         "FWD-01",
