@@ -132,5 +132,7 @@ def _local_problems(codec: UnitCodec, state: Mapping[str, Any], strict: bool) ->
     if found is None and strict:
         yield detail("local-missing", where=codec.local_key, expected=mine.numel())
     if found is not None and (found.numel(), found.dtype) != (mine.numel(), mine.dtype):
-        sizes = {"found": found.numel(), "mine": mine.numel()}
-        yield detail("local-size", where=codec.local_key, **sizes, found_dtype=found.dtype, dtype=mine.dtype)
+        where, size = codec.local_key, mine.numel()
+        yield detail(
+            "local-size", where=where, found=found.numel(), mine=size, found_dtype=found.dtype, dtype=mine.dtype
+        )

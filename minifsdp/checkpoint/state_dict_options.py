@@ -128,8 +128,10 @@ def settings_for(
     for (name, config), own in zip(given.items(), _CONFIGS[state_dict_type], strict=True):
         found = own() if config is None else config
         if type(found) is not own:
-            names = {"expected": own.__name__, "type": type(found).__name__}
-            raise RuntimeError(message("config-type", name=name, state_dict_type=state_dict_type, **names))
+            expected, kind = own.__name__, type(found).__name__
+            raise RuntimeError(
+                message("config-type", name=name, expected=expected, state_dict_type=state_dict_type, type=kind)
+            )
         chosen.append(found)
     return StateDictSettings(state_dict_type, *chosen)
 
