@@ -9,10 +9,10 @@ hang:
 * `tell`: who has what? An optimizer may have a state here and none there.
 * `refuse_together`: does anybody refuse? A rank that raises while the others go on into a collective looks like a hang.
 
-Worked example, four ranks as two rows (0 1) and (2 3), a fact known on rank 3 only::
+Worked example, four ranks with the shard groups (0 1) and (2 3), a fact known on rank 3 only::
 
-    told along the rows         2 and 3 know it
-    told along the columns      1 has heard it from 3, 0 from 2: everybody knows it
+    told in the shard groups        2 and 3 know it
+    told in the replicate groups    1 has heard it from 3, 0 from 2: everybody knows it
 
 That is why a model with a hybrid strategy needs no group of all its ranks: two rounds in small groups do.
 
@@ -46,7 +46,7 @@ class StateDictMismatchError(RuntimeError, ValueError):
 
 
 def groups_of(meshes: Iterable[Mesh]) -> list[Group]:
-    """The groups of all meshes, each once: rows first, then columns. Equal on all ranks that build equal trees.
+    """The groups of all meshes, each once: shard groups first. Equal on all ranks that build equal trees.
 
     Groups of a simulation are left out.
     """

@@ -1,6 +1,6 @@
 """Rows of a tensor, spread over the ranks: the sharded form of a state dict.
 
-A checkpoint that any number of ranks can read must speak of *parameters*, not of slices of a flat one. So the sharded
+A checkpoint that any number of ranks can read must speak of *parameters*, not of shards of a flat one. So the sharded
 form cuts every parameter along its first dimension, as ``torch.chunk`` does: ranks get equal numbers of rows, the last
 ones fewer or none. Three rows on two ranks::
 

@@ -3,7 +3,7 @@
 ``state_dict()`` asks a module nothing, so this package need not show it anything: keys are enough, and values are put
 in afterwards. But a module may have an opinion. It may override ``_save_to_state_dict`` to store a weight transposed,
 or have a hook that renames the keys of an older version. Such code computes with values. It was written for a plain
-module and must not meet a slice, or a place holder of no elements.
+module and must not meet a shard, or a place holder of no elements.
 
 Worked example, a module with a hook ``state["weight"] = 2 * state["weight"]``, two ranks, a weight of 3 elements::
 

@@ -1,6 +1,6 @@
-"""Writing the optimizer's state: from slices, each on its rank, to original parameters by name.
+"""Writing the optimizer's state: from shards, each on its rank, to original parameters by name.
 
-An optimizer never learns that its parameters are slices. Adam keeps two averages for each element of what it was
+An optimizer never learns that its parameters are shards. Adam keeps two averages for each element of what it was
 given, so rank 0 has the averages of rank 0's elements, under a number that means "my first parameter". Saved as it is,
 such a dict is of no use: it lacks the other ranks' part, and if it is loaded on *all* ranks, each one silently
 continues with rank 0's averages for its own elements. Therefore a round trip is made of two translations, this one and

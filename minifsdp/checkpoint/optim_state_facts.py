@@ -160,9 +160,9 @@ def facts_of_all_ranks(names: ParameterNames, states: States) -> tuple[list[Fact
     for unit in names.units:
         told = {owner: _once(_facts_here(owner, states[owner]), known) for owner in {*unit.owners} & states.keys()}
         mine.append({number: told[owner] for number, owner in enumerate(unit.owners) if owner in told})
-    # Columns hold the same pieces: what the own row says is enough.
-    rows = agreement.groups_of(Mesh(unit.mesh.shard, None) for unit in names.units)
-    by_rank = agreement.tell(rows, mine)
+    # Replicas hold the same pieces: what the own shard group says is enough.
+    sharers = agreement.groups_of(Mesh(unit.mesh.shard, None) for unit in names.units)
+    by_rank = agreement.tell(sharers, mine)
     problems: list[str] = []
     merged = [
         _merged(unit, {rank: told[index] for rank, told in by_rank.items()}, problems)

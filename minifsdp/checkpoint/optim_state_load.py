@@ -1,4 +1,4 @@
-"""Reading an optimizer's state: from original parameters by name to this rank's slices, under numbers.
+"""Reading an optimizer's state: from original parameters by name to this rank's shards, under numbers.
 
 The way back of ``optim_state.py``. What comes out is what ``optim.load_state_dict`` accepts on this rank, for any
 number of ranks, any wrapping, and flat or original parameters: names are all that a checkpoint and an optimizer must
@@ -99,7 +99,7 @@ def _outline(given: Mapping[str, Any], names: ParameterNames) -> tuple[list[Fact
 
 
 def _broadcast(value: T, mesh: Mesh) -> T:
-    """The first rank's value. First down the columns, then along the rows, so that it reaches everybody."""
+    """The first rank's value. First to its replicas, then to their shard groups, so that it reaches everybody."""
     box = [value]
     for group in (mesh.replicate, mesh.shard):
         if group is not None:
@@ -176,7 +176,7 @@ class _Reading:
 
 
 def _from_first(mesh: Mesh, whole: torch.Tensor | None, mine: torch.Tensor) -> torch.Tensor:
-    """Fills ``mine`` from the first rank's ``whole``: scattered along its row, then broadcast down the columns."""
+    """Fills ``mine`` from the first rank's ``whole``: scattered over its shard group, then sent to replicas."""
     if mesh.shard is None:
         if whole is not None:
             mine.copy_(whole)

@@ -1,13 +1,13 @@
 """Writing the model's state: full, sharded, local.
 
 ``nn.Module.state_dict()`` walks over the tree and writes down what every module has registered. In a wrapped tree that
-is a slice under the name ``_flat_param``. So each wrapper corrects, for its own unit, what the walk has written, and
+is a shard under the name ``_flat_param``. So each wrapper corrects, for its own unit, what the walk has written, and
 it does that while the walk goes on, right after its own part of the tree::
 
     before the walk     place holders are registered under the original names, so that keys come in the usual order;
                         real parameters where a module has custom code (``custom_state.py``)
     after the walk      full: the unit is gathered, each place holder replaced by a copy of the full value, the gathered
-                        row dropped; sharded: the same with this rank's rows; local: one entry, the slice
+                        row dropped; sharded: the same with this rank's rows; local: one entry, the shard
     and                 the wrapper's prefix is taken out of all names
 
 All of that is done in a hook that is the wrapper's first, so the user's own hooks on a wrapper find a finished dict.

@@ -2,16 +2,16 @@
 
 ``nn.Module.load_state_dict()`` walks over the tree and copies into each module what it finds under the module's name.
 In a wrapped tree the modules have no such parameters. So each wrapper takes its unit's values out of the dict *before*
-the walk looks for them, and keeps this rank's slice of each; nothing is gathered for a full dict, because everybody has
+the walk looks for them, and keeps this rank's shard of each; nothing is gathered for a full dict, because everybody has
 it. Afterwards it corrects the lists of missing and unexpected keys, and their names.
 
 A dict that does not fit is found out earlier, see ``state_dict_check.py``. Worked example, a unit with a weight of 3
-rows on two ranks, and a full dict: rank 0 copies the elements of its slice, rank 1 those of its own, and the walk is
+rows on two ranks, and a full dict: rank 0 copies the elements of its shard, rank 1 those of its own, and the walk is
 told that the key was there.
 
 What a module reads with custom code (``_load_from_state_dict`` overridden, or a hook that renames keys) is left to
 that code: there a key may be missing on purpose, or a value have another shape. A unit with such a module in it is
-gathered and shown in full while the walk goes on, its values stay in the dict, and afterwards each rank keeps its slice
+gathered and shown in full while the walk goes on, its values stay in the dict, and afterwards each rank keeps its shard
 of what the walk has made of them (see ``custom_state.py``).
 
 *In torch:* hooks in ``_state_dict_utils.py``.
@@ -33,11 +33,11 @@ from minifsdp.fsdp1.wrapper import PREFIX, Wrapper
 
 
 def drop_own_tensors(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str) -> None:
-    """Takes the wrapper's own slices and buffers out of a dict, if they were added.
+    """Takes the wrapper's own shards and buffers out of a dict, if they were added.
 
     ``set_model_state_dict`` of ``torch.distributed.checkpoint`` adds to a full dict what the model has registered. It
     means to help, but those are under the names that things have while they are wrapped; and where the dict lacks a
-    key, under the plain one, but a slice.
+    key, under the plain one, but a shard.
     """
     units = [w._unit for w in Wrapper.fsdp_modules(wrapper) if w._unit is not None]
     cut = {id(p) for unit in units if unit.plan.mesh.shard is not None for p in unit.layout.local_parameters()}

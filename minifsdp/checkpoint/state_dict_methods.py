@@ -1,7 +1,7 @@
 """The methods of a wrapper that write and read the model's state.
 
 They choose; the work is in ``state_dict.py`` and ``state_dict_load.py``. Worked example: with ``FULL_STATE_DICT`` on
-two ranks every wrapper, inner ones first, replaces what its unit wrote into the dict, a slice, by the gathered tensors
+two ranks every wrapper, inner ones first, replaces what its unit wrote into the dict, a shard, by the gathered tensors
 under their plain names.
 
 The outermost wrapper does what is done once for the whole tree. Before writing, as before reading, it meets with the

@@ -27,7 +27,7 @@ class _KnownByItsMark(type(nn.Parameter)):  # type: ignore[misc]
 
 
 class FlatParameter(nn.Parameter, metaclass=_KnownByItsMark):
-    """A unit's slice, as the optimizer owns it with ``use_orig_params=False``. To be asked for, not to be made by hand.
+    """A unit's shard, as the optimizer owns it with ``use_orig_params=False``. To be asked for, not to be made by hand.
 
     Args:
         data: its values, 1-D.

@@ -4,15 +4,15 @@ Accelerate looks at each wrapper's flat parameter before training with mixed pre
 bfloat16 would keep its master weights in bfloat16, where small updates round to nothing, so it widens them::
 
     if module._has_params:
-        slice = module._flat_param
-        if slice.dtype != torch.float32 and slice.requires_grad:
-            slice.data = slice.data.to(torch.float32)
+        shard = module._flat_param
+        if shard.dtype != torch.float32 and shard.requires_grad:
+            shard.data = shard.data.to(torch.float32)
             module._handle._orig_param_dtype = torch.float32
 
-Without ``use_orig_params`` there is such a parameter. With it there is none: the slice is memory behind many. Then a
+Without ``use_orig_params`` there is such a parameter. With it there is none: the shard is memory behind many. Then a
 `Slice` stands in, and what is assigned to its ``data`` reaches the originals.
 
-Worked example, one unit of 3 and 1 elements on two ranks. Rank 0's slice ``[a0 a1]`` is two elements of ``a``, rank 1's
+Worked example, one unit of 3 and 1 elements on two ranks. Rank 0's shard ``[a0 a1]`` is two elements of ``a``, rank 1's
 ``[a2 b0]`` one of each. Widened on rank 1, ``a`` and ``b`` both are float32 afterwards, ``a`` with one element there.
 
 The functions of ``torch.distributed.checkpoint.state_dict`` set the form of a state dict by three more names before
@@ -44,13 +44,13 @@ _ASKED_BY_OPTIMIZER_STATES = ("_use_orig_params", "flat_param")
 
 
 class Slice:
-    """This rank's slice of a unit, for who expects a flat parameter where there is none.
+    """This rank's shard of a unit, for who expects a flat parameter where there is none.
 
     Args:
         unit: which is sharded.
 
     Attributes:
-        dtype, device, shape: of the slice.
+        dtype, device, shape: of the shard.
         requires_grad: whether any parameter of the unit is trained.
     """
 
@@ -72,7 +72,7 @@ class Slice:
         raise AttributeError(message("flat-parameter-name", name=name))
 
     def numel(self) -> int:
-        """Elements of the slice, padding included."""
+        """Elements of the shard, padding included."""
         return self.shape.numel()
 
     @property

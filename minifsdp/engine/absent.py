@@ -1,7 +1,7 @@
 """What a module shows in place of a parameter that is not here right now.
 
-Outside of its forward and backward a sharded module has no weights: this rank stores a slice of a long flat tensor,
-and the slice may begin in the middle of one weight and end in the middle of the next. What should ``linear.weight`` be
+Outside of its forward and backward a sharded module has no weights: this rank stores a shard of a long flat tensor,
+and the shard may begin in the middle of one weight and end in the middle of the next. What should ``linear.weight`` be
 then? Three answers are possible:
 
 * the full-size view that was there during forward: its memory has been freed, and reading it is reading garbage;

@@ -7,11 +7,11 @@ Worked example, ``weight`` of shape (2, 3) and ``bias`` of shape (3), two ranks:
 
     laid out       w w w w w w b b b          9 elements
     padded         w w w w w w b b b .        10, the next multiple of 2
-    rank 0 stores  w w w w w                  a slice of 5; the cut goes through the middle of the weight
-    rank 1 stores            w b b b .        a slice of 5, one of them padding
+    rank 0 stores  w w w w w                  a shard of 5; the cut goes through the middle of the weight
+    rank 1 stores            w b b b .        a shard of 5, one of them padding
 
 What this buys: a gather is *one* collective that writes straight into the memory that will be computed on, with no
-copy before it and none after it. What it costs: a slice cannot be printed, saved or clipped as a weight.
+copy before it and none after it. What it costs: a shard cannot be printed, saved or clipped as a weight.
 
 The views:
 
@@ -26,8 +26,8 @@ evaluation shall run in full precision, a second one for that; only one of them 
 
 *In torch:* ``FlatParamHandle``, 2834 lines in ``_flat_param.py``. Its parameter switches between sharded, padded,
 unsharded, low-precision and CPU data; here the shard and the unsharded leaf are two tensors for good. Torch pads
-between original parameters that stay visible. Left out: a slice has ``ceil(total / N)`` elements (SHARD-02), and local
-state dicts are slices of just that size.
+between original parameters that stay visible. Left out: a shard has ``ceil(total / N)`` elements (SHARD-02), and local
+state dicts are shards of just that size.
 
 Spec: SHARD-02, SHARD-03, SHARD-09, SHARD-13, FWD-04, ORIG-12, ORIG-15, MP-02, MP-03, OFF-02, STREAM-05, STREAM-10,
 STREAM-12.
@@ -163,7 +163,7 @@ class FlatLayout(Layout):
         return self.mesh.shard
 
     def gather(self, lanes: Lanes) -> Promise | None:
-        """Fills the unsharded tensor, from this rank's slice if nothing is sharded, else from everybody's."""
+        """Fills the unsharded tensor, from this rank's shard if nothing is sharded, else from everybody's."""
         if self.owner.collect():
             # Just copied, and so after the lane has last followed the compute stream.
             lanes.gather.follow()
@@ -281,7 +281,7 @@ class FlatLayout(Layout):
         return piece.to(dtype).to(self.owner.shard.device, non_blocking=True)
 
     def accept_gradient(self, gradient: Gradient, piece: torch.Tensor) -> None:
-        """Adds a reduced slice to the flat parameter's gradient."""
+        """Adds a reduced piece to the flat parameter's gradient."""
         self.owner.add_reduced(piece)
 
     @property

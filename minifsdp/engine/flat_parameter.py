@@ -37,7 +37,7 @@ class FlatOwnership(Ownership):
     Args:
         home: the unit's module; the flat parameter is registered there.
         parameters: what it is made of; afterwards nothing here holds on to the originals.
-        shard: 1-D, this rank's slice, in the dtype and on the device where it is stored.
+        shard: 1-D, this rank's shard, in the dtype and on the device where it is stored.
         keep_reduce_dtype: whether a reduced gradient may stay in another dtype than the shard's.
 
     Attributes:

@@ -1,8 +1,8 @@
 """Who shards with whom, and who replicates with whom.
 
-All that is left of a sharding strategy, once the words are gone, is a table of ranks with two axes. Ranks in one *row*
-hold the pieces of one copy of the model: they gather from each other. Ranks in one *column* hold the same piece of
-different copies: they average their gradients.
+All that is left of a sharding strategy, once the words are gone, is a table of ranks with two axes. The ranks of one
+line are a *shard group*: they hold the pieces of one copy of the model and gather from each other. The ranks below each
+other are a *replicate group*: they hold the same piece of different copies and average their gradients.
 
 Worked example, four ranks::
 
@@ -14,10 +14,11 @@ Worked example, four ranks::
     one copy in           two copies in                  3
     four pieces           two pieces each                four copies, whole
 
-In the middle rank 2 gathers from {2, 3} and averages with {0, 2}. The sum of a gradient over its row and then over its
-column is the sum over all four ranks, which is why two small collectives can do the work of a large one.
+In the middle rank 2 gathers from {2, 3} and averages with {0, 2}. The sum of a gradient over its shard group and then
+over its replicate group is the sum over all four ranks, which is why two small collectives can do the work of a large
+one.
 
-A `Group` is one row or one column as this rank sees it. It keeps the answers that ``torch.distributed`` would look up
+A `Group` is one of these groups as this rank sees it. It keeps the answers that ``torch.distributed`` would look up
 again in every call (size, own position, ranks), because the hot path asks for them in every unit.
 
 *In torch:* FSDP1 keeps ``process_group`` and ``_inter_node_pg`` on its state, FSDP2 has ``FSDPMeshInfo`` and
@@ -43,7 +44,7 @@ from minifsdp.engine.messages import message
 
 @dataclass(frozen=True)
 class Group:
-    """One row or column of the table, seen from this rank.
+    """Ranks that shard or replicate together, seen from this rank.
 
     Attributes:
         process_group: the ``torch.distributed`` group.
@@ -93,7 +94,7 @@ def _let_threads_finish_at_exit() -> None:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The table of ranks: this rank's row and column. ``None`` stands for a row or column of one.
+    """The table of ranks: this rank's two groups. ``None`` stands for a group of one.
 
     Attributes:
         shard: ranks that hold the other pieces of this copy; ``None`` when every rank holds everything.
@@ -106,8 +107,8 @@ class Mesh:
     @classmethod
     def sharded(cls, group: Group) -> Mesh:
         """One copy, in as many pieces as the group has ranks."""
-        # A row of one is no row: gathering from no other rank is a copy, so such a unit is treated as not sharded at
-        # all.
+        # A group of one is no group: gathering from no other rank is a copy, so such a unit is treated as not sharded
+        # at all.
         return cls(group, None) if group.size > 1 else cls(None, None)
 
     @classmethod
@@ -117,7 +118,7 @@ class Mesh:
 
     @classmethod
     def hybrid(cls, shard: Group, replicate: Group) -> Mesh:
-        """Copies in pieces: ``shard`` is the row, ``replicate`` the column."""
+        """Copies in pieces."""
         return cls(shard if shard.size > 1 else None, replicate if replicate.size > 1 else None)
 
     @property
@@ -136,7 +137,7 @@ class Mesh:
         return self.num_shards * (1 if self.replicate is None else self.replicate.size)
 
     def covers(self, ranks: Iterable[int]) -> bool:
-        """Whether a mean over the table is one over all of ``ranks``, as far as this rank's row and column tell."""
+        """Whether a mean over the table is one over all of ``ranks``, as far as this rank's two groups tell."""
         known = {dist.get_rank()}
         for group in (self.shard, self.replicate):
             known |= set() if group is None else set(group.ranks)
@@ -178,7 +179,7 @@ _node_groups: dict[tuple[dist.ProcessGroup, int], tuple[dist.ProcessGroup, dist.
 
 
 def node_groups(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's row (its node) and column (equal positions on all nodes). Every rank must call it.
+    """This rank's shard group (its node) and replicate group (equal positions on all nodes). Every rank must call it.
 
     Worked example, four ranks, two on each node: rank 3 gets ``(group of {2, 3}, group of {1, 3})``.
 
@@ -194,9 +195,8 @@ def node_groups(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGr
     if key not in _node_groups or any(group not in alive for group in _node_groups[key]):
         for stale in [k for k in _node_groups if k[0] is not world]:
             del _node_groups[stale]
-        rows = [list(range(start, start + per_node)) for start in range(0, num_ranks, per_node)]
-        columns = [list(column) for column in zip(*rows, strict=True)]
-        row, _ = dist.new_subgroups_by_enumeration(rows)
-        column, _ = dist.new_subgroups_by_enumeration(columns)
-        _node_groups[key] = (row, column)
+        nodes = [list(range(start, start + per_node)) for start in range(0, num_ranks, per_node)]
+        shard, _ = dist.new_subgroups_by_enumeration(nodes)
+        replicate, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*nodes, strict=True)])
+        _node_groups[key] = (shard, replicate)
     return _node_groups[key]

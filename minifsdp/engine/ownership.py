@@ -1,18 +1,18 @@
 """What the optimizer owns of a flat unit: one parameter, or many.
 
-The memory of a flat unit is the same in any case: a slice here, a long tensor there. What differs is what is
+The memory of a flat unit is the same in any case: a shard here, a long tensor there. What differs is what is
 *registered* as a parameter, and therefore what ``parameters()`` yields, what an optimizer steps on and where ``.grad``
 is found:
 
-* ``flat_parameter.py``: the slice as a whole, one 1-D parameter for the unit;
-* ``originals.py``: the original parameters, each showing its part of the slice.
+* ``flat_parameter.py``: the shard as a whole, one 1-D parameter for the unit;
+* ``originals.py``: the original parameters, each showing its part of the shard.
 
 To gradients that makes no difference. Each parameter gets its *part* of what comes, and a flat parameter is the case of
 one part. Gradients come in two sizes, and both are found under the same ``.grad``:
 
-* the *reduced* one has the size of the shard: the mean over all ranks, this rank's slice;
+* the *reduced* one has the size of the shard: the mean over all ranks, this rank's piece;
 * the *unreduced* one, left behind by a backward inside ``no_sync()``, has the size of the whole unit: a sum over the
-  micro-batches of this rank alone, for which no slice is known yet.
+  micro-batches of this rank alone, for which no piece is known yet.
 
 Worked example, a flat parameter of 4 elements on two ranks, two micro-batches, on rank 0 with gradients ``[1 1 1 1]``
 (inside ``no_sync``) and ``[2 2 2 2]``, on rank 1 with ``[3 3 3 3]`` and ``[4 4 4 4]``::
@@ -48,7 +48,7 @@ class Ownership(ABC):
     """What the optimizer owns of one flat unit.
 
     Attributes:
-        shard: 1-D, this rank's slice in the stored dtype; a parameter itself, or the memory behind several.
+        shard: 1-D, this rank's shard in the stored dtype; a parameter itself, or the memory behind several.
         parameters: what the optimizer owns.
         stand_ins: for each original parameter what to show in its place while the unit is not gathered.
         hides_originals: whether the original parameters are out of sight between computations.

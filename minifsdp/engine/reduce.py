@@ -1,16 +1,16 @@
 """From unsharded gradients to sharded ones, stage by stage.
 
 When a unit's gradient is complete, every rank has a different one, because every rank saw other data. What the
-optimizer needs is the mean, and of the mean only this rank's slice. The stages, with the dtype at each:
+optimizer needs is the mean, and of the mean only this rank's piece. The stages, with the dtype at each:
 
 1. let the layout pack it into one row, in the dtype in which gradients travel;
 2. divide by a part of the number of ranks, in float16 only (see `Scaling`);
-3. reduce-scatter over the shard group: each rank gets the sum of its slice; for a unit that is not sharded there is
+3. reduce-scatter over the shard group: each rank gets the sum of its piece; for a unit that is not sharded there is
    nothing to scatter, and the stage is skipped;
-4. all-reduce of the slice over the replicate group, if there are replicas; or add it to a partial sum, which a later
+4. all-reduce of the piece over the replicate group, if there are replicas; or add it to a partial sum, which a later
    backward takes along, if so wished;
 5. divide by the rest;
-6. hand the slice to the layout, which adds it to the gradient that the optimizer will see.
+6. hand the piece to the layout, which adds it to the gradient that the optimizer will see.
 
 Worked example, mesh of 2 x 2, a unit of four elements; ranks 0 and 1 shard, 2 and 3 are their replicas::
 
@@ -37,7 +37,7 @@ live on the CPU, a copy to pinned memory follows there. The CPU stops for all of
 earlier only if it reads a gradient, to add it to another or to give it to the user's hooks.
 
 What a stream reads must not be given to others meanwhile. `_InFlight` holds all of it (the unsharded gradient, the sum,
-its slice, a partial sum that was taken along) until the compute stream has waited for the last stage.
+its piece, a partial sum that was taken along) until the compute stream has waited for the last stage.
 
 *In torch:* FSDP1's ``_reduce_grad`` and ``_post_backward_final_callback``, FSDP2's ``foreach_reduce`` (254 lines). On
 the CPU both wait for each collective on the spot.
@@ -208,7 +208,7 @@ class Reducer:
         # 2. Before the sum.
         plan.scaling.prepare(new.whole)
         if shard is not None:
-            # 3. Of a sharded unit only the own slice of the sum is wanted.
+            # 3. Of a sharded unit only the own piece of the sum is wanted.
             new.piece = new.whole.new_empty(new.whole.numel() // shard.size)
             new.event = _traced("RS", new, shard, "reduce")
             return collectives.reduce_scatter(shard, new.piece, new.whole)

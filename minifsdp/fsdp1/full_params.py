@@ -6,8 +6,8 @@ of its own, in the stored dtype, and its modules show ordinary ``nn.Parameter`` 
 flat parameter steps aside, and the wrappers leave their prefixes out of names, so that inside the block the model looks
 as if it had never been wrapped.
 
-What happens to changes? Each rank writes back *its own slice* of what it sees. If all ranks made the same change, all
-of it persists; if each made a different one, the result is a patchwork by slice. Two ranks, a weight of four elements,
+What happens to changes? Each rank writes back *its own shard* of what it sees. If all ranks made the same change, all
+of it persists; if each made a different one, the result is a patchwork by shard. Two ranks, a weight of four elements,
 rank 0 fills it with 0 and rank 1 with 1::
 
     rank 0 sees [0 0 0 0], keeps [0 0]        afterwards everybody gathers [0 0 1 1]
@@ -37,7 +37,7 @@ def check_summon_options(*, writeback: bool, rank0_only: bool, offload_to_cpu: b
     """Whether the options go together. Nothing is communicated.
 
     Raises:
-        NotImplementedError: ``writeback`` with ``rank0_only``: the other ranks would keep old slices of a new model;
+        NotImplementedError: ``writeback`` with ``rank0_only``: the other ranks would keep old shards of a new model;
             or ``with_grads`` with ``offload_to_cpu``.
     """
     if writeback and rank0_only:

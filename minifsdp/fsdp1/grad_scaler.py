@@ -2,7 +2,7 @@
 
 Gradients in float16 underflow, so the loss is scaled up before backward and the gradients down after it; if the scale
 was too large and some gradient became infinite, the step is skipped and the scale reduced. With sharded gradients the
-infinity is found on *one* rank, the one that holds that slice. If only that rank skipped, its slice of the model would
+infinity is found on *one* rank, the one that holds that shard. If only that rank skipped, its shard of the model would
 stay behind while all others move on::
 
     rank 0 finds nothing, steps            with one all-reduce of the maximum of the two flags

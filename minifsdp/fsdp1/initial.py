@@ -1,6 +1,6 @@
 """Where the first values come from: the meta device, the move to the compute device, and rank 0.
 
-Before a unit is cut into slices its parameters must be real, in the right place, and, if so wished, equal on all ranks.
+Before a unit is cut into shards its parameters must be real, in the right place, and, if so wished, equal on all ranks.
 Three steps, each for the modules of one unit only, so that the whole model is never in full size on a device:
 
 1. *materialize*: modules that were built on the meta device have shapes and no memory. They are given memory and their
@@ -8,8 +8,8 @@ Three steps, each for the modules of one unit only, so that the whole model is n
    that it owns directly and nothing below it, so that nothing is initialised twice, and a module that has real values
    already is not touched.
 2. *move*: to the compute device, if ``device_id`` says which. If it does not, and the module is on the CPU while an
-   accelerator computes, the unit is cut on the CPU and only its slices go over; that is slower, and worth a warning.
-3. *synchronize*: what rank 0 has is sent to all. Without it each rank keeps what it drew; with slices that means one
+   accelerator computes, the unit is cut on the CPU and only its shards go over; that is slower, and worth a warning.
+3. *synchronize*: what rank 0 has is sent to all. Without it each rank keeps what it drew; with shards that means one
    model stitched together from several random ones, harmless only if all ranks used the same seed.
 
 *In torch:* ``_materialize_meta_module``, ``_move_module_to_device`` and ``_sync_module_params_and_buffers`` in
@@ -138,7 +138,7 @@ def synchronize(modules: Modules, mesh: Mesh, ignored: set[nn.Parameter], unit_n
 
 def _broadcast(tensors: list[torch.Tensor], mesh: Mesh, unit_name: str) -> None:
     row = torch.cat([t.reshape(-1) for t in tensors])
-    # First down the columns, then along the rows: so the first rank of all is the source for everybody.
+    # First to its replicas, then from each of them to their shard groups: the first rank of all is everybody's source.
     for group in (mesh.replicate, mesh.shard):
         if group is not None:
             if trace.recorder is not None:

@@ -47,7 +47,7 @@ class NameMethods(Wrapper):
         return [parameter for parameter in self.parameters() if parameter.grad is not None]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NameMethods:
-        """Refuses: slices and hooks cannot be copied one by one (NEW-22)."""
+        """Refuses: shards and hooks cannot be copied one by one (NEW-22)."""
         raise RuntimeError(message("copy-of-wrapper"))
 
     def __getattr__(self, name: str) -> Any:

@@ -71,7 +71,7 @@ class TrainingMethods(Wrapper):
         Args:
             module: where to begin; it need not be a wrapper itself.
             recurse: whether units below ``module``'s own are summoned too.
-            writeback: whether changes persist, each rank's in its own slice.
+            writeback: whether changes persist, each rank's in its own shard.
             rank0_only: the first rank alone sees full parameters.
             offload_to_cpu: they are on the CPU, if they are sharded.
             with_grads: ``.grad`` is gathered too; needs ``use_orig_params=True``.

@@ -7,7 +7,7 @@
     model(batch).sum().backward()
     optimizer.step()
 
-A wrapper stands between a module and whoever calls it. It takes the module's parameters away, keeps a slice of them,
+A wrapper stands between a module and whoever calls it. It takes the module's parameters away, keeps a shard of them,
 and gives the whole back for the time of a forward and a backward. All of that is in `forward`, five lines of it; what
 each line does is the engine's. A wrapper consists of
 

@@ -2,7 +2,7 @@
 
 The last is what an integer ``reshard_after_forward`` asks for, and it needs a smaller mesh. Eight ranks on the shard
 axis and ``reshard_after_forward=4``: ranks 0 to 3 keep one copy between them after forward, ranks 4 to 7 another. As a
-mesh with a row for each copy::
+mesh with a line for each copy::
 
     0 1 2 3        axis 1: who keeps the other pieces
     4 5 6 7        axis 0: who keeps the same piece
@@ -53,7 +53,7 @@ _made: dict[tuple[Any, ...], tuple[dist.ProcessGroup, DeviceMesh]] = {}
 
 
 def smaller_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    """All ranks of ``mesh`` in rows of ``size`` neighbours on its last axis. Every rank of the world must call it."""
+    """All ranks of ``mesh``, ``size`` neighbours on the last axis. Every rank of the world must call it."""
     key = (mesh.get_group(mesh.ndim - 1), tuple(mesh.mesh.flatten().tolist()), mesh.device_type, size)
     if key not in _made or _made[key][0] not in dist.distributed_c10d._world.pg_map:
         # Made never, or for groups that were destroyed since.
@@ -68,9 +68,11 @@ def _make(mesh: DeviceMesh, size: int) -> DeviceMesh:
     # by those who are not in it.
     everybody: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everybody, table.tolist())
-    columns = _group_of({tuple(column) for rows in everybody for column in zip(*rows, strict=True)})
-    rows = _group_of({tuple(row) for rows in everybody for row in rows})
-    return DeviceMesh.from_group([columns, rows], mesh.device_type, mesh=table, mesh_dim_names=("replicate", "shard"))
+    replicate = _group_of({tuple(ranks) for copies in everybody for ranks in zip(*copies, strict=True)})
+    shard = _group_of({tuple(ranks) for copies in everybody for ranks in copies})
+    return DeviceMesh.from_group(
+        [replicate, shard], mesh.device_type, mesh=table, mesh_dim_names=("replicate", "shard")
+    )
 
 
 def _group_of(groups: set[tuple[int, ...]]) -> dist.ProcessGroup:

@@ -106,8 +106,8 @@ MUTANTS = [
     Mutant(
         "nodes-replicate-inside",
         "node_groups",
-        "_node_groups[key] = (row, column)",
-        "_node_groups[key] = (column, row)",
+        "_node_groups[key] = (shard, replicate)",
+        "_node_groups[key] = (replicate, shard)",
         "Ranks of one node replicate, and shards are spread over nodes.",
         "HYB-03",
     ),
