@@ -62,12 +62,6 @@ VERBS: list[tuple[str, list[str], str, str]] = [
         "refuses what cannot stand there",
         "takes the new tensors over",
     ),
-    (
-        "a smaller group for backward",
-        ["rest", "wake"],
-        "not possible: a slice may begin anywhere",
-        "rests on a larger piece that a few ranks put together",
-    ),
 ]
 FLAT, EACH = ("engine/flat.py", "FlatLayout"), ("engine/per_param.py", "PerParameterLayout")
 

@@ -21,7 +21,7 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 pytestmark = pytest.mark.pure
 
 # Code lines of the rooms, by the folder; "story" are the modules that docs/design.md names as the story.
-BUDGETS = {"": 6470, "story": 2915, "checkpoint/": 1405, "compat/": 250, "tools/": 405}
+BUDGETS = {"": 6470, "story": 2905, "checkpoint/": 1405, "compat/": 250, "tools/": 405}
 LONGEST_FILE = 300  # with prose
 LONGER = {
     "engine/flat.py": 345,
@@ -67,7 +67,7 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all that is imported for `fully_shard` itself, without what is attached to it.
-FULLY_SHARD = 2205
+FULLY_SHARD = 2206
 
 
 def imported_for(module: str) -> set[str]:

@@ -196,17 +196,6 @@ class Layout(ABC):
     def is_stale(self) -> bool:
         """Whether the shard has been changed since it was gathered."""
 
-    def rest(self, group: Group) -> None:
-        """From now on the next gather comes from what the ranks of ``group`` keep between them; `free` must follow.
-
-        Raises:
-            NotImplementedError: the layout has only one place to come back from.
-        """
-        raise NotImplementedError(message("flat-in-parts"))
-
-    def wake(self) -> None:  # noqa: B027
-        """The end of `rest`: the next gather comes from the shards again."""
-
     # --- what modules see ---
 
     @abstractmethod

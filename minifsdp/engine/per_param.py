@@ -59,8 +59,6 @@ class PerParameterLayout(Layout):
 
     Attributes:
         meshes: who shares; nearly always one.
-        resting_mesh: the mesh over which modules show a unit that rests on a larger piece; its last axis are the few
-            ranks that have the others. ``None`` if it never does.
     """
 
     signals_gradient = False
@@ -69,7 +67,6 @@ class PerParameterLayout(Layout):
         self, parameters: Mapping[nn.Parameter, OwnedParameter], shardings: Sequence[Sharding], options: Options
     ) -> None:
         self.meshes = list(dict.fromkeys(sharding.table for sharding in shardings))
-        self.resting_mesh: DeviceMesh | None = None
         self.device, self.offloads, self._pins = options.device, options.offload, options.pin
         self.parameters = list(parameters.values())
         self._unreduced_dtype = options.precision.reduce
@@ -152,10 +149,14 @@ class PerParameterLayout(Layout):
             row.free()
         return None if self._is_borrowed else lifetime.DONE
 
-    def rest(self, group: Group) -> None:
-        """The next gather will come from what the ranks of ``group`` keep between them; `free` must follow."""
-        assert self.resting_mesh is not None
-        self._resting = self._sorted.rest(group, self.resting_mesh)
+    def rest(self, group: Group, mesh: DeviceMesh) -> None:
+        """The next gather will come from what the ranks of ``group`` keep between them; `free` must follow.
+
+        Args:
+            group: a few ranks.
+            mesh: over which modules show the unit until then; its last axis are the ranks of ``group``.
+        """
+        self._resting = self._sorted.rest(group, mesh)
 
     def wake(self) -> None:
         """The next gather comes from the shards again."""

@@ -143,7 +143,7 @@ class Root:
         self.after_optimizer = None
         # 4. Changed since it was gathered.
         for unit in self.units:
-            if (unit.state is not State.SHARDED or unit.policy.rests_with is not None) and unit.layout.is_stale():
+            if (unit.state is not State.SHARDED or unit.policy.resting is not None) and unit.layout.is_stale():
                 unit.reshard()
         self._forward_is_open = True
         self.cycle.num_forwards += 1

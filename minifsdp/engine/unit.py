@@ -44,7 +44,6 @@ from minifsdp import trace
 from minifsdp.engine.lanes import Lanes, Promise
 from minifsdp.engine.layout import Layout, full_name
 from minifsdp.engine.lifetime import RateLimiter
-from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import message
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
@@ -69,6 +68,19 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True)
+class Resting:
+    """Another place to gather from than the shards, between a forward and its backward.
+
+    Attributes:
+        begin: keeps a part of the unsharded parameters, which are freed next; the next gather comes from there.
+        end: the next gather comes from the shards again.
+    """
+
+    begin: Callable[[], None]
+    end: Callable[[], None]
+
+
+@dataclass(frozen=True)
 class UnitPolicy:
     """When a unit gathers, frees and reduces. It is replaced as a whole and never changed.
 
@@ -77,7 +89,7 @@ class UnitPolicy:
         reshard_after_backward: free after a backward.
         reshard_after_evaluation: free after a forward that no backward will follow, also if it would be kept for one.
         stays_for_backward: it belongs to the outermost module, whose backward follows at once, and is not freed before.
-        rests_with: a smaller group, to which the unit is resharded after forward instead of all the way.
+        resting: where the unit is resharded to after forward, instead of all the way.
         gathers_in_backward: whether backward needs the parameters.
         ahead_in_forward, ahead_in_backward: units to be gathered together with this one; ``None`` leaves the choice.
         reduces: whether the next backward ends in a reduction.
@@ -87,7 +99,7 @@ class UnitPolicy:
     reshard_after_backward: bool = True
     reshard_after_evaluation: bool = True
     stays_for_backward: bool = False
-    rests_with: Group | None = None
+    resting: Resting | None = None
     gathers_in_backward: bool = True
     ahead_in_forward: tuple[Unit, ...] | None = None
     ahead_in_backward: tuple[Unit, ...] | None = None
@@ -198,15 +210,16 @@ class Unit(Generic[LayoutT]):
         """Any state -> SHARDED: frees the unsharded parameters; a gather in flight is waited for first.
 
         Args:
-            rests: keep a part of them, so that the next gather needs only the ranks of ``rests_with``.
+            rests: keep a part of them, if the policy says so.
         """
-        if self.policy.rests_with is not None:
-            self.layout.wake()
+        resting = self.policy.resting
+        if resting is not None:
+            resting.end()
         if self.state is State.SHARDED:
             return
         self.wait()
-        if rests and self.policy.rests_with is not None:
-            self.layout.rest(self.policy.rests_with)
+        if rests and resting is not None:
+            resting.begin()
         self.layout.show_sharded()
         self.state = State.SHARDED
         event = self.layout.free()

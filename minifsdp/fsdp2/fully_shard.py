@@ -22,6 +22,7 @@ Inner modules first, the root last: a unit consists of what is left when the cal
 Spec: FS2-01 to FS2-25, NEW-04, NEW-05, NEW-16, NEW-23.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -39,7 +40,7 @@ from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.row import Options
-from minifsdp.engine.unit import Unit, UnitPolicy, modules_of_unit
+from minifsdp.engine.unit import Resting, Unit, UnitPolicy, modules_of_unit
 from minifsdp.fsdp2.fsdp_state import FSDPState, state_of
 from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fsdp2.reshard import choose_reshard, smaller_mesh
@@ -212,8 +213,9 @@ def _make_unit(
     unit = Unit(module, layout, plans, precision, policy)
     num_ranks = choose_reshard(unit, reshard)
     if num_ranks is not None:
-        layout.resting_mesh = smaller_mesh(mesh, num_ranks)
-        unit.choose(rests_with=Group.of(layout.resting_mesh.get_group(1)))
+        small = smaller_mesh(mesh, num_ranks)
+        begin = functools.partial(layout.rest, Group.of(small.get_group(1)), small)
+        unit.choose(resting=Resting(begin, layout.wake))
     return unit
 
 

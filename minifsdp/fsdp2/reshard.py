@@ -39,9 +39,10 @@ def choose_reshard(unit: Unit, choice: bool | int) -> int | None:
         raise ValueError(message("reshard-factor", choice=choice, num_shards=num_shards))
     # A smaller group of one rank is the whole on every rank: kept.
     frees = choice if isinstance(choice, bool) else choice == num_shards or choice > 1
-    # What rests right now is of this iteration, and nothing else would wake it.
-    unit.layout.wake()
-    unit.choose(reshard_after_forward=frees, rests_with=None)
+    if unit.policy.resting is not None:
+        # What rests right now is of this iteration, and nothing else would end that.
+        unit.policy.resting.end()
+    unit.choose(reshard_after_forward=frees, resting=None)
     if isinstance(choice, bool) or choice in (1, num_shards):
         return None
     if len(unit.plans) > 1:

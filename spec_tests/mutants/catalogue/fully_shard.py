@@ -270,8 +270,8 @@ MUTANTS = [
     Mutant(
         "always-freed-after-forward",
         "choose_reshard",
-        "unit.choose(reshard_after_forward=frees, rests_with=None)",
-        "unit.choose(reshard_after_forward=True, rests_with=None)",
+        "unit.choose(reshard_after_forward=frees, resting=None)",
+        "unit.choose(reshard_after_forward=True, resting=None)",
         "reshard_after_forward=False frees after forward.",
         "FS2-17",
     ),
@@ -662,7 +662,7 @@ MUTANTS = [
     Mutant(
         "switched-while-it-rests",
         "choose_reshard",
-        "unit.layout.wake()",
+        "unit.policy.resting.end()",
         "pass",
         "Who switches between forward and backward trains on with the values of this iteration.",
         "NEW-06",

@@ -26,7 +26,7 @@ MUTANTS = [
     Mutant(
         "rests-on-nothing",
         "Unit.reshard",
-        "if rests and self.policy.rests_with is not None:",
+        "if rests and resting is not None:",
         "if False:",
         "reshard_after_forward=2 frees as True does.",
         "NEW-05",
@@ -219,7 +219,7 @@ MUTANTS = [
     Mutant(
         "reshard-switch-keeps-small-group",
         "choose_reshard",
-        "unit.choose(reshard_after_forward=frees, rests_with=None)",
+        "unit.choose(reshard_after_forward=frees, resting=None)",
         "unit.choose(reshard_after_forward=frees)",
         "After set_reshard_after_forward(True) backward still gathers in the small group.",
         "NEW-05 NEW-06",
