@@ -86,14 +86,10 @@ class ParameterNames:
         for unit in self.units:
             for owner, name in zip(unit.owners, unit.names, strict=True):
                 self.of.setdefault(owner, []).append(name)
-        current = dict(model.named_parameters())
         # After a forward of SHARD_GRAD_OP modules show other objects than the optimizer owns: go by the names.
-        in_units = {key for unit in self.units for _, key in unit.keys}
-        self.outside = {
-            parameter: plain_path(name)
-            for name, parameter in current.items()
-            if parameter not in self.of and plain_path(name) not in in_units
-        }
+        owned = {key: unit.owners[number] for unit in self.units for number, key in unit.keys}
+        current = {name: owned.get(plain_path(name), parameter) for name, parameter in model.named_parameters()}
+        self.outside = {parameter: plain_path(name) for name, parameter in current.items() if parameter not in self.of}
         self.of.update({parameter: [name] for parameter, name in self.outside.items()})
         self.owners = {name: owner for owner, names in self.of.items() for name in names}
         self.current_names = {parameter: name for name, parameter in current.items()}

@@ -180,6 +180,9 @@ class Ownership(ABC):
                 part.zero_()
                 continue
             any_left = True
+            if parameter.grad.data_ptr() != part.data_ptr():
+                # Another was put in its place, which autograd allows where nothing is sharded.
+                part.copy_(parameter.grad)
             parameter.grad = None
             if before is not None:
                 if is_edited and not part.any():

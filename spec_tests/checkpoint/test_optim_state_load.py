@@ -20,6 +20,7 @@ from spec_tests.checkpoint.checkpoints import (
     FULL,
     SHARDED,
     assert_same_state,
+    batch,
     flat_or_original,
     make,
     quiet,
@@ -236,6 +237,19 @@ def test_an_optimizer_that_is_keyed_by_names_gets_names(keep: bool) -> None:
     assert found["param_groups"] == own["param_groups"]
     # Also an entry for what this rank has no element of: such optimizers ask for every name.
     assert found["state"].keys() == (dict(model.named_parameters()) if keep else own["state"]).keys()
+    assert_same_state({name: found["state"][name] for name in own["state"]}, own["state"])
+
+
+@pytest.mark.spec("OSD-LOAD-06")
+@ranks(2)
+def test_names_are_found_while_modules_show_full_views() -> None:
+    model = wrapped(make(), use_orig_params=True, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    optimizer: Any = NamedAdam(model)
+    step(model, optimizer, 0)
+    own, states = optimizer.state_dict(), FSDP.optim_state_dict(model, optimizer)
+    # Kept for a backward that does not come.
+    model(batch(0, dist.get_rank()))
+    found = FSDP.optim_state_dict_to_load(model, optimizer, states, is_named_optimizer=True)
     assert_same_state({name: found["state"][name] for name in own["state"]}, own["state"])
 
 

@@ -205,6 +205,24 @@ def test_what_was_reduced_before_is_neither_lost_nor_reduced_again(strategy: Sha
     assert_same(flat_gradients(model), chunked(plain, expected, *chunks_of(model)), bitwise=False)
 
 
+@pytest.mark.spec("NOSYNC-02")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_where_nothing_is_sharded_a_gradient_that_was_replaced_inside_is_the_one_that_counts(
+    use_orig_params: bool,
+) -> None:
+    plain, model = seeded(), sharded(sharding_strategy=NO_SHARD, use_orig_params=use_orig_params)
+    with model.no_sync():
+        iterate(model, 0)
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad / 2
+    iterate(model, 1)
+    halved, last = mean_gradients(plain, [0]), mean_gradients(plain, [1])
+    expected = {name: halved[name] / 2 + last[name] for name in last}
+    found = flat_gradients(model)
+    assert_same(found, expected if use_orig_params else flattened(plain, expected), bitwise=False)
+
+
 @pytest.mark.spec("NOSYNC-03")
 @pytest.mark.parametrize("num_micro_batches", [2, 4])
 @flat_strategies

@@ -336,6 +336,14 @@ MUTANTS = [
         "NOSYNC-02",
     ),
     Mutant(
+        "replaced-sums-do-not-count",
+        "Ownership.take_unreduced",
+        "part.copy_(parameter.grad)",
+        "pass",
+        "A gradient that was put in the place of an unreduced one is forgotten.",
+        "NOSYNC-02",
+    ),
+    Mutant(
         "cleared-originals-still-wait",
         "Ownership.has_unreduced",
         "any(parameter.grad is not None for",

@@ -305,7 +305,7 @@ MUTANTS = [
         "is_edited = True\n        if",
         "is_edited = is_edited\n        if",
         "parameter.data = ... is not noticed.",
-        "FS2-04 FS2-META-02 FS2-13",
+        "FS2-04 FS2-13",
     ),
     Mutant(
         "freeze-while-unsharded",

@@ -200,6 +200,14 @@ MUTANTS = [
         "OSD-REKEY-04",
     ),
     Mutant(
+        "names-of-what-modules-show",
+        "ParameterNames.__init__",
+        "owned.get(plain_path(name), parameter)",
+        "parameter",
+        "Names lead to the views that modules show, which no optimizer owns.",
+        "OSD-LOAD-06",
+    ),
+    Mutant(
         "named-optimizer-misses-empty",
         "_Reading._is_kept",
         "unit.is_flat or unit.keeps_shapes or self.target.by_name or",
