@@ -165,7 +165,8 @@ class Row:
         is_sorted = group is None or (len(cuts) == 1 and cuts[0].dim == 0)
         self._copies = not is_sorted or self.device.type != "cpu"
         self._is_split_only = group is None or not any(cut.dim for cut in cuts)
-        self._buffer: torch.Tensor | None = None
+        # What is being gathered, and from where.
+        self._in_flight: tuple[torch.Tensor, _Source] | None = None
         own.aim_at(self._rooms)
         self._source = own
         if not self.is_borrowed:
@@ -197,7 +198,7 @@ class Row:
             buffer = self._whole[: num * piece.numel()]
         else:
             buffer = torch.empty(num * piece.numel(), dtype=self.dtype, device=self.device)
-        self._buffer = buffer
+        self._in_flight = buffer, source
         if piece.dtype is not self.dtype or piece.device != self.device or source.group is None:
             # 1. A place for the cast.
             mine = buffer[source.rank * piece.numel() : (source.rank + 1) * piece.numel()]
@@ -207,22 +208,21 @@ class Row:
 
     def arrive(self) -> None:
         """Copies out what has arrived."""
-        buffer, self._buffer = self._buffer, None
-        if buffer is None or not self._copies:
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None or not self._copies:
             return
         self._storage.resize_(self._whole.nbytes)
-        source = self._source
+        buffer, source = in_flight
         sorted_by_rank = buffer.view(source.num_pieces, -1)
         if self._is_split_only:
             torch.split_with_sizes_copy(sorted_by_rank, source.sizes, dim=1, out=source.targets)
         else:
-            self._concatenate(sorted_by_rank)
+            self._concatenate(sorted_by_rank, source)
         # It came from the lane.
         self._lane.hold(buffer)
 
-    def _concatenate(self, sorted_by_rank: torch.Tensor) -> None:
+    def _concatenate(self, sorted_by_rank: torch.Tensor, source: _Source) -> None:
         """The copy out where a parameter is cut along another dim than the first."""
-        source = self._source
         parts = sorted_by_rank.split(source.sizes, dim=1)
         for cut, part, target, leaf in zip(source.cuts, parts, source.targets, self.leaves, strict=True):
             if cut.dim == 0:
@@ -233,7 +233,7 @@ class Row:
 
     def free(self) -> None:
         """Gives back the memory of the whole. It came from the compute stream and was read there: no wait."""
-        self._buffer = None
+        self._in_flight = None
         if not self.is_borrowed:
             self._storage.resize_(0)
 

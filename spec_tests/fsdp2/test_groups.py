@@ -429,6 +429,24 @@ def test_what_rests_is_gathered_once_more_and_never_again_after_a_switch(choice:
     assert_same(full_values(model), full_values(usual), bitwise=True)
 
 
+@pytest.mark.spec("NEW-05", "NEW-06")
+@pytest.mark.parametrize("in_between", ["reshard", "switch"])
+@ranks(4)
+def test_what_is_on_its_way_from_a_rest_arrives_as_that_also_if_the_rest_is_over(in_between: str) -> None:
+    model, usual = sharded(reshard_after_forward=2), sharded()
+    losses = [loss_of(each(batch())) for each in (model, usual)]
+    for block in model.blocks:
+        handle = block.unshard(async_op=True)
+        if in_between == "reshard":
+            block.reshard()
+        else:
+            block.set_reshard_after_forward(True)
+            handle.wait()
+    for loss in losses:
+        loss.backward()
+    assert_same(full_gradients(model), full_gradients(usual), bitwise=True)
+
+
 @pytest.mark.spec("NEW-05")
 @pytest.mark.parametrize("number", [0, 3, -2, 8])
 @ranks(4)

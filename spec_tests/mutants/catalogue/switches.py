@@ -24,6 +24,14 @@ MUTANTS = [
         "NEW-04",
     ),
     Mutant(
+        "arrives-from-where-it-rests-now",
+        "Row.arrive",
+        "buffer, source = in_flight",
+        "buffer, source = in_flight[0], self._source",
+        "What was gathered from a rest that is over is sorted as if it came from the shards.",
+        "NEW-05",
+    ),
+    Mutant(
         "rests-on-nothing",
         "Unit.reshard",
         "if rests and resting is not None:",
