@@ -144,8 +144,9 @@ def _misfits(state: Mapping[str, Any], target: Target) -> Iterator[str]:
             yield detail("shape-differs", where=where, shape=shape, found=found)
         elif is_rows:
             yield from chunks.misplaced_rows(tensor, where, group)
-    if is_sharded and any(unit.group is not None for unit in names.units):
-        yield from chunks.all_full((where, tensor) for where, _, tensor in tensors)
+    if is_sharded:
+        cut = {name for unit in names.units if unit.group is not None for name in unit.names}
+        yield from chunks.all_full((where, tensor) for where, name, tensor in tensors if name in cut)
 
 
 def _once_only(unit: UnitNames, facts: Facts) -> Iterator[str]:

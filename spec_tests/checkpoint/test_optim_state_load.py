@@ -240,6 +240,29 @@ def test_an_optimizer_that_is_keyed_by_names_gets_names(keep: bool) -> None:
     assert_same_state({name: found["state"][name] for name in own["state"]}, own["state"])
 
 
+class OneIdle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(3, 3), FSDP(nn.Linear(3, 3), device_id=device())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+@pytest.mark.spec("OSD-LOAD-01")
+@ranks(2)
+def test_full_states_of_what_is_not_sharded_belong_into_a_sharded_dict_also_alone() -> None:
+    model = FSDP(OneIdle(), sharding_strategy=ShardingStrategy.NO_SHARD, device_id=device())
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 3, device=device())).sum().backward()
+    optimizer.step()
+    own = copy.deepcopy(optimizer.state_dict()["state"])
+    with FSDP.state_dict_type(model, SHARDED):
+        states = FSDP.optim_state_dict(model, optimizer)
+        FSDP.optim_state_dict_to_load(model, optimizer, states, load_directly=True)
+    assert_same_state(optimizer.state_dict()["state"], own)
+
+
 @pytest.mark.spec("OSD-LOAD-06")
 @ranks(2)
 def test_names_are_found_while_modules_show_full_views() -> None:

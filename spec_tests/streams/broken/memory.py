@@ -106,9 +106,9 @@ BREAKS = [
     Break(
         "only-concatenated-rows-hold",
         ROW,
-        "            self._concatenate(sorted_by_rank)\n        # It came from the lane.\n"
+        "            self._concatenate(sorted_by_rank, source)\n        # It came from the lane.\n"
         "        self._lane.hold(buffer)\n",
-        "            self._concatenate(sorted_by_rank)\n            self._lane.hold(buffer)\n",
+        "            self._concatenate(sorted_by_rank, source)\n            self._lane.hold(buffer)\n",
         "Held is only the buffer of a row with a parameter that is cut along another dim than the first.",
         "each_full",
     ),
