@@ -180,8 +180,8 @@ class Ownership(ABC):
                 part.zero_()
                 continue
             any_left = True
-            if parameter.grad.data_ptr() != part.data_ptr():
-                # Another was put in its place, which autograd allows where nothing is sharded.
+            if parameter.grad.data_ptr() != part.data_ptr() and parameter.grad.shape == part.shape:
+                # Another was put in its place. Autograd takes one of full size only where nothing is sharded.
                 part.copy_(parameter.grad)
             parameter.grad = None
             if before is not None:
