@@ -18,7 +18,7 @@ PACKAGE = ROOT / "minifsdp"
 SECTIONS: list[tuple[str, str, list[str]]] = [
     (
         "The second door: `fully_shard`",
-        "Ten modules, a complete FSDP2. Start here.",
+        "Eleven modules, a complete FSDP2. Start here.",
         [
             "engine/layout.py",
             "engine/row.py",
@@ -29,6 +29,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
             "engine/schedule.py",
             "engine/lifetime.py",
             "engine/root.py",
+            "fsdp2/fsdp_state.py",
             "fsdp2/fully_shard.py",
         ],
     ),
@@ -44,6 +45,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
             "engine/mesh.py",
             "engine/lanes.py",
             "engine/collectives.py",
+            "engine/gloo.py",
             "engine/precision.py",
             "engine/cut.py",
             "engine/dtensors.py",
@@ -67,7 +69,6 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
         "Behind the second door",
         "What is around `fully_shard`.",
         [
-            "fsdp2/fsdp_state.py",
             "fsdp2/module.py",
             "fsdp2/by_hand.py",
             "fsdp2/options.py",

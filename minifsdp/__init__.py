@@ -17,6 +17,8 @@ from minifsdp.compat.bfloat16 import bf16_supported
 from minifsdp.compat.composable import ComposableState
 from minifsdp.compat.flat_param import FlatParameter
 from minifsdp.engine import extension as _extension
+from minifsdp.engine import gloo as _gloo
+from minifsdp.engine import mesh as _mesh
 from minifsdp.engine import misuse as _misuse
 from minifsdp.engine import optimizer_watch as _optimizer_watch
 from minifsdp.engine import rows as _rows
@@ -48,9 +50,10 @@ __all__ = [
 __all__ += api.__all__
 __version__ = "0.1.0"
 
-# The story knows nothing of state dicts, of frameworks, and of parameters with a class of their own. What these need is
-# attached: to the wrapper in ``fully_sharded_data_parallel.py``, to ``fully_shard`` here.
+# The story knows nothing of state dicts, of frameworks, of parameters with a class of their own, and of sends between
+# CPUs. What these need is attached: to the wrapper in ``fully_sharded_data_parallel.py``, to all else here.
 _second_door.state_class = ComposableState
 _second_door.before_cut.append(warn_if_different)
+_mesh.transports.append(_gloo.transport_between)
 _misuse.watchers.append(_optimizer_watch.watch)
 _rows.special_rows.append(_extension.special_row)

@@ -21,13 +21,12 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 pytestmark = pytest.mark.pure
 
 # Code lines of the rooms, by the folder; "story" are the modules that docs/design.md names as the story.
-BUDGETS = {"": 6470, "story": 2905, "checkpoint/": 1405, "compat/": 250, "tools/": 405}
+BUDGETS = {"": 6585, "story": 2935, "checkpoint/": 1405, "compat/": 250, "tools/": 410}
 LONGEST_FILE = 300  # with prose
 LONGER = {
-    "engine/flat.py": 345,
-    "engine/hooks.py": 345,
+    "engine/flat.py": 350,
     "engine/per_param.py": 330,
-    "engine/reduce.py": 335,
+    "engine/reduce.py": 350,
     "fsdp2/module.py": 310,
 }
 LONGEST_FUNCTION = 35  # in lines of code
@@ -67,7 +66,7 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all that is imported for `fully_shard` itself, without what is attached to it.
-FULLY_SHARD = 2206
+FULLY_SHARD = 2230
 
 
 def imported_for(module: str) -> set[str]:

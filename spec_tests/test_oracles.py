@@ -17,7 +17,8 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor
 
 from spec_tests.harness import device, ranks
-from spec_tests.menagerie import ANIMALS
+from spec_tests.models import MODELS
+from spec_tests.models.sharding import grid
 from spec_tests.oracles import (
     BIT_EQUAL,
     FLOAT,
@@ -42,36 +43,35 @@ from spec_tests.oracles import (
     train_torch_fsdp1,
     train_torch_fsdp2,
     units_of,
-    world_groups_2x2,
 )
 
 REFUSED_BY_TORCH_FSDP2 = {
     "writes_input": "its inputs pass through a custom autograd function, whose outputs may not be changed in place",
     "one_sided": "it reduces the gradients that are there; the ranks send different sizes, and gloo ends the process",
 }
-every_animal = pytest.mark.parametrize("name", ANIMALS)
+every_model = pytest.mark.parametrize("name", MODELS)
 optimizers = pytest.mark.parametrize("optimizer", [sgd, adamw])
 Optimizer = Callable[..., torch.optim.Optimizer]
 
 
-# --- the menagerie ---
+# --- the models ---
 
 
 @pytest.mark.pure
-@every_animal
-def test_an_animal_is_built_alike_every_time_and_leaves_the_random_state_alone(name: str) -> None:
+@every_model
+def test_a_model_is_built_alike_every_time_and_leaves_the_random_state_alone(name: str) -> None:
     before = torch.get_rng_state()
-    first, second = ANIMALS[name].build().state_dict(), ANIMALS[name].build().state_dict()
+    first, second = MODELS[name].build().state_dict(), MODELS[name].build().state_dict()
     assert torch.equal(torch.get_rng_state(), before)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
 @pytest.mark.pure
-@every_animal
+@every_model
 def test_batches_differ_by_seed_step_and_rank_and_by_nothing_else(name: str) -> None:
     def drawn(*key: int) -> Tensor:
-        leaves = torch.utils._pytree.tree_leaves(ANIMALS[name].batch(*key))
+        leaves = torch.utils._pytree.tree_leaves(MODELS[name].batch(*key))
         return torch.cat([leaf.detach().double().flatten() for leaf in leaves if isinstance(leaf, Tensor)])
 
     assert torch.equal(drawn(0, 0, 0), drawn(0, 0, 0))
@@ -80,61 +80,60 @@ def test_batches_differ_by_seed_step_and_rank_and_by_nothing_else(name: str) -> 
 
 
 @pytest.mark.pure
-@every_animal
-def test_every_trained_parameter_of_an_animal_moves_unless_it_may_be_left_out(name: str) -> None:
-    animal = ANIMALS[name]
-    before = {clean_name(key): parameter for key, parameter in animal.build().named_parameters()}
-    after = train_single(animal, 2).parameters
+@every_model
+def test_every_trained_parameter_of_a_model_moves_unless_it_may_be_left_out(name: str) -> None:
+    info = MODELS[name]
+    before = {clean_name(key): parameter for key, parameter in info.build().named_parameters()}
+    after = train_single(info, 2).parameters
     assert after.keys() == before.keys()
     still = {key for key in before if torch.equal(after[key], before[key].cpu())}
     frozen = {key for key in before if not before[key].requires_grad}
     assert frozen <= still
-    assert still == frozen or animal.leaves_some_out
+    assert still == frozen or info.leaves_some_out
 
 
 # --- the trainers ---
 
 
-@every_animal
+@every_model
 @ranks(2)
-def test_ddp_trains_every_animal_like_a_single_process(name: str) -> None:
-    expected = train_single(ANIMALS[name], 2)
-    assert_same_training(train_ddp(ANIMALS[name]), expected, tolerance_for(2), buffers=dist.get_rank() == 0)
+def test_ddp_trains_every_model_like_a_single_process(name: str) -> None:
+    expected = train_single(MODELS[name], 2)
+    assert_same_training(train_ddp(MODELS[name]), expected, tolerance_for(2), buffers=dist.get_rank() == 0)
 
 
-@every_animal
+@every_model
 @ranks(2)
-def test_torch_fsdp1_trains_every_animal_like_a_single_process(name: str) -> None:
-    expected = train_single(ANIMALS[name], 2, flat_units=True)
+def test_torch_fsdp1_trains_every_model_like_a_single_process(name: str) -> None:
+    expected = train_single(MODELS[name], 2, flat_units=True)
     for use_orig_params in (False, True):
-        record = train_torch_fsdp1(ANIMALS[name], use_orig_params=use_orig_params)
+        record = train_torch_fsdp1(MODELS[name], use_orig_params=use_orig_params)
         assert_same_training(record, expected, tolerance_for(2), buffers=dist.get_rank() == 0)
 
 
-@pytest.mark.parametrize("name", [name for name in ANIMALS if name not in REFUSED_BY_TORCH_FSDP2])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in REFUSED_BY_TORCH_FSDP2])
 @ranks(2)
-def test_torch_fsdp2_trains_nearly_every_animal_like_a_single_process(name: str) -> None:
-    expected = train_single(ANIMALS[name], 2)
-    assert_same_training(train_torch_fsdp2(ANIMALS[name]), expected, tolerance_for(2), buffers=dist.get_rank() == 0)
+def test_torch_fsdp2_trains_nearly_every_model_like_a_single_process(name: str) -> None:
+    expected = train_single(MODELS[name], 2)
+    assert_same_training(train_torch_fsdp2(MODELS[name]), expected, tolerance_for(2), buffers=dist.get_rank() == 0)
 
 
 @ranks(2)
 def test_torch_fsdp2_refuses_a_unit_that_writes_its_input() -> None:
     with pytest.raises(RuntimeError, match="is being modified inplace"):
-        train_torch_fsdp2(ANIMALS["writes_input"])
+        train_torch_fsdp2(MODELS["writes_input"])
 
 
 @pytest.mark.parametrize("name", ["mlp", "uneven", "tied", "unused", "batch_norm", "dropout"])
 @optimizers
 @ranks(4)
 def test_four_ranks_train_like_a_single_process(name: str, optimizer: Optimizer) -> None:
-    animal, recipe = ANIMALS[name], Recipe(optimizer=optimizer)
-    plain, flat = train_single(animal, 4, recipe), train_single(animal, 4, recipe, flat_units=True)
-    assert_same_training(train_ddp(animal, recipe), plain, SAME_MATH)
-    assert_same_training(train_torch_fsdp2(animal, recipe), plain, SAME_MATH)
-    assert_same_training(train_torch_fsdp1(animal, recipe), flat, SAME_MATH)
-    grid = world_groups_2x2()
-    record = train_torch_fsdp1(animal, recipe, sharding_strategy="HYBRID_SHARD", process_group=grid)
+    info, recipe = MODELS[name], Recipe(optimizer=optimizer)
+    plain, flat = train_single(info, 4, recipe), train_single(info, 4, recipe, flat_units=True)
+    assert_same_training(train_ddp(info, recipe), plain, SAME_MATH)
+    assert_same_training(train_torch_fsdp2(info, recipe), plain, SAME_MATH)
+    assert_same_training(train_torch_fsdp1(info, recipe), flat, SAME_MATH)
+    record = train_torch_fsdp1(info, recipe, sharding_strategy="HYBRID_SHARD", process_group=grid())
     assert_same_training(record, flat, SAME_MATH)
 
 
@@ -148,25 +147,25 @@ def test_the_strategy_of_torch_fsdp1_changes_nothing(
     for name in ("mlp", "uneven"):
         recipe = Recipe(optimizer=optimizer)
         record = train_torch_fsdp1(
-            ANIMALS[name], recipe, sharding_strategy=strategy, use_orig_params=use_orig_params, backward_prefetch=None
+            MODELS[name], recipe, sharding_strategy=strategy, use_orig_params=use_orig_params, backward_prefetch=None
         )
-        assert_same_training(record, train_single(ANIMALS[name], 2, recipe, flat_units=True), tolerance_for(2))
+        assert_same_training(record, train_single(MODELS[name], 2, recipe, flat_units=True), tolerance_for(2))
 
 
 @pytest.mark.parametrize("no_sync", [False, True])
 @ranks(2)
 def test_accumulation_is_the_same_in_every_trainer(no_sync: bool) -> None:
-    animal, recipe = ANIMALS["mlp"], Recipe(accumulate=3, no_sync=no_sync)
-    expected = train_single(animal, 2, recipe)
+    info, recipe = MODELS["mlp"], Recipe(accumulate=3, no_sync=no_sync)
+    expected = train_single(info, 2, recipe)
     assert expected.losses.shape == (9, 2)
-    for record in (train_ddp(animal, recipe), train_torch_fsdp1(animal, recipe), train_torch_fsdp2(animal, recipe)):
+    for record in (train_ddp(info, recipe), train_torch_fsdp1(info, recipe), train_torch_fsdp2(info, recipe)):
         assert_same_training(record, expected, FLOAT)
 
 
 @ranks(2)
 def test_bfloat16_stays_near_float32_and_away_from_it() -> None:
-    expected = train_single(ANIMALS["mlp"], 2)
-    record = train_torch_fsdp1(ANIMALS["mlp"], mixed_precision={"param_dtype": torch.bfloat16})
+    expected = train_single(MODELS["mlp"], 2)
+    record = train_torch_fsdp1(MODELS["mlp"], mixed_precision={"param_dtype": torch.bfloat16})
     assert_same_training(as_float32(record), expected, LOW_PRECISION)
     with pytest.raises(AssertionError, match="differs in"):
         assert_same_training(as_float32(record), expected, FLOAT)
@@ -178,10 +177,10 @@ def as_float32(record: Record) -> Record:
 
 @ranks(2)
 def test_a_flat_parameter_decays_what_has_no_gradient_and_ddp_does_not() -> None:
-    animal, recipe = ANIMALS["unused"], Recipe(optimizer=adamw)
-    plain, flat = train_single(animal, 2, recipe), train_single(animal, 2, recipe, flat_units=True)
-    assert_same_training(train_ddp(animal, recipe), plain, tolerance_for(2))
-    assert_same_training(train_torch_fsdp1(animal, recipe), flat, tolerance_for(2))
+    info, recipe = MODELS["unused"], Recipe(optimizer=adamw)
+    plain, flat = train_single(info, 2, recipe), train_single(info, 2, recipe, flat_units=True)
+    assert_same_training(train_ddp(info, recipe), plain, tolerance_for(2))
+    assert_same_training(train_torch_fsdp1(info, recipe), flat, tolerance_for(2))
     with pytest.raises(AssertionError, match=r"parameter '0\.spare\.weight' differs"):
         assert_same_training(plain, flat, FLOAT)
 
@@ -195,9 +194,9 @@ def test_a_flat_parameter_decays_what_has_no_gradient_and_ddp_does_not() -> None
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @ranks(2)
 def test_chunks_gathered_by_hand_are_what_torch_summons(name: str, use_orig_params: bool) -> None:
-    animal = ANIMALS[name]
-    model = shard_fsdp1(torch_fsdp.FullyShardedDataParallel, animal, use_orig_params=use_orig_params)
-    units = units_of(animal.build(), animal.unit_classes)
+    info = MODELS[name]
+    model = shard_fsdp1(torch_fsdp.FullyShardedDataParallel, info, use_orig_params=use_orig_params)
+    units = units_of(info.build(), info.unit_classes)
     values, gradients = split_by_name(gather_chunks(flat_chunks(model), dist.group.WORLD), units)
     assert gradients == {}
     with torch_fsdp.FullyShardedDataParallel.summon_full_params(model, writeback=False):
@@ -208,7 +207,7 @@ def test_chunks_gathered_by_hand_are_what_torch_summons(name: str, use_orig_para
 
 @ranks(2)
 def test_flat_chunks_are_named_by_unit_and_padded_at_the_end_only() -> None:
-    model = shard_fsdp1(torch_fsdp.FullyShardedDataParallel, ANIMALS["uneven"])
+    model = shard_fsdp1(torch_fsdp.FullyShardedDataParallel, MODELS["uneven"])
     chunks = flat_chunks(model)
     assert {unit: values.shape for unit, (values, _) in chunks.items()} == {"": (23,), "1": (23,), "2": (1,)}
     values, gradient = gather_chunks(chunks, dist.group.WORLD)["2"]
@@ -218,8 +217,8 @@ def test_flat_chunks_are_named_by_unit_and_padded_at_the_end_only() -> None:
 
 @pytest.mark.pure
 def test_units_own_what_no_inner_unit_owns_and_a_shared_parameter_once() -> None:
-    def names(animal: str) -> dict[str, list[str]]:
-        units = units_of(ANIMALS[animal].build(), ANIMALS[animal].unit_classes)
+    def names(info: str) -> dict[str, list[str]]:
+        units = units_of(MODELS[info].build(), MODELS[info].unit_classes)
         return {unit: list(shapes) for unit, shapes in units.items()}
 
     assert names("nested")["0"] == ["0.before.weight", "0.before.bias", "0.after.weight", "0.after.bias"]
@@ -289,12 +288,12 @@ COUNTS = {
 @pytest.mark.parametrize("name", COUNTS)
 @ranks(2)
 def test_the_counter_sees_every_collective_of_torch_in_forward_and_backward(name: str) -> None:
-    animal = ANIMALS[name]
+    info = MODELS[name]
     fsdp1, fsdp2 = torch_fsdp.FullyShardedDataParallel, torch_fsdp.fully_shard
-    for door, model in (("fsdp1", shard_fsdp1(fsdp1, animal)), ("fsdp2", shard_fsdp2(fsdp2, animal))):
-        forward_backward(model, animal, Recipe(), dist.get_rank(), step=0)
+    for door, model in (("fsdp1", shard_fsdp1(fsdp1, info)), ("fsdp2", shard_fsdp2(fsdp2, info))):
+        forward_backward(model, info, Recipe(), dist.get_rank(), step=0)
         with count_collectives() as counts:
-            forward_backward(model, animal, Recipe(), dist.get_rank(), step=1)
+            forward_backward(model, info, Recipe(), dist.get_rank(), step=1)
         gathers, reductions = COUNTS[name][door]
         assert counts.gathers_and_reductions == (gathers, reductions)
         # 280 parameters in a unit, no padding.
@@ -303,9 +302,9 @@ def test_the_counter_sees_every_collective_of_torch_in_forward_and_backward(name
 
 @ranks(2)
 def test_the_counter_sees_ddp_and_calls_on_the_group_itself() -> None:
-    ddp = torch.nn.parallel.DistributedDataParallel(ANIMALS["mlp"].build().to(device()))
+    ddp = torch.nn.parallel.DistributedDataParallel(MODELS["mlp"].build().to(device()))
     with count_collectives() as counts:
-        forward_backward(ddp, ANIMALS["mlp"], Recipe(), dist.get_rank(), 0)
+        forward_backward(ddp, MODELS["mlp"], Recipe(), dist.get_rank(), 0)
     assert counts.num_bytes["all_reduce"] == sum(parameter.nbytes for parameter in ddp.parameters())
     group, piece, whole = dist.group.WORLD, torch.ones(3, device=device()), torch.empty(6, device=device())
     with count_collectives() as counts:
@@ -317,7 +316,7 @@ def test_the_counter_sees_ddp_and_calls_on_the_group_itself() -> None:
 
 @ranks(4)
 def test_the_grid_has_rows_that_shard_and_columns_that_replicate() -> None:
-    shard, replicate = world_groups_2x2()
+    shard, replicate = grid()
     row, column = divmod(dist.get_rank(), 2)
     assert dist.get_process_group_ranks(shard) == [2 * row, 2 * row + 1]
     assert dist.get_process_group_ranks(replicate) == [column, column + 2]

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from minifsdp import trace
 from minifsdp.trace import Event, Recorder
-from spec_tests.engine.small import chain, draw, shard_each, train_once
+from spec_tests.engine.small import draw, shard_each, train_once
 from spec_tests.harness import ranks
+from spec_tests.models.modules import chain
 
 
 @pytest.mark.pure

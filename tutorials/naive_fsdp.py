@@ -13,9 +13,9 @@ What is learned, step by step:
    already saves: the two averages of Adam were most of the memory, and they are halves now.
 2. **Gather before forward.** Nobody needs the last block while the first one computes. A hook gathers each unit right
    before its own forward.
-3. **Free, and gather again in backward.** After its forward a unit's row is dropped, and a hook on its *output* brings
-   it back: the output's gradient is the first thing of a backward to arrive. Now only one unit is whole at a time.
-   The price is a second gather.
+3. **Free, and gather again in backward.** After its forward a unit's row is freed, and a hook on its *output* brings it
+   back: of all its gradients, that of the output is the first to arrive. Now only one unit is whole at a time. The
+   price is a second gather.
 4. **Reduce-scatter.** Until here a rank received the sum of all gradients and threw one half of it away. A
    reduce-scatter delivers only the half that is kept, and it can run as soon as *this* unit's gradient is complete.
 5. **Prefetch.** The gather of the next unit is issued before the current one's gradients are computed, so that both
@@ -51,7 +51,7 @@ class Unit:
     def __init__(self, name: str, module: nn.Module, log: Log) -> None:
         self.name, self.module, self.log = name, module, log
         owners = [(m, name, p) for m in module.modules() for name, p in m.named_parameters(recurse=False)]
-        self.places = [(m, name, p.shape) for m, name, p in owners]
+        self.slots = [(m, name, p.shape) for m, name, p in owners]
         row = torch.cat([p.detach().flatten() for _, _, p in owners])
         # Padded, so that all slices are equally long and one all-gather without a table of sizes suffices.
         row = torch.nn.functional.pad(row, (0, -row.numel() % dist.get_world_size()))
@@ -61,7 +61,7 @@ class Unit:
         self.num_bytes = row.numel() * row.element_size()
         self.row.untyped_storage().resize_(0)
         self.arriving: dist.Work | None = None
-        for m, name, _ in self.places:
+        for m, name, _ in self.slots:
             delattr(m, name)
 
     def gather(self) -> None:
@@ -85,7 +85,7 @@ class Unit:
         """Waits for the row, and puts views of it where the module looks for its parameters."""
         self.wait()
         start = 0
-        for module, name, shape in self.places:
+        for module, name, shape in self.slots:
             setattr(module, name, self.row[start : start + shape.numel()].view(shape))
             start += shape.numel()
 
@@ -111,7 +111,10 @@ class Unit:
 
 
 class Log:
-    """What happened in the last step, in letters, and the largest number of bytes that were whole at once."""
+    """What happened in the last step, and the largest number of bytes that were whole at once.
+
+    ``AG`` is an all-gather, ``AR`` an all-reduce, ``RS`` a reduce-scatter, ``F`` a forward.
+    """
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -140,16 +143,19 @@ class ByHand:
 
 
 def shard(units: list[Unit]) -> ByHand:
+    # 1. Nothing happens by itself.
     return ByHand(before_forward=(Unit.gather, Unit.show), after_backward=(Unit.all_reduce, Unit.free))
 
 
 def gather_before_forward(units: list[Unit]) -> ByHand:
+    # 2. The forward of a unit asks for its row.
     for unit in units:
         on_forward(unit)
     return ByHand(after_backward=(Unit.all_reduce, Unit.free))
 
 
 def free_and_gather_again(units: list[Unit]) -> ByHand:
+    # 3. Forward frees it again; backward gathers it, and frees it when its gradient is complete.
     for unit in units:
         on_forward(unit)
         on_output(unit)
@@ -158,6 +164,7 @@ def free_and_gather_again(units: list[Unit]) -> ByHand:
 
 
 def reduce_and_scatter(units: list[Unit]) -> ByHand:
+    # 4. What is complete is reduced: nothing is left to be done by hand.
     for unit in units:
         on_forward(unit)
         on_output(unit)
@@ -166,7 +173,7 @@ def reduce_and_scatter(units: list[Unit]) -> ByHand:
 
 
 def prefetch(units: list[Unit]) -> ByHand:
-    # Backward goes through the units from the last to the first, so what comes next is the unit before.
+    # 5. Backward goes through the units from the last to the first, so what comes next is the unit before.
     for unit, next_one in zip(units, [None, *units[:-1]], strict=True):
         on_forward(unit)
         on_output(unit, next_one)
@@ -190,6 +197,7 @@ def on_output(unit: Unit, next_one: Unit | None = None) -> None:
         unit.gather()
         if next_one is not None:
             next_one.gather()
+        # Nothing to show: by B, what autograd has saved are views of this row.
         unit.wait()
 
     def after_forward(_: nn.Module, __: object, output: Tensor) -> None:
@@ -236,10 +244,10 @@ def plain_losses(place: Place) -> list[float]:
     return losses
 
 
-def sharded_losses(lay: Callable[[list[Unit]], ByHand], place: Place, log: Log) -> list[float]:
+def sharded_losses(set_up: Callable[[list[Unit]], ByHand], place: Place, log: Log) -> list[float]:
     model, losses = build(place), []
     units = [Unit(name, block, log) for name, block in model.named_children()]
-    by_hand = lay(units)
+    by_hand = set_up(units)
     optimizer = torch.optim.Adam([unit.slice for unit in units], lr=1e-2)
     for step in range(NUM_STEPS):
         log.events.clear()
@@ -272,17 +280,18 @@ def lesson(place: Place) -> None:
     say(place, f"{NUM_BLOCKS} blocks of {block:,} bytes; plain losses " + " ".join(f"{loss:.5f}" for loss in plain))
     say(place, f"\n{'step':<24}{'last loss':>10}{'whole at once':>16}{'AG':>5}{'AR':>4}{'RS':>4}")
     peaks = []
-    for lay in (shard, gather_before_forward, free_and_gather_again, reduce_and_scatter, prefetch):
+    for set_up in (shard, gather_before_forward, free_and_gather_again, reduce_and_scatter, prefetch):
         log = Log()
-        losses = sharded_losses(lay, place, log)
+        losses = sharded_losses(set_up, place, log)
         counts = [sum(event.startswith(kind) for event in log.events) for kind in ("AG", "AR", "RS")]
-        say(place, f"{lay.__name__:<24}{losses[-1]:>10.5f}{log.peak:>16,}{counts[0]:>5}{counts[1]:>4}{counts[2]:>4}")
+        say(place, f"{set_up.__name__:<24}{losses[-1]:>10.5f}{log.peak:>16,}{counts[0]:>5}{counts[1]:>4}{counts[2]:>4}")
         peaks.append(log.peak)
         # Adam divides by the size of the gradient, so a last digit of a gradient may come out a little larger.
-        assert all(abs(ours - theirs) < 1e-4 * theirs for ours, theirs in zip(losses, plain, strict=True)), lay
+        assert all(abs(ours - theirs) < 1e-4 * theirs for ours, theirs in zip(losses, plain, strict=True)), set_up
     assert losses[-1] < 0.7 * losses[0]
     assert peaks == [NUM_BLOCKS * block, NUM_BLOCKS * block, block, block, 2 * block]
 
+    # 6. `log` is left over from step 5.
     theirs = order_of_minifsdp(place)
     say(place, "\nthe last step of the last one  " + " ".join(log.events[:9]) + " ...")
     say(place, "the first step of minifsdp     " + " ".join(theirs[:9]) + " ...")

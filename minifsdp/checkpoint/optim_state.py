@@ -74,6 +74,7 @@ def write(
     agreement.monitored_barrier(groups, "optim_state_dict()")
     keys, problems = names.keys(optimizer, given)
     states = {keys[key]: entries for key, entries in given["state"].items() if key in keys}
+    # 1. and 2.
     by_unit, differences = facts_of_all_ranks(names, states)
     # A rank without keys seems to lack all states; what it says itself comes first.
     agreement.refuse_together(groups, [*problems, *differences])

@@ -61,10 +61,10 @@ def keep_apart(
 
     def apart(tensor: torch.Tensor) -> torch.Tensor:
         where = _memory_of(tensor)
-        own = None if where is None else shareable.get(where)
+        twin = None if where is None else shareable.get(where)
         # Both must be all that is in that memory: of a part the rest would be saved as well, or stay with the model.
-        if own is not None and tensor is not own and tensor.nbytes == own.nbytes == own.untyped_storage().nbytes():
-            _shared.append((weakref.ref(tensor), weakref.ref(own)))
+        if twin is not None and tensor is not twin and tensor.nbytes == twin.nbytes == twin.untyped_storage().nbytes():
+            _shared.append((weakref.ref(tensor), weakref.ref(twin)))
             return tensor
         return tensor.detach().clone() if where in memory else tensor
 

@@ -18,7 +18,7 @@ wrapper has been written, buffers, ignored parameters, or what a module's custom
 latest when the model is about to change it (``shared_tensors.py``).
 
 One unit is gathered at a time, so at no moment is there more than one unit in full size, beside what the user asked to
-be given; with code of its own in the way, an outer unit beside an inner one.
+be given; where a module has custom code, an outer unit beside an inner one.
 
 Reading goes the other way, in ``state_dict_load.py``.
 

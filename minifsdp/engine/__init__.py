@@ -7,6 +7,7 @@ From the bottom up, each module using only those above it in this list:
 ``mesh``            who shards with whom, who replicates with whom
 ``lanes``           where gathers, reductions and copies run, and how to wait for them
 ``collectives``     the only place that talks to other ranks while training
+``gloo``            how two of its collectives are sent between CPUs
 ``precision``       which dtype at which step
 ``lifetime``        when memory may be reused; the rate limiter
 ``partition``       where a row of parameters is cut
@@ -29,7 +30,7 @@ From the bottom up, each module using only those above it in this list:
 ``reduce``          from unsharded gradients to sharded ones
 ``unit``            the state machine: gather, wait, reshard
 ``schedule``        who is gathered next
-``triggers``        what tells that autograd has reached a place
+``triggers``        what tells where a unit's backward begins and ends
 ``order_check``     do all ranks gather the same?
 ``hooks``           where the machine touches autograd
 ``root``            the tree of units: lazy start, begin and end of an iteration

@@ -15,7 +15,8 @@ Backends know no complex numbers. To send and to add them is to send and to add 
 
 The functions call the methods of the ``ProcessGroup`` itself, with option objects made once. The public functions of
 ``torch.distributed`` look up the group, check dtypes and wrap exceptions in each call, which for tiny units costs more
-than the rest of the engine; profilers and dispatch modes see the same ``c10d`` operators either way.
+than the rest of the engine; profilers and dispatch modes see the same ``c10d`` operators either way. Between CPUs
+something else may carry the first two in the group's place, see `Group.transport`.
 
 Each returns a promise, whatever the backend hands back: gloo a ``Work`` to wait for, NCCL nothing at all. There the
 kernel runs on the stream on which it was issued, and what is issued there later runs after it without being told.
@@ -68,7 +69,8 @@ def gather(group: Group, output: torch.Tensor, piece: torch.Tensor) -> Promise:
     """
     if output.is_complex():
         output, piece = torch.view_as_real(output), torch.view_as_real(piece)
-    promise: Promise = getattr(group.process_group, _GATHER_METHOD)(output, piece, _GATHER) or NOTHING
+    carrier = group.process_group if group.transport is None or not output.is_cpu else group.transport
+    promise: Promise = getattr(carrier, _GATHER_METHOD)(output, piece, _GATHER) or NOTHING
     return promise
 
 
@@ -80,7 +82,8 @@ def reduce_scatter(group: Group, piece: torch.Tensor, whole: torch.Tensor) -> Pr
     """
     if whole.is_complex():
         piece, whole = torch.view_as_real(piece), torch.view_as_real(whole)
-    promise: Promise = getattr(group.process_group, _REDUCE_SCATTER_METHOD)(piece, whole, _REDUCE_SCATTER) or NOTHING
+    carrier = group.process_group if group.transport is None or not whole.is_cpu else group.transport
+    promise: Promise = getattr(carrier, _REDUCE_SCATTER_METHOD)(piece, whole, _REDUCE_SCATTER) or NOTHING
     return promise
 
 

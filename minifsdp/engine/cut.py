@@ -2,7 +2,7 @@
 
 A parameter is cut along one of its dims, the first unless the user says otherwise, the way ``torch.chunk`` cuts: every
 rank gets the same number of rows until there are none left. So that one all-gather fits all, each rank *sends* the same
-number of elements, and the last ones send some that mean nothing.
+number of elements; the last ranks fill up with padding.
 
 Worked example, shape (3, 2) on two ranks::
 
@@ -15,8 +15,8 @@ Worked example, shape (3, 2) on two ranks::
 Along another dim the pieces of the ranks do not lie one behind the other in the whole. Such a parameter is put together
 by a concatenation, and padding would end up in its middle; therefore it must be divisible.
 
-Trade-off against the flat layout: a rank can be without any row, and a parameter of one row sits on one rank alone; in
-exchange every piece has a meaning and every tensor keeps its name.
+Trade-off against the flat layout: a rank can be without any row, and a parameter of one row lies on one rank alone; in
+exchange every piece is whole rows of one named tensor.
 
 *In torch:* ``FSDPParam._init_sharded_param``.
 
@@ -55,14 +55,14 @@ class Cut:
             )
 
     @cached_property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """Rows, or columns, of a piece that is full."""
         return -(-self.shape[self.dim] // self.num_shards)
 
     @cached_property
     def chunk_numel(self) -> int:
         """Elements that each rank sends, padding included."""
-        return self.rows * (self.shape.numel() // self.shape[self.dim] if self.shape[self.dim] else 0)
+        return self.num_rows * (self.shape.numel() // self.shape[self.dim] if self.shape[self.dim] else 0)
 
     @cached_property
     def padded_numel(self) -> int:
@@ -71,7 +71,7 @@ class Cut:
 
     def start(self, index: int) -> int:
         """The first row of piece ``index``; where the rows end if that piece is empty."""
-        return min(index * self.rows, self.shape[self.dim])
+        return min(index * self.num_rows, self.shape[self.dim])
 
     def local_shape(self, index: int) -> torch.Size:
         """The shape of piece ``index``; along `dim` it may be 0."""

@@ -20,6 +20,8 @@ whole; ``_StridedShard`` is how DTensor says so.
 Spec: FS2-04, FS2-05, FS2-08, FS2-18, NEW-16, NEW-23.
 """
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,11 +35,8 @@ from minifsdp.engine.cut import Cut
 from minifsdp.engine.mesh import Mesh
 from minifsdp.engine.messages import message
 
-
-def piece_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor itself; ``to_local()`` would make another one, for autograd."""
-    piece: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
-    return piece
+# The local tensor of a DTensor itself; ``to_local()`` would make another one, for autograd.
+piece_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 
 
 def set_piece(tensor: torch.Tensor, piece: torch.Tensor) -> None:
@@ -99,7 +98,7 @@ class Sharding:
             mesh, num_cuts = DeviceMesh._concatenate([mesh, inner.mesh]), inner.num_shards_map[dim]
             own = Shard(dim) if num_cuts == 1 else _StridedShard(dim, split_factor=num_cuts)
             placements = (own, *inner.placements)
-        # What is left of the mesh stands before the shard axis, and is one of replicas.
+        # An axis before the shard axis is one of replicas.
         placements = (Replicate(),) * (mesh.ndim - len(placements)) + placements
         meta = TensorMeta(parameter.shape, parameter.stride(), parameter.dtype)
         return DTensorSpec(mesh, placements, tensor_meta=meta)
@@ -126,12 +125,12 @@ class Sharding:
     def wrap(self, piece: torch.Tensor) -> DTensor:
         """A DTensor around a piece."""
         around = _around(piece, self._spec)
-        # Of the dtype that the next ones will have, too.
+        # The next pieces will be of this dtype, too.
         self._spec = around._spec
         return around
 
     def wrap_among(self, mesh: DeviceMesh, piece: torch.Tensor) -> DTensor | None:
-        """A piece among the ranks of the last axis of ``mesh``; ``None`` where tensor parallelism has its own."""
+        """A DTensor around a piece that is cut over the last axis of ``mesh``; ``None`` with tensor parallelism."""
         if self._tensor_parallel is not None:
             return None
         placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(self.cut.dim))

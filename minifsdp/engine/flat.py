@@ -44,7 +44,7 @@ from minifsdp.engine import collectives, optimizer_watch
 from minifsdp.engine.absent import GUARD, guards_for
 from minifsdp.engine.flat_parameter import FlatOwnership
 from minifsdp.engine.lanes import NOTHING, Lanes, Promise
-from minifsdp.engine.layout import Gradient, Layout, OwnedParameter, Slot, rebound
+from minifsdp.engine.layout import Gradient, Layout, OwnedParameter, Slot, replaced_parameter_error
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.originals import OriginalOwnership
@@ -72,7 +72,7 @@ class FlatLayout(Layout):
         is_summoned: whether the modules show full parameters that are the user's, see ``summoned.py``.
     """
 
-    signals_gradient = True
+    _make_room: Callable[..., None] | None = None
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class FlatLayout(Layout):
         self._on_gradient: Callable[[], None] | None = None
         self.use_stored_dtype(False)
         self._places = [
-            # Past `_parameters`, where the flat parameter alone is to be listed.
+            # Not in `_parameters`, where the flat parameter alone is to be listed.
             (vars(slot.module) if self.hides_originals else slot.module._parameters, slot, index)
             for index, owned in enumerate(self.parameters)
             for slot in owned.slots
@@ -118,7 +118,7 @@ class FlatLayout(Layout):
         self._gathered_at: object = None
         # The views of the last forward that autograd recorded.
         self._recorded: Sequence[torch.Tensor] | None = None
-        # Where the unit computes in the shard's own memory, the full values are readable all the time.
+        # A unit that computes in the shard's own memory has its full values all the time.
         stays = self._now.is_borrowed and self.hides_originals
         self._guards = guards_for(self.parameters) if stays or not self.hides_originals else []
         self._show(self.views_of(self._now.leaf) if stays else self.owner.stand_ins)
@@ -138,10 +138,11 @@ class FlatLayout(Layout):
         self._now = self._variants[dtype]
         self.dtype, self.num_bytes = dtype, self._now.num_bytes
 
-    def on_gradient(self, notify: Callable[[], None] | None) -> None:
-        """Whom to call when the unsharded gradient is complete."""
-        self._on_gradient = notify
+    def on_gradient(self, notify: Callable[[], None] | None, make_room: Callable[..., None] | None = None) -> bool:
+        """Whom to call when the unsharded gradient is complete, which the leaf can tell."""
+        self._on_gradient, self._make_room = notify, make_room
         self._guard()
+        return True
 
     def settle(self) -> None:
         """Adapts to a shard that was given another dtype after construction, as by ``model.half()``."""
@@ -165,7 +166,7 @@ class FlatLayout(Layout):
     def gather(self, lanes: Lanes) -> Promise | None:
         """Fills the unsharded tensor, from this rank's shard if nothing is sharded, else from everybody's."""
         if self.owner.collect():
-            # Just copied, and so after the lane has last followed the compute stream.
+            # Copied on the compute stream, which the lane has not followed since.
             lanes.gather.follow()
         self._gathered_at = self.owner.stamp()
         now, shard, group = self._now, self.owner.shard.data, self.mesh.shard
@@ -196,7 +197,7 @@ class FlatLayout(Layout):
         shown = self._shown
         for dictionary, slot, index in self._places:
             if dictionary.get(slot.name) is not shown[index]:
-                raise rebound(slot, self.name)
+                raise replaced_parameter_error(slot, self.name)
 
     def show_unsharded(self) -> None:
         """Makes new views and puts them on the modules."""
@@ -206,6 +207,9 @@ class FlatLayout(Layout):
         views = self.views_of(leaf)
         if torch.is_grad_enabled():
             self._recorded = views
+            if self._make_room is not None and len(views) > 1 and leaf.requires_grad and not self._any_distributed:
+                # The backward of the split, which comes behind that of the view.
+                views[0].grad_fn.next_functions[0][0].register_prehook(self._make_room)  # type: ignore[union-attr]
         self._show(views)
 
     def show_again(self) -> None:
@@ -256,7 +260,7 @@ class FlatLayout(Layout):
         gradient, leaf.grad = leaf.grad, None
         if gradient is None:
             return None
-        # The user's, on a flat parameter. Autograd owns another tensor and calls none of them.
+        # The user's hooks on a flat parameter. Autograd owns another tensor and calls none of them.
         for hook in list((self.owner.shard._backward_hooks or {}).values()):
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
@@ -272,7 +276,7 @@ class FlatLayout(Layout):
         optimizer_watch.note_unreduced(self)
 
     def pack(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
-        """Packed it is already."""
+        """It is packed already."""
         return gradient.parts[0].to(dtype)
 
     def copy_to_host(self, piece: torch.Tensor) -> torch.Tensor:

@@ -12,46 +12,36 @@
 
 How do we get into backward?
 
-1. *Pre-backward* is a hook on the tensors that forward returned. That must be laid in each forward, for they are new
-   tensors each time; it is the only hook that is.
-2. *Post-backward* is a hook on the unsharded leaf, laid once for good: autograd accumulates into the leaf exactly when
-   every use of every parameter of the unit has contributed, also when the module was called twice.
+1. *Pre-backward* is a hook on the tensors that forward returned. They are new each time, so each forward lays it.
+2. *Post-backward* is told by the unit's *trigger*, its leaf or its inputs; nothing here asks which (``triggers.py``).
 3. *End of backward* is a callback that autograd runs after its last node. It can only be queued from inside a backward,
-   so the first trip wire does it.
-4. A unit without trained parameters has no gradient to wait for. Its backward is over when the gradients of its inputs
-   are known, and if there are none, at the end of backward.
-5. With a leaf for each parameter it is not known which of them will get a gradient in this backward. So there the
-   inputs of the module pass through a node that does nothing forward; when autograd comes back to it, all that happened
-   in between is done. What is missed, because no input asks for a gradient, is caught at the end of backward.
+   so the first trip wire does it. What no trigger could tell is caught there.
 
 Activation checkpointing runs a unit's forward *again, inside backward*. That is noticed by the fact that autograd is
 running, and changes two things:
 
-6. a forward in the phase PRE_BACKWARD only needs to look: the unit is gathered, its backward is waiting for the result.
-7. a forward in another phase is gathered as usual but not freed after it, because what runs next is its own backward.
+4. a forward in the phase PRE_BACKWARD only needs to look: the unit is gathered, its backward is waiting for the result.
+5. a forward in another phase is gathered as usual but not freed after it, because what runs next is its own backward.
    The unit *lingers* until then; if another one's turn comes instead, it is freed after all. The same holds for a unit
    whose gradient completes inside a nested backward (reentrant checkpointing of a part of the unit): another part may
    yet have to be computed again from the same parameters.
 
-*In torch:* ``_runtime_utils.py``, 1654 lines. It lays the post-backward hook in each forward, on a node that it reaches
-by expanding the flat parameter; with reentrant checkpointing it gathers a third time where point 7 needs two.
+*In torch:* ``_runtime_utils.py``, 1654 lines. It gathers a third time where point 5, in its reentrant case, needs two.
 
-Spec: SHARD-04, SHARD-08, SHARD-10, SHARD-14, ORIG-14, FWD-06, PREF-02 to PREF-06, NOSYNC-01, NOSYNC-07, PAR-07.
+Spec: SHARD-04, SHARD-08, SHARD-10, SHARD-14, FWD-06, PREF-02 to PREF-06, NOSYNC-01, NOSYNC-07, PAR-07.
 """
 
 from typing import Any
 
 import torch
 from torch.autograd import Variable
-from torch.autograd.graph import register_multi_grad_hook
 
 from minifsdp import trace
 from minifsdp.engine.layout import Gradient
 from minifsdp.engine.order_check import OrderCheck
-from minifsdp.engine.precision import tensors_in
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
-from minifsdp.engine.triggers import NOT_IN_BACKWARD, graph_task, lay_wires, pass_through
+from minifsdp.engine.triggers import NOT_IN_BACKWARD, graph_task, lay_wires, trigger_for
 from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
 
 
@@ -66,6 +56,7 @@ class Cycle:
         forward_prefetch: whether to ask for the next unit in forward.
 
     Attributes:
+        triggers: of each unit, what tells where its backward begins and ends.
         in_backward: a backward of this tree has begun and not ended.
         is_recorded: autograd was on when the outermost of the running forwards began.
         num_forwards: how many outermost forwards have begun.
@@ -84,22 +75,16 @@ class Cycle:
         self.units, self.reducer, self.order_check = units, reducer, order_check
         self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
         self.schedule = Schedule()
-        self.in_backward = False
-        self.is_recorded = False
-        self.is_last_backward = True
-        self.num_forwards = 0
+        self.in_backward = self.is_recorded = False
+        self.is_last_backward, self.num_forwards = True, 0
         self._lingering: Unit | None = None
         self._spans: dict[Unit, trace.Event] = {}
-        for unit in units:
-            self._lay_permanent_hooks(unit)
-
-    def _lay_permanent_hooks(self, unit: Unit) -> None:
         # 2. Once for good.
-        unit.layout.on_gradient(lambda: self.post_backward(unit))
-        unit.on_gradient_of_output = lambda _: self.pre_backward(unit)
+        tells = (self.pre_backward, self.post_backward, self._close, reducer.make_room)
+        self.triggers = {unit: trigger_for(unit, *tells) for unit in units}
 
     def dissolve(self) -> None:
-        """Takes the permanent hooks away: the units are about to join another tree."""
+        """The leaves tell this tree nothing any more: the units are about to join another one."""
         for unit in self.units:
             unit.layout.on_gradient(None)
 
@@ -108,7 +93,7 @@ class Cycle:
     def pre_forward(self, unit: Unit) -> None:
         """Called right before the unit's module runs; afterwards its parameters are there."""
         if unit.phase is Phase.PRE_BACKWARD:
-            # 6. Recomputation: all is in place.
+            # 4. Recomputation: all is in place.
             return
         if self._lingering is not None:
             self._release_lingering(unit)
@@ -129,26 +114,14 @@ class Cycle:
         if trace.recorder is not None:
             self._spans[unit] = trace.recorder.begin("F", unit.name)
 
-    def watch_inputs(self, unit: Unit, inputs: Any) -> Any:
-        """5. ``inputs``, passed through the node that tells when the backward of ``unit`` is over."""
-        if not torch.is_grad_enabled() or unit.phase is not Phase.FORWARD:
-            return inputs
-        return pass_through(inputs, lambda: self._inputs_reached(unit))
-
-    def _inputs_reached(self, unit: Unit) -> None:
-        if unit.phase is Phase.PRE_BACKWARD:
-            self.post_backward(unit)
-
     def post_forward(self, unit: Unit, inputs: Any, output: Any) -> None:
         """Called right after the unit's module has run."""
         if unit.phase is not Phase.PRE_BACKWARD:
             self.leave_forward(unit, is_recorded=self.watch_output(unit, inputs, output))
 
     def watch_output(self, unit: Unit, inputs: Any, output: Any) -> bool:
-        """1. Hooks the output of a module; whether a backward through it is to be expected."""
-        if unit.phase is Phase.PRE_BACKWARD or not torch.is_grad_enabled():
-            return False
-        return self._lay_trip_wires(unit, inputs, output)
+        """1. Lays trip wires on the output of a module; whether a backward through it is to be expected."""
+        return torch.is_grad_enabled() and self.triggers[unit].watch_output(inputs, output)
 
     def leave_forward(self, unit: Unit, *, is_recorded: bool) -> None:
         """The forward of the unit is over, and all of its modules' outputs have been watched."""
@@ -161,7 +134,7 @@ class Cycle:
                 unit.counted_in, unit.num_pending = self.num_forwards, unit.num_pending + 1
             self.schedule.leave(unit)
             if graph_task() != NOT_IN_BACKWARD:
-                # 7. The backward of what was just recomputed comes next.
+                # 5. The backward of what was just recomputed comes next.
                 self._lingering = unit
                 return
         if self._frees_after_forward(unit):
@@ -178,23 +151,6 @@ class Cycle:
         # Kept for its backward. After an evaluation nothing would free it later; but a part without
         # grad inside a recorded forward is no evaluation, it is checkpointed and will be computed again.
         return not unit.awaits_backward and not self.is_recorded
-
-    def _lay_trip_wires(self, unit: Unit, inputs: Any, output: Any) -> bool:
-        # An input that is handed on says nothing about this unit; its gradient may come when all is over.
-        passed = () if unit.layout.signals_gradient else inputs
-        if not lay_wires(output, unit.on_gradient_of_output, apart_from=passed):
-            return False
-        if unit.layout.signals_gradient and not unit.layout.is_trained:
-            self._wait_for_inputs(unit, inputs)
-        return True
-
-    def _wait_for_inputs(self, unit: Unit, inputs: Any) -> None:
-        # 4. Nothing here is trained.
-        # Used more than once, it must stay for the other uses; then the end of backward frees it.
-        unit.num_uses += 1
-        hooked = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
-        if hooked:
-            register_multi_grad_hook(hooked, lambda _: self._close(unit) if unit.num_uses == 1 else None)
 
     # --- backward ---
 
@@ -219,7 +175,7 @@ class Cycle:
         if self._lingering is not None:
             self._release_lingering(unit)
         unit.awaits_backward = False
-        if unit.policy.gathers_in_backward:
+        if unit.policy.gathers_in_backward and unit.state is State.SHARDED:
             unit.unshard()
         if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._prefetch_backward(unit)
@@ -266,7 +222,7 @@ class Cycle:
             next_one.unshard()
 
     def _release_lingering(self, arriving: Unit) -> None:
-        """7. Another unit's turn has come, so the lingering one's will not come next; unless it is inside of it."""
+        """5. Another unit's turn has come, so the lingering one's will not come next; unless it is inside of it."""
         lingering = self._lingering
         if lingering is None or lingering is arriving or arriving in lingering.inner:
             return
@@ -295,8 +251,7 @@ class Cycle:
         its parameters. It is freed; the next forward must not meet parameters from before the optimizer step.
         """
         for unit in reversed(self.units):
-            # 5. Nothing said so: the inputs asked for no gradient, or it never reached them.
-            if not unit.layout.signals_gradient and unit.phase is not Phase.POST_BACKWARD and unit.expects_gradient:
+            if unit.phase is not Phase.POST_BACKWARD and self.triggers[unit].is_overdue():
                 self.post_backward(unit)
         if not self.is_last_backward:
             # Another backward of this iteration follows, and waits for these reductions and uses this order.
@@ -304,10 +259,10 @@ class Cycle:
             return
         self.reducer.finish()
         for unit in self.units:
-            if unit.phase is not Phase.IDLE or unit.state is not State.SHARDED:
+            if unit.state is not State.SHARDED:
                 self._close(unit)
-            unit.awaits_backward, unit.num_uses, unit.num_pending = False, 0, 0
-        # Else what was copied out of the last gathers would lie in memory during the optimizer step.
+            unit.phase, unit.awaits_backward, unit.num_uses, unit.num_pending = Phase.IDLE, False, 0, 0
+        # The tree's one gather lane. Else the buffers of the last gathers would stay for the optimizer step.
         for unit in self.units[:1]:
             unit.lanes.gather.let_go()
         self.schedule.end_iteration()

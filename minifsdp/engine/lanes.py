@@ -76,7 +76,7 @@ def current_stream(device: torch.device) -> Any:
     return torch.get_device_module(device).current_stream(device)
 
 
-def passed(device: torch.device) -> Any:
+def compute_event(device: torch.device) -> Any:
     """An event for all that the compute stream of ``device`` was given so far; ``None`` on the CPU: all is done."""
     if device.type in ("cpu", "meta"):
         return None
@@ -122,10 +122,10 @@ class Lane:
         """
         if self.stream is None:
             return
-        self.stream.wait_event(passed(self._device) if event is None else event)
+        self.stream.wait_event(compute_event(self._device) if event is None else event)
 
     def join(self) -> None:
-        """Rule 2 for all that was issued on the lane: what the compute stream is given from now on runs after it."""
+        """The exception to rule 2, where many were issued and none was waited for: the compute stream waits for all."""
         if self.stream is not None:
             current_stream(self._device).wait_stream(self.stream)
 
@@ -137,7 +137,7 @@ class Lane:
     def hold(self, memory: Any) -> None:
         """Keeps ``memory`` of this lane alive until what the compute stream has been given so far is done with it."""
         if self.stream is not None:
-            self._held.append((memory, passed(self._device)))
+            self._held.append((memory, compute_event(self._device)))
 
     def let_go(self) -> None:
         """Gives back what is held; what is issued on the lane from now on may get that memory, and so runs after it."""

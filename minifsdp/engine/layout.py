@@ -1,19 +1,20 @@
 """What a unit asks of the tensors it consists of: the contract, and the places where modules keep parameters.
 
-A unit does not know how its parameters lie in memory. It knows a dozen verbs, and a *layout* answers them: the flat
-layout with one long tensor for all parameters, the per-parameter layout with a tensor each. Read this page as a table
-of contents; the lines under each verb are in ``flat.py``.
+A unit does not know how its parameters lie in memory. It knows a dozen verbs, and a *layout* answers them: the
+per-parameter layout with a tensor each, the flat layout with one long tensor for all. Read this page as a table of
+contents; the lines under each verb are in ``per_param.py`` and ``flat.py``.
 
 Two variables, that is the idea of every layout here. The *shard* is what the optimizer owns: small, in full precision,
 always there. The *unsharded leaf* is what autograd owns: large, in the compute dtype, with memory only while it is
-needed. A gather goes from the first to the second, a reduction from the gradient of the second to that of the first::
+needed. A gather goes from the first to the second, a reduction from the gradient of the second to that of the first.
+Two ranks, a flat layout; the dot is padding::
 
     shard          [a a a b] on rank 0, [b b b .] on rank 1        always
                        | gather                ^ reduce
     unsharded      [a a a b b b b .]   --->  its gradient          from gather to free
 
-`Slot` is the other half: a place in some module where a parameter is looked up by name. Modules are shown something
-else there as time goes by, the full tensor during compute, and outside of it whatever the layout has to offer.
+`Slot` is the other half: a place in some module where a parameter is looked up by name. What a layout *shows* there
+changes with time: the full tensor during compute, outside of it the shard, or something that stands in for it.
 
 *In torch:* FSDP1 has one variable, ``FlatParameter``, whose ``.data`` is five different tensors in turn, and saves and
 restores ``.grad`` around them. FSDP2 has the two variables.
@@ -60,7 +61,7 @@ class Slot:
         return cls(module, name, path, names if name in names else ())
 
     def update_second_list(self, tensor: torch.Tensor) -> None:
-        """Tells a module that keeps its weights twice. Writing past ``__setattr__`` is fast, and this is the price."""
+        """For a module that keeps its weights twice: layouts write past ``__setattr__``, which would update both."""
         if self.second_list:
             self.module._flat_weights[self.second_list.index(self.name)] = tensor  # type: ignore[operator]
 
@@ -71,7 +72,7 @@ class Gradient:
 
     Attributes:
         parts: the tensors; a flat layout has one, of all parameters.
-        numbers: to which parameter each belongs, ascending; empty in a flat layout.
+        numbers: the parameter of each, as an index into `Layout.parameters`, ascending; empty in a flat layout.
     """
 
     parts: list[torch.Tensor]
@@ -99,7 +100,7 @@ class OwnedParameter:
 def owned_parameters(
     modules: Iterable[tuple[str, nn.Module]], ignored: set[nn.Parameter]
 ) -> dict[nn.Parameter, OwnedParameter]:
-    """The parameters that ``modules`` own themselves, each once, in the order of the walk, ties joined.
+    """The parameters that ``modules`` own themselves, in their order, each once, ties joined.
 
     What is part of a flat unit already, because the very module was wrapped before, is left to that unit.
 
@@ -121,7 +122,7 @@ def owned_parameters(
     return found
 
 
-def rebound(slot: Slot, unit_name: str) -> RuntimeError:
+def replaced_parameter_error(slot: Slot, unit_name: str) -> RuntimeError:
     """The error for a slot that does not hold what was put there."""
     return RuntimeError(
         message("replaced-parameter", parameter=full_name(unit_name, slot.path), type=type(slot.module).__name__)
@@ -134,7 +135,9 @@ def full_name(prefix: str, path: str) -> str:
 
 
 class Layout(ABC):
-    """How the parameters of one unit lie in memory. A layout talks to lanes and collectives, never to autograd hooks.
+    """How the parameters of one unit lie in memory. Of autograd a layout touches its own leaves alone.
+
+    Work is issued on *lanes*, streams beside the compute stream, as a *promise* to be waited for; see ``lanes.py``.
 
     Attributes:
         name: full name of the unit's module inside the root, for messages; set by the root.
@@ -143,7 +146,6 @@ class Layout(ABC):
         num_bytes: bytes of the unsharded parameters, padding included.
         offloads: whether shard and gradient live on the CPU between computations.
         parameters: what the unit is made of, in order.
-        signals_gradient: whether the layout itself can tell when its gradient is complete.
         reduces_unused: whether trained parameters that got no gradient take part in a reduction, with zeros.
     """
 
@@ -153,7 +155,6 @@ class Layout(ABC):
     num_bytes: int
     offloads: bool
     parameters: list[OwnedParameter]
-    signals_gradient: bool
     reduces_unused: bool = False
 
     def full_name(self, path: str) -> str:
@@ -162,11 +163,17 @@ class Layout(ABC):
 
     # --- the unsharded tensor ---
 
-    def on_gradient(self, notify: Callable[[], None] | None) -> None:  # noqa: B027
+    def on_gradient(self, notify: Callable[[], None] | None, make_room: Callable[..., None] | None = None) -> bool:
         """Whom to call when the unsharded gradient is complete; ``None`` for nothing.
 
-        A layout that cannot tell, see `signals_gradient`, calls nothing.
+        Args:
+            notify: is called then.
+            make_room: is called before it is put together from the gradients of the parameters, which are there.
+
+        Returns:
+            Whether the layout can tell. One with several leaves cannot: see ``triggers.py``.
         """
+        return False
 
     @abstractmethod
     def settle(self) -> None:
@@ -190,7 +197,7 @@ class Layout(ABC):
 
     @abstractmethod
     def free(self) -> ReleaseEvent | None:
-        """Releases the unsharded memory. ``None`` if there is none to release."""
+        """Releases the unsharded memory, and says when it may be used again; ``None`` if there was none to release."""
 
     @abstractmethod
     def is_stale(self) -> bool:
@@ -215,7 +222,7 @@ class Layout(ABC):
         """Puts back the views of the last forward that autograd recorded, for its backward."""
 
     def show_resting(self, *, is_kept: bool) -> None:  # noqa: B027
-        """Puts on the modules what they have between a forward and a backward for which the memory is held.
+        """Puts on the modules what they have between a forward and a backward if the memory is kept for that.
 
         Args:
             is_kept: that is the unit's strategy; otherwise the unit is the root, held because its backward is near.
@@ -236,14 +243,14 @@ class Layout(ABC):
 
     @abstractmethod
     def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
-        """What autograd has left, taken away from it, and if so wished what `keep_unreduced` has collected added to it.
+        """Takes away what autograd has left; if so wished, what `keep_unreduced` has collected is added to it.
 
         Returns:
             ``None`` if there is nothing.
         """
 
     def part_over(self, mesh: Mesh, gradient: Gradient) -> Gradient:
-        """What of ``gradient`` belongs to parameters that are cut over ``mesh``; here all are cut over the same."""
+        """The part of ``gradient`` whose parameters are cut over ``mesh``; all of it where a unit has one mesh."""
         return gradient
 
     @abstractmethod
@@ -256,9 +263,9 @@ class Layout(ABC):
 
     @abstractmethod
     def copy_to_host(self, piece: torch.Tensor) -> torch.Tensor:
-        """A copy of a reduced piece where shards live if that is the CPU, made by the current stream; nothing waits.
+        """Where shards live on the CPU: a copy of a reduced piece there, made by the current stream; nothing waits.
 
-        What cannot be copied without waiting is returned as it is, and `accept_gradient` does it.
+        What cannot be copied without waiting is returned as it is, and `accept_gradient` copies it.
         """
 
     @property
@@ -278,7 +285,7 @@ class Layout(ABC):
     @property
     @abstractmethod
     def has_unreduced(self) -> bool:
-        """Whether the optimizer would find a gradient that was never reduced."""
+        """Whether something that `keep_unreduced` was given still waits for its reduction."""
 
     # --- the user ---
 

@@ -2,12 +2,12 @@
 
 The memory of a gathered unit is written on the gather lane and read on the compute stream. PyTorch's CUDA allocator
 gives a block back to the lane that asked for it, *as soon as Python frees it*, without asking whether the compute
-stream is done reading. Two ways out:
+stream is done reading. So two things are done:
 
-* tell the allocator (``record_stream``): the block is held until the compute stream has passed this point. The CPU
+* the allocator is told (``record_stream``): the block is held until the compute stream has passed this point. The CPU
   never stops, but it runs ahead: it can issue the gathers of ten units before the GPU has finished the first, and all
   ten are then allocated at once.
-* so let the CPU stop after all, before it runs too far ahead. That is the rate limiter::
+* so the CPU is stopped after all, before it runs too far ahead. That is the rate limiter::
 
       CPU    AG0 F0 FREE0   AG1 F1 FREE1   WAIT(FREE0) AG2 ...
       GPU        AG0 F0.......FREE0  AG1 F1.......FREE1
@@ -68,10 +68,10 @@ def release(storage_owner: torch.Tensor) -> ReleaseEvent:
     """
     event: ReleaseEvent = DONE
     if storage_owner.device.type != "cpu":
-        main_road = current_stream(storage_owner.device)
+        compute_stream = current_stream(storage_owner.device)
         # The allocator must not hand the block out again before the compute stream has passed this point.
-        storage_owner.record_stream(main_road)
-        event = main_road.record_event()
+        storage_owner.record_stream(compute_stream)
+        event = compute_stream.record_event()
     storage_owner.untyped_storage().resize_(0)
     return event
 

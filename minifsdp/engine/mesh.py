@@ -32,14 +32,18 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from minifsdp.engine.messages import message
+
+# Asked for each process group that is sharded over.
+transports: list[Callable[[Any], Any]] = []
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,11 @@ class Group:
     size: int
     rank: int
     ranks: tuple[int, ...]
+
+    @cached_property
+    def transport(self) -> Any:
+        """What gathers and reduce-scatters tensors of the CPU in the place of the process group, or ``None``."""
+        return next(filter(None, (ask(self.process_group) for ask in transports)), None)
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup) -> Group:
@@ -107,8 +116,7 @@ class Mesh:
     @classmethod
     def sharded(cls, group: Group) -> Mesh:
         """One copy, in as many pieces as the group has ranks."""
-        # A group of one is no group: gathering from no other rank is a copy, so such a unit is treated as not sharded
-        # at all.
+        # A group of one is no group: with no other rank to gather from, nothing is sharded.
         return cls(group, None) if group.size > 1 else cls(None, None)
 
     @classmethod

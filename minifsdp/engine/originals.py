@@ -114,7 +114,7 @@ class OriginalOwnership(Ownership):
     def stamp(self) -> object:
         """Changes whenever the values of a slice are changed in place, or its memory is replaced, on any rank.
 
-        A rank on which nothing lies of what is trained sees no version change in a step, and must gather all the same.
+        A rank that has no part of what is trained sees no version change in a step, and must gather all the same.
         """
         return optimizer_watch.num_steps(), super().stamp()
 
@@ -126,7 +126,7 @@ class OriginalOwnership(Ownership):
         """
         has_copied = False
         for path, original, mine in zip(self._paths, self.parameters, self._mine, strict=True):
-            # What has no elements has no address, and shows the same one everywhere.
+            # Of empty tensors both are 0.
             if original.data_ptr() == mine.data_ptr():
                 continue
             found, expected = original.numel(), mine.numel()

@@ -33,7 +33,7 @@ Spec: ORIG-01, ORIG-02, ORIG-13, SHARD-06, NOSYNC-02, NOSYNC-05, NOSYNC-10, FWD-
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 
 import torch
 from torch import nn
@@ -41,7 +41,7 @@ from torch import nn
 from minifsdp.engine.layout import OwnedParameter
 from minifsdp.engine.messages import message
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
+_REQUIRES_GRAD, _VERSION, _ADDRESS = attrgetter("requires_grad"), attrgetter("_version"), methodcaller("data_ptr")
 
 
 class Ownership(ABC):
@@ -89,7 +89,7 @@ class Ownership(ABC):
     # --- values ---
 
     def collect(self) -> bool:
-        """Fetches into the shard what the user has put elsewhere; whether anything was. Called before it is used."""
+        """Fetches into the shard what the user has put into other memory; whether anything was. To be called first."""
         return False
 
     def settle(self) -> None:  # noqa: B027
@@ -104,7 +104,7 @@ class Ownership(ABC):
 
     def stamp(self) -> object:
         """Differs from an earlier stamp if values were changed in place, or memory replaced, in between."""
-        return [(parameter._version, parameter.data_ptr()) for parameter in self.parameters]
+        return list(map(_VERSION, self.parameters)), list(map(_ADDRESS, self.parameters))
 
     # --- reduced gradients ---
 
@@ -181,7 +181,7 @@ class Ownership(ABC):
                 continue
             any_left = True
             if parameter.grad.data_ptr() != part.data_ptr() and parameter.grad.shape == part.shape:
-                # Another was put in its place. Autograd takes one of full size only where nothing is sharded.
+                # The user has assigned another. PyTorch allows one of this size only where nothing is sharded.
                 part.copy_(parameter.grad)
             parameter.grad = None
             if before is not None:
@@ -207,10 +207,10 @@ def assign_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 def check_uniform_dtype(home: nn.Module, parameters: Mapping[nn.Parameter, OwnedParameter]) -> None:
-    """One tensor has one dtype, and autograd knows what to do with it.
+    """Whether the parameters can be one tensor, which has one dtype, and one that autograd can train.
 
     Raises:
-        ValueError: the parameters have several, or it is one of whole numbers.
+        ValueError: they have several dtypes, or one of whole numbers.
     """
     kind, dtypes = type(home).__name__, sorted({str(original.dtype) for original in parameters})
     if len(dtypes) > 1:

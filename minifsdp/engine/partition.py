@@ -152,10 +152,11 @@ class Partition:
         return slice(start, max(start, min(self.shard_numel - first, self.numels[number])))
 
     def views(self, row: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-        """The parameters in a padded row. One split makes them all, and the padding is a part of it.
+        """The parameters in a padded row, by one split of all of it; why is told in ``flat.py``, 2.
 
-        The backward of one split is one concatenation, in which parameters without a gradient count as zeros; the
-        same goes for the padding, which therefore needs no copy of its own.
+        A row that is one parameter and nothing else needs none, and its gradient no copy.
         """
-        pieces = row.split(self.split_sizes)
+        if len(shapes) == 1 and shapes[0].numel() == len(row):
+            return [row.view(shapes[0])]
+        pieces = row.split_with_sizes(self.split_sizes)
         return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=False)]

@@ -1,8 +1,7 @@
 """Layout 2: one DTensor for each parameter.
 
-Every parameter keeps its name, its shape and its own row of the table: what the optimizer owns is a ``DTensor``, which
-knows the whole shape and holds this rank's rows of it. Printing, saving, clipping and filtering work on it as on any
-parameter.
+Every parameter keeps its name and its shape: what the optimizer owns is a ``DTensor``, which knows the whole shape and
+holds this rank's rows of it. Printing, saving, clipping and filtering work on it as on any parameter.
 
 Worked example, ``weight`` of shape (3, 2) and ``bias`` of shape (3,), two ranks::
 
@@ -11,22 +10,21 @@ Worked example, ``weight`` of shape (3, 2) and ``bias`` of shape (3,), two ranks
     gathered  w w w w b b w w . . b .            sorted by rank
     whole     w w w w w w . .   b b b .          sorted by parameter: two leaves that autograd owns
 
-How memory lies and travels is told in ``row.py``, and which parameters share a row in ``rows.py``; nearly always all of
-a unit. Here is what the unit sees of it, and the way of the gradients:
+How memory lies and travels is told in ``row.py``; which parameters share a row, nearly always all of a unit, in
+``rows.py``, where an *entry* has all that is known of one. Here is what the unit sees, and the way of the gradients:
 
 1. only parameters that have a gradient take part in the reduction. Frozen ones cost nothing, unlike in a flat layout;
 2. each gradient is cut like its parameter and the pieces are sorted by rank, in one operator for all of one mesh;
 3. what comes back is a row of this rank's pieces, and ``.grad`` of each DTensor is a DTensor around its part of it.
 
 Users may replace what they see: ``load_state_dict(assign=True)``, ``to_empty``, ``model.to(...)`` put other tensors in
-place. Once in an iteration the layout looks, takes the new values into its rows, which may be others then, and goes on.
-Not earlier: where several modules share a unit, they are converted one after the other, and in between the unit is of
-two kinds.
+its place. The layout looks when an iteration begins, and takes the new values into its rows, or into other rows if the
+dtype is another. Not earlier: modules are converted one after the other, and in between a unit can be of two dtypes.
 
 Trade-off against the flat layout: a copy out for each gather, a sorted copy of the gradients, and DTensors in the
 optimizer; in exchange no tensor is anonymous, and frozen and trained parameters, or several dtypes, can share a unit.
 
-*In torch:* ``FSDPParam`` and ``FSDPParamGroup``, 2053 lines.
+*In torch:* ``FSDPParam`` and ``FSDPParamGroup``, 1830 lines.
 
 Spec: FS2-04 to FS2-08, FS2-13, FS2-19, FS2-22, FS2-28, FS2-MP-02, FS2-MP-03, FS2-SYNC-02, FS2-META-03, NEW-23,
 STREAM-05, STREAM-10.
@@ -41,7 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from minifsdp.engine import lifetime
 from minifsdp.engine.dtensors import Sharding, piece_of
 from minifsdp.engine.lanes import Lanes, Promise
-from minifsdp.engine.layout import Gradient, Layout, OwnedParameter, rebound
+from minifsdp.engine.layout import Gradient, Layout, OwnedParameter, replaced_parameter_error
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.messages import message
@@ -60,8 +58,6 @@ class PerParameterLayout(Layout):
     Attributes:
         meshes: who shares; nearly always one.
     """
-
-    signals_gradient = False
 
     def __init__(
         self, parameters: Mapping[nn.Parameter, OwnedParameter], shardings: Sequence[Sharding], options: Options
@@ -102,7 +98,7 @@ class PerParameterLayout(Layout):
             RuntimeError: some of them are on the meta device.
         """
         self.notice_edits()
-        # A local tensor may have been given methods of its own, or have lost them.
+        # A local tensor may have got, or lost, the methods that decide what is sent (`rows.special_rows`).
         self._take_over(is_edited=False)
         without = [self.full_name(entry.owned.path) for entry in self._entries if entry.piece.device.type == "meta"]
         if without:
@@ -124,7 +120,7 @@ class PerParameterLayout(Layout):
         """Issues one gather for each row, nearly always one. The layout is its own promise: see `wait`."""
         self._gathered_at = self._stamp()
         if self._has_copied:
-            # Since the lane has last followed the compute stream.
+            # On the compute stream, which the lane has not followed since.
             lanes.gather.follow()
             self._has_copied = False
         with lanes.gather as lane:
@@ -139,9 +135,10 @@ class PerParameterLayout(Layout):
             promise.wait()
         for row in self._rows:
             row.arrive()
-        if any(entry.plain_leaf is not entry.row.leaves[entry.number] for entry in self._entries):
-            # The first gather of a parameter that makes its own leaf.
-            self._renew_leaves()
+        for entry in self._entries:
+            if entry.plain_leaf is not entry.row.leaves[entry.number]:
+                # A row whose parameter decides what is sent makes its leaf when it first arrives.
+                self._renew_leaves()
 
     def free(self) -> ReleaseEvent | None:
         """Gives the memory of all leaves back."""
@@ -154,7 +151,7 @@ class PerParameterLayout(Layout):
 
         Args:
             group: a few ranks.
-            mesh: over which modules show the unit until then; its last axis are the ranks of ``group``.
+            mesh: over which modules show the parameters meanwhile; its last axis has the ranks of ``group``.
         """
         self._resting = self._sorted.rest(group, mesh)
 
@@ -188,7 +185,7 @@ class PerParameterLayout(Layout):
             found, entry = dictionary.get(slot.name), self._entries[index]
             if found is not self._shown[index]:
                 if not isinstance(found, nn.Parameter) or not entry.sharding.fits(found):
-                    raise rebound(slot, self.name)
+                    raise replaced_parameter_error(slot, self.name)
                 entry.parameter, is_edited = found, True
             elif piece_of(entry.parameter) is not entry.piece:
                 is_edited = True
@@ -198,7 +195,7 @@ class PerParameterLayout(Layout):
     def _take_over(self, *, is_edited: bool) -> None:
         self.wake()
         self._sorted.take_over(self.name)
-        # Into the memory of a row that was kept, or into that of a new one.
+        # Copied into the memory of a row that was kept, or of a new one.
         self._has_copied |= is_edited or self._sorted.rows != self._rows
         self._renew_leaves()
 
@@ -224,8 +221,9 @@ class PerParameterLayout(Layout):
 
     def _show(self, tensors: list[torch.Tensor]) -> None:
         for entry in self._entries:
+            # The user has frozen it since, or trains it again.
             if not entry.leaf.requires_grad is entry.parameter.requires_grad is entry.is_trained:
-                entry.turn()
+                entry.follow_requires_grad()
         self._shown = tensors
         for dictionary, slot, index in self._places:
             dictionary[slot.name] = tensors[index]  # type: ignore[assignment]
@@ -303,7 +301,7 @@ class PerParameterLayout(Layout):
 
     def accept_gradient(self, gradient: Gradient, piece: torch.Tensor) -> None:
         """3. DTensors around the parts of ``piece``."""
-        # What could not be sent ahead is waited for here, once for all parameters.
+        # What `copy_to_host` has left is copied here, with one wait for all parameters.
         piece = piece.to(self._entries[0].piece.device)
         start = 0
         for number in gradient.numbers:

@@ -17,7 +17,7 @@ gradient of 8, widens it to float32 (32 bytes) for the sum, and keeps 4 float32 
 With two variables, the stored shard and the gathered tensor, each simply *has* its dtype: nothing is swapped, and the
 only casts are one before the gather and one or two around the reduction.
 
-Inputs are cast as well, floating-point tensors only: token numbers and masks mean something else than their value.
+Inputs are cast as well, floating-point tensors only: a token's number, rounded to bfloat16, would be another token's.
 
 *In torch:* FSDP1 switches ``flat_param.data`` between a full and a low-precision storage; FSDP2 has the two variables.
 
@@ -61,7 +61,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(function, item) for item in value))
     if type(value) in (tuple, list):
-        return type(value)(map_tensors(function, item) for item in value)
+        return type(value)([map_tensors(function, item) for item in value])
     if isinstance(value, Mapping):
         return _map_mapping(function, value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

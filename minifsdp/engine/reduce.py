@@ -7,8 +7,8 @@ optimizer needs is the mean, and of the mean only this rank's piece. The stages,
 2. divide by a part of the number of ranks, in float16 only (see `Scaling`);
 3. reduce-scatter over the shard group: each rank gets the sum of its piece; for a unit that is not sharded there is
    nothing to scatter, and the stage is skipped;
-4. all-reduce of the piece over the replicate group, if there are replicas; or add it to a partial sum, which a later
-   backward takes along, if so wished;
+4. all-reduce of the piece over the replicate group, if there are replicas; or, without this all-reduce
+   (`ReducePlan.all_reduces`), a partial sum, which a later backward takes along;
 5. divide by the rest;
 6. hand the piece to the layout, which adds it to the gradient that the optimizer will see.
 
@@ -25,8 +25,9 @@ flight overlaps with compute; a second one would wait for the first on the same 
 gradient meanwhile.
 
 Where each stage runs. A thread of the CPU that waits cannot do anything else, so there only stages 1 to 3 are issued,
-and the rest follows at completion. A stream can wait without stopping anybody, so on an accelerator all is issued at
-once, and the compute stream has nothing to do but to wait::
+and the rest follows at completion. Before the next gradient is packed the scatter is waited for, after which a piece is
+all that stays: two whole ones would lie in memory else, with a packed copy. A stream can wait without stopping anybody,
+so on an accelerator all is issued at once, and the compute stream has nothing to do but to wait::
 
     compute stream       B2 -----  B1 -----------  w B0 -----------  w         w = until the reduction before is done
     reduce stream                  1 2 3             1 2 3
@@ -113,7 +114,7 @@ class _InFlight:
         result: what the layout will get; ``None`` for a partial sum.
         copied: an accelerator's event after the copy to the host, if there is one.
         partial: the partial sum that was taken along.
-        handed: what a hook was given, also if the hook has given the tensor other memory since.
+        handed: the memory that a hook was given, kept alive though the hook may have given the tensor other memory.
     """
 
     name: str
@@ -144,7 +145,8 @@ class Reducer:
     def __init__(self, lanes: Lanes, offloads: bool = False) -> None:
         self._lanes, self._offloads = lanes, offloads
         self._in_flight: _InFlight | None = None
-        # On their way to the CPU, which would find them in .grad too early if a backward broke off.
+        # On their way to the CPU, which may not read them before its stop. In .grad they would be found too early if
+        # the backward broke off.
         self._arriving: list[tuple[Layout, Gradient, torch.Tensor]] = []
 
     def reduce(self, name: str, layout: Layout, plan: ReducePlan, gradient: Gradient) -> None:
@@ -155,6 +157,9 @@ class Reducer:
         if plan.partial is not None:
             # Before the lane reads the gradient: after an error nothing would keep it alive.
             _check_partial(name, plan.partial[0], gradient.numbers)
+        before = self._in_flight
+        if before is not None and before.promise is not NOTHING and self._lanes.reduce.stream is None:
+            self.give_up_row()
         self._lanes.reduce.follow()
         with self._lanes.reduce as lane:
             # 1. Packed in the lane, so that the compute stream can go on.
@@ -166,16 +171,28 @@ class Reducer:
             new.promise = lane.promise(self._issue(new))
         if lane.stream is not None:
             self._issue_end(new)
-        before, self._in_flight = self._in_flight, new
+        self._in_flight = new
         if before is not None:
             self._complete(before)
+
+    def give_up_row(self, *_: Any) -> None:
+        """On the CPU, before the next gradient is packed or put together: waits for the scatter; a piece stays."""
+        last = self._in_flight
+        if last is not None and last.promise is not NOTHING:
+            last.promise.wait()
+            last.promise, last.whole = NOTHING, last.piece
+
+    @property
+    def make_room(self) -> Callable[..., None] | None:
+        """What to call before a flat gradient is put together: it is in memory twice then, which is enough."""
+        return self.give_up_row if self._lanes.reduce.stream is None else None
 
     def finish(self) -> None:
         """Completes what is in flight; afterwards the compute stream, and the host, may read every gradient."""
         last, self._in_flight = self._in_flight, None
         if last is not None:
             self._complete(last)
-        self._let_cpu_go_on()
+        self._stop_cpu()
         for layout, gradient, result in self._arriving:
             layout.accept_gradient(gradient, result)
         self._arriving.clear()
@@ -188,11 +205,11 @@ class Reducer:
         last, self._in_flight = self._in_flight, None
         if last is not None:
             last.promise.wait()
-        self._let_cpu_go_on()
+        self._stop_cpu()
         self._arriving.clear()
 
-    def _let_cpu_go_on(self) -> None:
-        """With offload its one stop: it may read gradients then, and write to shards, which gathers have read.
+    def _stop_cpu(self) -> None:
+        """With offload, the CPU's one stop: then it may read gradients, and write to shards, which gathers have read.
 
         The compute stream has waited for each reduction. For a unit that was prefetched in vain it may not have waited.
         """

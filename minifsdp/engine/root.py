@@ -12,10 +12,10 @@ What is done at the beginning of an iteration, in this order:
 
 1. if the iteration before ended in an exception, which shows in a unit that is still in forward or a backward that
    never ended, bring every unit back to a defined state;
-2. see that modules still show what was put on them;
+2. take over, or refuse, what users have put in the place of parameters;
 3. let the gather lane follow the compute stream, which has just run the optimizer;
-4. free what is still gathered from before and has been changed since. That happens to the root after a forward that no
-   backward followed; computing on it would mean to train on yesterday's weights.
+4. free what is still gathered from before if its shard was changed since. That happens to the root after a forward that
+   no backward followed; computing on it would mean to train on yesterday's weights.
 
 A unit that ran forward on its own first was the root of its own small tree. When it turns out later that there is a
 larger one around it, the larger tree takes it over.
@@ -118,7 +118,7 @@ class Root:
         """Called when a forward of any unit begins.
 
         Args:
-            caller: the unit; ``None`` for the outermost module, if that has none.
+            caller: the unit; ``None`` for an outermost module without one.
 
         Returns:
             Whether this is the outermost of the calls, the one that must call `end_forward`, or `fail_forward`.
@@ -128,7 +128,7 @@ class Root:
             # Inside another forward, or a recomputation inside backward: no new iteration.
             return False
         # 1. An iteration that came to its end leaves no unit in forward and no backward open.
-        if self.cycle.in_backward or any(unit.phase is Phase.FORWARD for unit in self.units):
+        if self.cycle.in_backward or Phase.FORWARD in [unit.phase for unit in self.units]:
             self.cycle.recover()
         # 2. Before the first collective, so that a mistake ends in a message on every rank.
         for unit in self.units if caller is None else (caller, *caller.inner):
@@ -153,7 +153,7 @@ class Root:
     def end_forward(self) -> None:
         """Called when the outermost of the calls has returned."""
         self._forward_is_open = False
-        # If no backward follows, the optimizer may write next to a shard that was prefetched in vain.
+        # If no backward follows, the optimizer may be next, and write to a shard that a vain prefetch still reads.
         self.lanes.gather.join()
         if not self.cycle.is_recorded and any(unit.layout.offloads for unit in self.units):
             # No backward will wait for the copies of the shards, and the user may write to them next.

@@ -1,6 +1,7 @@
 """The parameters of one dtype of a unit, side by side: the memory of the per-parameter layout.
 
-A collective wants one tensor; the optimizer and autograd want many. So the many are views of one, on either side::
+A collective wants one tensor; the optimizer and autograd want many. So the many are views of one, on either side. Two
+ranks, with capitals for what comes from rank 1::
 
     local        [a a | b]           this rank's pieces, what the optimizer steps on
                      | gather
@@ -10,8 +11,8 @@ A collective wants one tensor; the optimizer and autograd want many. So the many
 
 1. *No copy in.* The pieces lie in the order in which they are sent, so the gather reads them where they are. Only a
    cast to another dtype, or a copy from the CPU, needs a place, and that is this rank's part of the buffer.
-   Each piece is a tensor with a storage of its own that begins inside of the row's memory: what saves or copies a
-   tensor takes its whole storage along, and a DTensor around a view that begins elsewhere cannot be saved at all.
+   Each piece has a storage of its own, a stretch of the row's memory: what saves or copies a tensor takes its whole
+   storage along, and a DTensor around a view that begins inside of a storage cannot be saved at all.
 2. *One copy out.* What arrives is sorted by rank and has to be sorted by parameter. One operator does that for all of
    them. A row of one parameter is sorted already: on the CPU its buffer is the whole.
 3. The leaves, what autograd owns, are made once. Each is a view of ``whole`` with a version counter of its own, and
@@ -20,9 +21,8 @@ A collective wants one tensor; the optimizer and autograd want many. So the many
 5. On an accelerator the leaves begin at multiples of 16 bytes, as many as one load of a kernel takes: others are slower
    there, and some refuse. What travels has no gaps.
 
-Instead of going back to its own pieces of the whole world's row, a unit may rest on larger ones, cut among a few ranks
-only, say those of one node (`rest`). The gather for backward then stays inside of these few. It is the picture above
-with another row of pieces on the left.
+Between forward and backward a unit may *rest* on larger pieces, cut among a few ranks only, say those of one node. The
+gather for backward then stays inside of these few. It is the picture above with another row of local pieces.
 
 *In torch:* each parameter has memory of its own on both sides, with a copy in and a copy out for each gather.
 
@@ -39,7 +39,7 @@ from torch import nn
 
 from minifsdp.engine import collectives
 from minifsdp.engine.cut import Cut
-from minifsdp.engine.lanes import NOTHING, Lane, Promise, passed
+from minifsdp.engine.lanes import NOTHING, Lane, Promise, compute_event
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.precision import Precision
 
@@ -75,7 +75,7 @@ class Options:
 
 
 class _Source:
-    """This rank's pieces of some parameters, side by side: from which, with those of others, a gather makes the row.
+    """This rank's pieces of some parameters, side by side, as a gather sends them.
 
     Args:
         cuts: how each is cut.
@@ -100,8 +100,8 @@ class _Source:
             if piece.data_ptr() != value.data_ptr():
                 piece.copy_(value)
 
-    def aim_at(self, rooms: Sequence[torch.Tensor]) -> None:
-        """Where the copy out puts each parameter, a row for each rank; to be called while there is memory."""
+    def set_targets(self, rooms: Sequence[torch.Tensor]) -> None:
+        """The copy out shall put each parameter into its room, a line for each rank. The rooms must have memory."""
         num = self.num_pieces
         self.targets = [room[: num * size].view(num, size) for room, size in zip(rooms, self.sizes, strict=True)]
 
@@ -120,6 +120,7 @@ class Row:
         pieces: this rank's piece of each parameter, in the memory of `local`.
         leaves: each parameter whole; without memory unless gathered.
         dtype: of the leaves.
+        is_borrowed: whether the leaves have no memory of their own (4).
         num_bytes: of the whole, without the gaps.
     """
 
@@ -128,7 +129,7 @@ class Row:
     ) -> None:
         stored, home = pieces[0].dtype, options.home_of(pieces[0])
         self.device, self.dtype = options.device, options.compute_dtype(stored)
-        # Where nothing is shared, nothing travels.
+        # 5. No gaps in what travels; where nothing is shared, nothing does.
         sizes = [cut.chunk_numel if group is not None else self._aligned(cut.chunk_numel) for cut in cuts]
         self.local = torch.zeros(sum(sizes), dtype=stored, device=home)
         if options.pin and home.type == "cpu" and self.device.type != "cpu":
@@ -165,9 +166,9 @@ class Row:
         is_sorted = group is None or (len(cuts) == 1 and cuts[0].dim == 0)
         self._copies = not is_sorted or self.device.type != "cpu"
         self._is_split_only = group is None or not any(cut.dim for cut in cuts)
-        # What is being gathered, and from where.
+        # What is being gathered, and from what.
         self._in_flight: tuple[torch.Tensor, _Source] | None = None
-        own.aim_at(self._rooms)
+        own.set_targets(self._rooms)
         self._source = own
         if not self.is_borrowed:
             self._storage.resize_(0)
@@ -189,7 +190,7 @@ class Row:
             return []
         self._lane, source = lane, self._source
         if source is not self._own:
-            # Cut out on the compute stream, after this lane has last followed it.
+            # The compute stream has written it since the lane has last followed.
             lane.follow(self._rested_at)
         piece, num = source.local, source.num_pieces
         if not self._copies:
@@ -207,7 +208,7 @@ class Row:
         return [lane.promise(NOTHING if source.group is None else collectives.gather(source.group, buffer, piece))]
 
     def arrive(self) -> None:
-        """Copies out what has arrived."""
+        """2. Copies out what has arrived."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is None or not self._copies:
             return
@@ -218,7 +219,7 @@ class Row:
             torch.split_with_sizes_copy(sorted_by_rank, source.sizes, dim=1, out=source.targets)
         else:
             self._concatenate(sorted_by_rank, source)
-        # It came from the lane.
+        # The memory came from the lane, which must not reuse it before the copy is done.
         self._lane.hold(buffer)
 
     def _concatenate(self, sorted_by_rank: torch.Tensor, source: _Source) -> None:
@@ -249,8 +250,8 @@ class Row:
         sizes = [cut.chunk_numel for cut in cuts]
         source = _Source(cuts, group, sizes, torch.zeros(sum(sizes), dtype=self.dtype, device=self.device))
         source.take([cut.local_part(leaf.data, group.rank) for cut, leaf in zip(cuts, self.leaves, strict=True)])
-        self._rested_at = passed(self.device)
-        source.aim_at(self._rooms)
+        self._rested_at = compute_event(self.device)
+        source.set_targets(self._rooms)
         self._source = source
         return source.pieces
 

@@ -8,8 +8,8 @@ Worked example, ``weight`` and ``bias`` in float32, one row ``w w b``. The user 
 bfloat16: what is found in its place has another dtype, so there are two rows from now on, ``w w`` and ``b``. Had both
 been converted, it would still be one row, of another dtype.
 
-Both times the same is done: the pieces are sorted, and each row takes what is sorted into it. A row for which the same
-parameters of the same kind were sorted before is kept, with its memory and its leaves.
+Both times the same is done: the pieces are sorted by kind, and each row takes its own. A row that would have the same
+parameters of the same kind as before is kept, with its memory and its leaves.
 
 *In torch:* ``FSDPParam`` has its own memory; what is gathered together is sorted anew for each gather.
 
@@ -33,8 +33,8 @@ from minifsdp.engine.row import Options, Row
 
 # A `Row`, or what is attached in its place and has its verbs.
 AnyRow = Any
-# Who is asked, with its local tensor and its name, whether a parameter decides for itself what is sent; the answer is
-# what makes its row, or ``None``. Attached from outside, see ``minifsdp/__init__.py``.
+# Functions that are asked whether a parameter, given by its local tensor and its name, decides for itself what is sent;
+# they answer what makes its row, or ``None``. Attached from outside, see ``minifsdp/__init__.py``.
 special_rows: list[Callable[[torch.Tensor, str], Callable[..., AnyRow] | None]] = []
 
 
@@ -47,7 +47,7 @@ class Entry:
         plain_leaf: the memory of `leaf`, which is the same unless tensor parallelism is at work.
         owned: shape and slots.
         sharding: how it is cut, and how a piece becomes a DTensor.
-        row, number: where its memory lies.
+        row, number: in which row its memory lies, and as which of its parameters.
         piece: the local tensor that was put into `parameter`.
         unreduced: gradient that waits for its reduction.
         is_trained: whether `parameter` and `leaf` asked for a gradient when they last agreed.
@@ -65,15 +65,15 @@ class Entry:
     def replace(self, original: nn.Parameter) -> None:
         """Makes what takes the place of the user's parameter."""
         self.parameter = nn.Parameter(self.sharding.wrap(self.piece), requires_grad=original.requires_grad)
-        # To become a parameter it was detached, so that there is another local tensor in it.
+        # `nn.Parameter` detaches, which has put another local tensor into it.
         set_piece(self.parameter, self.piece)
-        # Marks that users put on parameters, for their optimizer groups say. What a class keeps there, the whole values
-        # perhaps, its pieces have as well.
+        # What users have attached, say marks for optimizer groups. What a tensor subclass keeps there, its pieces have,
+        # too, and the original's may be the whole values.
         for name in vars(original).keys() - vars(self.piece).keys():
             setattr(self.parameter, name, vars(original)[name])
         misuse.note_taken(original, self.owned.path, is_replaced=True)
         for slot in self.owned.slots:
-            # Remembered by its place: `to()` and others swap what is in a DTensor, if there is no reference to it.
+            # Remembered by place, not by reference: with one, even a weak one, `to()` cannot swap what is in a DTensor.
             misuse.note_place(slot.module, slot.name, self.owned.path)
         self.make_leaf()
 
@@ -84,8 +84,8 @@ class Entry:
         self.is_trained = self.parameter.requires_grad
         self.leaf.requires_grad_(self.is_trained)
 
-    def turn(self) -> None:
-        """The user has frozen or thawed one of the two, whichever the module showed; the other follows."""
+    def follow_requires_grad(self) -> None:
+        """The user has frozen `parameter` or `leaf`, whichever the module showed, or thawed it; the other follows."""
         self.is_trained = not self.is_trained
         self.leaf.requires_grad_(self.is_trained)
         self.parameter.requires_grad_(self.is_trained)
@@ -115,7 +115,7 @@ class Rows:
             entry.replace(original)
 
     def _sort(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Gives each entry's piece a place in a row of one kind, dtype and mesh; a special one lies alone."""
+        """Gives each entry's piece a place in a row of one dtype and mesh; a special one lies alone."""
         sorted_in: dict[Any, list[int]] = {}
         for number, (entry, piece) in enumerate(zip(self.entries, pieces, strict=True)):
             special = next(filter(None, (ask(piece, entry.owned.path) for ask in special_rows)), None)
@@ -145,7 +145,7 @@ class Rows:
         return special(cuts[0], pieces[0], first.table.shard, self._options, first.shard_axis, module)
 
     def rest(self, group: Group, mesh: DeviceMesh) -> list[torch.Tensor]:
-        """Leaves them to the few ranks of ``group``, the last axis of ``mesh``; the parameters as DTensors over it."""
+        """Lets all rows rest on the ranks of ``group``, the last axis of ``mesh``; returns DTensors over that mesh."""
         pieces = {id(row): row.rest(group) for row in self.rows}
         shown: list[torch.Tensor] = []
         for entry in self.entries:

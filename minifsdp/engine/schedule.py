@@ -78,8 +78,8 @@ class Schedule:
         return self._first_order[position + 1]
 
     def _notice_change(self, unit: Unit, position: int | None) -> None:
-        # Entering ahead of the recorded order, or being new, means a prefetch of another unit was in vain. Entering
-        # again, behind it, is a module that is called more than once.
+        # `_position` is how far this iteration has come in the first order. Entering ahead of it, or being new, means a
+        # prefetch of another unit was in vain. Entering again, behind it, is a module that is called more than once.
         if (position is None or position > self._position) and not self._warned:
             self._warned = True
             expected = self._first_order[self._position].name if self._position < len(self._first_order) else "none"
@@ -88,16 +88,16 @@ class Schedule:
             self._position = max(self._position, position + 1)
 
     def next_backward(self, unit: Unit) -> Unit | None:
-        """Who left forward just before ``unit`` in this iteration; ``None`` before the first.
+        """Who left forward just before ``unit`` in this iteration; ``None`` if it was the first.
 
-        To be asked when the backward of ``unit`` begins, once for each of its uses: backward meets the last one first.
+        To be asked once for each use of ``unit`` that backward comes to. It comes to the last one first.
         """
         positions = self._left_at.get(unit)
         if not positions:
             return None
         position = positions.pop()
         while position and self._left[position - 1] is unit:
-            # Called twice in a row: by then it is there.
+            # Called twice in a row: it is gathered already.
             position -= 1
         return self._left[position - 1] if position else None
 

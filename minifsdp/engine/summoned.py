@@ -21,7 +21,7 @@ import torch
 
 from minifsdp.engine import collectives
 from minifsdp.engine.flat import FlatLayout
-from minifsdp.engine.layout import rebound
+from minifsdp.engine.layout import replaced_parameter_error
 from minifsdp.engine.partition import local_part
 
 # The full gradients in a row, and for each parameter whether there is one.
@@ -99,7 +99,7 @@ class Summoned:
             self._collect(self._gradients[0], gradients)
             layout.owner.overwrite_gradient(self._gradients[0][piece], [one is not None for one in gradients])
         if exchanged:
-            raise rebound(exchanged[0], layout.name)
+            raise replaced_parameter_error(exchanged[0], layout.name)
 
     def _collect(self, row: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
         """Brings into a row what was put in other memory."""

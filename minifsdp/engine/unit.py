@@ -36,7 +36,6 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, Generic
 
-import torch
 from torch import nn
 from typing_extensions import TypeVar
 
@@ -91,7 +90,7 @@ class UnitPolicy:
         stays_for_backward: it belongs to the outermost module, whose backward follows at once, and is not freed before.
         resting: where the unit is resharded to after forward, instead of all the way.
         gathers_in_backward: whether backward needs the parameters.
-        ahead_in_forward, ahead_in_backward: units to be gathered together with this one; ``None`` leaves the choice.
+        ahead_in_forward, ahead_in_backward: units to be gathered right after this one; ``None``: as the schedule says.
         reduces: whether the next backward ends in a reduction.
     """
 
@@ -126,10 +125,9 @@ class Unit(Generic[LayoutT]):
         policy: when it gathers, frees and reduces.
         awaits_backward: a forward has been recorded whose backward has not begun.
         inner: the units inside this unit's module.
-        on_gradient_of_output: the hook that is laid on each output.
         graph_task: number of the backward in which the gradient of its output arrived.
         num_pending: outermost forwards in which it was recorded and whose backward has not ended.
-        counted_in: the last of these.
+        counted_in: the number of the latest of these; it counts once, however often the unit runs in it.
         num_uses: recorded forwards since the last backward, counted where nothing is trained.
     """
 
@@ -150,7 +148,6 @@ class Unit(Generic[LayoutT]):
         self.awaits_backward = False
         self.inner: frozenset[Unit] = frozenset()
         self.graph_task, self.num_uses, self.num_pending, self.counted_in = -1, 0, 0, -1
-        self.on_gradient_of_output: Callable[[torch.Tensor], None]
         self.lanes: Lanes
         self.limiter: RateLimiter
         self._promise: Promise | None = None
@@ -163,15 +160,6 @@ class Unit(Generic[LayoutT]):
     def join(self, lanes: Lanes, limiter: RateLimiter) -> None:
         """Becomes part of a tree, which shares its lanes and its limiter."""
         self.lanes, self.limiter = lanes, limiter
-
-    @property
-    def expects_gradient(self) -> bool:
-        """Whether a backward that is over has left something to reduce here."""
-        return (
-            self.phase is Phase.PRE_BACKWARD
-            or self.layout.has_gradient
-            or (self.policy.reduces and self.layout.has_unreduced)
-        )
 
     def unshard(self) -> None:
         """SHARDED -> GATHERING: issues the gather. In any other state there is nothing to do."""
@@ -214,10 +202,12 @@ class Unit(Generic[LayoutT]):
         """
         resting = self.policy.resting
         if resting is not None:
+            # Also where the unit is SHARDED and rests: the next gather is to come from the shards.
             resting.end()
         if self.state is State.SHARDED:
             return
-        self.wait()
+        if self.state is State.GATHERING:
+            self.wait()
         if rests and resting is not None:
             resting.begin()
         self.layout.show_sharded()

@@ -43,9 +43,9 @@ FREES_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHAR
 
 
 def check_options(module: Any, options: Options) -> None:
-    """Whether each argument is of a kind that it may be. Nothing is communicated.
+    """Whether each argument is of a type that it may have. Nothing is communicated.
 
-    A list or dict of modules is of such a kind, and warned of (WRAP-19).
+    A list or dict of modules may be wrapped, with a warning (WRAP-19).
 
     Raises:
         TypeError: one is not.
@@ -68,7 +68,7 @@ def check_options(module: Any, options: Options) -> None:
     if options.auto_wrap_policy is not None:
         policies.require_policy(options.auto_wrap_policy)
     if misuse.is_only_called_in_parts(module):
-        # Up to "forward", here and in `strategy_on`, the words are those that programs written for torch look for.
+        # Here and in `strategy_on` a message begins with torch's own words, because programs look for them.
         warn(message("wraps-container", type=type(module).__name__))
 
 

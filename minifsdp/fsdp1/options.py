@@ -84,7 +84,7 @@ ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 class Options:
     """What a wrapper is made with, beside its module: the arguments of `minifsdp.FullyShardedDataParallel`, as given.
 
-    They are told there. Order and defaults are those of torch, and are what ``inspect.signature`` shows.
+    They are explained there. Order and defaults are those of torch, and are what ``inspect.signature`` shows.
     """
 
     process_group: ProcessGroups | None = None

@@ -231,9 +231,9 @@ class Wrapper(nn.Module):
         """A forward runs here with no other wrapper around it, so here is the root (CTOR-10)."""
         wrappers = [(clean_name(name), m) for name, m in self.named_modules() if isinstance(m, Wrapper)]
         # Parts that ran on their own before were roots of small trees; this one takes them over (CTOR-11).
-        for small in {id(m._tree): m._tree for _, m in wrappers if m._tree is not None}.values():
-            if not small.is_dissolved:
-                small.dissolve()
+        for _, wrapper in wrappers:
+            if wrapper._tree is not None and not wrapper._tree.is_dissolved:
+                wrapper._tree.dissolve()
         warn_if_compiled(not self._use_orig_params)
         tree = Root(
             [(name, wrapper._unit) for name, wrapper in wrappers if wrapper._unit is not None],

@@ -1,4 +1,4 @@
-"""What one call of ``fully_shard`` has made, and how it takes part in the forward of a module that is still itself.
+"""What one call of ``fully_shard`` has made, and how it takes part in the forward of a module that nothing wraps.
 
 There is no wrapper here: the model keeps its modules, its names and its structure. So what a wrapper's ``forward``
 would do is done by two hooks on the module, one before and one after its own forward::
@@ -13,10 +13,10 @@ makes them one tree.
 Three things that a wrapper would not have to care about:
 
 1. several modules may share one unit. Its gather belongs before the first of them and its end behind the last.
-2. after an exception in forward no hook runs. That an iteration was broken off is noticed when the next one begins in
-   the same place.
+2. after an exception in forward no hook runs. That an iteration was broken off is noticed when the same module begins
+   a forward again without having ended one.
 3. a module may call itself: a tree that descends into its own branches, a ``generate`` that calls ``self(token)``. That
-   comes in twice as well, but there the first call is still to be found on the stack.
+   begins twice as well, but there the first call is still to be found on the stack.
 
 *In torch:* ``FSDPState``, with the same two hooks.
 
@@ -85,10 +85,10 @@ class FSDPState:
         self.is_tree_root = False
         self.shared_lanes: Lanes | None = None
         self._has_begun = False
-        # 1. Modules of this state that have not been run in the forward that is going on.
+        # 1. Modules of this state that have not been run in the forward that is going on, and its number.
         self._waiting: set[nn.Module] = set()
         self._waits_in = 0
-        # 3. Calls of the module from inside of its own forward that are going on.
+        # 3. Calls of the module that are going on inside of its own forward.
         self._num_inner = 0
         self._is_recorded = False
         # Members of the same tree with several modules.
@@ -118,7 +118,7 @@ class FSDPState:
         if self.unit is None or self._is_between(tree):
             return args, kwargs
         tree.cycle.pre_forward(self.unit)
-        watched: tuple[Any, Any] = tree.cycle.watch_inputs(self.unit, (args, kwargs))
+        watched: tuple[Any, Any] = tree.cycle.triggers[self.unit].watch_inputs((args, kwargs))
         return watched
 
     def _is_inner_call(self, module: nn.Module) -> bool:
@@ -128,7 +128,7 @@ class FSDPState:
         if (self._has_begun or len(self.modules) == 1) and _calls_itself(module):
             return True
         if self._has_begun and module in self.modules:
-            # 2. No other module comes in twice without going out.
+            # 2. Begun twice, and it does not call itself: the first forward was broken off.
             self.break_off()
         return False
 

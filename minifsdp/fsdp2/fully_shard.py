@@ -13,7 +13,7 @@ Nothing is wrapped. The call
 2. replaces each by a ``DTensor`` that holds this rank's rows of it,
 3. and puts two hooks on the module, see ``fsdp_state.py``.
 
-Whatever more a call does, as to give the module a class with more methods, is attached to its state: see `state_class`.
+What else a call does, such as giving the module a class with more methods, is attached from outside: `state_class`.
 
 Inner modules first, the root last: a unit consists of what is left when the call is made.
 
@@ -48,7 +48,7 @@ from minifsdp.fsdp2.reshard import choose_reshard, smaller_mesh
 _NO_POLICY = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
 # Attached from outside, see ``minifsdp/__init__.py``: what a call makes, `FSDPState` or a child of it that does more,
-# and who looks at the parameters, how they will be cut, and the device, before they are cut.
+# and functions that look at the parameters, how they will be cut, and the device, before they are cut.
 state_class: type[FSDPState] = FSDPState
 before_cut: list[Callable[[dict[nn.Parameter, OwnedParameter], list[Sharding], torch.device], None]] = []
 
@@ -98,7 +98,7 @@ def fully_shard(
     _check_modules(modules)
     mesh = mesh if mesh is not None else _default_mesh()
     device = _device_of(mesh)
-    # 1. In the order of the walk; ties inside of the unit stay one parameter.
+    # 1. In the order of the modules; ties inside of the unit stay one parameter.
     owners = modules_of_unit(modules, _is_apart)
     parameters = owned_parameters(owners, set(ignored_params or ()))
     _move_to(device, owners, parameters)
@@ -112,7 +112,7 @@ def fully_shard(
         layout = PerParameterLayout(parameters, shardings, options)
         frees = reshard_after_forward is None or reshard_after_forward
         unit = _make_unit(modules[0], layout, options.precision, shardings[0].mesh, frees)
-    # 3.
+    # 3. The state lays the hooks.
     state_class(modules, unit, device, mp_policy, reshard_after_forward)
     return module
 
@@ -140,6 +140,7 @@ def _default_mesh() -> DeviceMesh:
 
 
 def _table(mesh: DeviceMesh) -> Mesh:
+    """This rank's groups on the user's mesh, see ``mesh.py``."""
     if mesh.ndim == 1:
         return Mesh.sharded(Group.of(mesh.get_group()))
     if mesh.ndim != 2:

@@ -8,10 +8,10 @@ Worked example, four units of 1000 float32 parameters, Adam, two ranks, ``FULL_S
 
     stored                 (4 + 8) bytes * 4000 / 2         24 000    weights and two moments, a half of each
     gathered in backward   4 bytes * (1000 + 1000)           8 000    this unit, and the next one, asked for early
-    its gradient           4 bytes * 1000, twice             8 000    in pieces, and being put together
+    its gradient           4 bytes * 1000                    4 000
     one reduction          4 bytes * (1000 + 500)            6 000    of the unit before: its input and its output
     reduced already        4 bytes * 1000 / 2                2 000    this is the second unit: that of the fourth
-    worst moment                                            48 000
+    worst moment                                            44 000
 
     sent     gather 2, reduce-scatter 1, each 4 bytes * 4000 * 1/2: 24 000 for each rank and step
 
@@ -22,13 +22,15 @@ In words:
 2. *in forward* one gathered unit is added, two with prefetching, and the root's own parameters, which stay. With
    ``SHARD_GRAD_OP`` all units are added. The largest unit counts, and N does not: a unit that is larger than the
    memory does not fit, on however many ranks. One unit for everything is the whole model;
-3. *in backward* the unsharded gradient comes on top, twice for a moment, and one reduction that is under way. Without
-   synchronisation the gradients of the whole model wait in full size;
+3. *in backward* the unsharded gradient comes on top, and one reduction that is under way. When that is over, a gradient
+   of several parameters is put together or sorted, and is there twice for a moment. Without synchronisation the
+   gradients of the whole model wait in full size;
 4. *in the optimizer's step* the sharded gradients are there, and whatever the optimizer needs for its arithmetic.
 
 Activations are not in it. They depend on the batch and on the model's code, and are a number to be added: the
-``activations`` of a `Job`. Neither is the memory of the transport: gloo keeps copies, NCCL has buffers of its own. On a
-GPU the CPU runs ahead, and up to two units are in flight where forward is said to have one.
+``activations`` of a `Job`. Neither is the memory of the transport: between CPUs a reduction among N
+ranks takes N - 2 pieces of a unit, NCCL has buffers of its own. On a GPU the CPU runs ahead, and up to two units are in
+flight where forward is said to have one.
 
 Sent bytes are those of the ring algorithms. In units of P * b * (N - 1) / N, for P parameters of b bytes on N ranks:
 DDP 2, ``SHARD_GRAD_OP`` 2, ``FULL_SHARD`` 3, or a little less, since the root's own parameters are gathered once.

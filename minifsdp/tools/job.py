@@ -14,6 +14,7 @@ Worked example, a unit of 1000 elements on two ranks, computed in bfloat16, redu
 Spec: COST-01, COST-07, COST-08.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -112,6 +113,11 @@ class Job:
     def sorts(self) -> bool:
         """Whether what is gathered arrives sorted by rank and is copied once more, and so are gradients."""
         return self.per_parameter and any(len(shapes) > 1 for shapes in self.units)
+
+    def puts_together(self, number: int) -> bool:
+        """Whether the gradient of a unit, 0 for the root's, is put together from those of its parameters."""
+        shapes = [self.root, *self.units][number]
+        return not self.per_parameter and (len(shapes) > 1 or self.numel(shapes) > sum(map(math.prod, shapes)))
 
     @property
     def rests(self) -> float:

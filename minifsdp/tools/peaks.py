@@ -5,11 +5,11 @@ there while each of them computes, and take the largest sum.
 
 Worked example, the backward of four units of 4000 bytes on two ranks, without prefetching, everything in float32::
 
-    unit   gathered   its gradient, twice   reduction of the unit before   reduced already    together
-    3      4000       8000                  0                              0                  12 000
-    2      4000       8000                  4000 + 2000                    0                  18 000
-    1      4000       8000                  4000 + 2000                    2000               20 000
-    0      4000       8000                  4000 + 2000                    4000               22 000
+    unit   gathered   its gradient   reduction of the unit before   reduced already    together
+    3      4000       4000           0                              0                   8 000
+    2      4000       4000           4000 + 2000                    0                  14 000
+    1      4000       4000           4000 + 2000                    2000               16 000
+    0      4000       4000           4000 + 2000                    4000               18 000
 
 *In torch:* nothing of the kind; its ``_memory_viz`` draws what an allocator has done.
 
@@ -47,24 +47,31 @@ def _moment(job: Job, units: Sequence[float], i: int, number: int) -> float:
     """Bytes, at most, while the gradient of unit ``i`` is computed and goes on its way."""
     here, after = units[i], sum(units[i + 1 : i + 2])
     beside = _gathered_elsewhere(job, units, i) + _gradients_elsewhere(job, units, i, number)
-    # One after the other: gradients are computed, packed, and the reduction of the unit before is completed. A gradient
-    # that is put together from its parameters' is there twice for a moment. What is gathered and sorted needs no more.
-    stages = [(0.0 if job.is_borrowed else here) + (1 if job.per_parameter else 2) * here]
+    gathered = 0.0 if job.is_borrowed else here
+    twice = gathered + 2 * here if job.puts_together(i) else 0.0
     if not job.reduces(number):
-        return beside + stages[0]
+        return beside + max(gathered + here, twice)
+    # While gradients are computed, the reduction of the unit before is under way. Of that a piece is left when they are
+    # put together or packed, which makes them be there twice. It is completed when the reduction of this unit has been
+    # issued, and cast if it rests in another dtype than it has travelled in.
+    left = _piece(job, after)
+    cast = job.settled(after) if job.stored.itemsize != job.reduce_width else 0.0
+    stages = [_reduction(job, after) + gathered + here, left + twice, left + _reduction(job, here) + cast]
     if job.sorts or job.reduce_width != job.width:
         # Sorted by rank, or cast, into a row of its own.
-        stages.append(here + here * job.reduce_width / job.width)
-    # Cast, if it rests in another dtype than it has travelled in.
-    cast = job.settled(after) if job.stored.itemsize != job.reduce_width else 0.0
-    stages.append(_reduction(job, here) + cast)
-    return beside + _reduction(job, after) + max(stages)
+        stages.append(left + here + here * job.reduce_width / job.width)
+    return beside + max(stages)
 
 
 def _reduction(job: Job, size: float) -> float:
     """Bytes of the reduction of a unit that has ``size`` bytes: its input and its output."""
-    share = 1 / job.shards if job.shards > 1 else 0.0  # what is not cut is summed in place
-    return size * job.reduce_width / job.width * (1 + share)
+    whole = size * job.reduce_width / job.width
+    return whole + (_piece(job, size) if job.shards > 1 else 0.0)  # what is not cut is summed in place
+
+
+def _piece(job: Job, size: float) -> float:
+    """Bytes of the output of a reduction."""
+    return size * job.reduce_width / job.width / job.shards
 
 
 def _gathered_elsewhere(job: Job, units: Sequence[float], i: int) -> float:

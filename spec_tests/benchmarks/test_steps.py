@@ -47,7 +47,6 @@ class RecordedClock:
 
 
 CLOCK = RecordedClock()
-IN_FLIGHT = 3  # units: a gradient, gloo's copy of it, and what gloo takes for a gather at the same time
 
 
 def recorded_clock() -> float:
@@ -109,14 +108,16 @@ def test_ours_sends_no_more_than_its_peer(race: Race, workload: Any, contender: 
     assert ours.asked <= theirs.asked
     # Barriers and acknowledgements of gloo are in what the kernel has counted.
     assert ours.wired <= 1.01 * theirs.wired + 4096
+    if workload.largest_unit >= 2**20:
+        assert ours.wired <= 1.05 * ours.asked
 
 
 @pytest.mark.parametrize(("workload", "contender"), OURS)
-def test_ours_needs_no_more_memory_plus_what_is_in_flight(race: Race, workload: Any, contender: Any) -> None:
+def test_ours_needs_no_more_memory(race: Race, workload: Any, contender: Any) -> None:
     outcomes = race(workload.name)[0]
     ours, theirs = _of(outcomes, contender.name), _of(outcomes, contender.peer)
     # Between two steps nothing is on its way.
     assert ours.resting <= 1.001 * theirs.resting
-    # During a step, on the CPU, torch waits for each collective on the spot. What it buys to send a gradient while the
-    # next unit computes is time; the price is that gradient, and the temporaries of two collectives and not of one.
-    assert ours.peak <= 1.01 * theirs.peak + IN_FLIGHT * workload.largest_unit
+    # What is in flight while the next unit computes takes no more than gloo's copies do where torch waits on the spot.
+    # One activation more may be there at that moment.
+    assert ours.peak <= 1.005 * theirs.peak

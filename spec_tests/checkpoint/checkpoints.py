@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor
 from minifsdp import FullyShardedDataParallel, StateDictType
 from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.harness import device
+from spec_tests.models.modules import Uneven, seeded
+from spec_tests.models.running import batch, loss_of
 
 __all__ = [
     "FULL",
     "LOCAL",
     "SHARDED",
-    "Net",
     "assert_same_state",
     "flat_or_original",
     "gathered",
@@ -41,26 +42,9 @@ FULL, SHARDED, LOCAL = (
 flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 
 
-class Net(nn.Module):
-    """Two units inside the root. Five rows do not divide by two, and ``scale`` has one element and no dimension."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(3, 5), nn.Tanh())
-        self.second = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
-        self.head = nn.Linear(5, 2)
-        self.scale = nn.Parameter(torch.tensor([0.5]))
-
-    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
-        x = self.first(x)
-        return self.head(x if skip else self.second(x)) * self.scale
-
-
-def make(seed: int = 0) -> Net:
+def make(seed: int = 0) -> Uneven:
     """The same values on every rank and in every call."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Net().to(device())
+    return seeded(Uneven, seed)
 
 
 def wrapped(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
@@ -77,11 +61,6 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def batch(number: int, rank: int) -> Tensor:
-    dice = torch.Generator().manual_seed(1000 * number + rank)
-    return torch.randn(4, 3, generator=dice).to(device())
-
-
 def step(
     model: Callable[..., Tensor], optimizer: torch.optim.Optimizer, number: int, *, everybody: bool = False
 ) -> float:
@@ -95,7 +74,7 @@ def step(
     """
     optimizer.zero_grad()
     who: Iterable[int] = range(dist.get_world_size()) if everybody else [dist.get_rank()]
-    losses = [model(batch(number, rank)).square().mean() for rank in who]
+    losses = [loss_of(model(batch(number, rank, width=3))) for rank in who]
     loss = sum(losses[1:], losses[0]) / len(losses)
     loss.backward()
     optimizer.step()

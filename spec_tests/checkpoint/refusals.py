@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 import torch.distributed as dist
 
-from spec_tests.fsdp1.four_blocks import Wire
+from spec_tests.models.running import Wire
 
 __all__ = ["caught_warnings", "refused"]
 

@@ -16,19 +16,17 @@ from minifsdp.engine.mesh import Group, Mesh
 from spec_tests.checkpoint.checkpoints import flat_or_original, make, step, wrapped
 from spec_tests.harness import ranks
 from spec_tests.harness.programs import output_of_ranks
-from spec_tests.oracles import world_groups_2x2
+from spec_tests.models.sharding import grid
 
 
-def grid() -> Mesh:
-    rows, columns = world_groups_2x2()
-    dist.barrier()
-    return Mesh.hybrid(Group.of(rows), Group.of(columns))
+def hybrid() -> Mesh:
+    return Mesh.hybrid(*map(Group.of, grid()))
 
 
 @pytest.mark.spec("SD-FULL-03", "HYB-10")
 @ranks(4)
 def test_what_one_rank_says_goes_through_its_row_and_then_through_the_columns() -> None:
-    mesh = grid()
+    mesh = hybrid()
     groups = agreement.groups_of([mesh, mesh])
     assert groups == [mesh.shard, mesh.replicate], "each once, rows first"
     assert agreement.tell(groups, dist.get_rank() * 10) == {0: 0, 1: 10, 2: 20, 3: 30}
@@ -38,7 +36,7 @@ def test_what_one_rank_says_goes_through_its_row_and_then_through_the_columns() 
 @pytest.mark.spec("SD-FULL-09", "HYB-10")
 @ranks(4)
 def test_one_ranks_refusal_is_everybodys_and_equal_complaints_are_listed_once() -> None:
-    groups = agreement.groups_of([grid()])
+    groups = agreement.groups_of([hybrid()])
     agreement.refuse_together(groups, [])
     rank = dist.get_rank()
     with pytest.raises(agreement.StateDictMismatchError) as caught:
@@ -63,7 +61,7 @@ def test_one_ranks_refusal_is_everybodys_and_equal_complaints_are_listed_once() 
 @flat_or_original
 @ranks(4)
 def test_under_hybrid_the_other_copy_refuses_too(keep: bool) -> None:
-    groups = world_groups_2x2()
+    groups = grid()
     dist.barrier()
     model = wrapped(make(), use_orig_params=keep, sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=groups)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -25,7 +25,6 @@ from spec_tests.checkpoint.checkpoints import (
     FULL,
     SHARDED,
     assert_same_state,
-    batch,
     flat_or_original,
     gathered,
     make,
@@ -33,9 +32,9 @@ from spec_tests.checkpoint.checkpoints import (
     step,
     wrapped,
 )
-from spec_tests.fsdp1.four_blocks import Wire
 from spec_tests.harness import device, ranks
-from spec_tests.oracles import world_groups_2x2
+from spec_tests.models.running import Wire, batch
+from spec_tests.models.sharding import grid
 
 kinds = pytest.mark.parametrize("use_dtensor", [False, True], ids=["sharded-tensor", "dtensor"])
 
@@ -55,7 +54,7 @@ def trained(group: dist.ProcessGroup | None, use_dtensor: bool = False, seed: in
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for number in range(2):
         optimizer.zero_grad()
-        model(batch(number + 10 * seed, 0)).square().mean().backward()
+        model(batch(number + 10 * seed, 0, width=3)).square().mean().backward()
         optimizer.step()
     return model, optimizer
 
@@ -151,7 +150,7 @@ def test_a_fresh_optimizer_asks_for_no_states_until_it_has_made_a_step(keep: boo
 @kinds
 @ranks(4)
 def test_a_hybrid_model_is_written_and_read(use_dtensor: bool, tmp_path: Path) -> None:
-    groups = world_groups_2x2()
+    groups = grid()
     dist.barrier()
     hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
     model, optimizer = trained(groups, use_dtensor, **hybrid)  # type: ignore[arg-type]

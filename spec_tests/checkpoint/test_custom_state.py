@@ -17,11 +17,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardedStateDictConfig, StateDictType, trace
 from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.checkpoint.checkpoints import is_plain
+from spec_tests.checkpoint.checkpoints import FULL, SHARDED, flat_or_original, is_plain
 from spec_tests.harness import device, ranks
-
-FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
-flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 
 
 class Upright(nn.Linear):

@@ -29,19 +29,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 import minifsdp
 from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.fsdp2.four_blocks import (
-    Block,
-    Stack,
-    assert_same,
-    full_values,
-    grid_mesh,
-    iterate,
-    named,
-    seeded,
-    sharded,
-)
 from spec_tests.fsdp2.subject import fully_shard
 from spec_tests.harness import device, plain_tensor, ranks
+from spec_tests.models.modules import Block, Stack, seeded
+from spec_tests.models.running import iterate
+from spec_tests.models.sharding import grid_mesh, sharded
+from spec_tests.models.values import assert_same, full_values, named
 from spec_tests.oracles import count_collectives
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)

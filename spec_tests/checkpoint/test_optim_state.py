@@ -40,7 +40,7 @@ from spec_tests.checkpoint.checkpoints import (
     wrapped,
 )
 from spec_tests.harness import device, ranks
-from spec_tests.oracles import world_groups_2x2
+from spec_tests.models.sharding import grid
 
 Optimizers = dict[str, Callable[[Any], torch.optim.Optimizer]]
 OPTIMIZERS: Optimizers = {
@@ -325,7 +325,7 @@ def test_a_model_on_a_group_of_its_own_needs_only_the_ranks_of_that_group() -> N
 @ranks(4)
 def test_the_first_rank_of_the_group_that_is_given_speaks_for_its_ranks(keep: bool) -> None:
     """Four ranks as a grid: with a group of their own each row, or each column, can write a file for itself."""
-    row, column = groups = world_groups_2x2()
+    row, column = groups = grid()
     dist.barrier()
     hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": groups}
     model, optimizer = trained("adam", 1, use_orig_params=keep, **hybrid)
@@ -347,7 +347,7 @@ def test_the_first_rank_of_the_group_that_is_given_speaks_for_its_ranks(keep: bo
 @flat_or_original
 @ranks(4)
 def test_under_hybrid_it_is_the_same_and_rows_are_spread_over_the_sharding_group(keep: bool) -> None:
-    groups = world_groups_2x2()
+    groups = grid()
     dist.barrier()
     hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": groups}
     model, optimizer = trained("adam", use_orig_params=keep, **hybrid)

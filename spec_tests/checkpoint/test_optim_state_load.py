@@ -20,7 +20,6 @@ from spec_tests.checkpoint.checkpoints import (
     FULL,
     SHARDED,
     assert_same_state,
-    batch,
     flat_or_original,
     make,
     quiet,
@@ -29,7 +28,9 @@ from spec_tests.checkpoint.checkpoints import (
 )
 from spec_tests.checkpoint.refusals import caught_warnings
 from spec_tests.harness import device, ranks
-from spec_tests.oracles import count_collectives, world_groups_2x2
+from spec_tests.models.running import batch
+from spec_tests.models.sharding import grid
+from spec_tests.oracles import count_collectives
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
@@ -175,7 +176,7 @@ def test_with_rank0_only_the_first_ranks_dict_is_enough(keep: bool, nothing: Any
 @flat_or_original
 @ranks(4)
 def test_under_hybrid_all_forms_restore_all_copies(keep: bool) -> None:
-    groups = world_groups_2x2()
+    groups = grid()
     dist.barrier()
     hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": groups}
     model, optimizer = trained(use_orig_params=keep, **hybrid)
@@ -271,7 +272,7 @@ def test_names_are_found_while_modules_show_full_views() -> None:
     step(model, optimizer, 0)
     own, states = optimizer.state_dict(), FSDP.optim_state_dict(model, optimizer)
     # Kept for a backward that does not come.
-    model(batch(0, dist.get_rank()))
+    model(batch(width=3))
     found = FSDP.optim_state_dict_to_load(model, optimizer, states, is_named_optimizer=True)
     assert_same_state({name: found["state"][name] for name in own["state"]}, own["state"])
 

@@ -31,16 +31,9 @@ from minifsdp import (
 )
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.checkpoint.checkpoints import is_plain
+from spec_tests.checkpoint.checkpoints import FULL, LOCAL, SHARDED, flat_or_original, is_plain
 from spec_tests.harness import device, ranks
-from spec_tests.oracles import world_groups_2x2
-
-FULL, SHARDED, LOCAL = (
-    StateDictType.FULL_STATE_DICT,
-    StateDictType.SHARDED_STATE_DICT,
-    StateDictType.LOCAL_STATE_DICT,
-)
-flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+from spec_tests.models.sharding import grid
 
 
 def plain_model(seed: int = 0) -> nn.Module:
@@ -312,7 +305,7 @@ def test_a_unit_in_a_plain_module_and_an_ignored_part_are_written_under_plain_na
 def test_under_hybrid_the_dicts_are_the_same_and_rows_are_spread_over_the_sharding_group(
     strategy: ShardingStrategy,
 ) -> None:
-    model = sharded(plain_model(), sharding_strategy=strategy, process_group=world_groups_2x2())
+    model = sharded(plain_model(), sharding_strategy=strategy, process_group=grid())
     dist.barrier()
     expected = plain_model().state_dict()
     state = model.state_dict()

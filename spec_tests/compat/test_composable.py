@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed._composable_state import _get_module_state
 
 import minifsdp
-from spec_tests.fsdp2.four_blocks import batch, loss_of, seeded
 from spec_tests.harness import device, ranks
+from spec_tests.models.modules import seeded
+from spec_tests.models.running import batch, loss_of
 
 POLICIES: list[dict[str, Any]] = [
     {},

@@ -17,8 +17,11 @@ from minifsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrat
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.wrap import ModuleWrapPolicy, always_wrap_policy
 from spec_tests.checkpoint.refusals import caught_warnings, refused
-from spec_tests.fsdp1.four_blocks import Block, full_values, grid, iterate, loss_of, seeded, sharded
 from spec_tests.harness import device, ranks
+from spec_tests.models.modules import Block, seeded
+from spec_tests.models.running import iterate, loss_of
+from spec_tests.models.sharding import grid, wrapped
+from spec_tests.models.values import full_values
 
 POLICY = ModuleWrapPolicy({nn.Linear})
 
@@ -125,7 +128,7 @@ def test_an_omitted_prefetch_means_another_one_now_than_in_1_13() -> None:
 @ranks(4)
 def test_one_group_means_what_it_meant_and_a_pair_means_a_hybrid() -> None:
     pair = grid()
-    one = sharded(process_group=pair[0])
+    one = wrapped(process_group=pair[0])
     assert one.process_group is pair[0]
     assert one.world_size == 2
     two = FSDP(seeded(), pair, ShardingStrategy.HYBRID_SHARD, auto_wrap_policy=ModuleWrapPolicy({Block}))
@@ -177,7 +180,7 @@ def test_batch_norms_are_left_out_of_mixed_precision_as_in_1_13_unless_told_othe
 def test_the_utility_of_torch_is_right_where_nothing_is_sharded_and_the_method_is_right_everywhere(
     strategy: ShardingStrategy,
 ) -> None:
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     iterate(model)
     of_utility = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     of_method = model.clip_grad_norm_(1e9)
@@ -188,7 +191,7 @@ def test_the_utility_of_torch_is_right_where_nothing_is_sharded_and_the_method_i
 @pytest.mark.spec("LEGACY-14", "OFF-03")
 @ranks(2)
 def test_optimizer_state_follows_offloaded_parameters_to_the_cpu() -> None:
-    model = sharded(cpu_offload=CPUOffload(offload_params=True))
+    model = wrapped(cpu_offload=CPUOffload(offload_params=True))
     optimizer = torch.optim.Adam(model.parameters())
     iterate(model)
     optimizer.step()
@@ -204,7 +207,7 @@ def test_optimizer_state_follows_offloaded_parameters_to_the_cpu() -> None:
 @ranks(2)
 def test_the_old_name_of_activation_checkpointing_does_what_the_new_one_does_and_warns() -> None:
     def checkpointed(function: Any) -> FSDP:
-        model = sharded()
+        model = wrapped()
         function(model, checkpoint_wrapper_fn=checkpoint_wrapper.checkpoint_wrapper, check_fn=is_block)
         return model
 
@@ -219,7 +222,7 @@ def test_the_old_name_of_activation_checkpointing_does_what_the_new_one_does_and
         assert sum(isinstance(module, CheckpointWrapper) for module in model.modules()) == 4
         iterate(model)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-    plain = sharded()
+    plain = wrapped()
     iterate(plain)
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     expected = full_values(plain)

@@ -20,8 +20,8 @@ from minifsdp import OptimStateKeyType, trace
 from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.checkpoint.checkpoints import assert_same_state, flat_or_original, gathered, make, quiet, step, wrapped
 from spec_tests.checkpoint.refusals import caught_warnings
-from spec_tests.fsdp1.four_blocks import Wire
 from spec_tests.harness import device, ranks
+from spec_tests.models.running import Wire
 
 OLD_AND_NEW = {
     "full_optim_state_dict": "optim_state_dict",

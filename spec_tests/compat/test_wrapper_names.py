@@ -18,17 +18,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import minifsdp
 from minifsdp import FullyShardedDataParallel, MixedPrecision, StateDictType
-from spec_tests.fsdp1.four_blocks import (
-    Block,
-    Stack,
-    as_torch,
-    assert_same,
-    full_values,
-    iterate,
-    seeded,
-    sharded,
-)
 from spec_tests.harness import device, ranks
+from spec_tests.models.modules import Block, Stack, seeded
+from spec_tests.models.running import iterate
+from spec_tests.models.sharding import as_torch, wrapped
+from spec_tests.models.values import assert_same, full_values
 
 NARROW = torch.bfloat16
 KINDS = (FullyShardedDataParallel, torch_fsdp.FullyShardedDataParallel)
@@ -63,7 +57,7 @@ def trained_once(model: nn.Module, optimizer: torch.optim.Optimizer, step: int =
 @ranks(2)
 def check_widened(use_orig_params: bool) -> None:
     options: dict[str, Any] = {"use_orig_params": use_orig_params}
-    model = sharded(seeded().to(NARROW), mixed_precision=MixedPrecision(NARROW, NARROW, NARROW), **options)
+    model = wrapped(seeded().to(NARROW), mixed_precision=MixedPrecision(NARROW, NARROW, NARROW), **options)
     oracle = as_torch(seeded().to(NARROW), mixed_precision=torch_fsdp.MixedPrecision(NARROW, NARROW, NARROW), **options)
     names = widen(FullyShardedDataParallel.fsdp_modules(model))
     assert names == widen(torch_fsdp.FullyShardedDataParallel.fsdp_modules(oracle))
@@ -88,7 +82,7 @@ def test_a_model_loaded_in_bfloat16_is_widened_by_what_frameworks_do(use_orig_pa
 
 @ranks(2)
 def check_values_arrive(use_orig_params: bool) -> None:
-    model = sharded(use_orig_params=use_orig_params)
+    model = wrapped(use_orig_params=use_orig_params)
     inner = FullyShardedDataParallel.fsdp_modules(model)[1]
     before = inner._flat_param.data.clone()
     inner._flat_param.data = 2 * before
@@ -122,12 +116,12 @@ def test_a_wrapper_that_was_left_nothing_says_so_and_does_not_show_an_inner_ones
 
 @ranks(2)
 def check_marks() -> None:
-    for flat in sharded().parameters():
+    for flat in wrapped().parameters():
         assert getattr(flat, "_fsdp_flattened", False)
         assert getattr(flat, "_is_flat_param", False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        kept = sharded(use_orig_params=True)
+        kept = wrapped(use_orig_params=True)
     assert not any(getattr(p, "_is_flat_param", False) for p in kept.parameters())
 
 
@@ -137,7 +131,7 @@ def test_what_an_optimizer_owns_is_marked_as_a_flat_parameter() -> None:
 
 @ranks(2)
 def check_params(use_orig_params: bool) -> None:
-    model, oracle = (make(seeded(), use_orig_params=use_orig_params) for make in (sharded, as_torch))
+    model, oracle = (make(seeded(), use_orig_params=use_orig_params) for make in (wrapped, as_torch))
     wrappers = [kind.fsdp_modules(m) for kind, m in zip(KINDS, (model, oracle), strict=True)]
     for wrapper, other in zip(*wrappers, strict=True):
         (mine,), (theirs,) = wrapper.params, other.params
@@ -188,7 +182,7 @@ FORMS = {
 @ranks(2)
 def check_model_part(use_orig_params: bool, form: str) -> None:
     options = FORMS[form]
-    model = sharded(use_orig_params=use_orig_params)
+    model = wrapped(use_orig_params=use_orig_params)
     state = helpers.get_model_state_dict(model, options=options)
     whole = seeded().state_dict()
     if form == "sharded":
@@ -201,7 +195,7 @@ def check_model_part(use_orig_params: bool, form: str) -> None:
     # What was set for the call is gone after it.
     assert FullyShardedDataParallel.get_state_dict_type(model).state_dict_type is StateDictType.FULL_STATE_DICT
     if form != "on rank 0":
-        other = sharded(Stack().to(device()), use_orig_params=use_orig_params)
+        other = wrapped(Stack().to(device()), use_orig_params=use_orig_params)
         helpers.set_model_state_dict(other, state, options=options)
         assert_same(full_values(other), full_values(model), bitwise=True)
 
@@ -216,7 +210,7 @@ def test_torchs_checkpoint_functions_write_and_read_the_model(use_orig_params: b
 
 @ranks(2)
 def check_optimizer_part_is_refused(use_orig_params: bool) -> None:
-    model = sharded(use_orig_params=use_orig_params)
+    model = wrapped(use_orig_params=use_orig_params)
     optimizer = torch.optim.Adam(model.parameters())
     trained_once(model, optimizer)
     with pytest.raises(AttributeError, match=rf"rank {dist.get_rank()}: .*FullyShardedDataParallel.optim_state_dict"):
@@ -238,12 +232,12 @@ def check_in_the_place_of_torchs_names(use_orig_params: bool, full: bool) -> Non
             if hasattr(helpers, name):
                 patch.setattr(helpers, name, getattr(minifsdp, name))
         patch.setattr(helpers, "FSDP", FullyShardedDataParallel)
-        model = sharded(use_orig_params=use_orig_params)
+        model = wrapped(use_orig_params=use_orig_params)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         trained_once(model, optimizer)
         state = copy.deepcopy(helpers.get_state_dict(model, optimizer, options=options))
         expected = [trained_once(model, optimizer, step) for step in (1, 2)]
-        resumed = sharded(Stack().to(device()), use_orig_params=use_orig_params)
+        resumed = wrapped(Stack().to(device()), use_orig_params=use_orig_params)
         fresh = torch.optim.Adam(resumed.parameters(), lr=1e-3)
         helpers.set_state_dict(resumed, fresh, model_state_dict=state[0], optim_state_dict=state[1], options=options)
     assert [trained_once(resumed, fresh, step) for step in (1, 2)] == expected

@@ -1,7 +1,6 @@
-"""Three small blocks, the ways to shard them, and what a test wants to know afterwards.
+"""What the tests of the engine do with a `chain` of blocks, and what they want to know afterwards.
 
-The blocks have 31 parameters each, so that two ranks need one element of padding and four ranks need one as well. What
-the sharded model must come to is computed here by a plain model, on every rank alone: one backward for each rank's
+What the sharded model must come to is computed here by a plain model, on every rank alone: one backward for each rank's
 part of the batch, and the mean of the gradients.
 """
 
@@ -13,31 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.engine.unit import Phase, State, Unit
 from spec_tests.harness import device
+from spec_tests.models.running import batch
+from spec_tests.oracles.gathering import clean_name
 
 Loss = Callable[[nn.Module, int], Tensor]
-
-
-class Block(nn.Module):
-    """31 parameters: 12 + 4 of one layer, 12 + 3 of the other, and a bypass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(3, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-def chain(num_blocks: int = 3) -> nn.Sequential:
-    """Blocks one behind the other, with the same values wherever and whenever it is called."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(11)
-        return nn.Sequential(*(Block() for _ in range(num_blocks))).to(device())
 
 
 def shard_each(model: nn.Module, **options: Any) -> FSDP:
@@ -49,7 +31,7 @@ def shard_each(model: nn.Module, **options: Any) -> FSDP:
 
 def draw(rank: int, step: int = 0) -> Tensor:
     """One rank's part of the batch of a step; another one for each of both."""
-    return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * step + rank)).to(device())
+    return batch(step, rank, width=3)
 
 
 def square_loss(model: nn.Module, rank: int) -> Tensor:
@@ -79,13 +61,6 @@ def assert_at_rest(model: FSDP) -> None:
         assert not is_open(unit) or unit.plan.mesh.shard is None, f"{where} still has its memory"
 
 
-def plain_name(name: str) -> str:
-    """A name without what wrappers put into it."""
-    for wrapper in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module"):
-        name = name.replace(f"{wrapper}.", "").removesuffix(wrapper)
-    return name.removesuffix(".")
-
-
 def full_gradients(model: FSDP) -> dict[str, Tensor | None]:
     """Every parameter's reduced gradient, put together from all ranks; ``None`` for a unit that has none here.
 
@@ -99,7 +74,7 @@ def full_gradients(model: FSDP) -> dict[str, Tensor | None]:
         piece = _gradient_piece(layout)
         views = [None] * len(layout.parameters) if piece is None else _put_together(layout, piece)
         for owned, view in zip(layout.parameters, views, strict=True):
-            found[plain_name(f"{prefix}.{owned.path}".removeprefix("."))] = view
+            found[clean_name(f"{prefix}.{owned.path}".removeprefix("."))] = view
     return found
 
 
@@ -134,7 +109,7 @@ def mean_gradients(plain: nn.Module, loss: Loss, ranks: range | None = None) -> 
     for rank in ranks:
         plain.zero_grad()
         loss(plain, rank).backward()
-        parts.append({plain_name(name): p.grad for name, p in plain.named_parameters()})
+        parts.append({clean_name(name): p.grad for name, p in plain.named_parameters()})
     plain.zero_grad()
     names = parts[0].keys()
     return {name: _mean([part[name] for part in parts]) for name in names}
@@ -159,24 +134,3 @@ def assert_gradients(model: FSDP, expected: dict[str, Tensor | None]) -> None:
 def train_once(model: FSDP, loss: Loss = square_loss) -> None:
     """One forward and backward with this rank's part of the batch."""
     loss(model, dist.get_rank()).backward()
-
-
-class Wire(TorchDispatchMode):
-    """Counts what really goes over the wire, whatever the package says of itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.calls.append(func._schema.name.removeprefix("c10d::"))
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def num_gathers(self) -> int:
-        return self.calls.count("_allgather_base_")
-
-    @property
-    def num_reduce_scatters(self) -> int:
-        return self.calls.count("_reduce_scatter_base_")

@@ -12,8 +12,9 @@ from torch import nn
 
 from minifsdp.engine.absent import AbsentParameter
 from minifsdp.engine.layout import Slot
-from spec_tests.engine.small import chain, draw, shard_each
+from spec_tests.engine.small import draw, shard_each
 from spec_tests.harness import ranks
+from spec_tests.models.modules import chain
 
 CPU = torch.device("cpu")
 

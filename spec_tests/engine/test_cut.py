@@ -54,7 +54,7 @@ def test_the_pieces_side_by_side_are_the_whole(cut: Cut) -> None:
 def test_every_rank_sends_the_same_and_no_more_than_one_row_too_many(cut: Cut) -> None:
     per_row = cut.shape[1:].numel()
     assert cut.padded_numel == cut.chunk_numel * cut.num_shards
-    assert 0 <= cut.padded_numel - cut.shape.numel() <= (cut.num_shards - 1) * max(per_row * cut.rows, 1)
+    assert 0 <= cut.padded_numel - cut.shape.numel() <= (cut.num_shards - 1) * max(per_row * cut.num_rows, 1)
     for index in range(cut.num_shards):
         assert cut.local_shape(index).numel() <= cut.chunk_numel
 

@@ -16,13 +16,14 @@ from minifsdp.engine.layout import owned_parameters
 from minifsdp.engine.mesh import Group, Mesh, default_group
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.summoned import full_row
-from spec_tests.engine.small import Block, chain, draw, shard_each, square_loss, train_once, units_of
+from spec_tests.engine.small import draw, shard_each, square_loss, train_once, units_of
 from spec_tests.harness import device, plain_tensor, ranks
+from spec_tests.models.modules import MLP, Scale, chain
 
 both_kinds = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
 
 
-def a_block() -> Block:
+def a_block() -> MLP:
     (block,) = chain(1)
     return block
 
@@ -311,7 +312,7 @@ def test_after_that_error_the_module_is_as_it_was() -> None:
 def test_parameters_of_several_dtypes_in_one_unit_raise_with_the_dtypes(original: bool) -> None:
     block = a_block()
     block.down.to(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"Block has parameters of several dtypes \(torch.bfloat16, torch.float32\)"):
+    with pytest.raises(ValueError, match=r"MLP has parameters of several dtypes \(torch.bfloat16, torch.float32\)"):
         lay_out(block, keep_originals=original)
 
 
@@ -326,14 +327,6 @@ def test_a_unit_of_whole_numbers_only_raises_with_their_names_and_the_remedy(ori
 
 @ranks(2)
 def test_a_unit_of_one_element_leaves_a_rank_with_padding_alone_and_trains() -> None:
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.tensor(0.5))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.weight
-
     for original in (False, True):
         model = shard_each(nn.Sequential(Scale().to(device())), use_orig_params=original)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

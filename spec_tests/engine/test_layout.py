@@ -8,23 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from minifsdp.engine.layout import Layout, Slot, owned_parameters, rebound
-from spec_tests.engine.small import Block, chain, draw, shard_each
+from minifsdp.engine.layout import Layout, Slot, owned_parameters, replaced_parameter_error
+from spec_tests.engine.small import draw, shard_each
 from spec_tests.harness import ranks
-
-
-class Tied(nn.Module):
-    """Two layers, one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
-        self.last.weight = self.first.weight
+from spec_tests.models.modules import MLP, Tied, chain
 
 
 @pytest.mark.pure
 def test_parameters_are_found_in_the_order_of_the_walk_with_their_paths() -> None:
-    block = Block()
+    block = MLP(3, 4)
     found = owned_parameters(block.named_modules(), set())
     assert [owned.path for owned in found.values()] == ["up.weight", "up.bias", "down.weight", "down.bias"]
     assert [owned.shape for owned in found.values()] == [(4, 3), (4,), (3, 4), (3,)]
@@ -36,7 +28,13 @@ def test_parameters_are_found_in_the_order_of_the_walk_with_their_paths() -> Non
 def test_a_tied_parameter_is_found_once_with_all_its_places() -> None:
     model = Tied()
     found = owned_parameters(model.named_modules(), set())
-    assert [owned.path for owned in found.values()] == ["first.weight", "first.bias"]
+    assert [owned.path for owned in found.values()] == [
+        "first.weight",
+        "first.bias",
+        "middle.linear.weight",
+        "middle.linear.bias",
+        "last.bias",
+    ]
     places = found[model.first.weight].slots
     assert [(slot.module, slot.name, slot.path) for slot in places] == [
         (model.first, "weight", "first.weight"),
@@ -46,7 +44,7 @@ def test_a_tied_parameter_is_found_once_with_all_its_places() -> None:
 
 @pytest.mark.pure
 def test_ignored_parameters_and_absent_ones_are_left_alone() -> None:
-    block = Block()
+    block = MLP(3, 4)
     block.up.bias = None  # type: ignore[assignment]
     found = owned_parameters(block.named_modules(), {block.down.weight})
     assert [owned.path for owned in found.values()] == ["up.weight", "down.bias"]
@@ -101,7 +99,7 @@ def test_a_recurrent_unit_computes_with_the_gathered_weights_and_trains_them() -
 @pytest.mark.pure
 @pytest.mark.spec("CTOR-12")
 def test_the_message_about_a_replaced_parameter_names_it_and_the_remedy() -> None:
-    message = str(rebound(Slot.of(nn.Linear(2, 2), "weight", "head.weight"), "blocks.3"))
+    message = str(replaced_parameter_error(Slot.of(nn.Linear(2, 2), "weight", "head.weight"), "blocks.3"))
     assert "'blocks.3.head.weight' of Linear was removed or replaced" in message
     assert "summon_full_params()" in message
     assert "rank 0" in message

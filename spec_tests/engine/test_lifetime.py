@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from minifsdp import trace
 from minifsdp.engine import lifetime
 from minifsdp.engine.lifetime import RateLimiter, release
-from spec_tests.engine.small import chain, draw, shard_each, units_of
+from spec_tests.engine.small import draw, shard_each, units_of
 from spec_tests.harness import ranks
+from spec_tests.models.modules import chain
 
 
 class SlowGPU:

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from spec_tests.engine.small import Block, chain, draw, shard_each, train_once, units_of
+from spec_tests.engine.small import draw, shard_each, train_once, units_of
 from spec_tests.harness import device, ranks
 from spec_tests.harness.programs import output_of_ranks
+from spec_tests.models.modules import MLP, chain
 
 
 def warnings_of(action: Any) -> list[str]:
@@ -212,7 +213,7 @@ def test_an_optimizer_that_has_nothing_to_do_with_the_unreduced_gradients_may_st
 
 
 def two_tied(where: str) -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), nn.Linear(3, 3)), Block())
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), nn.Linear(3, 3)), MLP(3, 4))
     inner: Any = model[1]
     if where == "two inner units":
         inner[1].weight = model[0].weight

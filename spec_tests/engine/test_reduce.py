@@ -168,7 +168,7 @@ def test_a_plan_divides_by_all_ranks_of_the_mesh() -> None:
 
 
 @ranks(2)
-def test_a_reduction_is_completed_when_the_next_has_been_issued_and_the_last_one_by_finish() -> None:
+def test_a_reduction_is_completed_by_the_next_and_the_last_one_by_finish() -> None:
     plan = ReducePlan.mean(Mesh.sharded(world()), F32)
     first, second, one = Kept(), Kept(), reducer()
     issued: Any = [first, second]
@@ -192,7 +192,9 @@ class Work:
 
 
 @pytest.mark.pure
-def test_the_next_reduction_is_issued_before_the_one_before_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_cpu_a_reduction_is_waited_for_before_the_next_gradient_is_packed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     log: list[str] = []
 
     def reduce_scatter(group: Group, piece: torch.Tensor, whole: torch.Tensor) -> Work:
@@ -209,7 +211,7 @@ def test_the_next_reduction_is_issued_before_the_one_before_it_is_waited_for(mon
     for number in (1, 2, 3):
         one.reduce("unit", target, plan, Gradient([torch.full((4,), float(number))]))
     one.finish()
-    assert log == ["issue 1", "issue 2", "wait 1", "issue 3", "wait 2", "wait 3"]
+    assert log == ["issue 1", "wait 1", "issue 2", "wait 2", "issue 3", "wait 3"]
     assert [piece.tolist() for piece in kept.pieces] == [[0.5, 0.5], [1.0, 1.0], [1.5, 1.5]]
 
 

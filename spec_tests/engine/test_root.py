@@ -15,11 +15,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy, trace
 from spec_tests.engine.small import (
-    Block,
-    Wire,
     assert_at_rest,
     assert_gradients,
-    chain,
     draw,
     is_open,
     mean_gradients,
@@ -29,6 +26,8 @@ from spec_tests.engine.small import (
     units_of,
 )
 from spec_tests.harness import device, ranks
+from spec_tests.models.modules import MLP, chain
+from spec_tests.models.running import Wire
 
 FULL, KEEP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 each_strategy = pytest.mark.parametrize("strategy", [FULL, KEEP, NONE], ids=lambda s: s.name)
@@ -296,7 +295,7 @@ def test_what_was_not_changed_is_not_gathered_again(strategy: ShardingStrategy) 
     model(draw(0))
     with Wire() as wire:
         model(draw(0))
-    assert wire.num_gathers == {FULL: 2, KEEP: 0, NONE: 0}[strategy]
+    assert wire.calls().count("AG") == {FULL: 2, KEEP: 0, NONE: 0}[strategy]
 
 
 # --- after an exception ---
@@ -324,11 +323,11 @@ class Fuse(nn.Module):
         raise OnPurpose
 
 
-class Fused(Block):
+class Fused(MLP):
     """A block with a fuse between its layers."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(3, 4)
         self.fuse = Fuse()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -338,7 +337,7 @@ class Fused(Block):
 def with_fuses(wrap: Callable[[nn.Module], nn.Module]) -> nn.Sequential:
     """Fuses before, between, inside and after three units, and a layer of the root's own at the end."""
     torch.manual_seed(8)
-    blocks = [wrap(block.to(device())) for block in (Block(), Fused(), Block())]
+    blocks = [wrap(block.to(device())) for block in (MLP(3, 4), Fused(), MLP(3, 4))]
     layer = nn.Linear(3, 2).to(device())
     model = nn.Sequential(Fuse(), blocks[0], Fuse(), blocks[1], Fuse(), blocks[2], Fuse(), layer, Fuse())
     return wrap(model)  # type: ignore[return-value]
@@ -420,7 +419,7 @@ def test_the_iteration_after_an_exception_in_a_recomputation_is_right(
 ) -> None:
     def build(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
         torch.manual_seed(8)
-        blocks = [wrap(checkpoint_wrapper(block.to(device()), impl)) for block in (Block(), Fused(), Block())]
+        blocks = [wrap(checkpoint_wrapper(block.to(device()), impl)) for block in (MLP(3, 4), Fused(), MLP(3, 4))]
         return wrap(nn.Sequential(*blocks))
 
     model: Any = build(lambda module: FSDP(module, device_id=device(), sharding_strategy=strategy))

@@ -28,10 +28,11 @@ from minifsdp.engine.precision import Precision, move
 from minifsdp.engine.reduce import ReducePlan, Reducer
 from minifsdp.engine.row import Options, Row
 from minifsdp.fsdp1.training_aids import clip_gradients
-from spec_tests.engine.small import chain, draw, shard_each, train_once, units_of
+from spec_tests.engine.small import draw, shard_each, train_once, units_of
 from spec_tests.engine.stand_in import DEVICE, StandIn, machine
 from spec_tests.fsdp2.int8_shards import Int8Shards
 from spec_tests.harness import device, ranks
+from spec_tests.models.modules import chain
 
 # Stand-ins take the places of streams and groups; on an accelerator spec_tests/streams asks real ones.
 pytestmark = pytest.mark.cpu

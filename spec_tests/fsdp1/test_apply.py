@@ -11,24 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from minifsdp import FullyShardedDataParallel, ShardingStrategy
-from spec_tests.fsdp1.four_blocks import (
-    FULL_SHARD,
-    HYBRID_SHARD,
-    NO_SHARD,
-    SHARD_GRAD_OP,
-    Stack,
-    Wire,
-    as_torch,
-    assert_same,
-    batch,
-    full_values,
-    iterate,
-    loss_of,
-    named,
-    seeded,
-    sharded,
-)
 from spec_tests.harness import ranks
+from spec_tests.models.modules import Stack, seeded
+from spec_tests.models.running import Wire, batch, iterate, loss_of
+from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, as_torch, wrapped
+from spec_tests.models.values import assert_same, full_values, named
 
 either = pytest.mark.parametrize("use_orig_params", [False, True])
 PAIRS = [(FULL_SHARD, False), (FULL_SHARD, True), (SHARD_GRAD_OP, True), (NO_SHARD, False), (NO_SHARD, True)]
@@ -56,7 +43,7 @@ def visits_of(model: nn.Module, *, wrappers: bool = False) -> list[tuple[Any, ..
 def test_every_submodule_and_itself_are_visited_children_first_with_full_parameters(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     expected = visits_of(seeded())
     assert [name for name, _ in expected][-1] == "Stack"
     for _ in range(2):
@@ -69,7 +56,7 @@ def test_every_submodule_and_itself_are_visited_children_first_with_full_paramet
 @either
 @ranks(2)
 def test_the_wrappers_are_visited_too_in_the_order_of_torch(use_orig_params: bool) -> None:
-    ours = visits_of(sharded(use_orig_params=use_orig_params), wrappers=True)
+    ours = visits_of(wrapped(use_orig_params=use_orig_params), wrappers=True)
     theirs = visits_of(as_torch(seeded(), use_orig_params=use_orig_params), wrappers=True)
     assert [name for name, _ in ours] == [name for name, _ in theirs]
     assert ours[-1][0] == "FullyShardedDataParallel", "itself, and last"
@@ -87,7 +74,7 @@ def fill(module: nn.Module) -> None:
 @ranks(4)
 def test_changes_persist(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     plain = seeded().apply(fill)
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     with torch.no_grad():
         model(batch())  # What was gathered before must not be used after.
     model.apply(fill)
@@ -99,18 +86,18 @@ def test_changes_persist(strategy: ShardingStrategy, use_orig_params: bool) -> N
 @pytest.mark.spec("APPLY-01")
 @ranks(2)
 def test_afterwards_the_parameters_are_shards_again_and_training_goes_on() -> None:
-    model = sharded()
+    model = wrapped()
     sizes = [parameter.numel() for parameter in model.parameters()]
     model.apply(lambda module: None)
     assert [parameter.numel() for parameter in model.parameters()] == sizes
-    losses = [iterate(each) for each in (model, sharded())]
+    losses = [iterate(each) for each in (model, wrapped())]
     assert losses[0] == losses[1]
 
 
 @pytest.mark.spec("APPLY-01")
 @ranks(2)
 def test_a_plain_module_around_wrapped_ones_applies_to_them() -> None:
-    model = nn.Sequential(sharded(), nn.Linear(2, 2))
+    model = nn.Sequential(wrapped(), nn.Linear(2, 2))
     model.apply(fill)
     assert_same(full_values(model[0]), named(seeded().apply(fill)), bitwise=True)
 
@@ -119,7 +106,7 @@ def test_a_plain_module_around_wrapped_ones_applies_to_them() -> None:
 @either
 @ranks(2)
 def test_it_returns_itself(use_orig_params: bool) -> None:
-    model = sharded(use_orig_params=use_orig_params)
+    model = wrapped(use_orig_params=use_orig_params)
     inner = model.module.blocks[1]
     assert model.apply(fill) is model
     assert inner.apply(fill) is inner
@@ -132,7 +119,7 @@ def test_it_returns_itself(use_orig_params: bool) -> None:
 def test_inside_summon_full_params_it_raises_and_calls_nothing(
     strategy: ShardingStrategy, use_orig_params: bool, options: dict[str, bool]
 ) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     called: list[nn.Module] = []
     with FullyShardedDataParallel.summon_full_params(model, **options):
         for each in (model, model.module.blocks[2]):
@@ -147,7 +134,7 @@ def test_inside_summon_full_params_it_raises_and_calls_nothing(
 @ranks(2)
 def test_a_root_without_parameters_of_its_own_refuses_as_well() -> None:
     blocks = seeded(lambda: nn.Sequential(*Stack().blocks))
-    model = sharded(blocks)
+    model = wrapped(blocks)
     called: list[nn.Module] = []
     with FullyShardedDataParallel.summon_full_params(model), pytest.raises(RuntimeError, match="summon_full_params"):
         model.apply(called.append)
@@ -157,7 +144,7 @@ def test_a_root_without_parameters_of_its_own_refuses_as_well() -> None:
 @pytest.mark.spec("APPLY-03")
 @ranks(2)
 def test_during_forward_it_raises_too() -> None:
-    model = sharded()
+    model = wrapped()
     hook = model.module.blocks[1].module.linear.register_forward_hook(lambda *_: model.apply(fill))
     with pytest.raises(RuntimeError, match="during forward"):
         model(batch())
@@ -195,7 +182,7 @@ def test_with_one_seed_on_all_ranks_initialising_equals_that_of_the_plain_module
     strategy: ShardingStrategy, use_orig_params: bool, init: str
 ) -> None:
     plain = seeded(Normed)
-    model = sharded(seeded(Normed), sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(seeded(Normed), sharding_strategy=strategy, use_orig_params=use_orig_params)
     for seed in (1, 2):
         for each in (plain, model):
             torch.manual_seed(seed)
@@ -213,7 +200,7 @@ def test_with_different_seeds_each_rank_keeps_its_own_chunk() -> None:
         expected.append(
             torch.cat([p.detach().reshape(-1) for p in seeded().apply(init_by_type).blocks[3].parameters()])
         )
-    model = sharded()
+    model = wrapped()
     torch.manual_seed(dist.get_rank())
     model.apply(init_by_type)
     seen = torch.cat([v.reshape(-1) for name, v in full_values(model).items() if name.startswith("blocks.3")])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -17,26 +18,20 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
 from minifsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from spec_tests.fsdp1.four_blocks import (
+from spec_tests.fsdp1.whole import by_name, group_of, whole
+from spec_tests.harness import device, ranks
+from spec_tests.models.modules import Block, Stack, Tied, seeded
+from spec_tests.models.running import Wire, batch, iterate, loss_of
+from spec_tests.models.sharding import (
     FLAT_STRATEGIES,
     FULL_SHARD,
     HYBRID_STRATEGIES,
     NO_SHARD,
     SHARD_GRAD_OP,
-    Block,
-    Stack,
-    Wire,
     as_torch,
-    assert_same,
-    batch,
-    iterate,
-    loss_of,
-    mean_gradients,
-    seeded,
-    sharded,
+    wrapped,
 )
-from spec_tests.fsdp1.whole import by_name, group_of, whole
-from spec_tests.harness import device, ranks
+from spec_tests.models.values import assert_same, mean_gradients
 
 either = pytest.mark.parametrize("use_orig_params", [False, True])
 NORM_TYPES = (1, 2.0, 3, math.inf, "inf")
@@ -71,7 +66,7 @@ def test_the_signature_is_that_of_torch() -> None:
 @pytest.mark.spec("CLIP-01")
 @ranks(2)
 def test_max_norm_may_be_an_int_and_norm_type_a_word() -> None:
-    model = sharded()
+    model = wrapped()
     iterate(model)
     before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     default = model.clip_grad_norm_(1000.0)
@@ -97,7 +92,7 @@ def test_max_norm_may_be_an_int_and_norm_type_a_word() -> None:
 @pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, *HYBRID_STRATEGIES])
 @ranks(4)
 def test_norm_and_clipped_gradients_are_those_of_one_process(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     group = model.process_group if strategy in HYBRID_STRATEGIES else group_of(strategy)
     for step, norm_type in enumerate(NORM_TYPES):
         model.zero_grad()
@@ -142,7 +137,7 @@ def test_the_norm_has_the_dtype_that_all_gradients_can_be_promoted_to(
             parameter.grad = torch.ones_like(parameter)
         return model.clip_grad_norm_(1.0)
 
-    ours = sharded(converted(), use_orig_params=use_orig_params)
+    ours = wrapped(converted(), use_orig_params=use_orig_params)
     found = norm_of_ones(ours)
     assert found.dtype is of_norm
     if torch.float64 not in (of_blocks, of_rest):
@@ -161,7 +156,7 @@ def test_the_norm_has_the_dtype_that_all_gradients_can_be_promoted_to(
 @ranks(2)
 def test_norm_and_clipped_gradients_are_those_of_torch(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     options = {"use_orig_params": use_orig_params}
-    ours = sharded(sharding_strategy=strategy, **options)
+    ours = wrapped(sharding_strategy=strategy, **options)
     theirs = as_torch(seeded(), sharding_strategy=torch_fsdp.ShardingStrategy[strategy.name], **options)
     for norm_type in NORM_TYPES:
         norms = []
@@ -188,7 +183,7 @@ def test_padding_does_not_count() -> None:
 def test_in_a_sub_group_the_norm_is_that_of_the_sub_group() -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = dist.get_rank() // 2
-    model = sharded(process_group=pairs[pair])
+    model = wrapped(process_group=pairs[pair])
     iterate(model)
     of_ranks = [mean_gradients_of_rank(rank) for rank in (2 * pair, 2 * pair + 1)]
     expected = {name: (of_ranks[0][name] + of_ranks[1][name]) / 2 for name in of_ranks[0]}
@@ -209,7 +204,7 @@ def mean_gradients_of_rank(rank: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @ranks(2)
 def test_gradients_are_scaled_in_place_and_by_one_factor(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     iterate(model)
     before = {n: (p.grad, p.grad.clone()) for n, p in model.named_parameters() if p.grad is not None}
     norm = model.clip_grad_norm_(1e6)
@@ -234,7 +229,7 @@ def test_gradients_are_scaled_in_place_and_by_one_factor(strategy: ShardingStrat
 @either
 @ranks(2)
 def test_training_with_clipping_is_that_of_one_process(use_orig_params: bool) -> None:
-    plain, model = seeded(), sharded(use_orig_params=use_orig_params)
+    plain, model = seeded(), wrapped(use_orig_params=use_orig_params)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (plain, model)]
     for step in range(4):
         expected = mean_gradients(plain, [step])
@@ -257,7 +252,7 @@ def test_training_with_clipping_is_that_of_one_process(use_orig_params: bool) ->
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, *HYBRID_STRATEGIES])
 @ranks(4)
 def test_every_rank_issues_the_reduction_of_the_norm(strategy: ShardingStrategy) -> None:
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     iterate(model)
     with Wire() as wire:
         model.clip_grad_norm_(1.0)
@@ -284,7 +279,7 @@ def test_a_rank_without_any_gradient_issues_it_too_and_gets_the_norm() -> None:
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @ranks(2)
 def test_without_sharding_it_is_the_function_of_torch(norm_type: float | str, use_orig_params: bool) -> None:
-    ours, other = (sharded(sharding_strategy=NO_SHARD, use_orig_params=use_orig_params) for _ in range(2))
+    ours, other = (wrapped(sharding_strategy=NO_SHARD, use_orig_params=use_orig_params) for _ in range(2))
     for model in (ours, other):
         iterate(model)
     expected = torch.nn.utils.clip_grad_norm_(other.parameters(), 0.2, float(norm_type))
@@ -297,7 +292,7 @@ def test_without_sharding_it_is_the_function_of_torch(norm_type: float | str, us
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 @ranks(2)
 def test_the_function_of_torch_sees_local_chunks_only(strategy: ShardingStrategy) -> None:
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     iterate(model)
     seen = torch.stack(of_all_ranks(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])))
     right = model.clip_grad_norm_(1e6)
@@ -354,20 +349,13 @@ def test_the_dtype_of_the_norm_is_the_promotion_of_all_gradients(
 # --- what counts ---
 
 
-class Mixed(nn.Module):
-    """A sharded part, a part that is on every rank, and an ignored part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shards, self.copies, self.own = Block(), Block(), Block()
-        self.leave = nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.leave(self.own(self.copies(self.shards(x))))
+def parts() -> nn.Module:
+    """A part to be sharded, one to be on every rank, and one to be ignored."""
+    return nn.Sequential(OrderedDict(shards=Block(), copies=Block(), own=Block(), leave=nn.Linear(6, 2)))
 
 
 def mixed(strategy: ShardingStrategy, **options: Any) -> FullyShardedDataParallel:
-    model = seeded(Mixed)
+    model = seeded(parts)
     model.shards = FullyShardedDataParallel(model.shards, sharding_strategy=strategy, **options)
     model.copies = FullyShardedDataParallel(model.copies, sharding_strategy=NO_SHARD, **options)
     return FullyShardedDataParallel(model, sharding_strategy=strategy, ignored_modules=[model.own], **options)
@@ -381,7 +369,7 @@ def test_of_sharded_and_whole_and_ignored_parts_each_element_counts_once(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     # The same batch everywhere, so that the ignored part has one gradient and not four.
-    plain = seeded(Mixed)
+    plain = seeded(parts)
     loss_of(plain(batch(0, 0))).backward()
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
     for norm_type in NORM_TYPES:
@@ -401,16 +389,6 @@ def test_of_sharded_and_whole_and_ignored_parts_each_element_counts_once(
         )
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x)))
-
-
 @pytest.mark.spec("CLIP-08")
 @either
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
@@ -427,7 +405,7 @@ def test_a_shared_parameter_counts_once(strategy: ShardingStrategy, use_orig_par
 def test_frozen_units_do_not_count() -> None:
     plain = seeded()
     plain.blocks[1].requires_grad_(False)
-    model = sharded(seeded(lambda: plain))
+    model = wrapped(seeded(lambda: plain))
     iterate(model)
     expected = {n: g for n, g in mean_gradients(seeded()).items() if not n.startswith("blocks.1")}
     torch.testing.assert_close(model.clip_grad_norm_(1.0).cpu(), norm_of(expected))
@@ -439,7 +417,7 @@ def test_frozen_units_do_not_count() -> None:
 @pytest.mark.spec("CLIP-09")
 @ranks(2)
 def test_it_belongs_to_the_root() -> None:
-    model = sharded()
+    model = wrapped()
     for _ in range(2):
         # The first time before the first forward, when nobody but the constructor knows who is inside whom.
         for index in range(4):
@@ -459,7 +437,7 @@ def test_it_belongs_to_the_root() -> None:
 @ranks(2)
 def test_without_gradients_it_returns_zero_and_warns(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        model = sharded(seeded().to(dtype), sharding_strategy=strategy, use_orig_params=use_orig_params)
+        model = wrapped(seeded().to(dtype), sharding_strategy=strategy, use_orig_params=use_orig_params)
         with pytest.warns(UserWarning, match=rf"rank {dist.get_rank()}.*no gradients") as caught:
             norm = model.clip_grad_norm_(1.0)
         assert len(caught) == 1
@@ -473,7 +451,7 @@ def test_without_gradients_it_returns_zero_and_warns(strategy: ShardingStrategy,
 @ranks(2)
 def test_the_warning_points_to_the_line_that_is_to_be_changed() -> None:
     with pytest.warns(UserWarning, match="no gradients") as caught:
-        sharded().clip_grad_norm_(1.0)
+        wrapped().clip_grad_norm_(1.0)
     assert caught[0].filename == __file__
 
 

@@ -19,18 +19,11 @@ from torch import Tensor, nn
 from minifsdp import FullyShardedDataParallel, ShardingStrategy
 from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.checkpoint.refusals import caught_warnings, refused
-from spec_tests.fsdp1.four_blocks import (
-    FLAT_STRATEGIES,
-    FULL_SHARD,
-    NO_SHARD,
-    Block,
-    assert_same,
-    full_values,
-    iterate,
-    seeded,
-    sharded,
-)
 from spec_tests.harness import ranks
+from spec_tests.models.modules import Block, seeded
+from spec_tests.models.running import iterate
+from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, NO_SHARD, wrapped
+from spec_tests.models.values import assert_same, full_values
 
 FSDP = FullyShardedDataParallel
 pytestmark = pytest.mark.not_simulated("torch.compile does not know the simulated device")
@@ -71,8 +64,8 @@ def assert_same_training(ours: tuple[list[float], Any], expected: tuple[list[flo
 @ranks(2, timeout=120)
 def test_with_original_parameters_a_compiled_model_trains_like_an_eager_one(strategy: ShardingStrategy) -> None:
     options = {"use_orig_params": True, "sharding_strategy": strategy}
-    expected = trained(sharded(**options))
-    compiler, model = Compiler(), sharded(**options)
+    expected = trained(wrapped(**options))
+    compiler, model = Compiler(), wrapped(**options)
     with caught_warnings() as caught:
         assert_same_training(trained(model, torch.compile(model, backend=compiler)), expected)
     assert not any("torch.compile" in str(warning.message) for warning in caught)
@@ -82,8 +75,8 @@ def test_with_original_parameters_a_compiled_model_trains_like_an_eager_one(stra
 @pytest.mark.spec("ORIG-07")
 @ranks(2, timeout=120)
 def test_a_compiled_backward_gives_the_same_gradients() -> None:
-    expected = trained(sharded(use_orig_params=True))
-    compiler, model = Compiler("aot_eager"), sharded(use_orig_params=True)
+    expected = trained(wrapped(use_orig_params=True))
+    compiler, model = Compiler("aot_eager"), wrapped(use_orig_params=True)
     assert_same_training(trained(model, torch.compile(model, backend=compiler)), expected)
     assert compiler.num_operations >= 2
 
@@ -91,8 +84,8 @@ def test_a_compiled_backward_gives_the_same_gradients() -> None:
 @pytest.mark.spec("ORIG-07")
 @ranks(2, timeout=120)
 def test_with_flat_parameters_compiling_warns_once_and_trains_all_the_same() -> None:
-    expected = trained(sharded())
-    model = sharded()
+    expected = trained(wrapped())
+    model = wrapped()
     with caught_warnings() as caught:
         found = trained(model, torch.compile(model, backend=Compiler()))
     said = [str(warning.message) for warning in caught if "torch.compile" in str(warning.message)]
@@ -102,7 +95,7 @@ def test_with_flat_parameters_compiling_warns_once_and_trains_all_the_same() -> 
 
 
 def in_place_after(compiler: Compiler, options: dict[str, Any]) -> FSDP:
-    model = sharded(**options)
+    model = wrapped(**options)
     for wrapper in FSDP.fsdp_modules(model)[1:]:
         wrapper.module.compile(backend=compiler)
     return model
@@ -112,7 +105,7 @@ def in_place_before(compiler: Compiler, options: dict[str, Any]) -> FSDP:
     plain = seeded()
     for block in plain.blocks:
         block.compile(backend=compiler)
-    return sharded(plain, **options)
+    return wrapped(plain, **options)
 
 
 def each_block_by_hand(compiler: Compiler, options: dict[str, Any]) -> FSDP:
@@ -130,7 +123,7 @@ def test_compiled_parts_inside_of_units_train_like_eager_ones(
     build: Callable[..., FSDP], use_orig_params: bool
 ) -> None:
     options = {"use_orig_params": use_orig_params}
-    losses, values = trained(sharded(**options))
+    losses, values = trained(wrapped(**options))
     compiler = Compiler()
     found, named = trained(build(compiler, options))
     assert found == losses

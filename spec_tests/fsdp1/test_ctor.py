@@ -20,34 +20,28 @@ import minifsdp
 from minifsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, trace
 from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.checkpoint.refusals import caught_warnings, refused
-from spec_tests.fsdp1.four_blocks import (
+from spec_tests.harness import device, ranks
+from spec_tests.models.modules import UNITS, WIDTH, Block, Stack, seeded
+from spec_tests.models.running import Wire, batch, iterate, loss_of, recorded_iteration
+from spec_tests.models.sharding import (
     FLAT_STRATEGIES,
     FULL_SHARD,
     HYBRID_SHARD,
     NO_SHARD,
     SHARD_GRAD_OP,
-    UNITS,
-    WIDTH,
-    Block,
-    Stack,
-    Wire,
     as_torch,
+    wrapped,
+)
+from spec_tests.models.values import (
     assert_same,
-    batch,
     chunked,
     flat_gradients,
     flat_parameters,
     full_values,
-    iterate,
     local_gradients,
-    loss_of,
     mean_gradients,
     named,
-    recorded_iteration,
-    seeded,
-    sharded,
 )
-from spec_tests.harness import device, ranks
 
 FSDP = FullyShardedDataParallel
 
@@ -144,7 +138,7 @@ def test_an_unknown_keyword_is_refused(keyword: str) -> None:
 @pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, None])
 @ranks(2)
 def test_a_strategy_is_a_member_or_nothing(strategy: ShardingStrategy | None) -> None:
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     iterate(model)
     assert model.sharding_strategy is (strategy or FULL_SHARD)
 
@@ -188,7 +182,7 @@ def test_none_is_the_same_as_leaving_out(argument: str) -> None:
 @pytest.mark.parametrize("argument", [name for name in LEFT_OUT if name != "auto_wrap_policy"])
 @ranks(2)
 def test_none_is_the_same_as_leaving_out_for_many_units_too(argument: str) -> None:
-    given, left_out = sharded(**{argument: None}), sharded()
+    given, left_out = wrapped(**{argument: None}), wrapped()
     for mine, theirs in zip(FSDP.fsdp_modules(given), FSDP.fsdp_modules(left_out), strict=True):
         assert public_values(mine) == public_values(theirs)
     assert everything_recorded(given) == everything_recorded(left_out)
@@ -198,8 +192,8 @@ def test_none_is_the_same_as_leaving_out_for_many_units_too(argument: str) -> No
 @pytest.mark.spec("CTOR-16")
 @ranks(2)
 def test_none_for_backward_prefetch_is_not_the_same_as_leaving_it_out() -> None:
-    assert "| AG3 B3 AG2 FREE3" in recorded_iteration(sharded())
-    assert "| B3 AG3 FREE3 RS3 B2 AG2" in recorded_iteration(sharded(backward_prefetch=None))
+    assert "| AG3 B3 AG2 FREE3" in recorded_iteration(wrapped())
+    assert "| B3 AG3 FREE3 RS3 B2 AG2" in recorded_iteration(wrapped(backward_prefetch=None))
 
 
 class FourLayers(nn.Sequential):
@@ -348,7 +342,7 @@ def test_parameters_are_gathered_before_the_modules_forward_and_freed_after_it()
 @ranks(2)
 def test_one_step_of_adam_is_one_step_of_a_single_process(strategy: ShardingStrategy, keep: bool) -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=strategy, use_orig_params=keep)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=keep)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     loss_of(model(batch())).backward()
     optimizer.step()
@@ -369,7 +363,7 @@ def test_an_optimizer_from_before_wrapping_changes_nothing_and_warns_once() -> N
     plain = seeded()
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
     num_stale = len(list(plain.parameters()))
-    model = sharded(plain)
+    model = wrapped(plain)
     before = full_values(model)
     heard: list[str] = []
     for step in range(3):
@@ -394,7 +388,7 @@ def test_a_given_group_is_the_one_that_gathers_and_reduces(strategy: ShardingStr
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = pairs[dist.get_rank() % 2]
     plain = seeded()
-    model = sharded(process_group=mine, sharding_strategy=strategy)
+    model = wrapped(process_group=mine, sharding_strategy=strategy)
     with trace.record() as recorder:
         iterate(model)
     communication = [event for event in recorder.events if event.kind in ("AG", "RS", "AR")]
@@ -412,7 +406,7 @@ def test_a_given_group_is_the_one_that_gathers_and_reduces(strategy: ShardingStr
 @ranks(4)
 def test_without_a_group_it_is_the_default_group() -> None:
     plain = seeded()
-    model = sharded(process_group=None)
+    model = wrapped(process_group=None)
     with trace.record() as recorder:
         iterate(model)
     assert {event.ranks for event in recorder.events if event.kind in ("AG", "RS")} == {(0, 1, 2, 3)}
@@ -493,8 +487,8 @@ def test_a_rank_in_a_group_of_its_own_behaves_as_no_shard(strategy: ShardingStra
 def assert_trains_alone(strategy: ShardingStrategy, group: dist.ProcessGroup | None) -> None:
     plain = seeded()
     with pytest.warns(UserWarning, match="since the world size is 1"):
-        model = sharded(sharding_strategy=strategy, process_group=group)
-    not_sharded = sharded(sharding_strategy=NO_SHARD, process_group=group)
+        model = wrapped(sharding_strategy=strategy, process_group=group)
+    not_sharded = wrapped(sharding_strategy=NO_SHARD, process_group=group)
     sizes = {unit: parameter.shape for unit, parameter in flat_parameters(model).items()}
     assert sizes == {unit: parameter.shape for unit, parameter in flat_parameters(not_sharded).items()}
     assert sum(size.numel() for size in sizes.values()) == sum(p.numel() for p in plain.parameters())
@@ -533,7 +527,7 @@ def test_sharding_with_nobody_is_warned_of_in_the_words_of_torch(strategy: Shard
 def test_sharding_with_nobody_is_told_once_for_a_model_of_many_units() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")  # As in a program that has chosen nothing.
-        model = sharded()
+        model = wrapped()
     assert len(FSDP.fsdp_modules(model)) == 5
     assert len(caught) == 1
 
@@ -543,8 +537,8 @@ def test_sharding_with_nobody_is_told_once_for_a_model_of_many_units() -> None:
 def test_who_asked_for_no_sharding_or_has_somebody_to_shard_with_is_not_warned() -> None:
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     with caught_warnings() as caught:
-        sharded(sharding_strategy=NO_SHARD, process_group=alone)
-        sharded()
+        wrapped(sharding_strategy=NO_SHARD, process_group=alone)
+        wrapped()
     assert caught == []
 
 
@@ -565,7 +559,7 @@ def test_copies_of_which_each_has_one_rank_are_warned_of_and_averaged_all_the_sa
 @pytest.mark.parametrize("has_run", [False, True])
 @ranks(2)
 def test_the_outermost_instance_is_the_root_and_the_others_are_not(has_run: bool) -> None:
-    model = sharded()
+    model = wrapped()
     if has_run:
         iterate(model)
     assert FSDP.fsdp_modules(model, root_only=True) == [model]
@@ -587,7 +581,7 @@ def test_the_outermost_instance_is_the_root_and_the_others_are_not(has_run: bool
 @pytest.mark.spec("CTOR-10")
 @ranks(2)
 def test_the_tree_is_named_from_the_root_that_ran_forward() -> None:
-    outer = nn.Sequential(sharded(), nn.Linear(2, 2).to(device()))
+    outer = nn.Sequential(wrapped(), nn.Linear(2, 2).to(device()))
     root = FSDP(outer)
     with trace.record() as recorder:
         iterate(root)
@@ -603,7 +597,7 @@ def test_the_tree_is_named_from_the_root_that_ran_forward() -> None:
 @ranks(2)
 def test_an_inner_instance_that_ran_first_on_its_own_joins_the_larger_tree(trains: bool, keep: bool) -> None:
     plain = seeded()
-    model = sharded(use_orig_params=keep)
+    model = wrapped(use_orig_params=keep)
     for index in (2, 0):
         output = model.blocks[index](batch(5))
         if trains:
@@ -673,7 +667,7 @@ def test_instances_nested_by_hand_train_as_those_made_by_a_policy() -> None:
     by_hand = seeded()
     for index in range(4):
         by_hand.blocks[index] = FSDP(by_hand.blocks[index])
-    models = [FSDP(by_hand), sharded()]
+    models = [FSDP(by_hand), wrapped()]
     for model in models:
         iterate(model)
     assert_same(flat_parameters(models[0]), flat_parameters(models[1]), bitwise=True)
@@ -687,7 +681,7 @@ def test_instances_nested_by_hand_train_as_those_made_by_a_policy() -> None:
 @pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 @ranks(2)
 def test_printing_shows_every_unit_as_a_layer(keep: bool) -> None:
-    model = FSDP(nn.Sequential(sharded(use_orig_params=keep), FSDP(nn.Linear(2, 2, device=device()))))
+    model = FSDP(nn.Sequential(wrapped(use_orig_params=keep), FSDP(nn.Linear(2, 2, device=device()))))
     assert len(FSDP.fsdp_modules(model)) == 7
     for each in (model, model[0], model[1]):
         assert num_printed(each) == len(FSDP.fsdp_modules(each))
@@ -789,7 +783,7 @@ def test_between_forward_and_backward_it_is_noticed_in_backward_before_it_is_wri
 @pytest.mark.spec("CTOR-12")
 @ranks(2)
 def test_in_a_tree_of_units_the_error_comes_from_the_unit_with_the_name() -> None:
-    model = sharded()
+    model = wrapped()
     iterate(model)
     del model.module.blocks[2].module.linear.bias
     with pytest.raises(RuntimeError, match=rf"rank {dist.get_rank()}: parameter '.*linear\.bias'"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -16,30 +17,20 @@ from minifsdp import FullyShardedDataParallel, ShardingStrategy, trace
 from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.checkpoint.checkpoints import is_plain
 from spec_tests.checkpoint.refusals import refused
-from spec_tests.fsdp1.four_blocks import (
-    FLAT_STRATEGIES,
-    FULL_SHARD,
-    NO_SHARD,
-    SHARD_GRAD_OP,
-    UNITS,
-    WIDTH,
-    Block,
-    as_torch,
+from spec_tests.harness import device, ranks
+from spec_tests.models.modules import UNITS, WIDTH, Block, Scale, seeded
+from spec_tests.models.running import batch, iterate, loss_of
+from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, as_torch, wrapped
+from spec_tests.models.values import (
     assert_same,
-    batch,
     chunked,
     flat_gradients,
     flat_parameters,
     full_values,
-    iterate,
     local_gradients,
-    loss_of,
     mean_gradients,
     named,
-    seeded,
-    sharded,
 )
-from spec_tests.harness import device, ranks
 
 FSDP = FullyShardedDataParallel
 flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
@@ -79,7 +70,7 @@ def test_a_part_that_is_no_unit_refuses_to_be_called_and_says_to_wrap_it(
     if keep and strategy is SHARD_GRAD_OP and after == "a_forward":
         # Kept for its backward, and in sight (ORIG-09): see the test below.
         return
-    model = sharded(sharding_strategy=strategy, use_orig_params=keep)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=keep)
     MOMENTS[after](model)
     with refused(RuntimeError, "parameter 'enter.", "wrap that part as a unit of its own"):
         model.module.enter(batch())
@@ -105,27 +96,16 @@ def test_a_part_that_is_no_unit_refuses_to_be_called_and_says_to_wrap_it(
 @ranks(2)
 def test_original_parameters_of_the_right_shape_by_chance_are_refused_too(strategy: ShardingStrategy) -> None:
     # A slice of one element broadcasts, and with NO_SHARD every shape is right: nothing else would notice.
-    model = FSDP(Scaled(), sharding_strategy=strategy, use_orig_params=True, device_id=device())
-    with refused(RuntimeError, "parameter 'scale'", "wrap that part"):
+    model = FSDP(Scale(2), sharding_strategy=strategy, use_orig_params=True, device_id=device())
+    with refused(RuntimeError, "parameter 'weight'", "wrap that part"):
         model.module(torch.ones(3, 2, device=device()))
     model(torch.ones(3, 2, device=device())).sum().backward()
-
-
-class Scaled(nn.Module):
-    """One parameter that is multiplied with whatever comes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
 
 
 @pytest.mark.spec("FWD-01", "ORIG-09")
 @ranks(2)
 def test_original_parameters_that_are_kept_for_backward_may_be_used_past_the_wrapper() -> None:
-    model, plain = sharded(sharding_strategy=SHARD_GRAD_OP, use_orig_params=True), seeded()
+    model, plain = wrapped(sharding_strategy=SHARD_GRAD_OP, use_orig_params=True), seeded()
     (model(batch()).sum() + model.module.enter(batch()).sum()).backward()
     for rank in range(2):
         x = batch(0, rank)
@@ -139,19 +119,13 @@ def test_original_parameters_that_are_kept_for_backward_may_be_used_past_the_wra
 # --- a part that is a unit ---
 
 
-class Pair(nn.Module):
+def pair() -> nn.Module:
     """Something that one uses as a whole for training, and the first half of alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = nn.Sequential(Block(), Block()), nn.Linear(WIDTH, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decoder(self.encoder(x))
+    return nn.Sequential(OrderedDict(encoder=nn.Sequential(Block(), Block()), decoder=nn.Linear(WIDTH, 2)))
 
 
 def wrapped_pair(keep: bool = False, strategy: ShardingStrategy = FULL_SHARD) -> tuple[nn.Module, FSDP]:
-    plain = seeded(Pair)
+    plain = seeded(pair)
     model = copy.deepcopy(plain)
     options: dict[str, Any] = {"sharding_strategy": strategy, "use_orig_params": keep}
     model.encoder = FSDP(model.encoder, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
@@ -266,7 +240,7 @@ def test_in_forward_and_backward_parameters_are_plain_views_of_one_flat_tensor(
     blocks = list(plain.blocks)
     for index, block in enumerate(blocks):
         block.linear.register_forward_hook(lambda module, args, output, index=index: in_forward(index, output))
-    model = sharded(plain, sharding_strategy=strategy, use_orig_params=keep)
+    model = wrapped(plain, sharding_strategy=strategy, use_orig_params=keep)
     loss_of(model(batch())).backward()
     assert seen == [*(f"forward {index}" for index in range(4)), *(f"backward {index}" for index in (3, 2, 1, 0))]
 
@@ -286,7 +260,7 @@ def test_a_change_to_what_full_shard_has_gathered_is_lost_before_backward(keep: 
     plain = seeded()
     model = copy.deepcopy(plain)
     model.blocks[1].linear.register_forward_hook(lambda module, args, output: double(module))
-    model = sharded(model, use_orig_params=keep)
+    model = wrapped(model, use_orig_params=keep)
     loss_of(model(batch())).backward()
     assert_same(full_values(model), named(plain), bitwise=True)
     # Backward has gathered anew: gradients are those of the unchanged weight, also below the changed block.
@@ -302,7 +276,7 @@ def test_a_change_to_what_shard_grad_op_has_gathered_lasts_until_backward_and_is
     plain = seeded()
     model = copy.deepcopy(plain)
     model.blocks[1].linear.register_forward_hook(lambda module, args, output: double(module))
-    model = sharded(model, use_orig_params=keep, sharding_strategy=SHARD_GRAD_OP)
+    model = wrapped(model, use_orig_params=keep, sharding_strategy=SHARD_GRAD_OP)
     loss_of(model(batch())).backward()
     assert_same(full_values(model), named(plain), bitwise=True)
 
@@ -312,7 +286,7 @@ def test_a_change_to_what_shard_grad_op_has_gathered_lasts_until_backward_and_is
 @ranks(2)
 def test_after_forward_a_change_by_name_is_refused_instead_of_lost(strategy: ShardingStrategy) -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     loss = loss_of(model(batch()))
     for layer in (model.enter, model.blocks[1].linear):
         with refused(RuntimeError, "summon_full_params"), torch.no_grad():
@@ -327,7 +301,7 @@ def test_after_forward_a_change_by_name_is_refused_instead_of_lost(strategy: Sha
 @ranks(2)
 def test_inside_summon_a_change_persists() -> None:
     plain = seeded()
-    model = sharded()
+    model = wrapped()
     iterate(model)
     model.zero_grad()
     for each in (model, plain):
@@ -352,7 +326,7 @@ def test_several_forwards_before_one_backward_match_the_reference(
     strategy: ShardingStrategy, steps: tuple[int, ...]
 ) -> None:
     plain = seeded()
-    for model in (sharded(sharding_strategy=strategy), FSDP(seeded(), sharding_strategy=strategy)):
+    for model in (wrapped(sharding_strategy=strategy), FSDP(seeded(), sharding_strategy=strategy)):
         loss = sum_of_losses(model, steps)
         assert torch.equal(loss, sum_of_losses(plain, steps))
         loss.backward()
@@ -370,7 +344,7 @@ def test_several_forwards_before_one_backward_match_the_reference(
 @pytest.mark.spec("FWD-06")
 @ranks(2)
 def test_several_forwards_before_one_backward_are_bit_by_bit_those_of_torch() -> None:
-    ours, theirs = sharded(), as_torch(seeded())
+    ours, theirs = wrapped(), as_torch(seeded())
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs)]
     for step in range(2):
         for model, optimizer in zip((ours, theirs), optimizers, strict=True):
@@ -385,7 +359,7 @@ def test_several_forwards_before_one_backward_are_bit_by_bit_those_of_torch() ->
 @ranks(2)
 def test_an_evaluation_between_the_forwards_changes_nothing() -> None:
     plain = seeded()
-    model = sharded()
+    model = wrapped()
     first = loss_of(model(batch(0)))
     with torch.no_grad():
         model(batch(7))
@@ -417,7 +391,7 @@ def test_an_evaluation_before_a_backward_that_computes_again_changes_nothing(
     kind: type[Recomputes], strategy: ShardingStrategy, keep: bool
 ) -> None:
     plain = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), kind(), kind()))
-    model = sharded(copy.deepcopy(plain), sharding_strategy=strategy, use_orig_params=keep)
+    model = wrapped(copy.deepcopy(plain), sharding_strategy=strategy, use_orig_params=keep)
     loss = loss_of(model(batch()))
     with torch.no_grad():
         model(batch(7))
@@ -433,7 +407,7 @@ def test_an_evaluation_before_a_backward_that_computes_again_changes_nothing(
 @ranks(2)
 def test_accumulation_outside_no_sync_reduces_in_each_backward_and_adds_up_shards(strategy: ShardingStrategy) -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     parts, index = (1, 0) if strategy is NO_SHARD else (2, dist.get_rank())
     total: dict[str, Tensor] = {}
     for step in range(3):
@@ -451,7 +425,7 @@ def test_accumulation_outside_no_sync_reduces_in_each_backward_and_adds_up_shard
 @pytest.mark.spec("FWD-07")
 @ranks(2)
 def test_accumulation_outside_no_sync_is_bit_by_bit_that_of_torch() -> None:
-    ours, theirs = sharded(), as_torch(seeded(), sharding_strategy=torch_fsdp.ShardingStrategy.FULL_SHARD)
+    ours, theirs = wrapped(), as_torch(seeded(), sharding_strategy=torch_fsdp.ShardingStrategy.FULL_SHARD)
     for step in range(3):
         for model in (ours, theirs):
             iterate(model, step)
@@ -464,7 +438,7 @@ def test_accumulation_outside_no_sync_is_bit_by_bit_that_of_torch() -> None:
 @ranks(2)
 def test_zero_grad_clears_the_gradients_of_every_unit(keep: bool, strategy: ShardingStrategy) -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=strategy, use_orig_params=keep)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=keep)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for clear in (model.zero_grad, optimizer.zero_grad):
         iterate(model, 5)
@@ -484,7 +458,7 @@ def test_zero_grad_clears_the_gradients_of_every_unit(keep: bool, strategy: Shar
 @ranks(2)
 def test_zero_grad_clears_what_no_sync_has_left_behind() -> None:
     plain = seeded()
-    model = sharded()
+    model = wrapped()
     with model.no_sync():
         iterate(model, 5)
     model.zero_grad(set_to_none=True)
@@ -506,7 +480,7 @@ def test_zero_grad_between_forward_and_backward_reaches_units_that_are_gathered(
 ) -> None:
     """Modules show the full parameters then, which have no gradient, in place of those that the optimizer owns."""
     plain = seeded()
-    model = sharded(sharding_strategy=strategy, use_orig_params=keep)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=keep)
     owned = list(model.parameters())
     iterate(model, 5)
     loss = loss_of(model(batch()))
@@ -528,7 +502,7 @@ def test_zero_grad_that_keeps_tensors_clears_also_what_is_out_of_sight(
 ) -> None:
     """A reduced gradient is put aside while an unreduced one is shown, and only what is shown can be filled with 0."""
     plain = seeded()
-    model = sharded(sharding_strategy=strategy, use_orig_params=keep)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=keep)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     iterate(model, 5)
     with model.no_sync():

@@ -14,21 +14,11 @@ from torch.distributed.fsdp import sharded_grad_scaler as torch_scaler
 
 import minifsdp
 from minifsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, ShardingStrategy
-from spec_tests.fsdp1.four_blocks import (
-    FLAT_STRATEGIES,
-    FULL_SHARD,
-    HYBRID_SHARD,
-    NO_SHARD,
-    SHARD_GRAD_OP,
-    assert_same,
-    batch,
-    full_values,
-    loss_of,
-    named,
-    seeded,
-    sharded,
-)
 from spec_tests.harness import device, ranks
+from spec_tests.models.modules import seeded
+from spec_tests.models.running import batch, loss_of
+from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, wrapped
+from spec_tests.models.values import assert_same, full_values, named
 
 PAIRS = [(FULL_SHARD, False), (FULL_SHARD, True), (SHARD_GRAD_OP, True), (NO_SHARD, False)]
 pairs = pytest.mark.parametrize(("strategy", "use_orig_params"), PAIRS)
@@ -77,7 +67,7 @@ def test_an_infinity_in_one_ranks_chunk_lets_all_ranks_skip(
     strategy: ShardingStrategy, use_orig_params: bool, planted_on: int
 ) -> None:
     for value in (float("inf"), float("-inf"), float("nan")):
-        model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+        model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         its_scaler = scaler()
         backward(model, its_scaler)
@@ -91,7 +81,7 @@ def test_an_infinity_in_one_ranks_chunk_lets_all_ranks_skip(
 @pytest.mark.spec("MP-29")
 @ranks(2)
 def test_the_stock_scaler_lets_ranks_drift_apart() -> None:
-    model = sharded()
+    model = wrapped()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     stock = GradScaler(device().type, init_scale=8.0)
     backward(model, stock)
@@ -111,7 +101,7 @@ def test_without_an_infinity_all_ranks_step_as_without_a_scaler(
 ) -> None:
     trained = []
     for its_scaler in (scaler(), scaler(enabled=False), None):
-        model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+        model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
             optimizer.zero_grad()
@@ -132,7 +122,7 @@ def test_without_an_infinity_all_ranks_step_as_without_a_scaler(
 @pytest.mark.parametrize("strategy", [FULL_SHARD, HYBRID_SHARD])
 @ranks(4)
 def test_on_four_ranks_too_and_after_a_skip_training_goes_on(strategy: ShardingStrategy) -> None:
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     its_scaler = scaler()
     scales = []
@@ -154,7 +144,7 @@ def test_on_four_ranks_too_and_after_a_skip_training_goes_on(strategy: ShardingS
 @pytest.mark.spec("MP-29")
 @ranks(2)
 def test_the_scale_grows_on_all_ranks_together() -> None:
-    model = sharded()
+    model = wrapped()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     its_scaler = scaler(growth_interval=2, growth_factor=4.0, backoff_factor=0.25)
     scales = []
@@ -175,7 +165,7 @@ def test_the_scale_grows_on_all_ranks_together() -> None:
 def test_gradients_are_unscaled_once_and_can_be_clipped_in_between() -> None:
     results = []
     for its_scaler in (scaler(), None):
-        model = sharded()
+        model = wrapped()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         if its_scaler is None:
             loss_of(model(batch())).backward()
@@ -198,7 +188,7 @@ def test_gradients_are_unscaled_once_and_can_be_clipped_in_between() -> None:
 def test_only_the_ranks_of_its_group_agree() -> None:
     pairs_of_ranks = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = pairs_of_ranks[dist.get_rank() // 2]
-    model = sharded(process_group=group)
+    model = wrapped(process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     its_scaler = scaler(process_group=group)
     backward(model, its_scaler)
@@ -216,7 +206,7 @@ def test_a_scale_that_overflows_float16_is_backed_off_until_training_goes_on(
     strategy: ShardingStrategy, keep: bool
 ) -> None:
     precision = MixedPrecision(param_dtype=torch.float16, keep_low_precision_grads=keep)
-    model = sharded(sharding_strategy=strategy, mixed_precision=precision)
+    model = wrapped(sharding_strategy=strategy, mixed_precision=precision)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     its_scaler = scaler(init_scale=2.0**20, backoff_factor=0.25)
     moved = []
@@ -257,7 +247,7 @@ def test_a_rank_without_any_gradient_agrees_too() -> None:
 @pytest.mark.spec("MP-29")
 @ranks(2)
 def test_offloaded_gradients_are_scaled_as_well() -> None:
-    model = sharded(cpu_offload=CPUOffload(offload_params=True))
+    model = wrapped(cpu_offload=CPUOffload(offload_params=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     its_scaler = scaler()
     scales: list[float | Tensor] = []

@@ -14,31 +14,28 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from minifsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, trace
-from spec_tests.fsdp1.four_blocks import (
+from spec_tests.fsdp1.whole import group_of, whole
+from spec_tests.harness import ranks
+from spec_tests.models.modules import UNITS, Stack, seeded
+from spec_tests.models.running import Wire, batch, iterate, loss_of
+from spec_tests.models.sharding import (
     FLAT_STRATEGIES,
     FULL_SHARD,
     HYBRID_STRATEGIES,
     NO_SHARD,
     SHARD_GRAD_OP,
-    UNITS,
-    Stack,
-    Wire,
     as_torch,
+    wrapped,
+)
+from spec_tests.models.values import (
     assert_same,
-    batch,
     chunked,
     flattened,
     full_values,
-    iterate,
     local_gradients,
-    loss_of,
     mean_gradients,
     named,
-    seeded,
-    sharded,
 )
-from spec_tests.fsdp1.whole import group_of, whole
-from spec_tests.harness import ranks
 
 either = pytest.mark.parametrize("use_orig_params", [False, True])
 flat_strategies = pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
@@ -53,7 +50,7 @@ def odd() -> Stack:
     model.blocks[0].down.bias = None
     model.blocks[1].down.bias = None
     model.blocks[2].down.bias = None
-    model.blocks[1].linear.bias = nn.Parameter(torch.randn(2))
+    model.blocks[1].up.bias = nn.Parameter(torch.randn(2))
     return model
 
 
@@ -102,7 +99,7 @@ def compress(dtype: torch.dtype, grad: Tensor, out: Tensor | None = None) -> Non
 def test_the_hook_combines_the_gradients_of_the_root_and_of_all_units_below(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     seen = Seen()
     assert model.register_comm_hook(seen, note_and_fill) is None
     with trace.record() as recorder, Wire() as wire:
@@ -118,7 +115,7 @@ def test_the_hook_combines_the_gradients_of_the_root_and_of_all_units_below(
 @pytest.mark.spec("HOOK-01")
 @ranks(2)
 def test_the_hook_is_used_in_every_iteration_and_gradients_still_accumulate() -> None:
-    model = sharded()
+    model = wrapped()
     seen = Seen()
     model.register_comm_hook(seen, note_and_fill)
     for step in range(3):
@@ -138,7 +135,7 @@ def test_a_sharded_unit_hands_over_its_padded_unsharded_gradient_and_a_chunk_to_
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     plain = seeded(odd)
-    model = sharded(seeded(odd), sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(seeded(odd), sharding_strategy=strategy, use_orig_params=use_orig_params)
     seen = Seen()
     model.register_comm_hook(seen, note_and_fill)
     iterate(model)
@@ -161,7 +158,7 @@ def test_a_sharded_unit_hands_over_its_padded_unsharded_gradient_and_a_chunk_to_
 @ranks(4)
 def test_each_rank_fills_its_own_chunk(strategy: ShardingStrategy) -> None:
     plain = seeded(odd)
-    model = sharded(seeded(odd), sharding_strategy=strategy)
+    model = wrapped(seeded(odd), sharding_strategy=strategy)
 
     def pick(state: None, grad: Tensor, out: Tensor) -> None:
         out.copy_(grad.chunk(4)[dist.get_rank()])
@@ -177,7 +174,7 @@ def test_each_rank_fills_its_own_chunk(strategy: ShardingStrategy) -> None:
 @ranks(2)
 def test_torch_hands_over_tensors_of_the_same_sizes_and_values() -> None:
     calls = []
-    for model in (sharded(seeded(odd)), as_torch(seeded(odd))):
+    for model in (wrapped(seeded(odd)), as_torch(seeded(odd))):
         seen = Seen()
         model.register_comm_hook(seen, note_and_fill)
         iterate(model)
@@ -197,7 +194,7 @@ def test_a_unit_that_is_not_sharded_hands_over_its_gradient_and_takes_the_result
     own_group, _ = dist.new_subgroups(group_size=1)
     for options in ({"sharding_strategy": NO_SHARD}, {"process_group": own_group}):
         plain = seeded(odd)
-        model = sharded(seeded(odd), use_orig_params=use_orig_params, **options)
+        model = wrapped(seeded(odd), use_orig_params=use_orig_params, **options)
         seen: list[Tensor] = []
 
         def double(state: None, *arguments: Tensor, seen: list[Tensor] = seen) -> None:
@@ -218,7 +215,7 @@ def test_a_unit_that_is_not_sharded_hands_over_its_gradient_and_takes_the_result
 @pytest.mark.spec("HOOK-03")
 @ranks(2)
 def test_the_result_may_be_put_in_other_memory_behind_the_same_tensor() -> None:
-    model = sharded(sharding_strategy=NO_SHARD)
+    model = wrapped(sharding_strategy=NO_SHARD)
 
     def replace(state: None, grad: Tensor) -> None:
         grad.data = torch.full_like(grad, 3.0)
@@ -254,7 +251,7 @@ def test_the_hook_sees_each_parameter_once_with_the_unit_that_has_it(
 @ranks(2)
 def test_the_hook_is_given_gradients_in_the_dtype_in_which_they_would_travel(strategy: ShardingStrategy) -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
-    model = sharded(sharding_strategy=strategy, mixed_precision=precision)
+    model = wrapped(sharding_strategy=strategy, mixed_precision=precision)
     seen = Seen()
     model.register_comm_hook(seen, note_and_fill)
     iterate(model)
@@ -269,7 +266,7 @@ def test_the_hook_is_given_gradients_in_the_dtype_in_which_they_would_travel(str
 @ranks(2)
 def test_inside_no_sync_the_hook_is_not_called_and_after_it_it_is_given_the_sum(strategy: ShardingStrategy) -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     seen = Seen()
     model.register_comm_hook(seen, note_and_fill)
     with model.no_sync():
@@ -307,7 +304,7 @@ class Secret:
 @flat_strategies
 @ranks(2)
 def test_the_state_is_the_very_object_and_stays_on_this_rank(strategy: ShardingStrategy) -> None:
-    model, without_hook = (sharded(sharding_strategy=strategy) for _ in range(2))
+    model, without_hook = (wrapped(sharding_strategy=strategy) for _ in range(2))
     secret = Secret()
 
     def count(state: Secret, grad: Tensor, out: Tensor | None = None) -> None:
@@ -333,7 +330,7 @@ def test_the_state_is_the_very_object_and_stays_on_this_rank(strategy: ShardingS
 @pytest.mark.spec("HOOK-05")
 @ranks(2)
 def test_the_state_may_be_none() -> None:
-    model = sharded()
+    model = wrapped()
     model.register_comm_hook(None, average)
     iterate(model)
     assert_same(whole(model)[1], mean_gradients(seeded()), bitwise=True)
@@ -349,7 +346,7 @@ def test_the_state_may_be_none() -> None:
 def test_a_hook_that_averages_gives_the_default_result(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     trained = []
     for hook, state in ((None, None), (average, None), (default_hook_of(strategy), default_state())):
-        model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+        model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
         if hook is not None:
             model.register_comm_hook(state, hook)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
@@ -375,7 +372,7 @@ def default_state() -> default_hooks.DefaultState:
 @flat_strategies
 @ranks(4)
 def test_on_four_ranks_the_hooks_that_come_with_torch_give_the_default_result(strategy: ShardingStrategy) -> None:
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     model.register_comm_hook(default_state(), default_hook_of(strategy))
     iterate(model)
     assert_same(whole(model, group=group_of(strategy))[1], mean_gradients(seeded()))
@@ -390,7 +387,7 @@ def test_a_compressing_hook_sends_half_the_bytes_and_trains_nearly_as_well(
 ) -> None:
     losses = []
     for hook in (None, compress):
-        model = sharded(sharding_strategy=strategy)
+        model = wrapped(sharding_strategy=strategy)
         if hook is not None:
             model.register_comm_hook(dtype, hook)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -417,7 +414,7 @@ def test_a_compressing_hook_sends_half_the_bytes_and_trains_nearly_as_well(
 @ranks(2)
 def test_the_compressing_hooks_that_come_with_torch_can_be_used(strategy: ShardingStrategy) -> None:
     for hook in (default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook):
-        model = sharded(sharding_strategy=strategy)
+        model = wrapped(sharding_strategy=strategy)
         model.register_comm_hook(default_hooks.LowPrecisionState(dist.group.WORLD), hook)
         iterate(model)
         gradients = whole(model, group=group_of(strategy))[1]
@@ -449,7 +446,7 @@ def gossip(state: Gossip, grad: Tensor) -> None:
 def test_a_gossiping_hook_averages_with_another_partner_in_each_iteration() -> None:
     neighbours, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
     across, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
-    model = sharded(sharding_strategy=NO_SHARD)
+    model = wrapped(sharding_strategy=NO_SHARD)
     model.register_comm_hook(Gossip([neighbours, across], len(UNITS)), gossip)
     rank = dist.get_rank()
     for step, partners in enumerate([(rank, rank ^ 1), (rank, rank ^ 2), (rank, rank ^ 1)]):
@@ -474,7 +471,7 @@ def check_nothing_is_registered(model: FullyShardedDataParallel) -> None:
 @flat_strategies
 @ranks(2)
 def test_a_second_registration_is_refused_and_the_first_hook_stays(strategy: ShardingStrategy) -> None:
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     seen = Seen()
     model.register_comm_hook(seen, note_and_fill)
     for hook in (average, note_and_fill):
@@ -489,7 +486,7 @@ def test_a_second_registration_is_refused_and_the_first_hook_stays(strategy: Sha
 @ranks(2)
 def test_after_the_first_forward_it_is_too_late(strategy: ShardingStrategy) -> None:
     for evaluates in (False, True):
-        model = sharded(sharding_strategy=strategy)
+        model = wrapped(sharding_strategy=strategy)
         with torch.set_grad_enabled(not evaluates):
             model(batch())
         with pytest.raises(RuntimeError, match=rf"rank {dist.get_rank()}.*after the first forward"):
@@ -501,7 +498,7 @@ def test_after_the_first_forward_it_is_too_late(strategy: ShardingStrategy) -> N
 @flat_strategies
 @ranks(2)
 def test_a_hook_must_be_callable(strategy: ShardingStrategy) -> None:
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     for hook in (None, 3, "average"):
         with pytest.raises(ValueError, match=rf"rank {dist.get_rank()}.*callable"):
             model.register_comm_hook(None, hook)
@@ -511,7 +508,7 @@ def test_a_hook_must_be_callable(strategy: ShardingStrategy) -> None:
 @pytest.mark.spec("HOOK-10")
 @ranks(2)
 def test_a_unit_that_is_not_the_root_takes_no_hook() -> None:
-    model = sharded()
+    model = wrapped()
     inner = model.module.blocks[1]
     with pytest.raises(AssertionError, match=rf"rank {dist.get_rank()}.*root"):
         inner.register_comm_hook(None, note_and_fill)
@@ -524,7 +521,7 @@ def test_a_unit_that_is_not_the_root_takes_no_hook() -> None:
 @pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)
 @ranks(4)
 def test_hybrid_strategies_take_no_hook(strategy: ShardingStrategy) -> None:
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     with pytest.raises(AssertionError, match=rf"rank {dist.get_rank()}.*hybrid"):
         model.register_comm_hook(Seen(), note_and_fill)
     check_nothing_is_registered(model)
@@ -547,9 +544,9 @@ def test_nor_do_they_where_only_shards_meet_but_only_copies_are_no_hybrid(strate
 @ranks(2)
 def test_torch_refuses_the_same_with_the_same_kinds_of_error() -> None:
     for library in (FullyShardedDataParallel, torch_fsdp.FullyShardedDataParallel):
-        model = sharded() if library is FullyShardedDataParallel else as_torch(seeded())
+        model = wrapped() if library is FullyShardedDataParallel else as_torch(seeded())
         model.register_comm_hook(None, average)
         with pytest.raises(AssertionError):
             model.register_comm_hook(None, average)
         with pytest.raises(ValueError):
-            (sharded() if library is FullyShardedDataParallel else as_torch(seeded())).register_comm_hook(None, 3)
+            (wrapped() if library is FullyShardedDataParallel else as_torch(seeded())).register_comm_hook(None, 3)

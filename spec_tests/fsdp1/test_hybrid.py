@@ -20,34 +20,30 @@ from torch import nn
 
 import minifsdp
 from minifsdp import FullyShardedDataParallel, ShardingStrategy, trace
-from spec_tests.fsdp1.four_blocks import (
+from spec_tests.harness import device, ranks
+from spec_tests.models.modules import UNITS, Stack, seeded
+from spec_tests.models.running import Wire, batch, iterate, loss_of, of_unit
+from spec_tests.models.sharding import (
     FULL_SHARD,
     HYBRID_SHARD,
     HYBRID_SHARD_ZERO2,
     HYBRID_STRATEGIES,
     NO_SHARD,
     SHARD_GRAD_OP,
-    UNITS,
-    Stack,
-    Wire,
     all_connected,
+    grid,
+    wrapped,
+)
+from spec_tests.models.values import (
     assert_same,
-    batch,
     chunked,
     flat_gradients,
     flat_parameters,
     flattened,
     full_values,
-    grid,
-    iterate,
-    loss_of,
     mean_gradients,
     named,
-    of_unit,
-    seeded,
-    sharded,
 )
-from spec_tests.harness import device, ranks
 
 both = pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)
 
@@ -76,7 +72,7 @@ def from_all_ranks(tensor: torch.Tensor) -> list[torch.Tensor]:
 @ranks(4)
 def test_each_rank_keeps_its_chunk_of_one_of_two_copies(strategy: ShardingStrategy) -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     assert_same(flat_parameters(model), chunked(plain, named(plain), 2, dist.get_rank() % 2), bitwise=True)
     for unit, row in flattened(plain, named(plain)).items():
         assert flat_parameters(model)[unit].numel() == row.numel() // 2
@@ -87,7 +83,7 @@ def test_each_rank_keeps_its_chunk_of_one_of_two_copies(strategy: ShardingStrate
 @pytest.mark.spec("HYB-01")
 @ranks(4)
 def test_inside_its_group_a_hybrid_gathers_and_frees_like_full_shard() -> None:
-    model = sharded(sharding_strategy=HYBRID_SHARD)
+    model = wrapped(sharding_strategy=HYBRID_SHARD)
     with trace.record() as recorder:
         iterate(model)
     for unit in UNITS[1:]:
@@ -101,7 +97,7 @@ def test_the_first_group_of_the_pair_shards_and_the_second_replicates(strategy: 
     """Nodes are columns of the grid here, so the wrong order would give every rank but 0 and 3 another chunk."""
     row, column = grid()
     plain, rank = seeded(), dist.get_rank()
-    model = sharded(sharding_strategy=strategy, process_group=(column, row))
+    model = wrapped(sharding_strategy=strategy, process_group=(column, row))
     assert_same(flat_parameters(model), chunked(plain, named(plain), 2, rank // 2), bitwise=True)
     with trace.record() as recorder:
         iterate(model)
@@ -128,7 +124,7 @@ def on_nodes_of_two(strategy: ShardingStrategy) -> FullyShardedDataParallel:
     accelerator = torch.get_device_module(device())
     is_cpu = device().type == "cpu"
     with contextlib.nullcontext() if is_cpu else mock.patch.object(accelerator, "device_count", return_value=2):
-        model = sharded(sharding_strategy=strategy, process_group=None)
+        model = wrapped(sharding_strategy=strategy, process_group=None)
     all_connected()
     return model
 
@@ -149,7 +145,7 @@ def test_all_units_of_a_policy_share_one_pair_of_groups() -> None:
 @ranks(4)
 def test_the_attribute_process_group_is_the_group_that_shards_as_in_torch(strategy: ShardingStrategy) -> None:
     pair = grid()
-    for model in (sharded(sharding_strategy=strategy, process_group=pair), on_nodes_of_two(strategy)):
+    for model in (wrapped(sharding_strategy=strategy, process_group=pair), on_nodes_of_two(strategy)):
         for unit in FullyShardedDataParallel.fsdp_modules(model):
             assert tuple(dist.get_process_group_ranks(unit.process_group)) == node()
             assert (unit.world_size, unit.rank) == (2, dist.get_rank() % 2)
@@ -165,7 +161,7 @@ def test_chunks_travel_inside_the_node_and_one_all_reduce_of_the_chunk_between_n
     strategy: ShardingStrategy,
 ) -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     with trace.record() as recorder, Wire() as wire:
         iterate(model)
     for unit, row in flattened(plain, named(plain)).items():
@@ -184,7 +180,7 @@ def test_chunks_travel_inside_the_node_and_one_all_reduce_of_the_chunk_between_n
 @ranks(4)
 def test_the_gradient_is_the_mean_over_all_four_ranks(strategy: ShardingStrategy) -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     for step in range(2):
         model.zero_grad()
         iterate(model, step)
@@ -196,7 +192,7 @@ def test_the_gradient_is_the_mean_over_all_four_ranks(strategy: ShardingStrategy
 @ranks(4)
 def test_the_second_hybrid_gathers_once_and_keeps_until_after_backward() -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=HYBRID_SHARD_ZERO2)
+    model = wrapped(sharding_strategy=HYBRID_SHARD_ZERO2)
     for step in range(2):
         with trace.record() as recorder:
             loss = loss_of(model(batch(step)))
@@ -215,7 +211,7 @@ def test_the_second_hybrid_gathers_once_and_keeps_until_after_backward() -> None
 def test_a_hybrid_sends_less_between_nodes_and_stores_more() -> None:
     traffic, stored = {}, {}
     for strategy in (FULL_SHARD, *HYBRID_STRATEGIES):
-        model = sharded(seeded(lambda: Stack(SEVEN)), sharding_strategy=strategy)
+        model = wrapped(seeded(lambda: Stack(SEVEN)), sharding_strategy=strategy)
         traffic[strategy] = traffic_of(model)
         stored[strategy] = sum(parameter.numel() for parameter in model.parameters())
     whole = 4 * (72 + 4 * 56)
@@ -250,7 +246,7 @@ def traffic_of(model: FullyShardedDataParallel) -> dict[tuple[int, ...], int]:
 @ranks(4)
 def test_replicas_stay_equal_over_clipped_steps(strategy: ShardingStrategy) -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.05) for each in (plain, model)]
     for step in range(3):
         for name, gradient in mean_gradients(plain, [step]).items():
@@ -323,7 +319,7 @@ def test_the_environment_is_left_as_it_is(value: str | None) -> None:
     if value is not None:
         os.environ["NCCL_CROSS_NIC"] = value
     before = dict(os.environ)
-    iterate(sharded(sharding_strategy=HYBRID_SHARD))
+    iterate(wrapped(sharding_strategy=HYBRID_SHARD))
     assert dict(os.environ) == before
 
 

@@ -15,23 +15,11 @@ from torch import Tensor, nn
 from minifsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, trace
 from minifsdp.wrap import ModuleWrapPolicy, always_wrap_policy, size_based_auto_wrap_policy
 from spec_tests.checkpoint.refusals import caught_warnings, refused
-from spec_tests.fsdp1.four_blocks import (
-    FLAT_STRATEGIES,
-    FULL_SHARD,
-    WIDTH,
-    Block,
-    Stack,
-    Wire,
-    assert_same,
-    full_values,
-    iterate,
-    local_gradients,
-    mean_gradients,
-    named,
-    seeded,
-    sharded,
-)
 from spec_tests.harness import device, ranks
+from spec_tests.models.modules import WIDTH, Block, Stack, seeded
+from spec_tests.models.running import Wire, iterate
+from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, wrapped
+from spec_tests.models.values import assert_same, full_values, local_gradients, mean_gradients, named
 
 FSDP = FullyShardedDataParallel
 
@@ -184,7 +172,7 @@ def test_a_unit_below_an_ignored_module_keeps_sharding(keep: bool) -> None:
 def test_gradients_of_ignored_parameters_are_not_reduced(spelling: str) -> None:
     reference = seeded()
     model = copy.deepcopy(reference)
-    model = sharded(model, **spelled(spelling, [model.leave]))
+    model = wrapped(model, **spelled(spelling, [model.leave]))
     iterate(model)
     mine = local_gradients(reference, [0], dist.get_rank())
     gradient = model.leave.weight.grad
@@ -325,9 +313,9 @@ def test_neither_spelling_warns(argument: str) -> None:
     plain = seeded()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model = sharded(plain, **{argument: [plain.leave]})
+        model = wrapped(plain, **{argument: [plain.leave]})
         iterate(model)
-        sharded(**{argument: []})
+        wrapped(**{argument: []})
     assert model.leave.weight.shape == (2, WIDTH)
 
 

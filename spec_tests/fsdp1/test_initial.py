@@ -23,45 +23,18 @@ from minifsdp.engine.precision import move
 from minifsdp.fsdp1 import build, initial
 from minifsdp.wrap import ModuleWrapPolicy, always_wrap_policy
 from spec_tests.checkpoint.refusals import refused
-from spec_tests.fsdp1.four_blocks import (
-    FLAT_STRATEGIES,
-    HYBRID_SHARD,
-    WIDTH,
-    Block,
-    Stack,
-    Wire,
-    assert_same,
-    batch,
-    flat_gradients,
-    flat_parameters,
-    full_values,
-    grid,
-    iterate,
-    loss_of,
-    mean_gradients,
-    named,
-    seeded,
-    sharded,
-)
 from spec_tests.harness import device, ranks
+from spec_tests.models.modules import WIDTH, Block, NormedBlock, Stack, seeded
+from spec_tests.models.running import Wire, batch, iterate, loss_of
+from spec_tests.models.sharding import FLAT_STRATEGIES, HYBRID_SHARD, grid, wrapped
+from spec_tests.models.values import assert_same, flat_gradients, flat_parameters, full_values, mean_gradients, named
 
 FSDP = FullyShardedDataParallel
 
 
-class Normed(Block):
-    """A block with buffers, one of them an integer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(super().forward(x))
-
-
 def tower() -> nn.Module:
     """Two units with buffers, and a root with parameters of its own and, in its batch norm, with buffers."""
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Normed(), Normed(), nn.BatchNorm1d(WIDTH))
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), NormedBlock(), NormedBlock(), nn.BatchNorm1d(WIDTH))
 
 
 def random_tower(seed: int) -> nn.Module:
@@ -108,7 +81,7 @@ class Elsewhere(nn.Module):
 @ranks(2)
 def test_a_model_trains_with_and_without_a_device_id(given: bool, strategy: ShardingStrategy) -> None:
     plain = seeded()
-    model = sharded(copy.deepcopy(plain), device_id=device() if given else None, sharding_strategy=strategy)
+    model = wrapped(copy.deepcopy(plain), device_id=device() if given else None, sharding_strategy=strategy)
     assert {unit.compute_device for unit in FSDP.fsdp_modules(model)} == {device()}
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
     for step in range(2):
@@ -127,7 +100,7 @@ def test_a_model_trains_with_and_without_a_device_id(given: bool, strategy: Shar
 @pytest.mark.accelerator
 @ranks(2)
 def test_an_index_selects_the_accelerator() -> None:
-    model = sharded(Stack(), device_id=device().index)
+    model = wrapped(Stack(), device_id=device().index)
     assert {parameter.device for parameter in model.parameters()} == {device()}
 
 
@@ -189,7 +162,7 @@ def test_the_move_and_the_sharding_go_unit_by_unit_and_inner_ones_first() -> Non
 
     original = initial.move_modules
     with mock.patch.object(initial, "move_modules", noting):
-        sharded(model, device_id=device())
+        wrapped(model, device_id=device())
     # What is moved, and how many units have been cut before; whoever is cut keeps a slice only.
     assert calls == [*(([f"blocks.{index}.linear"], index) for index in range(4)), (["enter", "leave"], 4)]
 
@@ -231,7 +204,7 @@ def test_another_accelerator_than_that_of_the_module_is_refused() -> None:
 @ranks(2)
 def test_a_function_that_was_not_called_is_refused() -> None:
     with refused(TypeError, "device_id", "call it"):
-        sharded(device_id=torch.cuda.current_device, sync_module_states=True)
+        wrapped(device_id=torch.cuda.current_device, sync_module_states=True)
 
 
 @pytest.mark.spec("DEV-07")
@@ -737,13 +710,13 @@ def test_with_a_policy_units_are_made_real_and_sharded_one_after_the_other() -> 
         module.to_empty(device=device(), recurse=False)
         module.reset_parameters()
 
-    wrapped = sharded(model, param_init_fn=init)
+    sharded = wrapped(model, param_init_fn=init)
     # The path, how many units have been cut by then, and how many full weights are in memory.
     assert calls == [*((f"blocks.{index}.linear", index, 0) for index in range(4)), ("enter", 4, 0), ("leave", 4, 1)]
-    first = next(wrapped.parameters())
+    first = next(sharded.parameters())
     assert first.device == device()
     assert not first.is_meta
-    iterate(wrapped)
+    iterate(sharded)
 
 
 @pytest.mark.spec("META-10")
@@ -756,7 +729,7 @@ def test_in_the_trace_each_unit_is_made_before_the_next_one_begins() -> None:
             module.to_empty(device=device(), recurse=False)
             module.reset_parameters()
 
-        sharded(on_meta(Stack), param_init_fn=init, sync_module_states=True)
+        wrapped(on_meta(Stack), param_init_fn=init, sync_module_states=True)
     once = ["MADE Linear", "BCAST Block"]
     assert recorder.order() == [*once * 4, "MADE Linear", "MADE Linear", "BCAST Stack"]
 
@@ -787,7 +760,7 @@ def test_random_values_differ_between_ranks_unless_they_are_sent(own_init: bool)
     def initial_values(rank: int, **options: Any) -> dict[str, Tensor]:
         torch.manual_seed(100 + rank)
         init_option = {"param_init_fn": init} if own_init else {}
-        return dict(flat_parameters(sharded(on_meta(Stack), **init_option, **options)))
+        return dict(flat_parameters(wrapped(on_meta(Stack), **init_option, **options)))
 
     mine = initial_values(dist.get_rank())
     as_rank_0 = initial_values(0)

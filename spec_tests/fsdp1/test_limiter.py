@@ -16,21 +16,11 @@ import torch
 
 from minifsdp import BackwardPrefetch, FullyShardedDataParallel, trace
 from minifsdp.engine import lifetime
-from spec_tests.fsdp1.four_blocks import (
-    Block,
-    Stack,
-    Watch,
-    assert_same,
-    batch,
-    flat_gradients,
-    full_values,
-    iterate,
-    loss_of,
-    said,
-    seeded,
-    sharded,
-)
 from spec_tests.harness import device, ranks
+from spec_tests.models.modules import Block, Stack, seeded
+from spec_tests.models.running import Watch, batch, iterate, loss_of, said
+from spec_tests.models.sharding import wrapped
+from spec_tests.models.values import assert_same, flat_gradients, full_values
 
 
 class SlowDevice:
@@ -85,7 +75,7 @@ def slow_device() -> Iterator[SlowDevice]:
 @ranks(2)
 def test_the_limit_is_on_by_default() -> None:
     assert inspect.signature(FullyShardedDataParallel).parameters["limit_all_gathers"].default is True
-    model = sharded()
+    model = wrapped()
     assert {unit.limit_all_gathers for unit in FullyShardedDataParallel.fsdp_modules(model)} == {True}
     with slow_device(), trace.record() as recorder:
         iterate(model)
@@ -98,7 +88,7 @@ def test_the_limit_is_on_by_default() -> None:
 @pytest.mark.spec("LIM-02")
 @ranks(2)
 def test_the_third_gather_waits_for_the_oldest_release() -> None:
-    model = sharded()
+    model = wrapped()
     with slow_device() as slow, trace.record() as recorder, torch.no_grad():
         model(batch())
     assert said(recorder.events, waits=True) == (
@@ -124,7 +114,7 @@ def units_in_use(*, limit_all_gathers: bool) -> list[int]:
     """How many blocks have memory in the middle of each block's forward."""
     plain = seeded()
     watch = Watch(plain)
-    model = sharded(plain, limit_all_gathers=limit_all_gathers)
+    model = wrapped(plain, limit_all_gathers=limit_all_gathers)
     in_use: list[int] = []
 
     def look(unit: str) -> None:
@@ -144,7 +134,7 @@ def units_in_use(*, limit_all_gathers: bool) -> list[int]:
 def test_never_are_more_than_two_releases_queued(prefetch: BackwardPrefetch | None, forward_prefetch: bool) -> None:
     plain = seeded()
     watch = Watch(plain)
-    model = sharded(plain, backward_prefetch=prefetch, forward_prefetch=forward_prefetch)
+    model = wrapped(plain, backward_prefetch=prefetch, forward_prefetch=forward_prefetch)
     lengths: list[int] = []
     watch.in_forward = watch.in_backward = lambda unit: lengths.append(len(model._tree.limiter))
     for step in range(3):
@@ -158,7 +148,7 @@ def test_never_are_more_than_two_releases_queued(prefetch: BackwardPrefetch | No
 @ranks(2)
 def test_every_gather_leaves_at_most_one_release_open(prefetch: BackwardPrefetch | None) -> None:
     """One that is open and one that is gathered make two, in backward as in forward."""
-    model = sharded(backward_prefetch=prefetch)
+    model = wrapped(backward_prefetch=prefetch)
     open_releases: list[int] = []
     with slow_device() as slow, trace.record() as recorder:
         begin = recorder.begin
@@ -180,7 +170,7 @@ def test_every_gather_leaves_at_most_one_release_open(prefetch: BackwardPrefetch
 @pytest.mark.spec("LIM-03")
 @ranks(2)
 def test_without_the_limit_the_cpu_never_waits() -> None:
-    model = sharded(limit_all_gathers=False)
+    model = wrapped(limit_all_gathers=False)
     with slow_device() as slow, trace.record() as recorder:
         for step in range(2):
             iterate(model, step)
@@ -195,7 +185,7 @@ def test_without_the_limit_the_cpu_never_waits() -> None:
 def test_both_settings_give_the_same_results_bit_by_bit(is_slow: bool) -> None:
     results = []
     for limit_all_gathers in (True, False):
-        model = sharded(limit_all_gathers=limit_all_gathers)
+        model = wrapped(limit_all_gathers=limit_all_gathers)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         for step in range(3):
             optimizer.zero_grad()
@@ -236,7 +226,7 @@ def slow_stack() -> Stack:
 def test_on_a_slow_accelerator_the_limit_saves_memory_and_shows_as_waiting() -> None:
     accelerator, peaks, waits = torch.get_device_module(device()), {}, {}
     for limit_all_gathers in (True, False):
-        model = sharded(seeded(slow_stack), limit_all_gathers=limit_all_gathers)
+        model = wrapped(seeded(slow_stack), limit_all_gathers=limit_all_gathers)
         for _ in range(2):
             accelerator.synchronize(device())
             accelerator.reset_peak_memory_stats()

@@ -7,6 +7,7 @@ called on its own.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,20 +18,11 @@ from torch import Tensor, nn
 
 from minifsdp import FullyShardedDataParallel, ShardingStrategy
 from spec_tests.checkpoint.refusals import caught_warnings, refused
-from spec_tests.fsdp1.four_blocks import (
-    FLAT_STRATEGIES,
-    WIDTH,
-    Stack,
-    assert_same,
-    batch,
-    full_values,
-    iterate,
-    loss_of,
-    named,
-    seeded,
-    sharded,
-)
 from spec_tests.harness import device, ranks
+from spec_tests.models.modules import WIDTH, Stack, seeded
+from spec_tests.models.running import batch, iterate, loss_of
+from spec_tests.models.sharding import FLAT_STRATEGIES, wrapped
+from spec_tests.models.values import assert_same, full_values, named
 
 FSDP = FullyShardedDataParallel
 either = pytest.mark.parametrize("use_orig_params", [False, True])
@@ -70,7 +62,7 @@ def test_units_wrapped_by_hand_cannot_share_a_parameter(
 @either
 @ranks(2)
 def test_units_cannot_be_tied_after_wrapping(use_orig_params: bool) -> None:
-    model = sharded(use_orig_params=use_orig_params)
+    model = wrapped(use_orig_params=use_orig_params)
     first, second = (model.blocks[index].module.linear for index in (1, 2))
     second.weight = first.weight
     with refused(RuntimeError, "blocks.2.linear.weight", "removed or replaced"):
@@ -109,7 +101,7 @@ def clip_by_utility_and_step(model: FSDP, optimizer: Any) -> None:
 def test_after_an_unfinished_no_sync_neither_way_of_clipping_goes_unnoticed(
     mistake: Callable[..., None], strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with model.no_sync():
         iterate(model)
@@ -121,7 +113,7 @@ def test_after_an_unfinished_no_sync_neither_way_of_clipping_goes_unnoticed(
 @either
 @ranks(2)
 def test_a_unit_that_the_reducing_backward_did_not_reach_is_noticed_too(use_orig_params: bool) -> None:
-    model = sharded(use_orig_params=use_orig_params)
+    model = wrapped(use_orig_params=use_orig_params)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with model.no_sync():
         iterate(model, order=[0, 1, 2, 3])
@@ -145,7 +137,7 @@ def test_an_optimizer_from_before_wrapping_is_noticed_whether_it_has_stepped_or_
         loss_of(plain(batch(rank=0))).backward()
         optimizer.step()
         optimizer.zero_grad()
-    model = sharded(plain)
+    model = wrapped(plain)
     iterate(model)
     with pytest.warns(UserWarning, match="12 of 12 parameters of this SGD were replaced"):
         optimizer.step()
@@ -157,11 +149,11 @@ def test_an_optimizer_from_before_wrapping_is_noticed_whether_it_has_stepped_or_
 def test_with_original_parameters_an_optimizer_from_before_wrapping_trains_the_model(
     strategy: ShardingStrategy,
 ) -> None:
-    after = sharded(sharding_strategy=strategy, use_orig_params=True)
+    after = wrapped(sharding_strategy=strategy, use_orig_params=True)
     late = torch.optim.SGD(after.parameters(), lr=0.1)
     plain = seeded()
     early = torch.optim.SGD(plain.parameters(), lr=0.1)
-    before = sharded(plain, sharding_strategy=strategy, use_orig_params=True)
+    before = wrapped(plain, sharding_strategy=strategy, use_orig_params=True)
     for model, optimizer in ((after, late), (before, early)):
         for step in range(2):
             optimizer.zero_grad()
@@ -173,15 +165,10 @@ def test_with_original_parameters_an_optimizer_from_before_wrapping_trains_the_m
 # --- a part of a model on its own ---
 
 
-class Outer(nn.Module):
+def two_layers() -> nn.Module:
     """Two layers of one unit, to be called together or one by one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
+    layers = {"first": nn.Linear(WIDTH, WIDTH), "tanh": nn.Tanh(), "second": nn.Linear(WIDTH, WIDTH)}
+    return nn.Sequential(OrderedDict(layers))
 
 
 def of_first(model: nn.Module, rank: int) -> Tensor:
@@ -196,8 +183,8 @@ def of_first(model: nn.Module, rank: int) -> Tensor:
 def test_a_submodule_called_on_its_own_raises_or_has_the_mean_gradient(
     strategy: ShardingStrategy, use_orig_params: bool, when: str
 ) -> None:
-    plain = seeded(Outer)
-    model = FSDP(seeded(Outer), sharding_strategy=strategy, use_orig_params=use_orig_params)
+    plain = seeded(two_layers)
+    model = FSDP(seeded(two_layers), sharding_strategy=strategy, use_orig_params=use_orig_params)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if when != "before any forward":
         loss = loss_of(model(batch()))
@@ -222,7 +209,7 @@ def test_a_submodule_called_on_its_own_raises_or_has_the_mean_gradient(
 @either
 @ranks(2)
 def test_gradients_computed_inside_summon_are_not_lost_without_a_word(use_orig_params: bool) -> None:
-    model = FSDP(seeded(Outer), use_orig_params=use_orig_params)
+    model = FSDP(seeded(two_layers), use_orig_params=use_orig_params)
     said = pytest.raises(RuntimeError, match=rf"rank {dist.get_rank()}.*summon_full_params")
     with said, FSDP.summon_full_params(model, writeback=False):
         # Not through the wrapper, which would refuse at once.
@@ -235,7 +222,7 @@ def test_gradients_computed_inside_summon_are_not_lost_without_a_word(use_orig_p
 @ranks(2)
 def test_units_that_were_not_summoned_may_run_inside_summon(use_orig_params: bool, has_run: bool) -> None:
     # The usual way to generate text: the root's own parameters are summoned once, the blocks gather as ever.
-    model = sharded(use_orig_params=use_orig_params)
+    model = wrapped(use_orig_params=use_orig_params)
     if has_run:
         iterate(model)
         model.zero_grad()
@@ -249,7 +236,7 @@ def test_units_that_were_not_summoned_may_run_inside_summon(use_orig_params: boo
 @either
 @ranks(2)
 def test_a_unit_that_was_summoned_may_not_run_even_inside_of_one_that_was_not(use_orig_params: bool) -> None:
-    model = sharded(use_orig_params=use_orig_params)
+    model = wrapped(use_orig_params=use_orig_params)
     iterate(model)
     with FSDP.summon_full_params(model.blocks[1]), refused(RuntimeError, "blocks.1", "summon"):
         model(batch())

@@ -12,33 +12,14 @@ from torch import Tensor, nn
 
 from minifsdp import FullyShardedDataParallel, ShardingStrategy
 from spec_tests.checkpoint.refusals import refused
-from spec_tests.fsdp1.four_blocks import (
-    FLAT_STRATEGIES,
-    WIDTH,
-    Block,
-    as_torch,
-    assert_same,
-    batch,
-    iterate,
-    named,
-    seeded,
-    sharded,
-)
 from spec_tests.harness import device, ranks
+from spec_tests.models.modules import WIDTH, NormedBlock, seeded
+from spec_tests.models.running import batch, iterate
+from spec_tests.models.sharding import FLAT_STRATEGIES, as_torch, wrapped
+from spec_tests.models.values import assert_same, named
 
 FSDP = FullyShardedDataParallel
 PREFIX = "_fsdp_wrapped_module."
-
-
-class Normed(Block):
-    """A block with buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(super().forward(x))
 
 
 class Named(nn.Module):
@@ -49,7 +30,7 @@ class Named(nn.Module):
         self.own = nn.Parameter(torch.ones(2))
         self.register_buffer("table", torch.arange(WIDTH).float())
         self.enter = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.Sequential(Normed(), Normed())
+        self.blocks = nn.Sequential(NormedBlock(), NormedBlock())
         self.leave = nn.Linear(WIDTH, WIDTH)
         self.leave.weight = self.enter.weight
         self.label = "a plain attribute"
@@ -68,7 +49,7 @@ class Named(nn.Module):
 def both(**options: Any) -> tuple[nn.Module, FSDP]:
     """The model, plain and wrapped, with one unit for each block and one around."""
     plain = seeded(Named)
-    return plain, sharded(copy.deepcopy(plain), **options)
+    return plain, wrapped(copy.deepcopy(plain), **options)
 
 
 flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
@@ -82,7 +63,7 @@ flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "
 def test_module_is_the_wrapped_module_itself(keep: bool) -> None:
     plain = seeded(Named)
     blocks = list(plain.blocks)
-    model = sharded(plain, use_orig_params=keep)
+    model = wrapped(plain, use_orig_params=keep)
     for _ in range(2):
         assert model.module is plain
         assert [wrapper.module for wrapper in plain.blocks] == blocks
@@ -93,7 +74,7 @@ def test_module_is_the_wrapped_module_itself(keep: bool) -> None:
 @ranks(2)
 def test_what_the_wrapper_does_not_have_is_looked_up_in_the_wrapped_module() -> None:
     plain = seeded(Named)
-    model = sharded(plain)
+    model = wrapped(plain)
     assert model.label == "a plain attribute"
     assert model.enter is plain.enter
     assert model.table is plain.table
@@ -216,7 +197,7 @@ def test_arguments_of_named_parameters_and_named_buffers_keep_working(index: int
 @pytest.mark.spec("NAMES-06")
 @ranks(2)
 def test_fsdp_modules_lists_every_wrapper_below() -> None:
-    model = sharded()
+    model = wrapped()
     blocks = list(model.blocks)
     assert FSDP.fsdp_modules(model) == [model, *blocks]
     assert FSDP.fsdp_modules(model.module) == blocks, "the module may be plain"
@@ -233,7 +214,7 @@ def test_fsdp_modules_lists_every_wrapper_below() -> None:
 @pytest.mark.parametrize("has_run", [False, True])
 @ranks(2)
 def test_root_only_lists_the_roots_and_two_trees_have_two(has_run: bool) -> None:
-    trees = [sharded(), sharded()]
+    trees = [wrapped(), wrapped()]
     if has_run:
         for tree in trees:
             iterate(tree)
@@ -247,7 +228,7 @@ def test_root_only_lists_the_roots_and_two_trees_have_two(has_run: bool) -> None
 @pytest.mark.spec("NAMES-07", "CTOR-10")
 @ranks(2)
 def test_root_only_does_not_list_an_inner_instance_though_it_is_asked_from_inside() -> None:
-    ours, theirs = sharded(), as_torch(seeded())
+    ours, theirs = wrapped(), as_torch(seeded())
     for model in (ours, theirs):
         iterate(model)
         kind = type(model)

@@ -24,28 +24,20 @@ from minifsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType, 
 from minifsdp.engine import order_check
 from minifsdp.wrap import CustomPolicy
 from spec_tests.checkpoint.refusals import refused
-from spec_tests.fsdp1.four_blocks import (
+from spec_tests.harness import device, kept, ranks
+from spec_tests.models.modules import UNITS, Block, seeded
+from spec_tests.models.running import batch, iterate, loss_of, of_unit
+from spec_tests.models.sharding import (
     FLAT_STRATEGIES,
     FULL_SHARD,
     HYBRID_SHARD,
     HYBRID_STRATEGIES,
-    UNITS,
-    Block,
     all_connected,
     as_torch,
-    assert_same,
-    batch,
-    flat_gradients,
-    flat_parameters,
-    full_values,
     grid,
-    iterate,
-    loss_of,
-    of_unit,
-    seeded,
-    sharded,
+    wrapped,
 )
-from spec_tests.harness import device, kept, ranks
+from spec_tests.models.values import assert_same, flat_gradients, flat_parameters, full_values
 
 FSDP = FullyShardedDataParallel
 
@@ -75,8 +67,8 @@ def trained(model: FSDP, steps: int = 2) -> dict[str, Tensor]:
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @ranks(2)
 def test_a_mesh_of_one_axis_is_the_group(strategy: ShardingStrategy) -> None:
-    expected = trained(sharded(sharding_strategy=strategy))
-    model = sharded(sharding_strategy=strategy, device_mesh=mesh_of(2))
+    expected = trained(wrapped(sharding_strategy=strategy))
+    model = wrapped(sharding_strategy=strategy, device_mesh=mesh_of(2))
     assert all(wrapper.world_size == 2 for wrapper in FSDP.fsdp_modules(model))
     assert_same(trained(model), expected, bitwise=True)
 
@@ -85,7 +77,7 @@ def test_a_mesh_of_one_axis_is_the_group(strategy: ShardingStrategy) -> None:
 @ranks(4)
 def test_an_axis_of_a_larger_mesh_is_the_group_and_the_other_ranks_are_strangers() -> None:
     rank = dist.get_rank()
-    model = sharded(device_mesh=mesh_of(2, 2)["shard"])
+    model = wrapped(device_mesh=mesh_of(2, 2)["shard"])
     with trace.record() as recorder:
         iterate(model)
     own = (0, 1) if rank < 2 else (2, 3)
@@ -98,8 +90,8 @@ def test_an_axis_of_a_larger_mesh_is_the_group_and_the_other_ranks_are_strangers
 @pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)
 @ranks(4)
 def test_a_mesh_of_two_axes_is_the_pair_of_groups_of_a_hybrid(strategy: ShardingStrategy) -> None:
-    expected = trained(sharded(sharding_strategy=strategy, process_group=grid()))
-    model = sharded(sharding_strategy=strategy, process_group=None, device_mesh=mesh_of(2, 2))
+    expected = trained(wrapped(sharding_strategy=strategy, process_group=grid()))
+    model = wrapped(sharding_strategy=strategy, process_group=None, device_mesh=mesh_of(2, 2))
     with trace.record() as recorder:
         iterate(model)
     model.zero_grad()
@@ -115,7 +107,7 @@ def test_a_mesh_of_two_axes_is_the_pair_of_groups_of_a_hybrid(strategy: Sharding
 def test_a_mesh_and_a_group_together_are_refused() -> None:
     mesh = mesh_of(2)
     with refused(ValueError, "process_group", "device_mesh"):
-        sharded(process_group=dist.group.WORLD, device_mesh=mesh)
+        wrapped(process_group=dist.group.WORLD, device_mesh=mesh)
 
 
 @pytest.mark.spec("NEW-01")
@@ -151,7 +143,7 @@ def facts(state: dict[str, Any]) -> dict[str, Any]:
 @ranks(2)
 def test_with_a_mesh_sharded_state_dicts_hold_the_dtensors_of_torch(use_orig_params: bool) -> None:
     mesh, options = mesh_of(2), {"use_orig_params": use_orig_params}
-    state = sharded_state(minifsdp, sharded(device_mesh=mesh, **options))
+    state = sharded_state(minifsdp, wrapped(device_mesh=mesh, **options))
     expected = sharded_state(torch_fsdp, as_torch(seeded(), device_mesh=mesh, **options))
     assert facts(state) == facts(expected)
     assert all(value.placements == (Shard(0),) for value in state.values())
@@ -163,7 +155,7 @@ def test_with_a_mesh_sharded_state_dicts_hold_the_dtensors_of_torch(use_orig_par
 @ranks(4)
 def test_with_a_mesh_of_two_axes_the_dtensors_are_replicated_over_the_first() -> None:
     mesh = mesh_of(2, 2)
-    state = sharded_state(minifsdp, sharded(sharding_strategy=HYBRID_SHARD, process_group=None, device_mesh=mesh))
+    state = sharded_state(minifsdp, wrapped(sharding_strategy=HYBRID_SHARD, process_group=None, device_mesh=mesh))
     hybrid = torch_fsdp.ShardingStrategy.HYBRID_SHARD
     expected = sharded_state(torch_fsdp, as_torch(seeded(), sharding_strategy=hybrid, device_mesh=mesh))
     assert facts(state) == facts(expected)
@@ -174,7 +166,7 @@ def test_with_a_mesh_of_two_axes_the_dtensors_are_replicated_over_the_first() ->
 @ranks(2)
 def test_dtensors_of_torch_can_be_loaded_and_the_reverse() -> None:
     mesh = mesh_of(2)
-    ours, theirs = sharded(device_mesh=mesh), as_torch(seeded(), device_mesh=mesh)
+    ours, theirs = wrapped(device_mesh=mesh), as_torch(seeded(), device_mesh=mesh)
     expected = trained(ours)
     with FSDP.state_dict_type(ours, StateDictType.SHARDED_STATE_DICT):
         state = ours.state_dict()
@@ -183,7 +175,7 @@ def test_dtensors_of_torch_can_be_loaded_and_the_reverse() -> None:
         with torch_fsdp.FullyShardedDataParallel.state_dict_type(theirs, torch_fsdp.StateDictType.SHARDED_STATE_DICT):
             theirs.load_state_dict(state)
             back = theirs.state_dict()
-    again = sharded(device_mesh=mesh)
+    again = wrapped(device_mesh=mesh)
     with FSDP.state_dict_type(again, StateDictType.SHARDED_STATE_DICT):
         again.load_state_dict(back)
     assert_same(full_values(again), expected, bitwise=True)
@@ -195,11 +187,11 @@ def test_dtensors_of_torch_can_be_loaded_and_the_reverse() -> None:
 @pytest.mark.spec("NEW-02", "WRAP-14")
 @ranks(2)
 def test_a_policy_gives_one_unit_another_strategy_and_the_sum_is_the_same() -> None:
-    expected = trained(sharded())
+    expected = trained(wrapped())
     plain = seeded()
     other = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
     policy = CustomPolicy(lambda m: isinstance(m, Block) and (other if m is plain.blocks[1] else True))
-    model = sharded(plain, auto_wrap_policy=policy)
+    model = wrapped(plain, auto_wrap_policy=policy)
     strategies = [wrapper.sharding_strategy.name for wrapper in FSDP.fsdp_modules(model)]
     assert strategies == ["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "FULL_SHARD"]
     with trace.record() as recorder:
@@ -235,7 +227,7 @@ def test_after_an_exception_in_the_middle_the_next_iteration_is_right(strategy: 
     fuse = Fuse()
     layer = plain.blocks[1].linear
     layer.register_forward_hook(fuse) if moment == "forward" else layer.register_full_backward_hook(fuse)
-    model = sharded(plain, sharding_strategy=strategy)
+    model = wrapped(plain, sharding_strategy=strategy)
     iterate(model, 0)
     expected = {unit: gradient.clone() for unit, gradient in flat_gradients(model).items()}
     model.zero_grad()
@@ -284,7 +276,7 @@ def test_after_an_exception_in_backward_the_state_can_be_saved_and_looked_at(kee
     plain = seeded()
     fuse = Fuse()
     plain.blocks[1].linear.register_full_backward_hook(fuse)
-    model = sharded(plain, use_orig_params=keep)
+    model = wrapped(plain, use_orig_params=keep)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
     iterate(model, 0)
     optimizer.step()
@@ -307,7 +299,7 @@ def debugging(is_on: bool) -> Iterator[None]:
 @ranks(2)
 def test_ranks_that_disagree_about_the_order_are_told_in_the_first_iteration() -> None:
     rank = dist.get_rank()
-    model = sharded()
+    model = wrapped()
     order = [0, 1, 2, 3] if rank == 0 else [0, 2, 1, 3]
     with pytest.raises(RuntimeError, match=rf"rank {rank}: .*rank 0: 'blocks.1', rank 1: 'blocks.2'"):
         model(batch(), order=order)
@@ -318,7 +310,7 @@ def test_ranks_that_disagree_about_the_order_are_told_in_the_first_iteration() -
 def test_with_debugging_on_they_are_told_in_a_later_iteration_too() -> None:
     rank = dist.get_rank()
     with debugging(True):
-        model = sharded()
+        model = wrapped()
         iterate(model)
         model.zero_grad()
         with pytest.raises(RuntimeError, match=rf"rank {rank}: .*'blocks.1'.*'blocks.2'"):
@@ -331,7 +323,7 @@ def test_with_debugging_on_they_are_told_in_a_later_iteration_too() -> None:
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @ranks(2)
 def test_a_wrapped_model_cannot_be_copied_and_the_error_says_what_to_do(use_orig_params: bool) -> None:
-    model = sharded(use_orig_params=use_orig_params)
+    model = wrapped(use_orig_params=use_orig_params)
     for whole in (model, nn.ModuleList([model])):
         with refused(RuntimeError, "copy.deepcopy", "before wrapping", "state_dict()"):
             copy.deepcopy(whole)

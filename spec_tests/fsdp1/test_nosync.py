@@ -14,33 +14,29 @@ import torch.distributed as dist
 from torch import nn
 
 from minifsdp import FullyShardedDataParallel, ShardingStrategy, trace
-from spec_tests.fsdp1.four_blocks import (
+from spec_tests.harness import device, ranks
+from spec_tests.models.modules import UNITS, seeded
+from spec_tests.models.running import Watch, Wire, batch, iterate, loss_of, of_unit
+from spec_tests.models.sharding import (
     FLAT_STRATEGIES,
     FULL_SHARD,
     HYBRID_STRATEGIES,
     NO_SHARD,
     SHARD_GRAD_OP,
-    UNITS,
-    Watch,
-    Wire,
     as_torch,
+    wrapped,
+)
+from spec_tests.models.values import (
     assert_same,
-    batch,
     chunked,
     flat_gradients,
     flat_parameters,
     flattened,
     full_values,
-    iterate,
     local_gradients,
-    loss_of,
     mean_gradients,
     named,
-    of_unit,
-    seeded,
-    sharded,
 )
-from spec_tests.harness import device, ranks
 
 flat_strategies = pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 hybrid_strategies = pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)
@@ -63,7 +59,7 @@ def chunks_of(model: FullyShardedDataParallel) -> tuple[int, int]:
 @ranks(2)
 def test_inside_nothing_is_reduced_and_gradients_add_up_locally(strategy: ShardingStrategy) -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     with trace.record() as recorder, Wire() as wire, model.no_sync():
         for step in range(3):
             iterate(model, step)
@@ -82,7 +78,7 @@ def test_inside_original_parameters_have_their_unreduced_gradients_also_where_me
     strategy: ShardingStrategy,
 ) -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=strategy, use_orig_params=True)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     with model.no_sync():
         iterate(model)
         mine = local_gradients(plain, range(1), dist.get_rank())
@@ -103,7 +99,7 @@ def test_inside_original_parameters_have_their_unreduced_gradients_also_where_me
 @ranks(2)
 def test_inside_the_gradient_has_the_size_of_the_whole_unit(strategy: ShardingStrategy) -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     with model.no_sync():
         iterate(model)
         for unit, row in flattened(plain, named(plain)).items():
@@ -127,7 +123,7 @@ def test_inside_full_shard_frees_in_every_micro_batch_and_shard_grad_op_does_not
 ) -> None:
     plain = seeded()
     watch = Watch(plain)
-    model = sharded(plain, sharding_strategy=strategy)
+    model = wrapped(plain, sharding_strategy=strategy)
     with trace.record() as recorder, model.no_sync():
         for step in range(3):
             iterate(model, step)
@@ -141,7 +137,7 @@ def test_inside_full_shard_frees_in_every_micro_batch_and_shard_grad_op_does_not
 @ranks(4)
 def test_inside_a_hybrid_skips_the_all_reduce_too(strategy: ShardingStrategy) -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     with trace.record() as recorder, Wire() as wire, model.no_sync():
         for step in range(2):
             iterate(model, step)
@@ -164,7 +160,7 @@ def test_inside_a_hybrid_skips_the_all_reduce_too(strategy: ShardingStrategy) ->
 @ranks(2)
 def test_the_first_backward_after_leaving_reduces_the_sum_once(strategy: ShardingStrategy) -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     with model.no_sync():
         iterate(model, 0)
         iterate(model, 1)
@@ -180,7 +176,7 @@ def test_the_first_backward_after_leaving_reduces_the_sum_once(strategy: Shardin
 @pytest.mark.spec("NOSYNC-02")
 @ranks(2)
 def test_an_accumulated_gradient_is_bit_by_bit_that_of_torch() -> None:
-    ours, theirs = sharded(), as_torch(seeded())
+    ours, theirs = wrapped(), as_torch(seeded())
     for model in (ours, theirs):
         iterate(model, 0)
         with model.no_sync():
@@ -195,7 +191,7 @@ def test_an_accumulated_gradient_is_bit_by_bit_that_of_torch() -> None:
 @ranks(2)
 def test_what_was_reduced_before_is_neither_lost_nor_reduced_again(strategy: ShardingStrategy) -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     iterate(model, 0)
     with model.no_sync():
         iterate(model, 1)
@@ -211,7 +207,7 @@ def test_what_was_reduced_before_is_neither_lost_nor_reduced_again(strategy: Sha
 def test_where_nothing_is_sharded_a_gradient_that_was_replaced_inside_is_the_one_that_counts(
     use_orig_params: bool,
 ) -> None:
-    plain, model = seeded(), sharded(sharding_strategy=NO_SHARD, use_orig_params=use_orig_params)
+    plain, model = seeded(), wrapped(sharding_strategy=NO_SHARD, use_orig_params=use_orig_params)
     with model.no_sync():
         iterate(model, 0)
     for parameter in model.parameters():
@@ -240,7 +236,7 @@ def test_micro_batches_of_a_hybrid_equal_one_big_batch(strategy: ShardingStrateg
 
 def compare_with_one_big_batch(strategy: ShardingStrategy, num: int) -> None:
     """Two optimizer steps against one process that sees the batches of all ranks at once."""
-    plain, model = seeded(), sharded(sharding_strategy=strategy)
+    plain, model = seeded(), wrapped(sharding_strategy=strategy)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model)]
     for first in (0, num):
         steps = range(first, first + num)
@@ -266,7 +262,7 @@ def compare_with_one_big_batch(strategy: ShardingStrategy, num: int) -> None:
 @pytest.mark.parametrize("has_run", [False, True])
 @ranks(2)
 def test_an_inner_unit_refuses_and_goes_on_working(has_run: bool) -> None:
-    model = sharded()
+    model = wrapped()
     if has_run:
         iterate(model)
     with pytest.raises(RuntimeError, match=f"rank {dist.get_rank()}: no_sync"), model.blocks[1].no_sync():
@@ -281,7 +277,7 @@ def test_an_inner_unit_refuses_and_goes_on_working(has_run: bool) -> None:
 @pytest.mark.parametrize("has_run", [False, True])
 @ranks(2)
 def test_on_the_root_it_covers_all_units_below(has_run: bool) -> None:
-    model = sharded()
+    model = wrapped()
     if has_run:
         iterate(model)
         model.zero_grad()
@@ -322,7 +318,7 @@ def reduces(model: FullyShardedDataParallel, step: int) -> bool:
 @pytest.mark.spec("NOSYNC-06")
 @ranks(2)
 def test_nested_contexts_end_with_the_outermost() -> None:
-    model = sharded()
+    model = wrapped()
     with model.no_sync():
         with model.no_sync():
             assert not reduces(model, 0)
@@ -339,7 +335,7 @@ def test_nested_contexts_end_with_the_outermost() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @ranks(2)
 def test_an_exception_inside_does_not_leave_it_on(depth: int) -> None:
-    model = sharded()
+    model = wrapped()
 
     def fail(levels: int) -> None:
         with model.no_sync():
@@ -363,7 +359,7 @@ def test_an_exception_inside_does_not_leave_it_on(depth: int) -> None:
 def test_a_forward_inside_with_its_backward_outside_is_reduced(strategy: ShardingStrategy) -> None:
     plain = seeded()
     watch = Watch(plain)
-    model = sharded(plain, sharding_strategy=strategy)
+    model = wrapped(plain, sharding_strategy=strategy)
     with model.no_sync():
         loss = loss_of(model(batch()))
     with trace.record() as recorder:
@@ -378,7 +374,7 @@ def test_a_forward_inside_with_its_backward_outside_is_reduced(strategy: Shardin
 @ranks(2)
 def test_a_forward_outside_with_its_backward_inside_is_not_reduced(strategy: ShardingStrategy) -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     loss = loss_of(model(batch()))
     with trace.record() as recorder, model.no_sync():
         loss.backward()
@@ -424,7 +420,7 @@ def compare_refusal(
 ) -> None:
     """Refused, with the gradients and the parameters left as they are; and all is well after a reducing backward."""
     plain = seeded()
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with model.no_sync():
         iterate(model)
@@ -451,7 +447,7 @@ def test_dropping_unreduced_gradients_makes_a_step_possible_again(
     strategy: ShardingStrategy, set_to_none: bool
 ) -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with model.no_sync():
         iterate(model, 0)
@@ -474,7 +470,7 @@ def test_a_step_with_a_closure_is_judged_by_what_the_closure_leaves_behind(
     strategy: ShardingStrategy, by_name: bool
 ) -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(closure: Callable[[], object]) -> object:

@@ -19,26 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minifsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, StateDictType, trace
 from spec_tests.checkpoint.checkpoints import is_plain
-from spec_tests.fsdp1.four_blocks import (
-    FLAT_STRATEGIES,
-    FULL_SHARD,
-    HYBRID_STRATEGIES,
-    NO_SHARD,
-    SHARD_GRAD_OP,
-    UNITS,
-    assert_same,
-    batch,
-    full_values,
-    iterate,
-    loss_of,
-    mean_gradients,
-    named,
-    of_unit,
-    seeded,
-    sharded,
-)
 from spec_tests.fsdp1.whole import group_of, whole
 from spec_tests.harness import device, ranks
+from spec_tests.models.modules import UNITS, seeded
+from spec_tests.models.running import batch, iterate, loss_of, of_unit
+from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, HYBRID_STRATEGIES, NO_SHARD, SHARD_GRAD_OP, wrapped
+from spec_tests.models.values import assert_same, full_values, mean_gradients, named
 
 PAIRS = [(FULL_SHARD, False), (FULL_SHARD, True), (SHARD_GRAD_OP, True), (NO_SHARD, False), (NO_SHARD, True)]
 pairs = pytest.mark.parametrize(("strategy", "use_orig_params"), PAIRS)
@@ -46,7 +32,7 @@ sharding_pairs = pytest.mark.parametrize(("strategy", "use_orig_params"), PAIRS[
 
 
 def offloaded(**options: Any) -> FullyShardedDataParallel:
-    return sharded(cpu_offload=CPUOffload(offload_params=True), **options)
+    return wrapped(cpu_offload=CPUOffload(offload_params=True), **options)
 
 
 # --- the option ---
@@ -68,7 +54,7 @@ def test_there_is_one_field_and_it_is_off() -> None:
 @pytest.mark.parametrize("options", [{}, {"cpu_offload": None}, {"cpu_offload": CPUOffload()}])
 @ranks(2)
 def test_none_and_the_default_mean_no_offload(options: dict[str, Any]) -> None:
-    model = sharded(**options)
+    model = wrapped(**options)
     with trace.record() as recorder:
         iterate(model)
     assert not {"H2D", "D2H"} & {event.kind for event in recorder.events}
@@ -122,7 +108,7 @@ def test_shards_gradients_and_optimizer_state_are_on_the_cpu(strategy: ShardingS
     seen: list[torch.device] = []
     for layer in (plain.enter, plain.blocks[1].linear):
         layer.register_forward_hook(lambda layer, i, o: seen.extend([layer.weight.device, o.device]))
-    model = sharded(
+    model = wrapped(
         plain,
         cpu_offload=CPUOffload(True),
         sharding_strategy=strategy,
@@ -166,7 +152,7 @@ def test_training_with_offload_is_bit_by_bit_that_without(
 ) -> None:
     trained = []
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params, "mixed_precision": precision}
-    for build in (sharded, offloaded):
+    for build in (wrapped, offloaded):
         model = build(**options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         for step in range(4):
@@ -321,7 +307,7 @@ def test_state_dicts_of_offloaded_units_are_those_of_others_and_can_be_loaded(
         return model
 
     model = trained(offloaded(**options))
-    state, expected = state_of(model), state_of(trained(sharded(**options)))
+    state, expected = state_of(model), state_of(trained(wrapped(**options)))
     assert list(state) == list(expected)
     for name, value in expected.items():
         assert is_plain(state[name]) if is_plain(value) else type(state[name]) is type(value)
@@ -331,5 +317,5 @@ def test_state_dicts_of_offloaded_units_are_those_of_others_and_can_be_loaded(
         again.load_state_dict(state)
     assert_same(full_values(again), full_values(model), bitwise=True)
     on_device = {name: value.to(device()) for name, value in full_values(again).items()}
-    assert_same(on_device, full_values(trained(sharded(**options))), bitwise=True)
+    assert_same(on_device, full_values(trained(wrapped(**options))), bitwise=True)
     assert {parameter.device.type for parameter in again.parameters()} == {"cpu"}

@@ -22,7 +22,11 @@ from minifsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType, 
 from minifsdp.engine import flat
 from minifsdp.engine.partition import Partition
 from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.fsdp1.four_blocks import (
+from spec_tests.fsdp1.whole import by_name, group_of, memory_of, train, whole
+from spec_tests.harness import device, ranks
+from spec_tests.models.modules import UNITS, Block, Stack, Tied, seeded
+from spec_tests.models.running import Wire, batch, iterate, loss_of
+from spec_tests.models.sharding import (
     FLAT_STRATEGIES,
     FULL_SHARD,
     HYBRID_SHARD,
@@ -30,24 +34,10 @@ from spec_tests.fsdp1.four_blocks import (
     HYBRID_STRATEGIES,
     NO_SHARD,
     SHARD_GRAD_OP,
-    UNITS,
-    Block,
-    Stack,
-    Wire,
     as_torch,
-    assert_same,
-    batch,
-    full_values,
-    iterate,
-    loss_of,
-    mean_gradients,
-    named,
-    own_names,
-    seeded,
-    sharded,
+    wrapped,
 )
-from spec_tests.fsdp1.whole import by_name, group_of, memory_of, train, whole
-from spec_tests.harness import device, ranks
+from spec_tests.models.values import assert_same, full_values, mean_gradients, named, own_names
 
 SHARDING = (FULL_SHARD, SHARD_GRAD_OP)
 flat_strategies = pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
@@ -65,7 +55,7 @@ def torch_strategy(strategy: ShardingStrategy) -> torch_fsdp.ShardingStrategy:
 @flat_strategies
 @ranks(2)
 def test_a_hook_on_a_flat_parameter_gets_the_unsharded_gradient_and_may_change_it(strategy: ShardingStrategy) -> None:
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     seen: list[torch.Size] = []
 
     def double(gradient: Tensor) -> Tensor:
@@ -87,7 +77,7 @@ def test_a_hook_on_a_flat_parameter_gets_the_unsharded_gradient_and_may_change_i
 def test_what_is_frozen_between_forward_and_backward_gets_no_gradient(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     iterate(model)
     model.zero_grad()
     frozen = list(model.parameters())[-2:]
@@ -107,7 +97,7 @@ def test_a_hook_that_waits_for_the_gradient_is_called_when_it_is_reduced(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     plain, rate = seeded(), 0.1
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
 
     @torch.no_grad()
     def step(parameter: nn.Parameter) -> None:
@@ -129,7 +119,7 @@ def test_a_hook_that_waits_for_the_gradient_is_called_when_it_is_reduced(
 def test_by_default_there_is_one_flat_parameter_for_each_unit(
     strategy: ShardingStrategy, options: dict[str, bool]
 ) -> None:
-    model = sharded(sharding_strategy=strategy, **options)
+    model = wrapped(sharding_strategy=strategy, **options)
     for _ in range(2):
         found = dict(model.named_parameters())
         assert len(found) == len(UNITS) == len(FullyShardedDataParallel.fsdp_modules(model))
@@ -141,7 +131,7 @@ def test_by_default_there_is_one_flat_parameter_for_each_unit(
 @pytest.mark.spec("ORIG-01")
 @ranks(2)
 def test_by_default_the_flat_parameters_of_no_shard_are_1d_as_well() -> None:
-    model = sharded(sharding_strategy=NO_SHARD)
+    model = wrapped(sharding_strategy=NO_SHARD)
     assert [parameter.dim() for parameter in model.parameters()] == [1] * len(UNITS)
 
 
@@ -154,7 +144,7 @@ def test_by_default_the_flat_parameters_of_no_shard_are_1d_as_well() -> None:
 def test_original_names_and_objects_stay(strategy: ShardingStrategy) -> None:
     plain = seeded()
     before = dict(plain.named_parameters())
-    model = sharded(plain, sharding_strategy=strategy, use_orig_params=True)
+    model = wrapped(plain, sharding_strategy=strategy, use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def check(moment: str) -> None:
@@ -195,7 +185,7 @@ def in_form(form: StateDictType) -> Callable[[FullyShardedDataParallel], dict[st
     """Saved in this form, and loaded into a fresh model."""
 
     def saved(model: FullyShardedDataParallel) -> dict[str, Tensor]:
-        fresh = sharded(sharding_strategy=model.sharding_strategy, use_orig_params=True)
+        fresh = wrapped(sharding_strategy=model.sharding_strategy, use_orig_params=True)
         for each in (model, fresh):
             FullyShardedDataParallel.set_state_dict_type(each, form)
         fresh.load_state_dict(model.state_dict())
@@ -212,7 +202,7 @@ READERS = {"summoned": summoned, **{form.name: in_form(form) for form in StateDi
 @flat_strategies
 @ranks(2)
 def test_whoever_reads_finds_what_a_parameter_was_given(strategy: ShardingStrategy, reader: str) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=True)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     slices = list(model.parameters())
     # After it some strategies keep units whole, with the values of now.
     model(batch())
@@ -233,7 +223,7 @@ def test_whoever_reads_finds_what_a_parameter_was_given(strategy: ShardingStrate
 def test_a_model_that_was_emptied_has_what_is_loaded_into_it(
     strategy: ShardingStrategy, keep: bool, form: StateDictType
 ) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=keep)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=keep)
     FullyShardedDataParallel.set_state_dict_type(model, form)
     saved = model.state_dict()
     iterate(model)
@@ -253,7 +243,7 @@ def test_a_model_that_was_emptied_has_what_is_loaded_into_it(
 @ranks(4)
 def test_a_sharded_parameter_is_1d_and_the_parts_of_all_ranks_are_the_whole(strategy: ShardingStrategy) -> None:
     shapes = {name: tensor.shape for name, tensor in named(seeded()).items()}
-    model = sharded(sharding_strategy=strategy, use_orig_params=True)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     group = model.process_group if strategy in HYBRID_STRATEGIES else dist.group.WORLD
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = set()
@@ -276,7 +266,7 @@ def test_a_sharded_parameter_is_1d_and_the_parts_of_all_ranks_are_the_whole(stra
 @sharding
 @ranks(2)
 def test_the_parts_of_all_ranks_have_the_values_of_the_whole(strategy: ShardingStrategy) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=True)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     assert_same(whole(model)[0], named(seeded()), bitwise=True)
 
 
@@ -284,7 +274,7 @@ def test_the_parts_of_all_ranks_have_the_values_of_the_whole(strategy: ShardingS
 @flat_strategies
 @ranks(2)
 def test_gradients_have_the_shape_of_what_is_visible(strategy: ShardingStrategy) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=True)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     iterate(model)
     for parameter in model.parameters():
         if parameter.numel():
@@ -299,7 +289,7 @@ def test_gradients_have_the_shape_of_what_is_visible(strategy: ShardingStrategy)
 def test_sharded_parameters_lie_end_to_end_in_the_memory_of_their_units_chunk(strategy: ShardingStrategy) -> None:
     units = own_names(seeded())
     sizes = {unit: sum(named(seeded())[name].numel() for name in names) for unit, names in units.items()}
-    model = sharded(sharding_strategy=strategy, use_orig_params=True)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     optimizer = torch.optim.AdamW(model.parameters())
     memory: dict[str, int] = {}
     for step in range(3):
@@ -329,7 +319,7 @@ def test_unsharded_parameters_are_views_of_one_memory(strategy: ShardingStrategy
             layer.register_forward_hook(
                 lambda layer, i, o, unit=unit: seen.setdefault(unit, []).extend([layer.weight, layer.bias])
             )
-    model = sharded(plain, sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(plain, sharding_strategy=strategy, use_orig_params=use_orig_params)
     for step in range(2):
         seen.clear()
         model(batch(step))
@@ -347,7 +337,7 @@ def test_unsharded_parameters_are_views_of_one_memory(strategy: ShardingStrategy
 @flat_strategies
 @ranks(2)
 def test_what_is_written_into_a_sharded_parameter_is_computed_with(strategy: ShardingStrategy) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=True)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     expected = seeded()
     model(batch())
     with torch.no_grad():
@@ -387,7 +377,7 @@ def test_groups_of_parameters_train_as_in_one_process_and_as_in_torch(strategy: 
     train_plain(plain, adamw_with_groups(plain), 4)
     without_groups = seeded()
     train_plain(without_groups, torch.optim.AdamW(without_groups.parameters(), lr=0.05), 4)
-    ours = sharded(sharding_strategy=strategy, use_orig_params=True)
+    ours = wrapped(sharding_strategy=strategy, use_orig_params=True)
     theirs = as_torch(seeded(), sharding_strategy=torch_strategy(strategy), use_orig_params=True)
     for model in (ours, theirs):
         train(model, adamw_with_groups(model), 4, iterate)
@@ -404,7 +394,7 @@ def test_groups_of_parameters_train_as_in_one_process_and_as_in_torch(strategy: 
 def test_on_four_ranks_groups_of_parameters_train_as_in_one_process(strategy: ShardingStrategy) -> None:
     plain = seeded()
     train_plain(plain, adamw_with_groups(plain), 3)
-    model = sharded(sharding_strategy=strategy, use_orig_params=True)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     train(model, adamw_with_groups(model), 3, iterate)
     torch.testing.assert_close(full_values(model), named(plain), rtol=1e-4, atol=1e-4)
 
@@ -412,7 +402,7 @@ def test_on_four_ranks_groups_of_parameters_train_as_in_one_process(strategy: Sh
 @pytest.mark.spec("ORIG-05")
 @ranks(2)
 def test_optimizer_state_is_kept_for_the_visible_part_of_each_original_parameter() -> None:
-    model = sharded(use_orig_params=True)
+    model = wrapped(use_orig_params=True)
     optimizer = adamw_with_groups(model)
     iterate(model)
     optimizer.step()
@@ -432,7 +422,7 @@ def visible(model: nn.Module) -> dict[str, torch.Size]:
 @pytest.mark.parametrize("strategy", [FULL_SHARD, HYBRID_SHARD])
 @ranks(4)
 def test_after_the_forward_of_full_shard_the_sharded_parameters_are_visible(strategy: ShardingStrategy) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=True)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     before = visible(model)
     assert {len(shape) for shape in before.values()} == {1}
     for step in range(2):
@@ -449,7 +439,7 @@ def test_after_the_forward_of_full_shard_the_sharded_parameters_are_visible(stra
 @pytest.mark.spec("ORIG-08")
 @ranks(2)
 def test_after_the_forward_of_full_shard_gradients_are_still_there_and_can_be_cleared() -> None:
-    model = sharded(use_orig_params=True)
+    model = wrapped(use_orig_params=True)
     iterate(model)
     first = whole(model)[1]
     loss = loss_of(model(batch(1)))
@@ -466,7 +456,7 @@ def test_after_the_forward_of_shard_grad_op_the_unsharded_parameters_are_visible
     strategy: ShardingStrategy,
 ) -> None:
     plain = named(seeded())
-    model = sharded(sharding_strategy=strategy, use_orig_params=True)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     before = visible(model)
     for step in range(2):
         loss = loss_of(model(batch(step)))
@@ -486,7 +476,7 @@ def test_after_the_forward_of_shard_grad_op_the_unsharded_parameters_are_visible
 @ranks(2)
 def test_shard_grad_op_shows_new_values_after_a_step() -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=SHARD_GRAD_OP, use_orig_params=True)
+    model = wrapped(sharding_strategy=SHARD_GRAD_OP, use_orig_params=True)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (plain, model)]
     train_plain(plain, optimizers[0], 1)
     train(model, optimizers[1], 1, iterate)
@@ -498,7 +488,7 @@ def test_shard_grad_op_shows_new_values_after_a_step() -> None:
 @pytest.mark.parametrize("who", ["model", "optimizer"])
 @ranks(2)
 def test_gradients_out_of_sight_between_forward_and_backward_can_be_cleared(who: str) -> None:
-    model = sharded(sharding_strategy=SHARD_GRAD_OP, use_orig_params=True)
+    model = wrapped(sharding_strategy=SHARD_GRAD_OP, use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     iterate(model)
     loss = loss_of(model(batch(1)))
@@ -511,7 +501,7 @@ def test_gradients_out_of_sight_between_forward_and_backward_can_be_cleared(who:
 @flat_strategies
 @ranks(2)
 def test_gradients_are_inspected_in_their_original_shapes_by_summoning(strategy: ShardingStrategy) -> None:
-    ours = sharded(sharding_strategy=strategy, use_orig_params=True)
+    ours = wrapped(sharding_strategy=strategy, use_orig_params=True)
     theirs = as_torch(seeded(), sharding_strategy=torch_strategy(strategy), use_orig_params=True)
     found = []
     for model in (ours, theirs):
@@ -552,7 +542,7 @@ REFUSED_BEFORE_US = ("to list", "storage")
 @sharding
 @ranks(2)
 def test_between_forward_and_backward_original_parameters_cannot_be_touched(strategy: ShardingStrategy) -> None:
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     layers = {"enter.weight": model.module.enter, "linear.weight": model.module.blocks[1].module.linear}
     moments: list[Callable[[], Any]] = [lambda: None, lambda: loss_of(model(batch())), lambda: loss.backward()]
     for moment in moments:
@@ -571,7 +561,7 @@ def test_between_forward_and_backward_original_parameters_cannot_be_touched(stra
 @pytest.mark.spec("ORIG-11")
 @ranks(2)
 def test_what_stands_in_for_a_parameter_knows_its_shape_and_can_be_printed() -> None:
-    model = sharded()
+    model = wrapped()
     model(batch())
     weight = model.module.blocks[1].module.linear.weight
     assert (tuple(weight.shape), weight.dtype, weight.device.type) == ((6, 6), torch.float32, device().type)
@@ -582,7 +572,7 @@ def test_what_stands_in_for_a_parameter_knows_its_shape_and_can_be_printed() -> 
 @pytest.mark.spec("ORIG-11")
 @ranks(2)
 def test_with_no_shard_original_parameters_are_readable_all_the_time_and_never_stale() -> None:
-    model = sharded(sharding_strategy=NO_SHARD)
+    model = wrapped(sharding_strategy=NO_SHARD)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(2):
         model(batch(step)).sum().backward()
@@ -641,15 +631,15 @@ def test_a_refused_model_is_left_as_it_was() -> None:
 def test_a_flat_unit_may_be_frozen_as_a_whole_and_other_units_trained() -> None:
     model = seeded()
     model.blocks[1].requires_grad_(False)
-    wrapped = sharded(model)
-    assert [parameter.requires_grad for parameter in wrapped.parameters()] == [True, True, False, True, True]
+    sharded = wrapped(model)
+    assert [parameter.requires_grad for parameter in sharded.parameters()] == [True, True, False, True, True]
 
 
 def sharded_quietly(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
     """Without the warning about frozen parameters, of which a test of its own speaks."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*frozen parameters")
-        return sharded(model, use_orig_params=True, **options)
+        return wrapped(model, use_orig_params=True, **options)
 
 
 @pytest.mark.spec("ORIG-13")
@@ -748,7 +738,7 @@ def test_a_frozen_unit_is_not_reduced(strategy: ShardingStrategy, use_orig_param
     plain.enter.requires_grad_(True)
     start = build()
     start.enter.requires_grad_(True)
-    model = sharded(start, sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(start, sharding_strategy=strategy, use_orig_params=use_orig_params)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
     for step in range(2):
         with trace.record() as recorder, Wire() as wire:
@@ -768,18 +758,6 @@ def test_a_frozen_unit_is_not_reduced(strategy: ShardingStrategy, use_orig_param
 # --- shared parameters ---
 
 
-class TiedLayers(nn.Module):
-    """Two linear layers with one weight, in one unit, and a block with a unit of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.block, self.last = nn.Linear(6, 6), Block(), nn.Linear(6, 6)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.block(torch.tanh(self.first(x))))
-
-
 @pytest.mark.spec("ORIG-15")
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @flat_strategies
@@ -787,10 +765,10 @@ class TiedLayers(nn.Module):
 def test_a_parameter_shared_inside_a_unit_is_trained_like_one(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    plain = seeded(TiedLayers)
+    plain = seeded(Tied)
     options = {"use_orig_params": use_orig_params}
-    model = sharded(seeded(TiedLayers), sharding_strategy=strategy, **options)
-    theirs = as_torch(seeded(TiedLayers), sharding_strategy=torch_strategy(strategy), **options)
+    model = wrapped(seeded(Tied), sharding_strategy=strategy, **options)
+    theirs = as_torch(seeded(Tied), sharding_strategy=torch_strategy(strategy), **options)
     assert sum(p.numel() for p in model.parameters()) * (1 if strategy is NO_SHARD else 2) in range(90, 94)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.05) for each in (plain, model, theirs)]
     group = group_of(strategy)
@@ -800,14 +778,14 @@ def test_a_parameter_shared_inside_a_unit_is_trained_like_one(
         for each in (model, theirs):
             each.zero_grad()
             iterate(each, step)
-        gradients = whole(model, TiedLayers, group=group)[1]
+        gradients = whole(model, Tied, group=group)[1]
         assert_same(gradients, {n: p.grad for n, p in plain.named_parameters()}, bitwise=True)
-        assert_same(gradients, whole(theirs, TiedLayers, group=group)[1], bitwise=True)
+        assert_same(gradients, whole(theirs, Tied, group=group)[1], bitwise=True)
         for optimizer in optimizers:
             optimizer.step()
-    values = whole(model, TiedLayers, group=group)[0]
+    values = whole(model, Tied, group=group)[0]
     assert_same(values, named(plain), bitwise=False)
-    assert_same(values, whole(theirs, TiedLayers, group=group)[0], bitwise=True)
+    assert_same(values, whole(theirs, Tied, group=group)[0], bitwise=True)
 
 
 @pytest.mark.spec("ORIG-15")
@@ -815,11 +793,11 @@ def test_a_parameter_shared_inside_a_unit_is_trained_like_one(
 @flat_strategies
 @ranks(2)
 def test_a_shared_parameter_has_one_memory_under_both_names(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    plain = seeded(TiedLayers)
+    plain = seeded(Tied)
     seen: list[Tensor] = []
     for layer in (plain.first, plain.last):
         layer.register_forward_hook(lambda layer, i, o: seen.append(layer.weight))
-    model = sharded(plain, sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(plain, sharding_strategy=strategy, use_orig_params=use_orig_params)
     for step in range(2):
         iterate(model, step)
         assert model.module.first.weight is model.module.last.weight
@@ -829,7 +807,7 @@ def test_a_shared_parameter_has_one_memory_under_both_names(strategy: ShardingSt
     with FullyShardedDataParallel.summon_full_params(model):
         assert model.module.first.weight is model.module.last.weight
         assert model.module.first.weight.shape == (6, 6)
-        assert list(dict(model.named_parameters())) == list(named(seeded(TiedLayers)))
+        assert list(dict(model.named_parameters())) == list(named(seeded(Tied)))
 
 
 class TiedBlocks(nn.Module):
@@ -891,7 +869,7 @@ def test_units_of_different_models_and_wrapping_again_after_a_model_is_gone_are_
     use_orig_params: bool,
 ) -> None:
     for _ in range(3):
-        model = sharded(use_orig_params=use_orig_params)
+        model = wrapped(use_orig_params=use_orig_params)
         iterate(model)
         del model
 
@@ -909,7 +887,7 @@ class CutElsewhere(Partition):
 
 def everything_promised(strategy: ShardingStrategy) -> tuple[Any, Any]:
     """What one may rely on after some training with original parameters; and beside it what each rank sees."""
-    model = sharded(sharding_strategy=strategy, use_orig_params=True)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     groups = [[p for n, p in model.named_parameters() if n.endswith(end)] for end in ("weight", "bias")]
     optimizer = torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], lr=1e-2)
     losses = []

@@ -17,33 +17,26 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from minifsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, trace
 from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.fsdp1.four_blocks import (
+from spec_tests.fsdp1.whole import group_of, whole
+from spec_tests.harness import device, ranks
+from spec_tests.models.modules import UNITS, Scale, seeded
+from spec_tests.models.running import Wire, batch, iterate, loss_of, of_unit
+from spec_tests.models.sharding import (
     FLAT_STRATEGIES,
     FULL_SHARD,
     HYBRID_SHARD,
     HYBRID_STRATEGIES,
     NO_SHARD,
     SHARD_GRAD_OP,
-    UNITS,
     as_torch,
-    assert_same,
-    batch,
-    full_values,
-    iterate,
-    loss_of,
-    named,
-    of_unit,
-    seeded,
-    sharded,
+    wrapped,
 )
-from spec_tests.fsdp1.whole import group_of, whole
-from spec_tests.harness import device, ranks
+from spec_tests.models.values import assert_same, full_values, named
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PAIRS = [(FULL_SHARD, False), (FULL_SHARD, True), (SHARD_GRAD_OP, True), (NO_SHARD, False), (NO_SHARD, True)]
@@ -66,21 +59,6 @@ def expected_gradients(
         of_ranks.append({name: parameter.grad.to(reduce) for name, parameter in plain.named_parameters()})
     total = {name: sum((each[name] for each in of_ranks[1:]), of_ranks[0][name]) for name in of_ranks[0]}
     return {name: (gradient / num_ranks).float() for name, gradient in total.items()}
-
-
-class Wire(TorchDispatchMode):
-    """Sees the dtype of every tensor that is gathered or reduced, whatever the tracer says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: dict[str, set[torch.dtype]] = {"AG": set(), "RS": set(), "AR": set()}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kind = {"_allgather_base_": "AG", "_reduce_scatter_base_": "RS", "allreduce_": "AR"}
-        if func.namespace == "c10d" and func._schema.name.removeprefix("c10d::") in kind:
-            found = {leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
-            self.dtypes[kind[func._schema.name.removeprefix("c10d::")]] |= found
-        return func(*args, **(kwargs or {}))
 
 
 class Probe(nn.Module):
@@ -118,7 +96,7 @@ def probes(num: int = 2) -> nn.Sequential:
     return nn.Sequential(*(Probe() for _ in range(num))).to(device())
 
 
-def wrapped(model: nn.Module, precision: MixedPrecision | None, **options: Any) -> FullyShardedDataParallel:
+def probed(model: nn.Module, precision: MixedPrecision | None, **options: Any) -> FullyShardedDataParallel:
     """The model with a unit for each probe."""
     options.setdefault("auto_wrap_policy", ModuleWrapPolicy({Probe}))
     return FullyShardedDataParallel(model, mixed_precision=precision, **options)
@@ -196,7 +174,7 @@ def test_parameters_are_gathered_and_computed_with_in_param_dtype(
     strategy: ShardingStrategy, use_orig_params: bool, dtype: torch.dtype
 ) -> None:
     inner = list(probes())
-    model = wrapped(
+    model = probed(
         nn.Sequential(*inner),
         MixedPrecision(param_dtype=dtype),
         sharding_strategy=strategy,
@@ -222,7 +200,7 @@ def test_gradients_are_those_of_the_plain_model_in_param_dtype(
     strategy: ShardingStrategy, use_orig_params: bool, dtype: torch.dtype
 ) -> None:
     precision = MixedPrecision(param_dtype=dtype)
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params, mixed_precision=precision)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params, mixed_precision=precision)
     iterate(model)
     gradients = whole(model, group=group_of(strategy))[1]
     assert_same(gradients, expected_gradients(dtype, dtype), bitwise=True)
@@ -243,7 +221,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 @three
 @ranks(2)
 def test_training_is_bit_by_bit_that_of_torch(strategy: ShardingStrategy, use_orig_params: bool, policy: str) -> None:
-    ours = sharded(
+    ours = wrapped(
         sharding_strategy=strategy,
         use_orig_params=use_orig_params,
         mixed_precision=MixedPrecision(**POLICIES[policy]),
@@ -281,7 +259,7 @@ def test_between_computations_everything_is_stored_in_full_precision(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     precision = MixedPrecision(param_dtype=BF16, reduce_dtype=BF16, buffer_dtype=BF16)
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params, mixed_precision=precision)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params, mixed_precision=precision)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
 
     def check() -> None:
@@ -332,7 +310,7 @@ def low_precision_gradients(plain: nn.Module, step: int) -> dict[str, Tensor]:
 @ranks(2)
 def test_what_the_optimizer_changed_is_computed_with(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     precision = MixedPrecision(param_dtype=BF16)
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params, mixed_precision=precision)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params, mixed_precision=precision)
     expected = seeded()
     with torch.no_grad():
         model(batch())
@@ -372,7 +350,7 @@ def test_gradients_travel_in_reduce_dtype_or_if_that_is_not_set_in_param_dtype(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     for policy, expected in REDUCTIONS:
-        model = sharded(
+        model = wrapped(
             sharding_strategy=strategy, use_orig_params=use_orig_params, mixed_precision=MixedPrecision(**policy)
         )
         # The dtype of the second iteration must not depend on the first.
@@ -387,19 +365,8 @@ def test_gradients_travel_in_reduce_dtype_or_if_that_is_not_set_in_param_dtype(
 @pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)
 @ranks(4)
 def test_in_a_hybrid_both_reductions_run_in_reduce_dtype(strategy: ShardingStrategy) -> None:
-    model = sharded(sharding_strategy=strategy, mixed_precision=MixedPrecision(param_dtype=BF16, reduce_dtype=FP16))
+    model = wrapped(sharding_strategy=strategy, mixed_precision=MixedPrecision(param_dtype=BF16, reduce_dtype=FP16))
     assert reduced_in(model) == {"RS": {FP16}, "AR": {FP16}}
-
-
-class Slope(nn.Module):
-    """One number times the input: the gradient of its weight is the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x
 
 
 @pytest.mark.spec("MP-07", "MP-06")
@@ -412,7 +379,7 @@ def test_computing_low_and_reducing_in_full_loses_nothing_in_the_sum(
     own = torch.full((2,), 1.0 if dist.get_rank() == 0 else 2.0**-9, device=device())
     for reduce, mean in ((FP32, (1.0 + 2.0**-9) / 2), (BF16, 0.5), (None, 0.5)):
         model = FullyShardedDataParallel(
-            Slope().to(device()),
+            Scale(2, value=1.0).to(device()),
             mixed_precision=MixedPrecision(param_dtype=BF16, reduce_dtype=reduce),
             sharding_strategy=strategy,
             use_orig_params=use_orig_params,
@@ -431,13 +398,13 @@ def test_with_only_reduce_dtype_compute_and_buffers_stay_in_full_precision(
 ) -> None:
     inner = list(probes())
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    model = wrapped(nn.Sequential(*inner), MixedPrecision(reduce_dtype=BF16), **options)
+    model = probed(nn.Sequential(*inner), MixedPrecision(reduce_dtype=BF16), **options)
     assert model(ones()).dtype is FP32
     model(ones()).sum().backward()
     for probe in inner:
         dtypes = {probe.seen[key] for key in ("x", "weight", "weight in backward", "gradient", "scale")}
         assert dtypes == {FP32}
-    model = sharded(mixed_precision=MixedPrecision(reduce_dtype=BF16), **options)
+    model = wrapped(mixed_precision=MixedPrecision(reduce_dtype=BF16), **options)
     iterate(model)
     assert_same(whole(model, group=group_of(strategy))[1], expected_gradients(FP32, BF16), bitwise=True)
 
@@ -455,7 +422,7 @@ def test_floating_buffers_are_cast_at_the_first_forward_and_stay_so(
     model = nn.Sequential(*probes())
     model.register_buffer("own", torch.full((2, 3), 1.0 + 2.0**-10, device=device()))
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model = wrapped(
+    model = probed(
         model,
         MixedPrecision(buffer_dtype=BF16),
         sharding_strategy=strategy,
@@ -525,7 +492,7 @@ def test_by_default_gradients_are_in_the_dtype_of_the_parameters(
 ) -> None:
     precision = MixedPrecision(**policy)
     for stored in (FP32, torch.float64):
-        model = sharded(
+        model = wrapped(
             seeded().to(stored),
             sharding_strategy=strategy,
             use_orig_params=use_orig_params,
@@ -555,7 +522,7 @@ def test_if_wished_gradients_keep_the_dtype_in_which_they_travelled(
     strategy: ShardingStrategy, use_orig_params: bool, policy: dict[str, Any], kept: torch.dtype
 ) -> None:
     precision = MixedPrecision(**policy, keep_low_precision_grads=True)
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params, mixed_precision=precision)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params, mixed_precision=precision)
     group = group_of(strategy)
     iterate(model)
     compute = precision.param_dtype or FP32
@@ -577,7 +544,7 @@ def test_if_wished_gradients_keep_the_dtype_in_which_they_travelled(
 @ranks(2)
 def test_kept_gradients_accumulate_in_their_dtype(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     precision = MixedPrecision(param_dtype=BF16, keep_low_precision_grads=True)
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params, mixed_precision=precision)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params, mixed_precision=precision)
     for step in range(2):
         iterate(model, step)
     first, second = (expected_gradients(BF16, BF16, (step,)) for step in range(2))
@@ -689,9 +656,9 @@ def test_on_the_root_cast_root_forward_inputs_decides_alone(
 @pytest.mark.parametrize("options", [{}, {"cast_forward_inputs": True}])
 @ranks(2)
 def test_by_default_the_root_casts_its_inputs(options: dict[str, bool]) -> None:
-    model = sharded(mixed_precision=MixedPrecision(param_dtype=BF16, **options))
+    model = wrapped(mixed_precision=MixedPrecision(param_dtype=BF16, **options))
     assert model(batch()).dtype is BF16
-    model = sharded(mixed_precision=MixedPrecision(reduce_dtype=BF16, **options))
+    model = wrapped(mixed_precision=MixedPrecision(reduce_dtype=BF16, **options))
     assert model(batch().double().float()).dtype is FP32, "without a dtype to compute in there is none to cast to"
 
 
@@ -699,7 +666,7 @@ def test_by_default_the_root_casts_its_inputs(options: dict[str, bool]) -> None:
 @ranks(2)
 def test_a_root_without_parameters_of_its_own_casts_its_inputs_too() -> None:
     inner = list(probes())
-    model = wrapped(nn.Sequential(*inner), MixedPrecision(param_dtype=BF16))
+    model = probed(nn.Sequential(*inner), MixedPrecision(param_dtype=BF16))
     model(ones())
     assert inner[0].seen["x"] is BF16
 
@@ -712,7 +679,7 @@ def test_a_root_that_is_recomputed_in_backward_casts_its_inputs_again(
     strategy: ShardingStrategy, use_orig_params: bool, use_reentrant: bool
 ) -> None:
     precision = MixedPrecision(param_dtype=BF16)
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params, mixed_precision=precision)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params, mixed_precision=precision)
     x = batch().requires_grad_()
     loss_of(checkpoint(model, x, use_reentrant=use_reentrant)).backward()
     gradients = whole(model, group=group_of(strategy))[1]
@@ -723,7 +690,7 @@ def test_a_root_that_is_recomputed_in_backward_casts_its_inputs_again(
 @ranks(2)
 def test_the_gradient_of_a_cast_input_has_the_dtype_of_the_input() -> None:
     x = batch().requires_grad_()
-    loss_of(sharded(mixed_precision=MixedPrecision(param_dtype=BF16))(x)).backward()
+    loss_of(wrapped(mixed_precision=MixedPrecision(param_dtype=BF16))(x)).backward()
     plain, low = seeded().bfloat16(), batch().bfloat16().requires_grad_()
     loss_of(plain(low)).backward()
     assert x.grad.dtype is FP32
@@ -779,7 +746,7 @@ def test_summoned_parameters_are_in_full_precision_and_buffers_in_buffer_dtype(
     with torch.no_grad():
         for value in expected.values():
             value.add_(2.0**-12)
-    model = wrapped(
+    model = probed(
         probes(),
         MixedPrecision(param_dtype=BF16, reduce_dtype=BF16, buffer_dtype=BF16),
         sharding_strategy=strategy,
@@ -876,7 +843,7 @@ def test_a_child_after_a_unit_of_another_precision_receives_that_and_fails() -> 
 @ranks(2)
 def test_every_field_takes_the_three_common_dtypes(strategy: ShardingStrategy, field: str) -> None:
     for dtype in (FP16, BF16, FP32):
-        model = sharded(sharding_strategy=strategy, mixed_precision=MixedPrecision(**{field: dtype}))
+        model = wrapped(sharding_strategy=strategy, mixed_precision=MixedPrecision(**{field: dtype}))
         output = model(batch())
         assert output.dtype is (dtype if field == "param_dtype" else FP32)
         loss_of(output).backward()
@@ -891,7 +858,7 @@ def test_every_field_takes_the_three_common_dtypes(strategy: ShardingStrategy, f
 def test_a_policy_of_all_float32_is_no_policy(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     trained = []
     for precision in (None, MixedPrecision(FP32, FP32, FP32)):
-        model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params, mixed_precision=precision)
+        model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params, mixed_precision=precision)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
         for step in range(3):
             optimizer.zero_grad()
@@ -906,7 +873,7 @@ def test_a_policy_of_all_float32_is_no_policy(strategy: ShardingStrategy, use_or
 @ranks(2)
 def test_evaluation_runs_in_low_precision_too(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     inner = list(probes())
-    model = wrapped(
+    model = probed(
         nn.Sequential(*inner),
         MixedPrecision(param_dtype=BF16, buffer_dtype=BF16),
         sharding_strategy=strategy,
@@ -917,7 +884,7 @@ def test_evaluation_runs_in_low_precision_too(strategy: ShardingStrategy, use_or
             assert model.eval()(ones()).dtype is BF16
         assert inner[0].seen["x"] is inner[0].seen["weight"] is inner[0].seen["scale"] is BF16
     assert model.train()(ones()).dtype is BF16
-    blocks = sharded(sharding_strategy=strategy, mixed_precision=MixedPrecision(param_dtype=BF16)).eval()
+    blocks = wrapped(sharding_strategy=strategy, mixed_precision=MixedPrecision(param_dtype=BF16)).eval()
     with torch.no_grad():
         assert torch.equal(blocks(batch()), seeded().bfloat16()(batch().bfloat16()))
 
@@ -926,7 +893,7 @@ def test_evaluation_runs_in_low_precision_too(strategy: ShardingStrategy, use_or
 @pytest.mark.parametrize("strategy", [FULL_SHARD, HYBRID_SHARD])
 @ranks(4)
 def test_on_four_ranks_low_precision_gradients_are_near_those_of_full_precision(strategy: ShardingStrategy) -> None:
-    model = sharded(sharding_strategy=strategy, mixed_precision=MixedPrecision(param_dtype=BF16, reduce_dtype=FP32))
+    model = wrapped(sharding_strategy=strategy, mixed_precision=MixedPrecision(param_dtype=BF16, reduce_dtype=FP32))
     iterate(model)
     group = model.process_group if strategy is HYBRID_SHARD else None
     expected = expected_gradients(BF16, FP32, num_ranks=4)
@@ -935,7 +902,7 @@ def test_on_four_ranks_low_precision_gradients_are_near_those_of_full_precision(
 
 @ranks(2)
 def check_made_double(use_orig_params: bool) -> None:
-    model = sharded(use_orig_params=use_orig_params).double()
+    model = wrapped(use_orig_params=use_orig_params).double()
     plain = seeded().double()
     x = [batch(rank=rank).double() for rank in range(2)]
     for one, inputs in ((model, x[dist.get_rank()]), (plain, torch.cat(x))):
@@ -955,7 +922,7 @@ def test_gradients_of_a_model_made_double_after_wrapping_travel_in_double(use_or
 
 @ranks(2)
 def check_made_double_and_written(use_orig_params: bool) -> None:
-    model = sharded(use_orig_params=use_orig_params).double()
+    model = wrapped(use_orig_params=use_orig_params).double()
     plain = seeded().double()
     assert {p.dtype for p in model.parameters()} == {torch.float64}
     written = model.state_dict()

@@ -22,25 +22,11 @@ from torch import Tensor, nn
 from minifsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy, trace
 from minifsdp.engine import collectives
 from minifsdp.engine.lanes import Lane
-from spec_tests.fsdp1.four_blocks import (
-    FULL_SHARD,
-    NO_SHARD,
-    SHARD_GRAD_OP,
-    Stack,
-    Watch,
-    Wire,
-    assert_same,
-    batch,
-    chunked,
-    flat_gradients,
-    iterate,
-    loss_of,
-    mean_gradients,
-    said,
-    seeded,
-    sharded,
-)
 from spec_tests.harness import device, ranks
+from spec_tests.models.modules import Stack, seeded
+from spec_tests.models.running import Watch, Wire, batch, iterate, loss_of, said
+from spec_tests.models.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, wrapped
+from spec_tests.models.values import assert_same, chunked, flat_gradients, mean_gradients
 
 PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
 SETTINGS = (PRE, POST, None)
@@ -51,7 +37,7 @@ def computing(**options: Any) -> tuple[FullyShardedDataParallel, Watch]:
     plain = seeded()
     watch = Watch(plain)
     watch.in_backward = lambda unit: trace.recorder.begin("GRAD", unit) and None
-    return sharded(plain, **options), watch
+    return wrapped(plain, **options), watch
 
 
 def backward_words(model: nn.Module, step: int = 0, **arguments: Any) -> list[str]:
@@ -69,13 +55,13 @@ def backward_words(model: nn.Module, step: int = 0, **arguments: Any) -> list[st
 def test_the_argument_takes_two_members_or_none_and_nothing_else() -> None:
     assert [member.name for member in BackwardPrefetch] == ["BACKWARD_PRE", "BACKWARD_POST"]
     assert inspect.signature(FullyShardedDataParallel).parameters["backward_prefetch"].default is PRE
-    assert sharded().backward_prefetch is PRE
+    assert wrapped().backward_prefetch is PRE
     for setting in SETTINGS:
-        model = sharded(backward_prefetch=setting)
+        model = wrapped(backward_prefetch=setting)
         assert {unit.backward_prefetch for unit in FullyShardedDataParallel.fsdp_modules(model)} == {setting}
     for wrong in ("BACKWARD_PRE", 1, True, False, object()):
         with pytest.raises(TypeError, match=r"backward_prefetch must be one of BackwardPrefetch\.BACKWARD_PRE"):
-            sharded(backward_prefetch=wrong)
+            wrapped(backward_prefetch=wrong)
 
 
 # --- backward ---
@@ -135,7 +121,7 @@ def test_so_many_units_are_gathered_while_a_block_computes_its_gradients(setting
             alive[unit] = watch.alive_blocks()
 
     watch.in_backward = look
-    model = sharded(plain, backward_prefetch=setting)
+    model = wrapped(plain, backward_prefetch=setting)
     for step in range(2):
         alive.clear()
         iterate(model, step)
@@ -146,7 +132,7 @@ def test_so_many_units_are_gathered_while_a_block_computes_its_gradients(setting
 @pytest.mark.parametrize(("setting", "most"), [(PRE, 2), (POST, 1), (None, 1)])
 @ranks(2)
 def test_at_no_time_of_backward_are_more_blocks_gathered(setting: BackwardPrefetch | None, most: int) -> None:
-    model = sharded(backward_prefetch=setting)
+    model = wrapped(backward_prefetch=setting)
     loss = loss_of(model(batch()))
     with trace.record() as recorder:
         loss.backward()
@@ -183,7 +169,7 @@ def most_in_backward(setting: BackwardPrefetch) -> int:
             allocated.append(accelerator.memory_allocated())
 
     watch.in_backward = look
-    model = sharded(plain, backward_prefetch=setting)
+    model = wrapped(plain, backward_prefetch=setting)
     for _ in range(2):
         model.zero_grad(set_to_none=False)
         loss = loss_of(model(batch(width=1024)))
@@ -199,7 +185,7 @@ def most_in_backward(setting: BackwardPrefetch) -> int:
 def test_all_settings_give_the_same_gradients_bit_by_bit() -> None:
     results = []
     for setting in SETTINGS:
-        model = sharded(backward_prefetch=setting)
+        model = wrapped(backward_prefetch=setting)
         for step in range(2):
             iterate(model, step)
         results.append({unit: gradient.clone() for unit, gradient in flat_gradients(model).items()})
@@ -213,7 +199,7 @@ def test_all_settings_give_the_same_gradients_bit_by_bit() -> None:
 @pytest.mark.parametrize("orders", [[(2, 0, 3, 1)], [(0, 1, 2, 3), (3, 1, 0, 2)], [(1, 2), (3, 0, 2)]])
 @ranks(2)
 def test_next_in_backward_is_the_one_before_in_the_forward_of_this_iteration(orders: Sequence[Sequence[int]]) -> None:
-    model = sharded()
+    model = wrapped()
     for step, order in enumerate(orders):
         words = backward_words(model, step, order=order)
         asked_for = [word for word in words if word.startswith(("AG", "B"))]
@@ -235,7 +221,7 @@ class Branches(Stack):
 @pytest.mark.parametrize("setting", SETTINGS)
 @ranks(2)
 def test_branches_are_gathered_in_the_reverse_of_the_order_in_which_they_ran(setting: BackwardPrefetch | None) -> None:
-    model = sharded(seeded(Branches), backward_prefetch=setting)
+    model = wrapped(seeded(Branches), backward_prefetch=setting)
     for step in range(2):
         words = backward_words(model, step)
         assert [word for word in words if word.startswith("AG")] == ["AG3", "AG2", "AG1", "AG0"]
@@ -255,7 +241,7 @@ def test_branches_are_gathered_in_the_reverse_of_the_order_in_which_they_ran(set
 def test_what_is_kept_is_not_gathered_in_backward(
     strategy: ShardingStrategy, setting: BackwardPrefetch | None, forward_prefetch: bool
 ) -> None:
-    model = sharded(sharding_strategy=strategy, backward_prefetch=setting, forward_prefetch=forward_prefetch)
+    model = wrapped(sharding_strategy=strategy, backward_prefetch=setting, forward_prefetch=forward_prefetch)
     for step in range(3):
         loss = loss_of(model(batch(step)))
         with trace.record() as recorder, Wire() as wire:
@@ -275,7 +261,7 @@ def test_collectives_run_in_the_order_in_which_the_trace_says_they_were_issued(
     strategy: ShardingStrategy, setting: BackwardPrefetch | None
 ) -> None:
     """Blocks of different sizes, so that a number of elements says whose collective it is."""
-    model = sharded(seeded(lambda: Stack(hidden=(2, 4, 6, 8))), sharding_strategy=strategy, backward_prefetch=setting)
+    model = wrapped(seeded(lambda: Stack(hidden=(2, 4, 6, 8))), sharding_strategy=strategy, backward_prefetch=setting)
     for step in range(2):
         with trace.record() as recorder, Wire() as wire:
             iterate(model, step)
@@ -287,7 +273,7 @@ def test_collectives_run_in_the_order_in_which_the_trace_says_they_were_issued(
 @ranks(2)
 def test_gathers_have_a_stream_of_their_own_and_all_of_them_the_same() -> None:
     plain = seeded()
-    model = sharded(plain)
+    model = wrapped(plain)
     iterate(model)
     lanes = {unit._unit.lanes for unit in FullyShardedDataParallel.fsdp_modules(model)}
     assert len(lanes) == 1
@@ -326,7 +312,7 @@ def lanes_of_collectives() -> Iterator[set[tuple[str, str]]]:
 @ranks(2)
 def test_gathers_and_reductions_are_issued_on_lanes_of_their_own_and_labelled_so() -> None:
     """A label alone would also be there if all were issued on the compute stream."""
-    model = sharded()
+    model = wrapped()
     iterate(model)
     with trace.record() as recorder, lanes_of_collectives() as issued:
         iterate(model)
@@ -339,7 +325,7 @@ def test_gathers_and_reductions_are_issued_on_lanes_of_their_own_and_labelled_so
 @ranks(2)
 def test_a_gather_is_waited_for_at_its_own_forward_and_not_where_it_was_issued() -> None:
     """What was asked for early is on its way while another unit computes: that is all the overlap there is."""
-    model = sharded(forward_prefetch=True)
+    model = wrapped(forward_prefetch=True)
     iterate(model)
     with trace.record() as recorder:
         iterate(model, 1)
@@ -358,7 +344,7 @@ def test_a_gather_is_waited_for_at_its_own_forward_and_not_where_it_was_issued()
 @ranks(2)
 def test_by_default_a_unit_is_gathered_at_its_own_forward() -> None:
     assert inspect.signature(FullyShardedDataParallel).parameters["forward_prefetch"].default is False
-    model = sharded()
+    model = wrapped()
     assert model.forward_prefetch is False
     for step in range(3):
         with trace.record() as recorder:
@@ -374,7 +360,7 @@ def test_by_default_a_unit_is_gathered_at_its_own_forward() -> None:
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1)])
 @ranks(2)
 def test_forward_prefetch_follows_the_order_of_the_first_iteration_from_the_second_on(order: Sequence[int]) -> None:
-    model = sharded(forward_prefetch=True)
+    model = wrapped(forward_prefetch=True)
     for step in range(3):
         with trace.record() as recorder:
             loss = loss_of(model(batch(step), order=order))
@@ -392,7 +378,7 @@ def test_forward_prefetch_follows_the_order_of_the_first_iteration_from_the_seco
 def test_forward_prefetch_with_another_order_warns_and_stays_correct(later: Sequence[int]) -> None:
     plain = seeded()
     watch = Watch(plain)
-    model = sharded(plain, forward_prefetch=True)
+    model = wrapped(plain, forward_prefetch=True)
     iterate(model, 0)
     iterate(model, 1)
     model.zero_grad()
@@ -422,7 +408,7 @@ def check_gradients(model: nn.Module, order: Sequence[int], step: int, shifted_b
 @pytest.mark.spec("PREF-12", "PREF-13")
 @ranks(2)
 def test_forward_prefetch_with_a_constant_order_does_not_warn() -> None:
-    model = sharded(forward_prefetch=True)
+    model = wrapped(forward_prefetch=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(3):
@@ -434,7 +420,7 @@ def test_forward_prefetch_with_a_constant_order_does_not_warn() -> None:
 def test_forward_prefetch_changes_no_gradient() -> None:
     results = []
     for forward_prefetch in (False, True):
-        model = sharded(forward_prefetch=forward_prefetch)
+        model = wrapped(forward_prefetch=forward_prefetch)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
             optimizer.zero_grad()

@@ -22,34 +22,29 @@ from torch.nn.parallel import DistributedDataParallel
 import minifsdp
 from minifsdp import FullyShardedDataParallel, ShardingStrategy, trace
 from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.fsdp1.four_blocks import (
+from spec_tests.harness import device, ranks
+from spec_tests.models.modules import UNITS, Stack, seeded
+from spec_tests.models.running import Watch, Wire, batch, iterate, loss_of, of_unit
+from spec_tests.models.sharding import (
     FLAT_STRATEGIES,
     FULL_SHARD,
     HYBRID_STRATEGIES,
     NO_SHARD,
     SHARD_GRAD_OP,
-    UNITS,
-    Stack,
-    Watch,
-    Wire,
     all_connected,
     as_torch,
+    wrapped,
+)
+from spec_tests.models.values import (
     assert_same,
-    batch,
     chunked,
     flat_gradients,
     flat_parameters,
     flattened,
     full_values,
-    iterate,
-    loss_of,
     mean_gradients,
     named,
-    of_unit,
-    seeded,
-    sharded,
 )
-from spec_tests.harness import device, ranks
 
 SHARDING = (FULL_SHARD, SHARD_GRAD_OP)
 
@@ -66,7 +61,7 @@ def test_the_strategies_are_these_five() -> None:
 @pytest.mark.spec("SHARD-01")
 @ranks(2)
 def test_no_strategy_means_full_shard() -> None:
-    for model in (FullyShardedDataParallel(nn.Linear(2, 2, device=device())), sharded(sharding_strategy=None)):
+    for model in (FullyShardedDataParallel(nn.Linear(2, 2, device=device())), wrapped(sharding_strategy=None)):
         for unit in FullyShardedDataParallel.fsdp_modules(model):
             assert unit.sharding_strategy is FULL_SHARD
     # And it behaves so, it is not only called so.
@@ -80,7 +75,7 @@ def test_no_strategy_means_full_shard() -> None:
 def test_no_shard_is_used_without_any_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        iterate(sharded(sharding_strategy=NO_SHARD))
+        iterate(wrapped(sharding_strategy=NO_SHARD))
 
 
 # --- how parameters are laid out ---
@@ -91,7 +86,7 @@ def test_no_shard_is_used_without_any_warning() -> None:
 @ranks(4)
 def test_each_rank_keeps_one_chunk_of_each_unit(strategy: ShardingStrategy) -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     assert_same(flat_parameters(model), chunked(plain, named(plain), num_ranks, rank), bitwise=True)
     for unit, row in flattened(plain, named(plain)).items():
@@ -116,7 +111,7 @@ def test_every_layer_is_spread_over_all_ranks() -> None:
 @pytest.mark.spec("SHARD-02", "SHARD-03")
 @ranks(2)
 def test_the_chunks_are_those_of_torch() -> None:
-    ours, theirs = flat_parameters(sharded(odd())), flat_parameters(as_torch(odd()))
+    ours, theirs = flat_parameters(wrapped(odd())), flat_parameters(as_torch(odd()))
     assert_same(ours, {unit: parameter.detach() for unit, parameter in theirs.items()}, bitwise=True)
 
 
@@ -124,7 +119,7 @@ def odd() -> Stack:
     """Units of 71, 34, 47 and 60 elements and a root of 56: two, three or four ranks, somebody always needs padding."""
     model = seeded(lambda: Stack(hidden=(5, 2, 3, 4)))
     model.blocks[0].down.bias = None
-    model.blocks[1].linear.bias = None
+    model.blocks[1].up.bias = None
     return model
 
 
@@ -139,7 +134,7 @@ def test_odd_sizes_train_as_in_one_process(num: int, strategy: ShardingStrategy)
         return
     plain = odd()
     assert any(row.numel() % num for row in flattened(plain, named(plain)).values())
-    model = sharded(odd(), process_group=group, sharding_strategy=strategy)
+    model = wrapped(odd(), process_group=group, sharding_strategy=strategy)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model)]
     for step in range(3):
         expected = mean_gradients(plain, [step], num)
@@ -160,7 +155,7 @@ def test_odd_sizes_train_as_in_one_process(num: int, strategy: ShardingStrategy)
 @ranks(4)
 def test_what_is_written_into_the_padding_is_never_seen_again(strategy: ShardingStrategy) -> None:
     plain = odd()
-    model = sharded(odd(), sharding_strategy=strategy)
+    model = wrapped(odd(), sharding_strategy=strategy)
     sizes = {unit: row.numel() for unit, row in flattened(plain, named(plain)).items()}
     poison_padding(model, sizes)
     iterate(model)
@@ -183,7 +178,7 @@ def poison_padding(model: FullyShardedDataParallel, sizes: dict[str, int]) -> No
 @ranks(4)
 def test_padding_never_reaches_a_checkpoint(strategy: ShardingStrategy) -> None:
     plain = odd()
-    model = sharded(odd(), sharding_strategy=strategy)
+    model = wrapped(odd(), sharding_strategy=strategy)
     poison_padding(model, {unit: row.numel() for unit, row in flattened(plain, named(plain)).items()})
     assert_same(model.state_dict(), plain.state_dict(), bitwise=True)
 
@@ -210,7 +205,7 @@ def test_a_unit_with_fewer_elements_than_ranks_trains_as_in_one_process() -> Non
 @ranks(2)
 def test_the_gradient_is_this_ranks_chunk_of_the_mean(strategy: ShardingStrategy) -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     iterate(model)
     assert_same(flat_gradients(model), chunked(plain, mean_gradients(plain), 2, dist.get_rank()), bitwise=True)
     for parameter in flat_parameters(model).values():
@@ -223,7 +218,7 @@ def test_the_gradient_is_this_ranks_chunk_of_the_mean(strategy: ShardingStrategy
 @ranks(4)
 def test_on_four_ranks_the_gradient_is_this_ranks_chunk_of_the_mean(strategy: ShardingStrategy) -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     iterate(model)
     assert_same(flat_gradients(model), chunked(plain, mean_gradients(plain), 4, dist.get_rank()))
 
@@ -242,7 +237,7 @@ def test_a_float64_model_has_float64_gradients() -> None:
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @ranks(2)
 def test_gradients_and_parameters_are_bit_by_bit_those_of_torch(strategy: ShardingStrategy) -> None:
-    ours = sharded(sharding_strategy=strategy)
+    ours = wrapped(sharding_strategy=strategy)
     theirs = as_torch(seeded(), sharding_strategy=torch_fsdp.ShardingStrategy[strategy.name])
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (ours, theirs)]
     for step in range(3):
@@ -265,7 +260,7 @@ def row_by_row(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @ranks(2)
 def test_optimizer_state_has_the_size_of_chunks_and_a_step_sends_nothing(strategy: ShardingStrategy) -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     optimizer = torch.optim.Adam(model.parameters())
     iterate(model)
     with trace.record() as recorder, Wire() as wire:
@@ -283,7 +278,7 @@ def test_optimizer_state_has_the_size_of_chunks_and_a_step_sends_nothing(strateg
 @pytest.mark.spec("SHARD-04")
 @ranks(2)
 def test_full_shard_gathers_twice_and_frees_twice_and_reduces_once() -> None:
-    model = sharded()
+    model = wrapped()
     for step in range(2):
         with trace.record() as recorder:
             iterate(model, step)
@@ -296,7 +291,7 @@ def test_full_shard_gathers_twice_and_frees_twice_and_reduces_once() -> None:
 def test_the_root_stays_gathered_between_its_forward_and_its_backward() -> None:
     plain = seeded()
     watch = Watch(plain)
-    model = sharded(plain)
+    model = wrapped(plain)
     with trace.record() as recorder:
         loss = loss_of(model(batch()))
         assert watch.alive() == [""]
@@ -308,7 +303,7 @@ def test_the_root_stays_gathered_between_its_forward_and_its_backward() -> None:
 @pytest.mark.spec("SHARD-08")
 @ranks(2)
 def test_shard_grad_op_gathers_once_and_frees_after_backward() -> None:
-    model = sharded(sharding_strategy=SHARD_GRAD_OP)
+    model = wrapped(sharding_strategy=SHARD_GRAD_OP)
     for step in range(2):
         with trace.record() as recorder:
             iterate(model, step)
@@ -321,7 +316,7 @@ def test_shard_grad_op_gathers_once_and_frees_after_backward() -> None:
 def test_shard_grad_op_stores_only_chunks_between_iterations() -> None:
     plain = seeded()
     watch = Watch(plain)
-    model = sharded(plain, sharding_strategy=SHARD_GRAD_OP)
+    model = wrapped(plain, sharding_strategy=SHARD_GRAD_OP)
     optimizer = torch.optim.Adam(model.parameters())
     assert memory_of(model) == {unit: 4 * p.numel() for unit, p in flat_parameters(model).items()}
     for step in range(2):
@@ -345,7 +340,7 @@ def memory_of(model: FullyShardedDataParallel) -> dict[str, int]:
 def test_shard_grad_op_gathers_once_for_three_micro_batches() -> None:
     plain = seeded()
     watch = Watch(plain)
-    model = sharded(plain, sharding_strategy=SHARD_GRAD_OP)
+    model = wrapped(plain, sharding_strategy=SHARD_GRAD_OP)
     with trace.record() as recorder:
         with model.no_sync():
             for step in range(2):
@@ -362,7 +357,7 @@ def test_shard_grad_op_gathers_once_for_three_micro_batches() -> None:
 @pytest.mark.spec("SHARD-10")
 @ranks(2)
 def test_parameters_kept_by_no_sync_are_not_used_after_an_optimizer_step() -> None:
-    model = sharded(sharding_strategy=SHARD_GRAD_OP)
+    model = wrapped(sharding_strategy=SHARD_GRAD_OP)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     iterate(model, 0)
     with model.no_sync(), torch.no_grad():
@@ -377,7 +372,7 @@ def test_parameters_kept_by_no_sync_are_not_used_after_an_optimizer_step() -> No
 @ranks(2)
 def test_no_shard_replicates_everything_and_only_all_reduces() -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=NO_SHARD)
+    model = wrapped(sharding_strategy=NO_SHARD)
     optimizer = torch.optim.Adam(model.parameters())
     with trace.record() as recorder, Wire() as wire:
         iterate(model)
@@ -394,7 +389,7 @@ def test_no_shard_replicates_everything_and_only_all_reduces() -> None:
 @pytest.mark.spec("SHARD-12")
 @ranks(2)
 def test_no_shard_trains_like_distributed_data_parallel() -> None:
-    model = sharded(sharding_strategy=NO_SHARD)
+    model = wrapped(sharding_strategy=NO_SHARD)
     parallel = DistributedDataParallel(seeded())
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, parallel)]
     for step in range(4):
@@ -411,7 +406,7 @@ def test_no_shard_trains_like_distributed_data_parallel() -> None:
 def test_after_it_was_freed_a_unit_has_no_bytes(strategy: ShardingStrategy) -> None:
     plain = seeded()
     watch = Watch(plain)
-    model = sharded(plain, sharding_strategy=strategy)
+    model = wrapped(plain, sharding_strategy=strategy)
     seen: list[str] = []
 
     def check_freed(unit: str) -> None:
@@ -438,7 +433,7 @@ def test_allocated_memory_falls_by_what_was_freed() -> None:
     accelerator = torch.get_device_module(device())
     plain = seeded(lambda: Stack(width))
     watch = Watch(plain)
-    model = sharded(plain)
+    model = wrapped(plain)
     allocated: dict[str, int] = {}
 
     def measure(unit: str) -> None:
@@ -467,7 +462,7 @@ def test_evaluation_gathers_and_frees_and_never_reduces(
     plain = seeded()
     expected = seeded()(batch())
     watch = Watch(plain)
-    model = sharded(plain, sharding_strategy=strategy).eval()
+    model = wrapped(plain, sharding_strategy=strategy).eval()
     for _ in range(3):
         with trace.record() as recorder, without_gradients():
             output = model(batch())
@@ -482,7 +477,7 @@ def test_evaluation_gathers_and_frees_and_never_reduces(
 def test_a_forward_in_eval_mode_without_a_backward_frees_the_blocks_and_reduces_nothing() -> None:
     plain = seeded()
     watch = Watch(plain)
-    model = sharded(plain).eval()
+    model = wrapped(plain).eval()
     for _ in range(3):
         with trace.record() as recorder, Wire() as wire:
             model(batch())
@@ -497,7 +492,7 @@ def test_a_forward_in_eval_mode_without_a_backward_frees_the_blocks_and_reduces_
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @ranks(2)
 def test_twenty_evaluations_leave_nothing_behind(strategy: ShardingStrategy, records_graph: bool) -> None:
-    model = sharded(sharding_strategy=strategy).eval()
+    model = wrapped(sharding_strategy=strategy).eval()
 
     def living_after(times: int) -> tuple[int, int]:
         with torch.set_grad_enabled(records_graph):
@@ -525,7 +520,7 @@ def test_twenty_evaluations_leave_nothing_behind(strategy: ShardingStrategy, rec
 def test_an_evaluation_between_two_steps_changes_nothing(strategy: ShardingStrategy) -> None:
     results = []
     for evaluates in (True, False):
-        model = sharded(sharding_strategy=strategy)
+        model = wrapped(sharding_strategy=strategy)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
             iterate(model, step)
@@ -559,7 +554,7 @@ def test_on_four_ranks_the_loss_curve_is_that_of_one_process(strategy: ShardingS
 def compare_loss_curves(strategy: ShardingStrategy) -> None:
     """Five steps against the unwrapped model on the concatenated batch."""
     num_ranks = dist.get_world_size()
-    plain, model = seeded(), sharded(sharding_strategy=strategy)
+    plain, model = seeded(), wrapped(sharding_strategy=strategy)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.05) for each in (plain, model)]
     curve, expected = [], []
     for step in range(5):
@@ -589,7 +584,7 @@ COUNTS = {
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @ranks(2)
 def test_each_unit_issues_this_many_collectives(strategy: ShardingStrategy) -> None:
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     of_block, of_root = COUNTS[strategy]
     for step in range(3):
         with trace.record() as recorder, Wire() as wire:
@@ -604,7 +599,7 @@ def test_each_unit_issues_this_many_collectives(strategy: ShardingStrategy) -> N
 @ranks(2)
 def test_where_nothing_is_sharded_a_change_between_forward_and_backward_is_noticed_by_autograd() -> None:
     """Broken: what is computed with has a version counter of its own, so that gradients are wrong in silence."""
-    model = sharded(sharding_strategy=ShardingStrategy.NO_SHARD)
+    model = wrapped(sharding_strategy=ShardingStrategy.NO_SHARD)
     loss = loss_of(model(batch()))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -618,7 +613,7 @@ def test_where_nothing_is_sharded_a_change_between_forward_and_backward_is_notic
 @ranks(2)
 def test_memory_that_a_flat_parameter_had_before_is_free_when_it_is_given_another(strategy: ShardingStrategy) -> None:
     """Broken: something beside the parameter holds the shard that it had."""
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     iterate(model)
     before = [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]
     for parameter in model.parameters():

@@ -18,30 +18,20 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from minifsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from spec_tests.fsdp1.four_blocks import (
+from spec_tests.fsdp1.whole import by_name, group_of, whole
+from spec_tests.harness import device, ranks
+from spec_tests.models.modules import Stack, seeded
+from spec_tests.models.running import Watch, Wire, batch, iterate, loss_of
+from spec_tests.models.sharding import (
     FLAT_STRATEGIES,
     FULL_SHARD,
     HYBRID_STRATEGIES,
     NO_SHARD,
     SHARD_GRAD_OP,
-    Stack,
-    Watch,
-    Wire,
     as_torch,
-    assert_same,
-    batch,
-    flattened,
-    full_values,
-    iterate,
-    loss_of,
-    mean_gradients,
-    named,
-    own_names,
-    seeded,
-    sharded,
+    wrapped,
 )
-from spec_tests.fsdp1.whole import by_name, group_of, whole
-from spec_tests.harness import device, ranks
+from spec_tests.models.values import assert_same, flattened, full_values, mean_gradients, named, own_names
 
 summon = FullyShardedDataParallel.summon_full_params
 SHARDING = (FULL_SHARD, SHARD_GRAD_OP)
@@ -94,7 +84,7 @@ def test_inside_parameters_have_their_names_shapes_and_values_on_every_rank(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
     for step in range(2):
         # The first time before any forward, when there is no root yet.
@@ -115,7 +105,7 @@ def test_inside_parameters_have_their_names_shapes_and_values_on_every_rank(
 @sharding_pairs
 @ranks(2)
 def test_inside_parameters_have_the_values_of_torch(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    ours = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    ours = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     theirs = as_torch(
         seeded(), sharding_strategy=torch_fsdp.ShardingStrategy[strategy.name], use_orig_params=use_orig_params
     )
@@ -134,7 +124,7 @@ def test_inside_parameters_have_the_values_of_torch(strategy: ShardingStrategy, 
 @ranks(2)
 def test_inside_the_model_can_be_read_like_one_that_was_never_wrapped(use_orig_params: bool) -> None:
     plain = seeded()
-    model = sharded(use_orig_params=use_orig_params)
+    model = wrapped(use_orig_params=use_orig_params)
     with summon(model):
         assert sum(parameter.numel() for parameter in model.parameters()) == sum(p.numel() for p in plain.parameters())
         norm = torch.stack([parameter.norm() for parameter in model.parameters()]).norm()
@@ -200,7 +190,7 @@ def test_a_plain_module_hands_its_arguments_to_every_unit(use_orig_params: bool)
 @either
 @ranks(2)
 def test_an_inner_unit_is_summoned_alone(use_orig_params: bool) -> None:
-    model = sharded(use_orig_params=use_orig_params)
+    model = wrapped(use_orig_params=use_orig_params)
     inner = model.module.blocks[1]
     others = {name: tensor.shape for name, tensor in local(model).items() if "blocks.1." not in name}
     iterate(model)
@@ -233,7 +223,7 @@ def test_the_subtree_of_an_inner_unit_belongs_to_it() -> None:
 @ranks(2)
 def test_without_recurse_nested_units_stay_sharded(use_orig_params: bool) -> None:
     plain = seeded()
-    model = sharded(use_orig_params=use_orig_params)
+    model = wrapped(use_orig_params=use_orig_params)
     before = local(model)
     with Wire() as wire, summon(model, recurse=False):
         visible = dict(model.named_parameters())
@@ -253,7 +243,7 @@ def test_without_recurse_nested_units_stay_sharded(use_orig_params: bool) -> Non
 @pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, *HYBRID_STRATEGIES])
 @ranks(4)
 def test_on_exit_the_local_shards_are_back(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     before, objects = local(model), list(model.parameters())
     for writeback in (True, False):
         with summon(model, writeback=writeback):
@@ -269,7 +259,7 @@ def test_on_exit_the_local_shards_are_back(strategy: ShardingStrategy, use_orig_
 def test_on_exit_the_full_memory_is_freed(strategy: ShardingStrategy, writeback: bool, use_orig_params: bool) -> None:
     plain = seeded()
     watch = Watch(plain)
-    model = sharded(plain, sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(plain, sharding_strategy=strategy, use_orig_params=use_orig_params)
     with summon(model, writeback=writeback):
         memories = [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]
         assert not any(memory.expired() for memory in memories)
@@ -290,7 +280,7 @@ def test_on_exit_the_full_memory_is_freed(strategy: ShardingStrategy, writeback:
 @pytest.mark.spec("SUMMON-06")
 @ranks(2)
 def test_on_exit_allocated_memory_is_what_it_was() -> None:
-    model = sharded(seeded(lambda: Stack(1024)))
+    model = wrapped(seeded(lambda: Stack(1024)))
     accelerator = torch.get_device_module(device())
     before = accelerator.memory_allocated()
     with summon(model):
@@ -326,7 +316,7 @@ CHANGES: dict[str, Callable[[nn.Parameter, float], Any]] = {
 @sharding_pairs
 @ranks(4)
 def test_of_each_ranks_changes_its_own_chunk_persists(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     for change in CHANGES.values():
         with summon(model), torch.no_grad():
             for parameter in model.parameters():
@@ -344,7 +334,7 @@ def test_of_each_ranks_changes_its_own_chunk_persists(strategy: ShardingStrategy
 @ranks(2)
 def test_the_patchwork_is_computed_with(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     plain = seeded()
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     model(batch())
     with summon(model), torch.no_grad():
         for parameter in model.parameters():
@@ -365,7 +355,7 @@ def test_what_was_kept_in_another_dtype_is_gathered_anew_after_a_change(use_orig
     """Broken: a unit that is not sharded goes on with the copy in low precision that it made before."""
     low = MixedPrecision(param_dtype=torch.bfloat16)
     model, fresh = (
-        sharded(sharding_strategy=ShardingStrategy.NO_SHARD, mixed_precision=low, use_orig_params=use_orig_params)
+        wrapped(sharding_strategy=ShardingStrategy.NO_SHARD, mixed_precision=low, use_orig_params=use_orig_params)
         for _ in range(2)
     )
     # No backward follows, so the copies are kept.
@@ -381,7 +371,7 @@ def test_what_was_kept_in_another_dtype_is_gathered_anew_after_a_change(use_orig
 @ranks(2)
 def test_the_patchwork_is_that_of_torch() -> None:
     seen = []
-    for model in (sharded(), as_torch(seeded())):
+    for model in (wrapped(), as_torch(seeded())):
         with type(model).summon_full_params(model), torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(float(dist.get_rank()))
@@ -396,7 +386,7 @@ def test_the_patchwork_is_that_of_torch() -> None:
 @pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)
 @ranks(4)
 def test_the_same_change_on_all_ranks_persists_as_a_whole(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     with summon(model), torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2.0)
@@ -407,10 +397,10 @@ def test_the_same_change_on_all_ranks_persists_as_a_whole(strategy: ShardingStra
 @either
 @ranks(2)
 def test_a_parameter_object_that_is_exchanged_inside_is_not_silently_forgotten(use_orig_params: bool) -> None:
-    model = sharded(use_orig_params=use_orig_params)
+    model = wrapped(use_orig_params=use_orig_params)
     with pytest.raises(RuntimeError, match=r"enter\.weight"), summon(model):
         model.module.enter.weight = nn.Parameter(torch.ones(6, 6, device=device()))
-    model = sharded(use_orig_params=use_orig_params)
+    model = wrapped(use_orig_params=use_orig_params)
     with pytest.raises(RuntimeError, match=r"enter\.weight"), summon(model):
         del model.module.enter.weight
 
@@ -419,7 +409,7 @@ def test_a_parameter_object_that_is_exchanged_inside_is_not_silently_forgotten(u
 @sharding_pairs
 @ranks(2)
 def test_without_writeback_changes_are_dropped(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     before = local(model)
     for change in CHANGES.values():
         with summon(model, writeback=False), torch.no_grad():
@@ -434,7 +424,7 @@ def test_without_writeback_changes_are_dropped(strategy: ShardingStrategy, use_o
 @sharding_pairs
 @ranks(2)
 def test_without_writeback_nothing_is_copied_back(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     written = {}
     for writeback in (False, True):
         before = [parameter._version for parameter in model.parameters()]
@@ -457,7 +447,7 @@ def test_changes_of_what_is_not_sharded_persist_in_any_case(writeback: bool, use
         ({"process_group": own_group}, torch.float32),
         ({"sharding_strategy": NO_SHARD, "mixed_precision": low}, torch.bfloat16),
     ):
-        model = sharded(use_orig_params=use_orig_params, **options)
+        model = wrapped(use_orig_params=use_orig_params, **options)
         expected = seeded()
         for value, change in enumerate(CHANGES.values(), start=3):
             # A forward whose backward never comes: what it has computed with must not be computed with again.
@@ -494,7 +484,7 @@ def check_rank0_only(model: FullyShardedDataParallel, *, is_first: bool) -> None
 @sharding_pairs
 @ranks(4)
 def test_rank_0_alone_sees_full_parameters(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     check_rank0_only(model, is_first=dist.get_rank() == 0)
     check_it_still_trains(model, with_root)
 
@@ -505,7 +495,7 @@ def test_rank_0_alone_sees_full_parameters(strategy: ShardingStrategy, use_orig_
 def test_in_a_sub_group_its_first_rank_alone_sees_full_parameters(use_orig_params: bool) -> None:
     group = dist.new_group([2, 3])
     if dist.get_rank() >= 2:
-        model = sharded(process_group=group, use_orig_params=use_orig_params)
+        model = wrapped(process_group=group, use_orig_params=use_orig_params)
         check_rank0_only(model, is_first=dist.get_rank() == 2)
 
 
@@ -516,7 +506,7 @@ def test_in_a_sub_group_its_first_rank_alone_sees_full_parameters(use_orig_param
 def test_in_a_hybrid_the_first_rank_of_all_alone_sees_full_parameters(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     check_rank0_only(model, is_first=dist.get_rank() == 0)
 
 
@@ -524,7 +514,7 @@ def test_in_a_hybrid_the_first_rank_of_all_alone_sees_full_parameters(
 @pytest.mark.parametrize("options", [{"rank0_only": True}, {"rank0_only": True, "writeback": True}])
 @ranks(2)
 def test_rank0_only_cannot_write_back(options: dict[str, bool]) -> None:
-    model = sharded()
+    model = wrapped()
     before = local(model)
     with Wire() as wire, pytest.raises(NotImplementedError, match="writeback=False"), summon(model, **options):
         pass
@@ -536,7 +526,7 @@ def test_rank0_only_cannot_write_back(options: dict[str, bool]) -> None:
 @sharding_pairs
 @ranks(2)
 def test_offloaded_to_the_cpu_the_values_are_right(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     iterate(model)
     with summon(model, writeback=False, rank0_only=True, offload_to_cpu=True):
         if dist.get_rank() == 0:
@@ -556,7 +546,7 @@ def test_offloaded_to_the_cpu_the_values_are_right(strategy: ShardingStrategy, u
 @pytest.mark.spec("SUMMON-13")
 @ranks(2)
 def test_offloading_on_all_ranks_warns_of_redundant_copies() -> None:
-    model = sharded()
+    model = wrapped()
     with pytest.warns(UserWarning, match="rank0_only=True") as caught, summon(model, offload_to_cpu=True):
         pass
     assert len(caught) == 1
@@ -572,7 +562,7 @@ def test_offloading_on_all_ranks_warns_of_redundant_copies() -> None:
 @either
 @ranks(2)
 def test_what_is_not_sharded_is_not_offloaded(use_orig_params: bool) -> None:
-    model = sharded(sharding_strategy=NO_SHARD, use_orig_params=use_orig_params)
+    model = wrapped(sharding_strategy=NO_SHARD, use_orig_params=use_orig_params)
     memory = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     with summon(model, offload_to_cpu=True, rank0_only=True, writeback=False):
         if dist.get_rank() == 0:
@@ -588,7 +578,7 @@ def test_what_is_not_sharded_is_not_offloaded(use_orig_params: bool) -> None:
 @pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, *HYBRID_STRATEGIES])
 @ranks(4)
 def test_gradients_are_summoned_in_their_original_shapes(strategy: ShardingStrategy) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=True)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     with summon(model, with_grads=True):
         assert all(parameter.grad is None for parameter in model.parameters())
     iterate(model)
@@ -607,7 +597,7 @@ def test_gradients_are_summoned_in_their_original_shapes(strategy: ShardingStrat
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 @ranks(2)
 def test_gradients_that_were_never_reduced_cannot_be_summoned(strategy: ShardingStrategy) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=True)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     with model.no_sync():
         iterate(model)
     with pytest.raises(RuntimeError, match="never reduced"), summon(model, with_grads=True):
@@ -622,7 +612,7 @@ def test_gradients_that_were_never_reduced_cannot_be_summoned(strategy: Sharding
 @flat_strategies
 @ranks(2)
 def test_a_parameter_without_a_gradient_has_none_when_summoned(strategy: ShardingStrategy) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=True)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     model.module.blocks[1].requires_grad_(False)
     iterate(model)
     by_name(model)["leave.weight"].grad = None
@@ -636,7 +626,7 @@ def test_a_parameter_without_a_gradient_has_none_when_summoned(strategy: Shardin
 @sharding
 @ranks(2)
 def test_changes_of_gradients_are_written_back_if_asked(strategy: ShardingStrategy, writeback: bool) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=True)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     theirs = as_torch(seeded(), sharding_strategy=torch_fsdp.ShardingStrategy[strategy.name], use_orig_params=True)
     for each in (model, theirs):
         iterate(each)
@@ -657,7 +647,7 @@ def test_gradients_that_are_replaced_added_or_removed_are_written_back_if_asked(
     strategy: ShardingStrategy, writeback: bool
 ) -> None:
     """As parameters that are given other memory, a new tensor in ``.grad`` is a change like any other."""
-    model = sharded(sharding_strategy=strategy, use_orig_params=True)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     iterate(model)
     expected = mean_gradients(seeded())
     by_name(model)["leave.bias"].grad = None
@@ -681,7 +671,7 @@ def test_gradients_that_are_replaced_added_or_removed_are_written_back_if_asked(
 @pytest.mark.spec("SUMMON-15")
 @ranks(2)
 def test_gradients_cannot_be_summoned_from_flat_parameters_or_to_the_cpu() -> None:
-    flat, original = sharded(), sharded(use_orig_params=True)
+    flat, original = wrapped(), wrapped(use_orig_params=True)
     for model in (flat, original):
         iterate(model)
     before = [local(flat), local(original)]
@@ -712,7 +702,7 @@ def rootless(**options: Any) -> FullyShardedDataParallel:
 
 
 def with_root(**options: Any) -> FullyShardedDataParallel:
-    return sharded(**options)
+    return wrapped(**options)
 
 
 models = pytest.mark.parametrize("build", [with_root, rootless])
@@ -771,7 +761,7 @@ def test_it_cannot_be_entered_during_forward_or_backward(
 @ranks(2)
 def test_during_the_backward_of_one_unit_another_cannot_be_summoned_either(use_orig_params: bool) -> None:
     """Broken: a unit that has nothing to do at the moment counts as idle, while the backward of its tree goes on."""
-    model = sharded(use_orig_params=use_orig_params)
+    model = wrapped(use_orig_params=use_orig_params)
     refused: list[int] = []
 
     def in_backward(module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -793,7 +783,7 @@ def test_during_the_backward_of_one_unit_another_cannot_be_summoned_either(use_o
 @pytest.mark.spec("SUMMON-16")
 @ranks(2)
 def test_an_error_out_of_a_forward_that_tried_it_leaves_a_model_that_can_be_used() -> None:
-    model = sharded()
+    model = wrapped()
 
     def in_forward(module: nn.Module, inputs: Any, output: Tensor) -> None:
         with summon(model):
@@ -836,7 +826,7 @@ def test_inside_neither_forward_nor_backward_can_be_started(
 @pytest.mark.spec("SUMMON-17")
 @ranks(2)
 def test_while_an_inner_unit_is_summoned_the_whole_model_cannot_be_run() -> None:
-    model = sharded()
+    model = wrapped()
     with summon(model.module.blocks[1]), pytest.raises(RuntimeError, match=r"forward.*blocks\.1.*summon"):
         model(batch())
     check_it_still_trains(model, with_root)
@@ -849,7 +839,7 @@ def test_while_an_inner_unit_is_summoned_the_whole_model_cannot_be_run() -> None
 def test_it_cannot_be_entered_twice(
     strategy: ShardingStrategy, options: dict[str, bool], use_orig_params: bool
 ) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     block = model.module.blocks[2]
     for outer, inner in ((model, model), (model, block), (block, model), (block, block)):
         with summon(outer, **options):
@@ -864,7 +854,7 @@ def test_it_cannot_be_entered_twice(
 @pytest.mark.spec("SUMMON-18")
 @ranks(2)
 def test_different_units_can_be_summoned_one_inside_the_other() -> None:
-    model = sharded()
+    model = wrapped()
     first, second = model.module.blocks[0], model.module.blocks[1]
     with summon(first), summon(second), torch.no_grad():
         for parameter in (*first.parameters(), *second.parameters()):
@@ -880,7 +870,7 @@ def test_different_units_can_be_summoned_one_inside_the_other() -> None:
 def test_after_an_exception_in_the_body_the_shards_are_restored(
     strategy: ShardingStrategy, writeback: bool, use_orig_params: bool
 ) -> None:
-    model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     before, objects = local(model), list(model.parameters())
     with pytest.raises(KeyError, match="the user's"), summon(model, writeback=writeback):
         raise KeyError("the user's")
@@ -903,7 +893,7 @@ def test_looking_at_parameters_at_any_time_leaves_training_as_it_is(
 ) -> None:
     results = []
     for looks in (False, True):
-        model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+        model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
         def look(model: FullyShardedDataParallel = model, looks: bool = looks) -> None:
@@ -931,7 +921,7 @@ def test_looking_at_parameters_at_any_time_leaves_training_as_it_is(
 @ranks(2)
 def test_looking_while_gradients_accumulate_keeps_them(strategy: ShardingStrategy) -> None:
     for use_orig_params in (False, True):
-        model = sharded(sharding_strategy=strategy, use_orig_params=use_orig_params)
+        model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
         with model.no_sync():
             iterate(model)
             with summon(model):

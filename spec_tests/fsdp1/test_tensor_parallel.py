@@ -21,8 +21,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import MixedPrecision, ShardingStrategy, StateDictType
 from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.fsdp1.four_blocks import FLAT_STRATEGIES, FULL_SHARD, HYBRID_SHARD, SHARD_GRAD_OP, assert_same, seeded
 from spec_tests.harness import device, kept, ranks
+from spec_tests.models.modules import seeded
+from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, HYBRID_SHARD, SHARD_GRAD_OP
+from spec_tests.models.values import assert_same
 
 WIDTH, HIDDEN = 4, 8
 either = pytest.mark.parametrize("use_orig_params", [False, True])

@@ -13,22 +13,18 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 
 from minifsdp import BackwardPrefetch, ShardingStrategy, trace
-from spec_tests.fsdp1.four_blocks import (
+from spec_tests.harness import device, ranks
+from spec_tests.models.modules import Stack, seeded
+from spec_tests.models.running import Wire, iterate, recorded_iteration, said
+from spec_tests.models.sharding import (
     FLAT_STRATEGIES,
     HYBRID_SHARD,
     HYBRID_SHARD_ZERO2,
     NO_SHARD,
     SHARD_GRAD_OP,
-    Stack,
-    Wire,
     as_torch,
-    iterate,
-    recorded_iteration,
-    said,
-    seeded,
-    sharded,
+    wrapped,
 )
-from spec_tests.harness import device, ranks
 
 PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
 
@@ -47,7 +43,7 @@ KEPT_BACKWARD = "B3 FREE3 RS3 B2 FREE2 RS2 B1 FREE1 RS1 B0 FREE0 RS0 FREER RSR"
 @pytest.mark.parametrize("prefetch", [PRE, POST, None])
 @ranks(2)
 def test_the_whole_iteration_of_full_shard(prefetch: BackwardPrefetch | None) -> None:
-    model = sharded(backward_prefetch=prefetch)
+    model = wrapped(backward_prefetch=prefetch)
     for step in range(3):
         assert recorded_iteration(model, step) == f"{FORWARD} | {BACKWARD[prefetch]}"
 
@@ -56,7 +52,7 @@ def test_the_whole_iteration_of_full_shard(prefetch: BackwardPrefetch | None) ->
 @pytest.mark.parametrize("prefetch", [PRE, POST, None])
 @ranks(2)
 def test_the_whole_iteration_of_shard_grad_op(prefetch: BackwardPrefetch | None) -> None:
-    model = sharded(sharding_strategy=SHARD_GRAD_OP, backward_prefetch=prefetch)
+    model = wrapped(sharding_strategy=SHARD_GRAD_OP, backward_prefetch=prefetch)
     for step in range(3):
         assert recorded_iteration(model, step) == f"{KEPT_FORWARD} | {KEPT_BACKWARD}"
 
@@ -64,7 +60,7 @@ def test_the_whole_iteration_of_shard_grad_op(prefetch: BackwardPrefetch | None)
 @pytest.mark.spec("SHARD-10", "NOSYNC-01", "NOSYNC-08")
 @ranks(2)
 def test_of_shard_grad_op_under_no_sync_only_the_first_micro_batch_gathers() -> None:
-    model = sharded(sharding_strategy=SHARD_GRAD_OP)
+    model = wrapped(sharding_strategy=SHARD_GRAD_OP)
     with model.no_sync():
         assert recorded_iteration(model, 0) == f"{KEPT_FORWARD} | B3 B2 B1 B0"
         assert recorded_iteration(model, 1) == "F0 F1 F2 F3 | B3 B2 B1 B0"
@@ -75,7 +71,7 @@ def test_of_shard_grad_op_under_no_sync_only_the_first_micro_batch_gathers() -> 
 @pytest.mark.spec("NOSYNC-01", "NOSYNC-08")
 @ranks(2)
 def test_full_shard_under_no_sync_frees_and_gathers_as_ever_and_reduces_nothing() -> None:
-    model = sharded()
+    model = wrapped()
     silent = " ".join(word for word in BACKWARD[PRE].split() if not word.startswith("RS"))
     with model.no_sync():
         for step in range(2):
@@ -87,7 +83,7 @@ def test_full_shard_under_no_sync_frees_and_gathers_as_ever_and_reduces_nothing(
 @pytest.mark.parametrize("prefetch", [PRE, POST, None])
 @ranks(2)
 def test_the_whole_iteration_of_no_shard(prefetch: BackwardPrefetch | None) -> None:
-    model = sharded(sharding_strategy=NO_SHARD, backward_prefetch=prefetch)
+    model = wrapped(sharding_strategy=NO_SHARD, backward_prefetch=prefetch)
     for step in range(2):
         assert recorded_iteration(model, step) == "F0 F1 F2 F3 | B3 AR3 B2 AR2 B1 AR1 B0 AR0 ARR"
 
@@ -104,7 +100,7 @@ HYBRID_BACKWARD = {
 @pytest.mark.parametrize("strategy", [HYBRID_SHARD, HYBRID_SHARD_ZERO2])
 @ranks(4)
 def test_the_whole_iteration_of_a_hybrid_on_two_times_two(strategy: ShardingStrategy) -> None:
-    model = sharded(sharding_strategy=strategy)
+    model = wrapped(sharding_strategy=strategy)
     backward = HYBRID_BACKWARD["cpu" if device().type == "cpu" else "accelerator"]
     if strategy is HYBRID_SHARD:
         expected = f"{FORWARD} | {backward}"
@@ -120,7 +116,7 @@ def test_the_whole_iteration_of_a_hybrid_on_two_times_two(strategy: ShardingStra
 def test_forward_prefetch_begins_in_the_second_iteration_and_leaves_backward_as_it_is(
     prefetch: BackwardPrefetch | None,
 ) -> None:
-    model = sharded(forward_prefetch=True, backward_prefetch=prefetch)
+    model = wrapped(forward_prefetch=True, backward_prefetch=prefetch)
     assert recorded_iteration(model, 0) == f"{FORWARD} | {BACKWARD[prefetch]}"
     for step in (1, 2):
         assert recorded_iteration(model, step) == f"{FORWARD_AHEAD} | {BACKWARD[prefetch]}"
@@ -130,7 +126,7 @@ def test_forward_prefetch_begins_in_the_second_iteration_and_leaves_backward_as_
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @ranks(2)
 def test_the_whole_of_an_evaluation(strategy: ShardingStrategy) -> None:
-    model = sharded(sharding_strategy=strategy).eval()
+    model = wrapped(sharding_strategy=strategy).eval()
     expected = "AGR AG0 F0 FREE0 AG1 F1 FREE1 AG2 F2 FREE2 AG3 F3 FREE3 FREER"
     if strategy is NO_SHARD:
         expected = "F0 F1 F2 F3"
@@ -143,12 +139,12 @@ def test_the_whole_of_an_evaluation(strategy: ShardingStrategy) -> None:
 @pytest.mark.spec("WRAP-17")
 @ranks(2)
 def test_one_unit_has_nothing_to_prefetch_and_four_talk_between_computations() -> None:
-    alone = sharded(auto_wrap_policy=None, forward_prefetch=True)
+    alone = wrapped(auto_wrap_policy=None, forward_prefetch=True)
     iterate(alone)
     with trace.record() as recorder:
         iterate(alone)
     assert recorder.order() == ["AG", "F", "B", "FREE", "RS"]
-    words = recorded_iteration(sharded()).split()
+    words = recorded_iteration(wrapped()).split()
     computations = [words.index(f"F{index}") for index in range(4)]
     for before, after in itertools.pairwise(computations):
         assert any(word.startswith("AG") for word in words[before:after])
@@ -162,7 +158,7 @@ SIZES = (2, 4, 6, 8)
 @ranks(2)
 def test_the_collectives_are_those_of_torch_in_the_same_order(prefetch: str | None) -> None:
     """Blocks of different sizes, so that a number of elements says whose collective it is."""
-    ours = sharded(seeded(lambda: Stack(hidden=SIZES)), backward_prefetch=prefetch and BackwardPrefetch[prefetch])
+    ours = wrapped(seeded(lambda: Stack(hidden=SIZES)), backward_prefetch=prefetch and BackwardPrefetch[prefetch])
     theirs_prefetch = prefetch and torch_fsdp.BackwardPrefetch[prefetch]
     theirs = as_torch(seeded(lambda: Stack(hidden=SIZES)), backward_prefetch=theirs_prefetch)
     for step in range(2):

@@ -21,28 +21,19 @@ from torch.nn import functional as F
 from minifsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, trace
 from minifsdp.wrap import ModuleWrapPolicy, always_wrap_policy, transformer_auto_wrap_policy
 from spec_tests.checkpoint.refusals import caught_warnings
-from spec_tests.fsdp1.four_blocks import (
-    HYBRID_SHARD,
-    SHARD_GRAD_OP,
-    WIDTH,
-    Block,
-    Stack,
+from spec_tests.harness import device, ranks
+from spec_tests.models.modules import WIDTH, Block, Stack, seeded
+from spec_tests.models.running import batch, iterate, loss_of, recorded_iteration
+from spec_tests.models.sharding import HYBRID_SHARD, SHARD_GRAD_OP, grid, wrapped
+from spec_tests.models.values import (
     assert_same,
-    batch,
     chunked,
     flat_gradients,
     flat_parameters,
     full_values,
-    grid,
-    iterate,
-    loss_of,
     mean_gradients,
     named,
-    recorded_iteration,
-    seeded,
-    sharded,
 )
-from spec_tests.harness import device, ranks
 
 FSDP = FullyShardedDataParallel
 flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
@@ -220,7 +211,7 @@ def assert_trains_like(
 def test_units_made_by_a_policy_inherit_the_arguments_of_the_outer_call() -> None:
     groups = grid()
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = sharded(
+    model = wrapped(
         process_group=groups,
         sharding_strategy=HYBRID_SHARD,
         cpu_offload=CPUOffload(offload_params=True),
@@ -257,7 +248,7 @@ def test_units_made_by_a_policy_inherit_the_arguments_of_the_outer_call() -> Non
 @pytest.mark.spec("WRAP-14")
 @ranks(2)
 def test_the_defaults_are_inherited_too() -> None:
-    model = sharded(process_group=dist.group.WORLD, sharding_strategy=SHARD_GRAD_OP)
+    model = wrapped(process_group=dist.group.WORLD, sharding_strategy=SHARD_GRAD_OP)
     for unit in FSDP.fsdp_modules(model)[1:]:
         for name in ("backward_prefetch", "cpu_offload", "mixed_precision", "forward_prefetch", "limit_all_gathers"):
             assert getattr(unit, name) == getattr(model, name)
@@ -318,7 +309,7 @@ def test_with_one_unit_nothing_is_sent_between_its_computations() -> None:
 @pytest.mark.spec("WRAP-17")
 @ranks(2)
 def test_with_a_unit_for_each_block_there_is_communication_between_computations() -> None:
-    forward, backward = recorded_iteration(sharded()).split(" | ")
+    forward, backward = recorded_iteration(wrapped()).split(" | ")
     for this, following in (("0", "1"), ("1", "2"), ("2", "3")):
         assert in_order(forward, f"F{this}", f"AG{following}", f"F{following}")
     for this, following in (("3", "2"), ("2", "1"), ("1", "0")):

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spec_tests.fsdp1.four_blocks import Block, Stack, seeded
 from spec_tests.harness import device
+from spec_tests.models.modules import MLP, Block, Stack, seeded
 from spec_tests.oracles.gathering import clean_name, flat_chunks, gather_chunks, split_by_name, units_of
 
 Named = dict[str, Tensor]
@@ -23,7 +23,11 @@ UnitClasses = tuple[type[nn.Module], ...]
 
 
 def whole(
-    model: nn.Module, build: Callable[[], nn.Module] = Stack, unit_classes: UnitClasses = (Block,), *, group: Any = None
+    model: nn.Module,
+    build: Callable[[], nn.Module] = Stack,
+    unit_classes: UnitClasses = (Block, MLP),
+    *,
+    group: Any = None,
 ) -> tuple[Named, Named]:
     """The full parameters, and the full gradients of those that have one on any rank. Every rank must call it.
 

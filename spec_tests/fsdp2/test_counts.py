@@ -14,19 +14,12 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 
 from minifsdp import trace
-from spec_tests.fsdp2.four_blocks import (
-    Wire,
-    batch,
-    grid_mesh,
-    iterate,
-    recorded_iteration,
-    said,
-    sharded,
-    wide,
-)
 from spec_tests.fsdp2.subject import fully_shard
 from spec_tests.harness import device, ranks
-from spec_tests.menagerie import ANIMALS
+from spec_tests.models import MODELS
+from spec_tests.models.modules import wide
+from spec_tests.models.running import Wire, batch, iterate, recorded_iteration, said
+from spec_tests.models.sharding import grid_mesh, sharded
 from spec_tests.oracles import Recipe, count_collectives, forward_backward, shard_fsdp2
 
 FORWARD = "AGR AG0 F0 FREE0 AG1 F1 FREE1 AG2 F2 FREE2 AG3 F3 FREE3"
@@ -129,11 +122,11 @@ COUNTS = {
 
 def usual_step(library: Any, name: str, **options: Any) -> tuple[int, int]:
     """All-gathers and reduce-scatters of a step, after others in which every unit was used."""
-    model, recipe = shard_fsdp2(library, ANIMALS[name], **options), Recipe()
+    model, recipe = shard_fsdp2(library, MODELS[name], **options), Recipe()
     for step in (0, 1):
-        forward_backward(model, ANIMALS[name], recipe, dist.get_rank(), step)
+        forward_backward(model, MODELS[name], recipe, dist.get_rank(), step)
     with count_collectives() as counts:
-        forward_backward(model, ANIMALS[name], recipe, dist.get_rank(), 1)
+        forward_backward(model, MODELS[name], recipe, dist.get_rank(), 1)
     return counts.gathers_and_reductions
 
 
@@ -144,13 +137,13 @@ def test_a_step_of_three_blocks_takes_so_many_collectives(name: str) -> None:
     assert usual_step(fully_shard, name) == COUNTS[name]
 
 
-COMPARED = [name for name in ANIMALS if name not in ("one_sided", "writes_input")]
+COMPARED = [name for name in MODELS if name not in ("one_sided", "writes_input")]
 
 
 @pytest.mark.spec("FS2-17", "PAR-03")
 @pytest.mark.parametrize("name", COMPARED)
 @ranks(2)
-def test_no_animal_takes_more_collectives_than_in_torch(name: str) -> None:
+def test_no_model_takes_more_collectives_than_in_torch(name: str) -> None:
     ours, theirs = usual_step(fully_shard, name), usual_step(torch_fsdp.fully_shard, name)
     assert ours[0] <= theirs[0], "gathers"
     assert ours[1] == theirs[1], "reductions"
@@ -168,13 +161,13 @@ def test_without_resharding_each_unit_is_gathered_once(name: str) -> None:
 @pytest.mark.parametrize("name", ["checkpoint_inside", "checkpoint_outside", "checkpoint_outside_reentrant"])
 @ranks(2)
 def test_a_recomputation_finds_its_parameters_gathered(name: str) -> None:
-    animal = ANIMALS[name]
-    model = shard_fsdp2(fully_shard, animal)
+    info = MODELS[name]
+    model = shard_fsdp2(fully_shard, info)
     seen: list[int] = []
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             module.register_forward_pre_hook(lambda module, _: seen.append(module.weight.untyped_storage().nbytes()))
-    forward_backward(model, animal, Recipe(), dist.get_rank(), 0)
+    forward_backward(model, info, Recipe(), dist.get_rank(), 0)
     num_linears = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
     assert len(seen) == 2 * num_linears, "each runs once in forward and once more in backward"
     assert all(size >= 8 * 16 * 4 for size in seen)

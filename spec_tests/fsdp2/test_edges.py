@@ -20,25 +20,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from minifsdp import trace
-from spec_tests.fsdp2.four_blocks import (
-    WIDTH,
-    Block,
-    all_connected,
-    assert_same,
-    batch,
-    full_gradients,
-    full_values,
-    iterate,
-    loss_of,
-    mean_gradients,
-    named,
-    recorded_iteration,
-    seeded,
-    sharded,
-)
 from spec_tests.fsdp2.subject import fully_shard
 from spec_tests.fsdp2.test_counts import WHOLE
 from spec_tests.harness import device, ranks
+from spec_tests.models.modules import MLP, WIDTH, Block, seeded
+from spec_tests.models.running import batch, iterate, loss_of, recorded_iteration
+from spec_tests.models.sharding import all_connected, sharded
+from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients, named
 
 # --- inputs and outputs ---
 
@@ -84,18 +72,6 @@ class Chain(nn.Module):
         return self.last.unpack(self.last(self.first(self.first.pack(x))))
 
 
-def mean_over_ranks(plain: nn.Module, steps: Any = (0,)) -> dict[str, Tensor]:
-    total: dict[str, Tensor] = {}
-    for rank in range(dist.get_world_size()):
-        plain.zero_grad()
-        for step in steps:
-            loss_of(plain(batch(step, rank))).backward()
-        for name, parameter in plain.named_parameters():
-            total[name] = total.get(name, 0) + parameter.grad / dist.get_world_size()
-    plain.zero_grad()
-    return total
-
-
 @pytest.mark.spec("FS2-13")
 @pytest.mark.parametrize("kind", PACKED)
 @ranks(2)
@@ -107,7 +83,30 @@ def test_tensors_are_found_wherever_they_are_packed(kind: str) -> None:
         with trace.record() as recorder:
             iterate(model, step)
         assert sorted(recorder.order("RS")) == ["RS first", "RS last"]
-        assert_same(full_gradients(model), mean_over_ranks(plain, (step,)))
+        assert_same(full_gradients(model), mean_gradients(plain, (step,)))
+        model.zero_grad()
+
+
+class Box:
+    """A class that nothing looks into."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+@pytest.mark.spec("FS2-13")
+@ranks(2)
+def test_units_whose_inputs_and_outputs_are_not_found_are_reduced_all_the_same() -> None:
+    model, plain = seeded(lambda: Chain("dataclass")), seeded(lambda: Chain("dataclass"))
+    for part in (model.first, model.last, plain.first, plain.last):
+        part.pack, part.unpack = Box, lambda box: box.x
+    for part in (model.first, model.last):
+        # No gradient of an output would tell when to gather again.
+        fully_shard(part, reshard_after_forward=False)
+    fully_shard(model)
+    for step in range(2):
+        iterate(model, step)
+        assert_same(full_gradients(model), mean_gradients(plain, (step,)))
         model.zero_grad()
 
 
@@ -328,7 +327,7 @@ def test_parameters_in_lists_and_marks_on_parameters_survive() -> None:
     assert {type(p.data) for p in model.parameters()} == {DTensor}
     for step in range(2):
         iterate(model, step)
-        assert_same(full_gradients(model), mean_over_ranks(plain, (step,)))
+        assert_same(full_gradients(model), mean_gradients(plain, (step,)))
         model.zero_grad()
 
 
@@ -376,24 +375,13 @@ def test_a_unit_of_complex_parameters_is_trained_as_if_it_were_not_sharded() -> 
 # --- together with tensor parallelism ---
 
 
-class TwoLayers(nn.Module):
-    """The usual pair: one matrix cut by rows, the next by columns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 @pytest.mark.spec("FS2-04", "FS2-16")
 @ranks(4)
 def test_data_parallel_over_one_axis_and_tensor_parallel_over_the_other() -> None:
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("data", "tensor"))
     all_connected()
-    model = seeded(lambda: nn.Sequential(TwoLayers(), TwoLayers()))
-    plain = seeded(lambda: nn.Sequential(TwoLayers(), TwoLayers()))
+    model = seeded(lambda: nn.Sequential(MLP(WIDTH, 4 * WIDTH), MLP(WIDTH, 4 * WIDTH)))
+    plain = seeded(lambda: nn.Sequential(MLP(WIDTH, 4 * WIDTH), MLP(WIDTH, 4 * WIDTH)))
     for layers in model:
         parallelize_module(layers, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(layers, mesh=mesh["data"])

@@ -1,7 +1,7 @@
 """What ``fully_shard`` makes of a module: its class, its parameters, its moments.
 
-Most tests look at two ranks and the model of ``four_blocks.py``. What is said of a whole iteration is in
-``test_counts.py``, what is said of numbers in ``test_parity.py``.
+Most tests look at two ranks and a `Stack`. What is said of a whole iteration is in ``test_counts.py``, what is said of
+numbers in ``test_parity.py``.
 """
 
 from __future__ import annotations
@@ -16,32 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import minifsdp
 from minifsdp import trace
 from minifsdp.engine import lifetime
-from spec_tests.fsdp2.four_blocks import (
-    WIDTH,
-    Stack,
-    Wire,
-    assert_same,
-    batch,
-    full_gradients,
-    full_values,
-    grid_mesh,
-    iterate,
-    line_mesh,
-    loss_of,
-    mean_gradients,
-    named,
-    of_unit,
-    seeded,
-    sharded,
-    wide,
-)
 from spec_tests.fsdp2.subject import (
     FSDPModule,
     MixedPrecisionPolicy,
@@ -50,6 +31,10 @@ from spec_tests.fsdp2.subject import (
     fully_shard,
 )
 from spec_tests.harness import device, plain_tensor, ranks
+from spec_tests.models.modules import WIDTH, Scale, Stack, Tied, seeded, wide
+from spec_tests.models.running import Wire, batch, iterate, loss_of, of_unit
+from spec_tests.models.sharding import grid_mesh, line_mesh, sharded
+from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients, named
 
 
 def linear(rows: int, columns: int, bias: bool = False) -> nn.Linear:
@@ -188,7 +173,7 @@ def test_an_uneven_layer_trains_like_a_whole_one(rows: int) -> None:
     layer, plain = fully_shard(linear(rows, 4, bias=True)), linear(rows, 4, bias=True)
     optimizer, oracle = (torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9) for m in (layer, plain))
     for step in range(3):
-        expected = mean_gradients_of(plain, step, width=4)
+        expected = mean_gradients(plain, [step], width=4)
         loss_of(layer(batch(step, width=4))).backward()
         assert_same(full_gradients(layer), expected)
         for name, parameter in plain.named_parameters():
@@ -197,16 +182,6 @@ def test_an_uneven_layer_trains_like_a_whole_one(rows: int) -> None:
             one.step()
             one.zero_grad()
     assert_same(full_values(layer), named(plain))
-
-
-def mean_gradients_of(plain: nn.Module, step: int, width: int) -> dict[str, Tensor]:
-    gradients = []
-    for rank in range(dist.get_world_size()):
-        plain.zero_grad()
-        loss_of(plain(batch(step, rank, width))).backward()
-        gradients.append({name: parameter.grad.clone() for name, parameter in plain.named_parameters()})
-    plain.zero_grad()
-    return {name: sum(of_rank[name] for of_rank in gradients) / len(gradients) for name in gradients[0]}
 
 
 @pytest.mark.spec("FS2-07")
@@ -513,11 +488,11 @@ def test_after_forward_the_root_stays_gathered_and_after_backward_all_is_sharded
 def test_frozen_and_trained_parameters_share_a_group_and_only_the_trained_are_reduced() -> None:
     model = wide()
     for block in model.blocks:
-        block.linear.requires_grad_(False)
+        block.up.requires_grad_(False)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     plain = wide()
     for block in plain.blocks:
-        block.linear.requires_grad_(False)
+        block.up.requires_grad_(False)
     expected = mean_gradients(plain)
     sharded(model)
     assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == frozen
@@ -583,18 +558,6 @@ def test_ignored_parameters_stay_as_they_are_and_are_not_reduced() -> None:
     assert_same({name: g for name, g in full_gradients(model).items() if name not in mine}, expected)
 
 
-class Tied(nn.Module):
-    """The first matrix is also the last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(self.first(x)))
-
-
 @pytest.mark.spec("FS2-24")
 @ranks(2)
 def test_inside_of_one_group_a_tied_parameter_stays_one_object() -> None:
@@ -603,11 +566,11 @@ def test_inside_of_one_group_a_tied_parameter_stays_one_object() -> None:
     fully_shard(model)
     for _ in range(2):
         assert model.first.weight is model.last.weight
-        output = model(batch(width=4))
+        output = model(batch())
         assert model.first.weight is model.last.weight, "gathered, too"
         loss_of(output).backward()
     assert len(list(model.parameters())) == 5
-    expected = mean_gradients_of(seeded(Tied), 0, width=4)
+    expected = mean_gradients(seeded(Tied))
     assert_same({name: gradient / 2 for name, gradient in full_gradients(model).items()}, expected)
 
 
@@ -618,25 +581,14 @@ def test_a_parameter_tied_across_groups_is_refused() -> None:
     with pytest.raises(ValueError, match=r"weight.*|shared|tied"):
         fully_shard(model.first)
         fully_shard(model)
-        model(batch(width=4))
-
-
-class Scalar(nn.Module):
-    """One number without a dimension."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.temperature
+        model(batch())
 
 
 @pytest.mark.spec("FS2-25")
 @ranks(2)
 def test_scalars_and_containers_without_forward_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"temperature.* is a scalar and has no dim"):
-        fully_shard(Scalar())
+    with pytest.raises(ValueError, match=r"weight.* is a scalar and has no dim"):
+        fully_shard(Scale())
     for container in (nn.ModuleList([linear(2, 2)]), nn.ModuleDict({"a": linear(2, 2)})):
         with pytest.raises(ValueError, match=type(container).__name__):
             fully_shard(container)

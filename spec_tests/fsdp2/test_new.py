@@ -17,28 +17,14 @@ from torch.distributed.tensor import DTensor
 from minifsdp import trace
 from minifsdp.engine.lanes import Lane
 from spec_tests.fsdp2 import subject
-from spec_tests.fsdp2.four_blocks import (
-    WIDTH,
-    Stack,
-    assert_same,
-    batch,
-    full_gradients,
-    full_values,
-    grid_mesh,
-    iterate,
-    loss_of,
-    mean_gradients,
-    named,
-    of_unit,
-    recorded_iteration,
-    seeded,
-    sharded,
-    wide,
-)
 from spec_tests.fsdp2.subject import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from spec_tests.fsdp2.test_counts import WHOLE
 from spec_tests.harness import device, ranks
-from spec_tests.menagerie import ANIMALS
+from spec_tests.models import MODELS
+from spec_tests.models.modules import WIDTH, Stack, seeded, wide
+from spec_tests.models.running import batch, iterate, loss_of, of_unit, recorded_iteration
+from spec_tests.models.sharding import grid_mesh, sharded
+from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients, named
 from spec_tests.oracles import Recipe, assert_same_training, tolerance_for, train_fsdp2, train_single
 
 # --- switches for memory (NEW-06, NEW-11) ---
@@ -313,9 +299,9 @@ def reducing_unused(module: nn.Module) -> Any:
 @pytest.mark.parametrize(("accumulate", "no_sync"), [(1, False), (2, False), (2, True)])
 @ranks(2)
 def test_ranks_that_take_different_branches_train_like_one_process(accumulate: int, no_sync: bool) -> None:
-    animal, recipe = ANIMALS["one_sided"], Recipe(steps=3, accumulate=accumulate, no_sync=no_sync)
-    ours = train_fsdp2(reducing_unused, animal, recipe)
-    assert_same_training(ours, train_single(animal, 2, recipe), tolerance_for(2))
+    info, recipe = MODELS["one_sided"], Recipe(steps=3, accumulate=accumulate, no_sync=no_sync)
+    ours = train_fsdp2(reducing_unused, info, recipe)
+    assert_same_training(ours, train_single(info, 2, recipe), tolerance_for(2))
 
 
 @pytest.mark.spec("NEW-14")

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from minifsdp import trace
-from spec_tests.fsdp2.four_blocks import grid_mesh, iterate, sharded
 from spec_tests.fsdp2.subject import CPUOffloadPolicy, OffloadPolicy
 from spec_tests.harness import device, ranks
+from spec_tests.models.running import iterate
+from spec_tests.models.sharding import grid_mesh, sharded
 
 OFFLOADED = CPUOffloadPolicy(pin_memory=False)
 

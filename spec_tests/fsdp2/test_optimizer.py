@@ -11,21 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from spec_tests.fsdp2.four_blocks import (
-    assert_same,
-    batch,
-    full,
-    full_gradients,
-    full_values,
-    grid_mesh,
-    iterate,
-    loss_of,
-    mean_gradients,
-    named,
-    seeded,
-    sharded,
-)
 from spec_tests.harness import device, ranks
+from spec_tests.models.modules import seeded
+from spec_tests.models.running import batch, iterate, loss_of
+from spec_tests.models.sharding import grid_mesh, sharded
+from spec_tests.models.values import assert_same, full, full_gradients, full_values, mean_gradients, named
 from spec_tests.oracles import count_collectives
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {

@@ -1,4 +1,4 @@
-"""The whole menagerie, trained by ``fully_shard`` and by everybody who can be believed.
+"""All of `MODELS`, trained by ``fully_shard`` and by everybody who can be believed.
 
 On two ranks in float32 a sum over ranks has no order and dividing by two is exact, so there all must agree bit by bit.
 On four ranks the order of a sum decides the last bits; ``compare.py`` says what is allowed then, in one place.
@@ -15,10 +15,10 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 import minifsdp
-from spec_tests.fsdp2.four_blocks import grid_mesh
 from spec_tests.fsdp2.subject import MixedPrecisionPolicy, fully_shard
 from spec_tests.harness import ranks
-from spec_tests.menagerie import ANIMALS
+from spec_tests.models import MODELS
+from spec_tests.models.sharding import grid_mesh
 from spec_tests.oracles import (
     FLOAT,
     LOW_PRECISION,
@@ -39,22 +39,22 @@ from spec_tests.oracles import (
 
 # Ranks that take different branches need a switch of their own, see ``test_new.py``. A unit that overwrites what enters
 # it is refused, see the end of this file.
-every_animal = pytest.mark.parametrize("name", [name for name in ANIMALS if name not in ("one_sided", "writes_input")])
+every_model = pytest.mark.parametrize("name", [name for name in MODELS if name not in ("one_sided", "writes_input")])
 # Their uses are added up one by one, in an order that autograd chooses; unlike torch's and ours, the single process
 # adds up a micro-batch first.
 USED_OFTEN = ("called_twice", "shared_module", "several_forwards")
 
 
 def train(name: str, recipe: Recipe, **options: Any) -> Any:
-    return train_fsdp2(fully_shard, ANIMALS[name], recipe, **options)
+    return train_fsdp2(fully_shard, MODELS[name], recipe, **options)
 
 
 @pytest.mark.spec("PAR-03", "PAR-06", "FS2-13")
-@every_animal
+@every_model
 @ranks(2)
 def test_two_ranks_are_bit_equal_to_torch_fully_shard(name: str) -> None:
     recipe = Recipe(steps=2, optimizer=adamw)
-    assert_same_training(train(name, recipe), train_torch_fsdp2(ANIMALS[name], recipe), tolerance_for(2))
+    assert_same_training(train(name, recipe), train_torch_fsdp2(MODELS[name], recipe), tolerance_for(2))
 
 
 @pytest.mark.spec("PAR-03", "FS2-13", "FS2-17")
@@ -68,13 +68,13 @@ def test_what_is_freed_after_forward_changes_no_bit(name: str, reshard_after_for
 
 
 @pytest.mark.spec("PAR-03", "FS2-04", "FS2-05", "FS2-06", "FS2-13")
-@every_animal
+@every_model
 @ranks(2)
 def test_each_rank_holds_the_shards_and_the_sharded_gradients_that_torch_gives_it(name: str) -> None:
-    animal, recipe = ANIMALS[name], Recipe()
-    ours, theirs = shard_fsdp2(fully_shard, animal), shard_fsdp2(torch_fsdp.fully_shard, animal)
+    info, recipe = MODELS[name], Recipe()
+    ours, theirs = shard_fsdp2(fully_shard, info), shard_fsdp2(torch_fsdp.fully_shard, info)
     for model in (ours, theirs):
-        forward_backward(model, animal, recipe, dist.get_rank(), 0)
+        forward_backward(model, info, recipe, dist.get_rank(), 0)
     pairs = list(zip(ours.named_parameters(), theirs.named_parameters(), strict=True))
     assert pairs
     for (our_name, mine), (their_name, his) in pairs:
@@ -88,35 +88,35 @@ def test_each_rank_holds_the_shards_and_the_sharded_gradients_that_torch_gives_i
 
 
 @pytest.mark.spec("PAR-01", "PAR-02", "PAR-05", "PAR-06", "FS2-13", "FS2-OPT-04", "MIG-01")
-@every_animal
+@every_model
 @ranks(2)
 def test_one_process_ddp_and_the_other_front_door_train_to_the_same_bits(name: str) -> None:
-    animal, recipe = ANIMALS[name], Recipe(steps=2, optimizer=sgd)
+    info, recipe = MODELS[name], Recipe(steps=2, optimizer=sgd)
     ours = train(name, recipe)
-    assert_same_training(ours, train_single(animal, 2, recipe), tolerance_for(2))
-    assert_same_training(ours, train_ddp(animal, recipe), tolerance_for(2), buffers=True)
-    other_door = train_fsdp1(minifsdp.FullyShardedDataParallel, animal, recipe)
+    assert_same_training(ours, train_single(info, 2, recipe), tolerance_for(2))
+    assert_same_training(ours, train_ddp(info, recipe), tolerance_for(2), buffers=True)
+    other_door = train_fsdp1(minifsdp.FullyShardedDataParallel, info, recipe)
     assert_same_training(ours, other_door, tolerance_for(2), buffers=True)
 
 
 @pytest.mark.spec("PAR-01", "FS2-SYNC-01", "FS2-13")
 @pytest.mark.parametrize("no_sync", [True, False])
-@every_animal
+@every_model
 @ranks(2)
 def test_accumulation_is_equal_to_that_of_one_process(name: str, no_sync: bool) -> None:
     recipe = Recipe(steps=2, accumulate=2, no_sync=no_sync)
     tolerance = FLOAT if name in USED_OFTEN else tolerance_for(2)
-    assert_same_training(train(name, recipe), train_single(ANIMALS[name], 2, recipe), tolerance)
+    assert_same_training(train(name, recipe), train_single(MODELS[name], 2, recipe), tolerance)
 
 
 @pytest.mark.spec("PAR-01", "PAR-06", "FS2-18")
 @pytest.mark.parametrize("is_grid", [False, True])
-@every_animal
+@every_model
 @ranks(4)
 def test_four_ranks_and_two_by_two_are_equal_up_to_the_order_of_a_sum(name: str, is_grid: bool) -> None:
     recipe = Recipe(steps=2, optimizer=sgd)
     ours = train(name, recipe, **({"mesh": grid_mesh()} if is_grid else {}))
-    assert_same_training(ours, train_single(ANIMALS[name], 4, recipe), SAME_MATH)
+    assert_same_training(ours, train_single(MODELS[name], 4, recipe), SAME_MATH)
 
 
 @pytest.mark.spec("PAR-05", "MIG-04", "MIG-05")
@@ -129,7 +129,7 @@ def test_both_front_doors_agree_on_two_by_two(name: str) -> None:
         ours = train(name, recipe, mesh=mesh, reshard_after_forward=reshard_after_forward)
         other_door = train_fsdp1(
             minifsdp.FullyShardedDataParallel,
-            ANIMALS[name],
+            MODELS[name],
             recipe,
             process_group=groups,
             sharding_strategy=strategy,
@@ -138,11 +138,11 @@ def test_both_front_doors_agree_on_two_by_two(name: str) -> None:
 
 
 @pytest.mark.spec("PAR-06")
-@every_animal
+@every_model
 @ranks(1)
 def test_one_rank_is_equal_to_one_process(name: str) -> None:
     recipe = Recipe(steps=2, optimizer=adamw)
-    assert_same_training(train(name, recipe), train_single(ANIMALS[name], 1, recipe), tolerance_for(1))
+    assert_same_training(train(name, recipe), train_single(MODELS[name], 1, recipe), tolerance_for(1))
 
 
 IN_BFLOAT16 = ("mlp", "uneven", "nested", "tied", "called_twice", "frozen", "conv", "checkpoint_outside")
@@ -156,7 +156,7 @@ def test_bfloat16_is_bit_equal_to_torch_fully_shard(name: str, reduce_dtype: tor
     recipe = Recipe(steps=2)
     ours = train(name, recipe, mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype))
     policy = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
-    assert_same_training(ours, train_torch_fsdp2(ANIMALS[name], recipe, mp_policy=policy), tolerance_for(2))
+    assert_same_training(ours, train_torch_fsdp2(MODELS[name], recipe, mp_policy=policy), tolerance_for(2))
 
 
 @pytest.mark.spec("PAR-03", "FS2-18", "FS2-MP-02", "FS2-MP-03")
@@ -167,21 +167,21 @@ def test_bfloat16_on_two_by_two_is_that_of_torch(name: str, no_sync: bool) -> No
     recipe, mesh = Recipe(steps=2, accumulate=2, no_sync=no_sync), grid_mesh()
     ours = train(name, recipe, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     policy = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    assert_same_training(ours, train_torch_fsdp2(ANIMALS[name], recipe, mesh=mesh, mp_policy=policy), FLOAT)
+    assert_same_training(ours, train_torch_fsdp2(MODELS[name], recipe, mesh=mesh, mp_policy=policy), FLOAT)
 
 
 @pytest.mark.spec("PAR-01", "FS2-MP-03")
 @pytest.mark.parametrize("name", ["mlp", "nested", "tied", "called_twice", "transformer"])
 @ranks(2)
 def test_bfloat16_is_near_to_float32(name: str) -> None:
-    animal, recipe = ANIMALS[name], Recipe(steps=2)
+    info, recipe = MODELS[name], Recipe(steps=2)
 
     def halved(module: nn.Module) -> Any:
         # Of the root only, or the float32 that leaves a unit does not fit the layer that comes next.
-        output_dtype = None if isinstance(module, animal.unit_classes) else torch.float32
+        output_dtype = None if isinstance(module, info.unit_classes) else torch.float32
         return fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype))
 
-    assert_same_training(train_fsdp2(halved, animal, recipe), train_single(animal, 2, recipe), LOW_PRECISION)
+    assert_same_training(train_fsdp2(halved, info, recipe), train_single(info, 2, recipe), LOW_PRECISION)
 
 
 @pytest.mark.spec("PAR-03", "PAR-06")

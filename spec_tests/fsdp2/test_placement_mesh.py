@@ -16,8 +16,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import minifsdp
 from minifsdp import fully_shard
-from spec_tests.fsdp2.four_blocks import WIDTH, batch, grid_mesh, iterate, line_mesh, wide
 from spec_tests.harness import device, ranks
+from spec_tests.models.modules import WIDTH, wide
+from spec_tests.models.running import batch, iterate
+from spec_tests.models.sharding import grid_mesh, line_mesh
 
 Place = Callable[[nn.Parameter], Any]
 

@@ -23,9 +23,10 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spec_tests.fsdp2.four_blocks import Wire, grid_mesh, loss_of
 from spec_tests.fsdp2.subject import library
 from spec_tests.harness import device, ranks
+from spec_tests.models.running import Wire, loss_of
+from spec_tests.models.sharding import grid_mesh
 
 WIDTH = 6
 

@@ -20,26 +20,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from minifsdp import trace
 from minifsdp.fsdp2 import initial
-from spec_tests.fsdp2.four_blocks import (
-    WIDTH,
-    all_connected,
-    assert_same,
-    batch,
-    column_mesh,
-    full_gradients,
-    full_values,
-    grid_mesh,
-    iterate,
-    loss_of,
-    mean_gradients,
-    named,
-    of_unit,
-    seeded,
-    sharded,
-)
 from spec_tests.fsdp2.subject import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from spec_tests.fsdp2.test_new import Generates, fail_in_forward, tokens
 from spec_tests.harness import device, plain_tensor, ranks
+from spec_tests.models.modules import WIDTH, seeded
+from spec_tests.models.running import batch, iterate, loss_of, of_unit
+from spec_tests.models.sharding import all_connected, column_mesh, grid_mesh, sharded
+from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients, named
 
 # --- copies that nobody shards: a mesh of (n, 1) ---
 

@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,6 +41,7 @@ from spec_tests.gpu.on_ranks import on_ranks
 from spec_tests.gpu.platforms import Platform, find
 from spec_tests.gpu.smoke import own_device
 from spec_tests.harness import device, pool
+from spec_tests.models.modules import MLP
 
 __all__ = ["CONFIGURATIONS", "LATE", "Delays", "Trained", "first_difference", "train", "work"]
 
@@ -212,27 +212,14 @@ class Synchronised(TorchDispatchMode):
 # ---- what is trained ------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    """Two layers and a shortcut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.widen, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The shape of ``x``."""
-        output: Tensor = x + self.narrow(F.gelu(self.widen(x)))
-        return output
-
-
 def build_model() -> nn.Module:
     """Blocks, and a last layer that belongs to the root."""
-    return nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)), nn.Linear(WIDTH, 8))
+    return nn.Sequential(*(MLP(WIDTH, 2 * WIDTH) for _ in range(NUM_BLOCKS)), nn.Linear(WIDTH, 8))
 
 
 def _wrapper(**options: Any) -> Build:
     """Front door 1."""
-    policy = minifsdp.wrap.ModuleWrapPolicy({Block})
+    policy = minifsdp.wrap.ModuleWrapPolicy({MLP})
 
     def build(model: nn.Module) -> nn.Module:
         mesh = _grid() if "HYBRID" in str(options.get("sharding_strategy")) else None
@@ -249,7 +236,7 @@ def _function(hybrid: bool = False, **options: Any) -> Build:
     def build(model: nn.Module) -> nn.Module:
         mesh = _grid() if hybrid else init_device_mesh(device().type, (dist.get_world_size(),))
         for block in model.children():
-            if isinstance(block, Block):
+            if isinstance(block, MLP):
                 minifsdp.fully_shard(block, mesh=mesh, **options)
         return minifsdp.fully_shard(model, mesh=mesh, **options)
 

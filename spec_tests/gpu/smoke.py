@@ -12,18 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
-import minifsdp
 from spec_tests.gpu.on_ranks import on_ranks
 from spec_tests.gpu.platforms import Platform
 from spec_tests.harness import device, pool
+from spec_tests.models.modules import seeded
+from spec_tests.models.running import batch, loss_of
+from spec_tests.models.sharding import sharded, wrapped
+from spec_tests.models.values import full_values
 
 __all__ = ["own_device", "work"]
 
 LIMIT = 60.0
 NUM_STEPS = 3
-WIDTH = 32
 
 
 def work(platform: Platform, num_ranks: int) -> Iterator[dict[str, Any]]:
@@ -41,58 +42,29 @@ def work(platform: Platform, num_ranks: int) -> Iterator[dict[str, Any]]:
 def compare(door: str) -> float:
     """The largest distance of a parameter from that of a single process; raises where that is no rounding."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    expected = train(model(), lambda step: torch.cat([batch(step, other) for other in range(num_ranks)]))
-    found = train(DOORS[door](model()), lambda step: batch(step, rank))
+    expected = train(seeded(), lambda step: torch.cat([batch(step, other) for other in range(num_ranks)]))
+    found = train(DOORS[door](), lambda step: batch(step, rank))
     for step, (mine, single) in enumerate(zip(found, expected, strict=True)):
-        for index, (one, other) in enumerate(zip(mine, single, strict=True)):
-            if not torch.allclose(one, other, rtol=1e-4, atol=1e-5):
-                distance = float((one - other).abs().max())
+        assert mine.keys() == single.keys()
+        for name, one in mine.items():
+            if not torch.allclose(one, single[name], rtol=1e-4, atol=1e-5):
+                distance = float((one - single[name]).abs().max())
                 raise AssertionError(
-                    f"{door}, step {step}, parameter {index}: as far as {distance:.1e} from that of a single process"
+                    f"{door}, step {step}, {name}: as far as {distance:.1e} from that of a single process"
                 )
-    return max(float((one - other).abs().max()) for one, other in zip(found[-1], expected[-1], strict=True))
+    return max(float((one - expected[-1][name]).abs().max()) for name, one in found[-1].items())
 
 
-def model() -> nn.Module:
-    """Three blocks, the same on every rank."""
-    torch.manual_seed(1)
-    blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
-    return nn.Sequential(*blocks, nn.Linear(WIDTH, 1)).to(device())
-
-
-def batch(step: int, rank: int) -> Tensor:
-    """What a rank sees in a step."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(8, WIDTH, generator=generator).to(device())
-
-
-def train(trained: nn.Module, batch_of: Callable[[int], Tensor]) -> list[list[Tensor]]:
+def train(trained: nn.Module, batch_of: Callable[[int], Tensor]) -> list[dict[str, Tensor]]:
     """All parameters, whole, after each step."""
-    optimizer = torch.optim.Adam(trained.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
     after = []
     for step in range(NUM_STEPS):
-        trained(batch_of(step)).square().mean().backward()
+        loss_of(trained(batch_of(step))).backward()
         optimizer.step()
         optimizer.zero_grad()
-        after.append(whole_parameters(trained))
+        after.append(full_values(trained))
     return after
-
-
-def whole_parameters(trained: nn.Module) -> list[Tensor]:
-    """Copies, on the CPU."""
-    if isinstance(trained, minifsdp.FullyShardedDataParallel):
-        with minifsdp.FullyShardedDataParallel.summon_full_params(trained):
-            return [parameter.detach().cpu().clone() for parameter in trained.parameters()]
-    found = (parameter.detach() for parameter in trained.parameters())
-    return [(one.full_tensor() if hasattr(one, "full_tensor") else one).cpu().clone() for one in found]
-
-
-def wrapped(trained: nn.Module) -> nn.Module:
-    """By the wrapper: each block is a unit."""
-    policy = minifsdp.wrap.ModuleWrapPolicy({nn.Sequential})
-    return minifsdp.FullyShardedDataParallel(
-        trained, auto_wrap_policy=policy, use_orig_params=True, device_id=own_device()
-    )
 
 
 def own_device() -> torch.device | None:
@@ -100,12 +72,7 @@ def own_device() -> torch.device | None:
     return device() if device().index is not None else None
 
 
-def sharded(trained: nn.Module) -> nn.Module:
-    """By the function: the same units."""
-    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
-    for block in list(trained.children()):
-        minifsdp.fully_shard(block, mesh=mesh)
-    return minifsdp.fully_shard(trained, mesh=mesh)
-
-
-DOORS = {"FullyShardedDataParallel": wrapped, "fully_shard": sharded}
+DOORS: dict[str, Callable[[], nn.Module]] = {
+    "FullyShardedDataParallel": lambda: wrapped(use_orig_params=True, device_id=own_device()),
+    "fully_shard": sharded,
+}

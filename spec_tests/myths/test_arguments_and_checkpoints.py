@@ -25,7 +25,9 @@ from minifsdp import (
 )
 from minifsdp.engine import collectives
 from spec_tests.harness import device, ranks
-from spec_tests.myths.models import batch, net, sharded, step, wrapped
+from spec_tests.models.modules import seeded
+from spec_tests.models.running import batch, iterate
+from spec_tests.models.sharding import sharded, wrapped
 
 FULL = StateDictType.FULL_STATE_DICT
 FSDP: Any = FullyShardedDataParallel
@@ -89,8 +91,8 @@ def test_state_dict_takes_no_type_as_an_argument() -> None:
 @ranks(2)
 def test_the_sharded_dict_of_one_rank_has_that_ranks_rows_only() -> None:
     weight = sharded().state_dict()["blocks.0.linear.weight"]
-    assert tuple(weight.shape) == (8, 8)
-    assert weight.to_local().numel() == 32
+    assert tuple(weight.shape) == (6, 6)
+    assert weight.to_local().numel() == 18
 
 
 @pytest.mark.spec("MYTH-38")
@@ -107,9 +109,9 @@ def test_a_full_dict_is_built_unit_by_unit() -> None:
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     with FSDP.state_dict_type(model, FULL, config), mock.patch.object(collectives, "gather", note):
         state = model.state_dict()
-    # Three gathers, one for each unit, and none of the whole model.
-    assert sorted(sizes) == [18, 72, 72]
-    assert len(state) == (6 if dist.get_rank() == 0 else 0)
+    # Five gathers, one for each unit, and none of the whole model.
+    assert sorted(sizes) == [42, 42, 42, 42, 56]
+    assert len(state) == (12 if dist.get_rank() == 0 else 0)
 
 
 @pytest.mark.spec("MYTH-41", "MYTH-47")
@@ -117,7 +119,7 @@ def test_a_full_dict_is_built_unit_by_unit() -> None:
 def test_a_bare_state_dict_is_full_on_all_ranks() -> None:
     state = wrapped().state_dict()
     assert {name: tuple(value.shape) for name, value in state.items()} == {
-        name: tuple(value.shape) for name, value in net().state_dict().items()
+        name: tuple(value.shape) for name, value in seeded().state_dict().items()
     }
 
 
@@ -152,7 +154,7 @@ def test_unit_by_unit_gives_one_full_dict() -> None:
     with FSDP.state_dict_type(model, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
         state = model.state_dict()
     if dist.get_rank() == 0:
-        assert tuple(state["blocks.0.linear.weight"].shape) == (8, 8)
+        assert tuple(state["blocks.0.linear.weight"].shape) == (6, 6)
         assert all(value.device.type == "cpu" for value in state.values())
 
 
@@ -160,7 +162,7 @@ def test_unit_by_unit_gives_one_full_dict() -> None:
 @ranks(2)
 def test_clipping_sends_norms_and_no_gradients() -> None:
     model = sharded()
-    step(model)
+    iterate(model)
     with trace.record() as recorder:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert recorder.count("AG") == recorder.count("RS") == 0

@@ -9,7 +9,9 @@ import torch.distributed as dist
 from minifsdp import MixedPrecision, ShardingStrategy, timeline, trace
 from minifsdp.cost import Job, cost_of
 from spec_tests.harness import device, ranks
-from spec_tests.myths.models import batch, net, step, wrapped
+from spec_tests.models.modules import seeded, wide
+from spec_tests.models.running import batch, iterate
+from spec_tests.models.sharding import wrapped
 
 GB = 1e9
 
@@ -84,7 +86,7 @@ def test_13_billion_parameters_do_not_fit_a_consumer_card_on_eight_ranks() -> No
 def test_adam_keeps_a_step_and_two_averages_and_no_parameter() -> None:
     model = wrapped()
     optimizer = torch.optim.Adam(model.parameters())
-    step(model, optimizer)
+    iterate(model, optimizer=optimizer)
     kept = {key for state in optimizer.state.values() for key in state}
     assert kept == {"step", "exp_avg", "exp_avg_sq"}
 
@@ -105,10 +107,10 @@ def test_the_share_of_the_peak_depends_on_ranks_and_on_units() -> None:
 def test_full_shard_sends_one_and_a_half_times_what_ddp_sends() -> None:
     sent = {}
     for strategy in (ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD):
-        model = wrapped(sharding_strategy=strategy)
-        step(model)
+        model = wrapped(wide(), sharding_strategy=strategy)
+        iterate(model)
         with trace.record() as recorder:
-            step(model)
+            iterate(model)
         times = {"AG": 1, "RS": 1, "AR": 2}
         sent[strategy.name] = sum(times.get(event.kind, 0) * event.num_bytes for event in recorder.events)
     assert sent["SHARD_GRAD_OP"] == pytest.approx(sent["NO_SHARD"], rel=0.05)
@@ -121,8 +123,8 @@ def test_full_shard_sends_one_and_a_half_times_what_ddp_sends() -> None:
 def test_with_one_unit_the_whole_model_is_on_each_rank_during_compute() -> None:
     model = wrapped(auto_wrap_policy=None)
     with trace.record() as recorder:
-        step(model)
-    whole = stored_bytes(list(net().parameters()))
+        iterate(model)
+    whole = stored_bytes(list(seeded().parameters()))
     assert timeline.peak_gathered_bytes(recorder.events) >= whole
 
 
@@ -140,7 +142,7 @@ def test_a_unit_is_gathered_whole_on_however_many_ranks() -> None:
 def test_the_root_and_a_prefetched_unit_are_gathered_beside_the_one_that_computes() -> None:
     model = wrapped()
     with trace.record() as recorder:
-        step(model)
+        iterate(model)
     held: set[str] = set()
     most = 0
     for event in recorder.events:
@@ -165,8 +167,8 @@ def test_three_rows_on_two_ranks_are_two_and_one() -> None:
 @ranks(2)
 def test_zero2_shards_parameters_too_between_steps() -> None:
     model = wrapped(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
-    half = stored_bytes(list(net().parameters())) / 2
+    half = stored_bytes(list(seeded().parameters())) / 2
     assert stored_bytes(list(model.parameters())) == half
-    step(model)
+    iterate(model)
     assert stored_bytes(list(model.parameters())) == half
-    assert model(batch()).shape == (4, 2)
+    assert model(batch()).shape == (3, 2)

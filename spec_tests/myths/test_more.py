@@ -14,7 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minifsdp import FullyShardedDataParallel, StateDictType
 from spec_tests.harness import device, ranks
-from spec_tests.myths.models import batch, net, sharded, wrapped
+from spec_tests.models.modules import seeded
+from spec_tests.models.running import batch
+from spec_tests.models.sharding import sharded, wrapped
 
 FSDP: Any = FullyShardedDataParallel
 
@@ -95,7 +97,7 @@ def test_without_validation_no_loss_is_ever_better_than_the_best() -> None:
 @pytest.mark.proof("arithmetic")
 @ranks(2)
 def test_ddp_reduces_buckets_and_not_single_gradients() -> None:
-    model = DistributedDataParallel(net())
+    model = DistributedDataParallel(seeded())
     num_buckets = 0
 
     # Without annotations: DDP reads them, and here they would be strings.

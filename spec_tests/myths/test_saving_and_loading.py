@@ -17,10 +17,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifsdp import FullOptimStateDictConfig, FullStateDictConfig, FullyShardedDataParallel, StateDictType
-from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.harness import device, ranks
 from spec_tests.live_bytes import LiveBytes
-from spec_tests.myths.models import Block, net, sharded, step, wrapped
+from spec_tests.models.modules import seeded
+from spec_tests.models.running import batch, iterate
+from spec_tests.models.sharding import sharded, wrapped
 from spec_tests.oracles.counting import count_collectives
 
 FULL = StateDictType.FULL_STATE_DICT
@@ -40,7 +41,7 @@ def test_a_lone_rank_0_cannot_save() -> None:
     group.set_timeout(timedelta(minutes=1))
     # Everybody asks; the first alone is given the entries, and would write them.
     with FSDP.state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True)):
-        assert len(model.state_dict()) == (6 if dist.get_rank() == 0 else 0)
+        assert len(model.state_dict()) == (12 if dist.get_rank() == 0 else 0)
 
 
 @pytest.mark.spec("MYTH-40")
@@ -86,23 +87,23 @@ def test_full_weights_come_together_on_the_device_and_are_copied_afterwards() ->
         model.state_dict()
     if dist.get_rank() == 0:
         # What is copied has its full size already: no slice goes to the CPU to be put together there.
-        block = ["AG 72", "D2H 64", "D2H 8"]
-        assert seen.order == [*block, *block, "AG 18", "D2H 16", "D2H 2"]
+        block, root = ["AG 42", "D2H 36", "D2H 6"], ["AG 56", "D2H 36", "D2H 6", "D2H 12", "D2H 2"]
+        assert seen.order == [*block * 4, *root]
     else:
-        assert seen.order == ["AG 72", "AG 72", "AG 18"]
+        assert seen.order == [*["AG 42"] * 4, "AG 56"]
 
 
 def resume(path: Path, *, first_alone: bool) -> tuple[Any, torch.optim.Optimizer, int | None]:
     """A program that reads on rank 0 and sends, and the one that says so while everybody reads."""
     reads = not first_alone or dist.get_rank() == 0
     state = torch.load(path, map_location="cpu") if reads else {}
-    plain = net()
+    plain = seeded()
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.zero_()
     if reads:
         plain.load_state_dict(state["model"])
-    model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device(), sync_module_states=first_alone)
+    model = wrapped(plain, sync_module_states=first_alone)
     optimizer = torch.optim.Adam(model.parameters())
     form = FullStateDictConfig(rank0_only=first_alone), FullOptimStateDictConfig(rank0_only=first_alone)
     with FSDP.state_dict_type(model, FULL, *form):
@@ -112,26 +113,33 @@ def resume(path: Path, *, first_alone: bool) -> tuple[Any, torch.optim.Optimizer
     return model, optimizer, counters[0]
 
 
+def outputs(model: Any, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Before a step, and after it."""
+    with torch.no_grad():
+        before = model(batch())
+    iterate(model, optimizer=optimizer)
+    return torch.stack([before, model(batch()).detach()])
+
+
 @pytest.mark.spec("MYTH-44")
 @ranks(2)
 def test_one_rank_reads_only_if_the_program_says_which(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     model = wrapped()
     optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters())
-    step(model, optimizer)
+    iterate(model, optimizer=optimizer)
     saved = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer), "epoch": 3}
     if dist.get_rank() == 0:
         torch.save(saved, path)
     dist.barrier()
 
-    expected = step(model, optimizer), step(model)
+    expected = outputs(model, optimizer)
     reads = {}
     for first_alone in (False, True):
         with mock.patch.object(torch, "load", wraps=torch.load) as load:
             model, optimizer, epoch = resume(path, first_alone=first_alone)
         assert epoch == 3
-        assert torch.equal(step(model, optimizer), expected[0])
-        assert torch.equal(step(model), expected[1])
+        assert torch.equal(outputs(model, optimizer), expected)
         # What travels as a pickle is read by the same function, but not from the file.
         reads[first_alone] = sum(call.args == (path,) for call in load.call_args_list)
     assert reads == {False: 1, True: 1 if dist.get_rank() == 0 else 0}
@@ -144,15 +152,15 @@ def num_bytes(state: dict[str, torch.Tensor]) -> int:
 @pytest.mark.spec("MYTH-45")
 @ranks(2)
 def test_a_dict_that_is_sent_as_an_object_is_pickled_and_kept_whole_by_every_rank() -> None:
-    state = net().state_dict()
+    state = seeded().state_dict()
     box: list[Any] = [state if dist.get_rank() == 0 else None]
     with count_collectives() as as_object:
         dist.broadcast_object_list(box, src=0)
-    assert num_bytes(box[0]) == num_bytes(state) == 648
+    assert num_bytes(box[0]) == num_bytes(state) == 896
     with count_collectives() as as_tensors:
         wrapped(sync_module_states=True)
     # The values, and nothing else; against the pickle and what it says about itself.
-    assert as_tensors.num_bytes["broadcast"] == 648 < 2 * 648 < as_object.num_bytes["broadcast"]
+    assert as_tensors.num_bytes["broadcast"] == 896 < 2 * 896 < as_object.num_bytes["broadcast"]
 
 
 class LiveValues(LiveBytes):
@@ -166,7 +174,7 @@ class LiveValues(LiveBytes):
 @pytest.mark.spec("MYTH-45")
 @ranks(2)
 def test_a_rank_that_is_sent_tensors_never_has_the_whole_dict() -> None:
-    state = {name: value + 1 for name, value in net().state_dict().items()}
+    state = {name: value + 1 for name, value in seeded().state_dict().items()}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     model = sharded()
     with LiveValues() as live:

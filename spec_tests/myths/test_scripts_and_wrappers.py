@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-import torch.distributed.fsdp.wrap as torch_policies
 import tqdm
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch_checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,21 +28,15 @@ import minifsdp
 from minifsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy, checkpoint_wrapper, fully_shard
 from minifsdp.wrap import transformer_auto_wrap_policy
 from spec_tests.harness import device, ranks
-from spec_tests.myths.models import Block, batch, net, sharded, step, wrapped
-from spec_tests.oracles.counting import count_collectives, world_groups_2x2
+from spec_tests.models.modules import Block, Nested, seeded
+from spec_tests.models.running import batch, iterate
+from spec_tests.models.sharding import as_torch, grid, sharded, wrapped
+from spec_tests.oracles.counting import count_collectives
 
 FSDP: Any = FullyShardedDataParallel
 FULL_SHARD, SHARD_GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
 T5 = (TUTORIALS / "t5_summarise.py").read_text(encoding="utf-8")
-
-
-def wrapped_by_torch(**options: Any) -> torch_fsdp.FullyShardedDataParallel:
-    """As `wrapped`, through torch's own door."""
-    policy = torch_policies.ModuleWrapPolicy({Block})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch_fsdp.FullyShardedDataParallel(net(), auto_wrap_policy=policy, device_id=device(), **options)
 
 
 # --- DDP ---
@@ -65,14 +58,14 @@ def dicts_through_ddp(library: Any, model: torch.nn.Module, *, init_sync: bool) 
 @pytest.mark.parametrize("ours", [True, False], ids=["minifsdp", "torch"])
 @ranks(2)
 def test_state_dicts_are_dispatched_through_a_ddp_around_the_wrapper(ours: bool) -> None:
-    library, make = (minifsdp, wrapped) if ours else (torch_fsdp, wrapped_by_torch)
-    expected = {f"module.{name}": value for name, value in net().state_dict().items()}
-    full, in_parts = dicts_through_ddp(library, make(), init_sync=False)
+    library, make = (minifsdp, wrapped) if ours else (torch_fsdp, as_torch)
+    expected = {f"module.{name}": value for name, value in seeded().state_dict().items()}
+    full, in_parts = dicts_through_ddp(library, make(seeded()), init_sync=False)
     assert list(full) == list(in_parts) == list(expected)
     assert all(torch.equal(full[name], value) for name, value in expected.items())
     assert not any(type(value) is torch.Tensor for value in in_parts.values())
     # By itself DDP takes the slices of rank 0 for the values of all, and sends them.
-    overwritten, _ = dicts_through_ddp(library, make(), init_sync=True)
+    overwritten, _ = dicts_through_ddp(library, make(seeded()), init_sync=True)
     assert not any(torch.equal(overwritten[name], expected[name]) for name in expected if name.endswith("weight"))
 
 
@@ -80,7 +73,7 @@ def test_state_dicts_are_dispatched_through_a_ddp_around_the_wrapper(ours: bool)
 @pytest.mark.parametrize("door", ["wrapper", "original", "function"])
 @ranks(4)
 def test_training_through_a_ddp_around_a_sharded_model_is_refused(door: str) -> None:
-    row, column = world_groups_2x2()
+    row, column = grid()
     if door == "function":
         model = sharded(mesh=DeviceMesh.from_group(row, device().type))
     else:
@@ -95,15 +88,15 @@ def test_training_through_a_ddp_around_a_sharded_model_is_refused(door: str) -> 
 @pytest.mark.spec("MYTH-28")
 @ranks(2)
 def test_a_ddp_that_leaves_the_sharded_part_alone_is_welcome() -> None:
-    model = net()
-    expected = DistributedDataParallel(net())
+    model = seeded()
+    expected = DistributedDataParallel(seeded())
     expected(batch()).square().mean().backward()
     model.blocks[0] = FSDP(model.blocks[0], device_id=device())
     alone = [name for name, _ in model.named_parameters() if name.startswith("blocks.0.")]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, alone)
     outer = DistributedDataParallel(model)
     outer(batch()).square().mean().backward()
-    assert torch.allclose(model.last.weight.grad, expected.module.last.weight.grad, atol=1e-6)
+    assert torch.allclose(model.leave.weight.grad, expected.module.leave.weight.grad, atol=1e-6)
     assert model.blocks[0].module.linear.weight.grad is None
 
 
@@ -111,15 +104,15 @@ def test_a_ddp_that_leaves_the_sharded_part_alone_is_welcome() -> None:
 @ranks(4)
 def test_a_ddp_over_other_ranks_that_leaves_the_sharded_part_alone_is_welcome() -> None:
     """Broken: what DDP was told to leave alone is refused as if it waited for it."""
-    row, column = world_groups_2x2()
-    by_rows, by_columns = (DistributedDataParallel(net(), process_group=group) for group in (row, column))
-    model = net()
+    row, column = grid()
+    by_rows, by_columns = (DistributedDataParallel(seeded(), process_group=group) for group in (row, column))
+    model = seeded()
     model.blocks[0] = FSDP(model.blocks[0], process_group=row, use_orig_params=True, device_id=device())
     alone = [name for name, _ in model.named_parameters() if name.startswith("blocks.0.")]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, alone)
     for whole in (by_rows, by_columns, DistributedDataParallel(model, process_group=column)):
         whole(batch()).square().mean().backward()
-    assert torch.allclose(model.last.weight.grad, by_columns.module.last.weight.grad, atol=1e-6)
+    assert torch.allclose(model.leave.weight.grad, by_columns.module.leave.weight.grad, atol=1e-6)
     with FSDP.summon_full_params(model, with_grads=True):
         gradient = model.blocks[0].linear.weight.grad
     assert torch.allclose(gradient, by_rows.module.blocks[0].linear.weight.grad, atol=1e-6)
@@ -128,17 +121,22 @@ def test_a_ddp_over_other_ranks_that_leaves_the_sharded_part_alone_is_welcome() 
 @pytest.mark.spec("MYTH-28")
 @ranks(4)
 def test_a_hybrid_strategy_shards_in_pairs_and_replicates_the_pairs() -> None:
-    model = wrapped(sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=world_groups_2x2())
-    replicated = DistributedDataParallel(net())
+    model = wrapped(sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=grid())
+    replicated = DistributedDataParallel(seeded())
     with count_collectives() as counts:
-        step(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    step(replicated, torch.optim.SGD(replicated.parameters(), lr=0.1))
-    assert counts.calls["reduce_scatter"] == counts.calls["all_reduce"] == 3
+        iterate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    iterate(replicated, optimizer=torch.optim.SGD(replicated.parameters(), lr=0.1))
+    assert counts.calls["reduce_scatter"] == counts.calls["all_reduce"] == 5
     expected = replicated.module.state_dict()
     assert all(torch.allclose(value, expected[name], atol=1e-6) for name, value in model.state_dict().items())
 
 
 # --- torch.compile ---
+
+
+def nested() -> torch.nn.Module:
+    """A block in the middle of the root, without a loop, which the compiler would leave alone as a whole."""
+    return seeded(lambda: Nested(6, 4))
 
 
 def num_graphs(model: torch.nn.Module) -> int:
@@ -162,9 +160,9 @@ def num_graphs(model: torch.nn.Module) -> int:
 @pytest.mark.not_simulated("the compiler would trace the simulation itself")
 @ranks(2)
 def test_without_original_parameters_torch_compiles_nothing_and_says_nothing() -> None:
-    # Each block is a graph, and so is what the root has left. A warning here would be an error.
-    assert num_graphs(wrapped_by_torch()) == 0
-    assert num_graphs(wrapped_by_torch(use_orig_params=True)) == 3
+    # The block is a graph, and so is what the root has before it, and after it. A warning here would be an error.
+    assert num_graphs(as_torch(nested())) == 0
+    assert num_graphs(as_torch(nested(), use_orig_params=True)) == 3
 
 
 @pytest.mark.spec("MYTH-54")
@@ -172,8 +170,8 @@ def test_without_original_parameters_torch_compiles_nothing_and_says_nothing() -
 @ranks(2)
 def test_without_original_parameters_compiling_is_answered_with_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"torch\.compile needs use_orig_params=True"):
-        num_graphs(wrapped())
-    assert num_graphs(wrapped(use_orig_params=True)) == 3
+        num_graphs(wrapped(nested()))
+    assert num_graphs(wrapped(nested(), use_orig_params=True)) == 3
 
 
 # --- the script of the T5 tutorial ---
@@ -252,14 +250,14 @@ def test_the_units_have_the_strategy_that_is_passed_and_else_full_shard(strategy
             transformer_auto_wrap_policy=transformer_auto_wrap_policy,
         )
         options = SimpleNamespace(strategy=strategy.name, precision=None, model=None, checkpoint_activations=False)
-        units = FSDP.fsdp_modules(shard(net(), options, SimpleNamespace(device=device())))
-        assert len(units) == 3
+        units = FSDP.fsdp_modules(shard(seeded(), options, SimpleNamespace(device=device())))
+        assert len(units) == 5
         return {unit.sharding_strategy for unit in units}
 
     assert strategies() == {strategy}
     assert strategies(without="sharding_strategy") == {FULL_SHARD}
     # By itself torch shards as much.
-    assert wrapped_by_torch().sharding_strategy is torch_fsdp.ShardingStrategy.FULL_SHARD
+    assert as_torch(seeded()).sharding_strategy is torch_fsdp.ShardingStrategy.FULL_SHARD
 
 
 # --- how ranks are started ---
@@ -311,7 +309,7 @@ def test_a_number_of_gpus_is_no_argument_and_the_model_is_cut_for_the_ranks_that
     for door in doors:
         assert not [name for name in inspect.signature(door).parameters if "gpu" in name]
         with pytest.raises(TypeError, match="gpus"):
-            door(net(), gpus=2)
-    for model in (wrapped(), wrapped_by_torch()):
-        # A block has 72 parameters.
-        assert sorted(p.numel() for p in model.parameters()) == [5, 18, 18]
+            door(seeded(), gpus=2)
+    for model in (wrapped(), as_torch(seeded())):
+        # A block has 42 parameters, and the root 56.
+        assert sorted(p.numel() for p in model.parameters()) == [11, 11, 11, 11, 14]

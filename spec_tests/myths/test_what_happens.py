@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from minifsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard, trace
-from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.harness import device, ranks
-from spec_tests.myths.models import Block, Net, batch, net, sharded, step, wrapped
+from spec_tests.models.modules import Block, Stack, Twice, seeded
+from spec_tests.models.running import batch, iterate, loss_of
+from spec_tests.models.sharding import sharded, wrapped
 
 FULL_SHARD, SHARD_GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 
@@ -30,7 +31,7 @@ def everybody(value: Any) -> list[Any]:
 @ranks(2)
 def test_every_rank_stores_a_chunk_of_every_unit() -> None:
     sizes = everybody([p.numel() for p in wrapped().parameters()])
-    assert sizes[0] == sizes[1] == [9, 36, 36]
+    assert sizes[0] == sizes[1] == [28, 21, 21, 21, 21]
 
 
 @pytest.mark.spec("MYTH-07")
@@ -40,9 +41,9 @@ def test_each_rank_computes_whole_layers_on_its_own_batch() -> None:
     seen: list[torch.Tensor] = []
     model.module.blocks[0].register_forward_hook(lambda _, __, out: seen.append(out.detach()))
     with trace.record() as recorder:
-        step(model)
+        iterate(model)
     first, second = everybody(seen[0].cpu())
-    assert first.shape == second.shape == (4, 8)
+    assert first.shape == second.shape == (3, 6)
     assert not torch.equal(first, second)
     assert {event.kind for event in recorder.events if event.ranks} == {"AG", "RS"}
 
@@ -51,9 +52,9 @@ def test_each_rank_computes_whole_layers_on_its_own_batch() -> None:
 @ranks(2)
 def test_all_ranks_send_and_receive_alike_and_nobody_owns_a_layer() -> None:
     model = wrapped()
-    step(model)
+    iterate(model)
     with trace.record() as recorder:
-        step(model)
+        iterate(model)
     sent = [(e.kind, e.unit, e.num_bytes) for e in recorder.events if e.ranks]
     assert everybody(sent)[0] == everybody(sent)[1]
     kinds = {kind for kind, _, _ in sent}
@@ -65,7 +66,7 @@ def test_all_ranks_send_and_receive_alike_and_nobody_owns_a_layer() -> None:
 def test_units_are_reduced_during_backward_and_not_after_it() -> None:
     model = wrapped()
     with trace.record() as recorder:
-        step(model)
+        iterate(model)
     order = recorder.order("B", "RS")
     assert order.index("RS blocks.1") < order.index("B blocks.0")
 
@@ -77,7 +78,7 @@ def test_how_often_a_unit_is_gathered_depends_on_strategy_and_place() -> None:
     for strategy in (FULL_SHARD, SHARD_GRAD_OP):
         model = wrapped(sharding_strategy=strategy)
         with trace.record() as recorder:
-            step(model)
+            iterate(model)
         gathers = recorder.order("AG")
         counts[strategy] = gathers.count("AG blocks.0"), gathers.count("AG")
     assert counts == {FULL_SHARD: (2, 1), SHARD_GRAD_OP: (1, 1)}
@@ -86,17 +87,7 @@ def test_how_often_a_unit_is_gathered_depends_on_strategy_and_place() -> None:
 @pytest.mark.spec("MYTH-20")
 @ranks(2)
 def test_a_block_that_is_called_twice_is_gathered_for_each_call() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.block(self.block(x))
-
-    model = FullyShardedDataParallel(
-        Twice().to(device()), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device()
-    )
+    model = wrapped(seeded(lambda: Twice([Block()])))
     with trace.record() as recorder:
         model(batch()).sum().backward()
     assert recorder.count("AG") == 3
@@ -107,18 +98,20 @@ def test_a_block_that_is_called_twice_is_gathered_for_each_call() -> None:
 def test_it_is_a_layer_on_top_of_a_backend() -> None:
     assert dist.get_backend() in ("gloo", "nccl", "simulated")
     assert "fsdp" not in dist.Backend.backend_list
-    assert step(wrapped()).shape == (4, 2)
+    output = wrapped()(batch())
+    loss_of(output).backward()
+    assert output.shape == (3, 2)
 
 
 @pytest.mark.spec("MYTH-29")
 @ranks(2)
 def test_an_optimizer_from_before_the_wrapping_changes_nothing() -> None:
-    model = net()
+    model = seeded()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device())
+    model = wrapped(model)
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.warns(UserWarning, match="were replaced when the model was sharded"):
-        step(model, optimizer)
+        iterate(model, optimizer=optimizer)
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
@@ -126,7 +119,7 @@ def test_an_optimizer_from_before_the_wrapping_changes_nothing() -> None:
 @ranks(2)
 def test_the_norm_of_torch_differs_from_rank_to_rank_and_the_method_does_not() -> None:
     model = wrapped()
-    step(model)
+    iterate(model)
     local = everybody(float(nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
     true = everybody(float(model.clip_grad_norm_(1e9)))
     assert local[0] != local[1]
@@ -138,12 +131,12 @@ def test_the_norm_of_torch_differs_from_rank_to_rank_and_the_method_does_not() -
 def test_no_sync_skips_the_reduce_scatter_and_keeps_gradients_in_full_size() -> None:
     model = wrapped()
     with trace.record() as recorder, model.no_sync():
-        step(model)
+        iterate(model)
     assert recorder.count("RS") == recorder.count("AR") == 0
     assert recorder.count("AG") > 0
     kept = sum(p.grad.numel() for p in model.parameters())
     assert kept == 2 * sum(p.numel() for p in model.parameters())
-    step(model)
+    iterate(model)
 
 
 @pytest.mark.spec("MYTH-52")
@@ -151,10 +144,10 @@ def test_no_sync_skips_the_reduce_scatter_and_keeps_gradients_in_full_size() -> 
 def test_accumulating_without_no_sync_gives_the_same_gradient() -> None:
     plain, quiet = wrapped(), wrapped()
     for _ in range(2):
-        step(plain)
+        iterate(plain)
     with quiet.no_sync():
-        step(quiet)
-    step(quiet)
+        iterate(quiet)
+    iterate(quiet)
     for one, other in zip(plain.parameters(), quiet.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
 
@@ -172,7 +165,7 @@ def test_the_policy_casts_by_itself_and_reduce_follows_compute() -> None:
         seen = []
         model.module.blocks[0].register_forward_hook(lambda _, __, out, seen=seen: seen.append(out.dtype))
         with trace.record() as recorder:
-            step(model)
+            iterate(model)
         assert seen == [compute]
         assert {event.dtype for event in recorder.events if event.kind == "RS"} == {travel}
 
@@ -180,22 +173,22 @@ def test_the_policy_casts_by_itself_and_reduce_follows_compute() -> None:
 @pytest.mark.spec("MYTH-53")
 @ranks(2)
 def test_what_is_left_out_of_the_wrapping_is_not_synchronised() -> None:
-    model = net()
-    model.blocks = FullyShardedDataParallel(model.blocks, device_id=device())
-    step(model)
-    first, second = everybody(model.last.weight.grad.cpu())
+    model = seeded()
+    model.blocks[0] = FullyShardedDataParallel(model.blocks[0], device_id=device())
+    iterate(model)
+    first, second = everybody(model.leave.weight.grad.cpu())
     assert not torch.equal(first, second)
 
 
 @pytest.mark.spec("MYTH-55")
 @ranks(2)
 def test_fully_shard_takes_what_no_call_inside_has_taken() -> None:
-    model = net()
+    model = seeded()
     fully_shard(model.blocks[0])
     inner = model.blocks[0].linear.weight
     fully_shard(model)
     assert model.blocks[0].linear.weight is inner
-    assert model.last.weight.device.type == device().type
+    assert model.leave.weight.device.type == device().type
 
 
 @pytest.mark.spec("MYTH-56")
@@ -204,7 +197,7 @@ def test_the_root_is_not_freed_after_forward() -> None:
     model = sharded()
     with trace.record() as recorder:
         model(batch())
-    assert recorder.order("FREE") == ["FREE blocks.0", "FREE blocks.1"]
+    assert recorder.order("FREE") == [f"FREE blocks.{index}" for index in range(4)]
 
 
 @pytest.mark.spec("MYTH-57", "MYTH-62")
@@ -215,8 +208,8 @@ def test_the_two_doors_give_different_types_and_cannot_be_mixed() -> None:
     flat, each = list(wrapped().parameters()), list(sharded().parameters())
     assert all(p.dim() == 1 and not isinstance(p, DTensor) for p in flat)
     assert all(isinstance(p, DTensor) for p in each)
-    assert (len(flat), len(each)) == (3, 6)
-    model = net()
+    assert (len(flat), len(each)) == (5, 12)
+    model = seeded()
     fully_shard(model.blocks[0])
     with pytest.raises(ValueError, match="sharded by fully_shard before"):
         FullyShardedDataParallel(model, device_id=device())
@@ -227,7 +220,7 @@ def test_the_two_doors_give_different_types_and_cannot_be_mixed() -> None:
 def test_the_optimizers_step_sends_nothing() -> None:
     model = sharded()
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
-    step(model)
+    iterate(model)
     with trace.record() as recorder:
         optimizer.step()
     assert recorder.events == []
@@ -240,7 +233,7 @@ def test_forward_prefetch_begins_with_the_second_iteration() -> None:
     orders = []
     for _ in range(2):
         with trace.record() as recorder:
-            step(model)
+            iterate(model)
         orders.append(recorder.order("AG", "F"))
     early = [order.index("AG blocks.1") < order.index("F blocks.0") for order in orders]
     assert early == [False, True]
@@ -252,7 +245,7 @@ def test_pre_asks_before_the_gradients_of_a_unit_and_post_after_them() -> None:
     for prefetch, is_before in [(BackwardPrefetch.BACKWARD_PRE, True), (BackwardPrefetch.BACKWARD_POST, False)]:
         model = wrapped(backward_prefetch=prefetch)
         with trace.record() as recorder:
-            step(model)
+            iterate(model)
         order = recorder.order("AG", "FREE")
         last = len(order) - 1 - order[::-1].index("AG blocks.0")
         freed = len(order) - 1 - order[::-1].index("FREE blocks.1")
@@ -263,8 +256,8 @@ def test_pre_asks_before_the_gradients_of_a_unit_and_post_after_them() -> None:
 @ranks(2)
 def test_the_same_learning_rate_gives_what_one_process_gives() -> None:
     model = wrapped(sharding_strategy=FULL_SHARD)
-    step(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    alone = net()
+    iterate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    alone = seeded()
     batches = everybody(batch().cpu())
     loss = sum(alone(x.to(device())).square().mean() for x in batches) / 2
     loss.backward()
@@ -283,13 +276,10 @@ def test_a_parameter_has_no_mark_that_says_sharded() -> None:
 @pytest.mark.spec("MYTH-01")
 @ranks(2)
 def test_a_model_may_be_on_the_device_or_get_there_by_device_id_or_come_from_meta() -> None:
-    outputs = []
-    for options in ({"device_id": device()}, {"device_id": None}):
-        outputs.append(step(wrapped(**options)).detach())
     with torch.device("meta"):
-        empty = Net()
+        empty = Stack()
 
-    full, places = net(), dict(empty.named_modules())
+    full, places = seeded(), dict(empty.named_modules())
 
     def fill(module: nn.Module) -> None:
         for name, like in full.named_modules():
@@ -297,9 +287,10 @@ def test_a_model_may_be_on_the_device_or_get_there_by_device_id_or_come_from_met
                 module.to_empty(device=device(), recurse=False)
                 module.load_state_dict(like.state_dict())
 
-    policy = ModuleWrapPolicy({Block})
-    made = FullyShardedDataParallel(empty, auto_wrap_policy=policy, param_init_fn=fill, device_id=device())
-    outputs.append(step(made).detach())
+    outputs = []
+    for model in (wrapped(device_id=device()), wrapped(), wrapped(empty, param_init_fn=fill, device_id=device())):
+        outputs.append(model(batch()))
+        loss_of(outputs[-1]).backward()
     assert torch.equal(outputs[0], outputs[1])
     torch.testing.assert_close(outputs[0], outputs[2])
 

@@ -2,11 +2,11 @@
 
 Nobody can say by looking at it whether a gradient is right. But there are four trainers that other people trust: one
 process without any of this, `DistributedDataParallel`, and torch's own FSDP1 and FSDP2. Each of them gets the same
-animal (see ``menagerie.py``) and the same `Recipe`, and returns a `Record`; two records can be compared::
+model (see ``spec_tests/models``) and the same `Recipe`, and returns a `Record`; two records can be compared::
 
     recipe = Recipe(steps=3, optimizer=adamw, accumulate=2, no_sync=True)
-    ours = train_fsdp1(minifsdp.FullyShardedDataParallel, animal, recipe, sharding_strategy="FULL_SHARD")
-    assert_same_training(ours, train_single(animal, 2, recipe, flat_units=True), tolerance_for(2))
+    ours = train_fsdp1(minifsdp.FullyShardedDataParallel, info, recipe, sharding_strategy="FULL_SHARD")
+    assert_same_training(ours, train_single(info, 2, recipe, flat_units=True), tolerance_for(2))
 
 A record holds the losses of all ranks, the full parameters and the full gradients of the last step, by the names that
 they have in the plain model. Nothing in it is sharded, so it does not matter who cut what where.
@@ -28,7 +28,7 @@ from spec_tests.oracles.compare import (
     assert_same_training,
     tolerance_for,
 )
-from spec_tests.oracles.counting import Counts, count_collectives, world_groups_2x2
+from spec_tests.oracles.counting import Counts, count_collectives
 from spec_tests.oracles.gathering import Chunks, clean_name, flat_chunks, gather_chunks, split_by_name, units_of
 from spec_tests.oracles.recipe import Recipe, Record, adamw, forward_backward, sgd
 from spec_tests.oracles.training import (
@@ -71,5 +71,4 @@ __all__ = [
     "train_torch_fsdp1",
     "train_torch_fsdp2",
     "units_of",
-    "world_groups_2x2",
 ]

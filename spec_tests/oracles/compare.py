@@ -53,7 +53,7 @@ LOW_PRECISION = Tolerance("LOW_PRECISION", rtol=0.05, atol=0.02)
 def tolerance_for(num_ranks: int) -> Tolerance:
     """What float32 training on so many ranks can be held to.
 
-    Measured: on the CPU every animal and every trainer is bit-equal to the single process on one rank and on two, and
+    Measured: on the CPU every model and every trainer is bit-equal to the single process on one rank and on two, and
     within `SAME_MATH` on four (``test_oracles.py``). A GPU chooses its kernels by the alignment of what it is given.
     """
     return BIT_EQUAL if num_ranks <= 2 and device().type == "cpu" else FLOAT

@@ -1,4 +1,4 @@
-"""Counting collectives, and the groups of a grid of four ranks.
+"""Counting collectives.
 
 Counting must not depend on *who* calls *which* of PyTorch's functions: FSDP1 on the CPU gathers into a list of tensors,
 FSDP2 into one tensor, DDP all-reduces from C++, and ours calls the process group itself. All of them end up in the same
@@ -14,14 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spec_tests.harness import kept
-
-__all__ = ["Counts", "count_collectives", "world_groups_2x2"]
+__all__ = ["Counts", "count_collectives"]
 
 KINDS = {
     "allgather_": "all_gather",
@@ -92,23 +89,3 @@ def count_collectives() -> Iterator[Counts]:
     """Counts every collective that this rank starts inside the block, whichever library does."""
     with _Witness() as witness:
         yield witness.counts
-
-
-def world_groups_2x2() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Four ranks as two nodes of two: this rank's (shard group, replicate group). All four must call it.
-
-    ::
-
-        shard        [0 1]  [2 3]         within a row
-        replicate    [0 2]  [1 3]         within a column
-    """
-    assert dist.get_world_size() == 4, f"a grid of 2 x 2 needs 4 ranks, there are {dist.get_world_size()}"
-    return kept("groups of 2 x 2", _make_groups_2x2)
-
-
-def _make_groups_2x2() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    row, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
-    column, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
-    assert row is not None
-    assert column is not None
-    return row, column

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from spec_tests.harness import device
-from spec_tests.menagerie import Animal
+from spec_tests.models import ModelInfo
 
 __all__ = ["USUAL", "Recipe", "Record", "adamw", "forward_backward", "sgd"]
 
@@ -78,7 +78,7 @@ class Record:
 
 
 def forward_backward(
-    model: nn.Module, animal: Animal, recipe: Recipe, rank: int, step: int, micro_batch: int = 0
+    model: nn.Module, info: ModelInfo, recipe: Recipe, rank: int, step: int, micro_batch: int = 0
 ) -> Tensor:
     """One micro-batch of one rank: its forwards and the one backward.
 
@@ -89,9 +89,9 @@ def forward_backward(
     # For dropout; the batch has a generator of its own.
     torch.manual_seed((recipe.seed * 4001 + index) * 4001 + rank)
     losses = []
-    for forward in range(animal.num_forwards):
-        args, kwargs = _here(animal.batch(recipe.seed, index * animal.num_forwards + forward, rank))
-        losses.append(animal.loss(model(*args, **kwargs)))
+    for forward in range(info.num_forwards):
+        args, kwargs = _here(info.batch(recipe.seed, index * info.num_forwards + forward, rank))
+        losses.append(info.loss(model(*args, **kwargs)))
     loss = torch.stack(losses).mean()
     (loss / recipe.accumulate).backward()
     return loss.detach()

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from spec_tests.harness import device
-from spec_tests.menagerie import Animal
+from spec_tests.models import ModelInfo
 from spec_tests.oracles.gathering import clean_name, flat_chunks, gather_chunks, split_by_name, units_of, wrap_units
 from spec_tests.oracles.recipe import USUAL, Recipe, Record, forward_backward
 
@@ -48,11 +48,11 @@ Named = dict[str, Tensor]
 
 
 @functools.lru_cache(maxsize=64)  # Tests that follow each other ask for the same one, and none changes the record.
-def train_single(animal: Animal, world_size: int, recipe: Recipe = USUAL, *, flat_units: bool = False) -> Record:
+def train_single(info: ModelInfo, world_size: int, recipe: Recipe = USUAL, *, flat_units: bool = False) -> Record:
     """One process that plays all ranks in turn. Needs no process group.
 
     Args:
-        animal: what to train.
+        info: what to train.
         world_size: how many ranks to play.
         recipe: how to train it.
         flat_units: whether a parameter without gradient counts as one with gradient zero if its unit has any
@@ -61,8 +61,8 @@ def train_single(animal: Animal, world_size: int, recipe: Recipe = USUAL, *, fla
     Returns:
         The record; its buffers are those of rank 0.
     """
-    model = animal.build().to(device())
-    units = units_of(model, animal.unit_classes) if flat_units else {}
+    model = info.build().to(device())
+    units = units_of(model, info.unit_classes) if flat_units else {}
     optimizer = recipe.optimizer(model.parameters())
     # Each rank has running statistics of its own.
     buffers = [[buffer.clone() for buffer in model.buffers()] for _ in range(world_size)]
@@ -77,7 +77,7 @@ def train_single(animal: Animal, world_size: int, recipe: Recipe = USUAL, *, fla
             of_ranks = []
             for rank in range(world_size):
                 _copy(buffers[rank], model.buffers())
-                of_ranks.append([forward_backward(model, animal, recipe, rank, step, i) for i in micro_batches])
+                of_ranks.append([forward_backward(model, info, recipe, rank, step, i) for i in micro_batches])
                 _copy(model.buffers(), buffers[rank])
                 _add(total, _taken_gradients(model))
             losses.extend(torch.stack(row) for row in zip(*of_ranks, strict=True))
@@ -120,7 +120,7 @@ def _fill_units(model: nn.Module, units: dict[str, dict[str, torch.Size]]) -> No
 
 def _train(
     model: nn.Module,
-    animal: Animal,
+    info: ModelInfo,
     recipe: Recipe,
     no_sync: Callable[[], AbstractContextManager[Any]],
     full: Callable[[nn.Module], tuple[Named, Named]],
@@ -134,7 +134,7 @@ def _train(
         for i in range(recipe.accumulate):
             puts_off = recipe.no_sync and i < recipe.accumulate - 1
             with no_sync() if puts_off else contextlib.nullcontext():
-                losses.append(forward_backward(model, animal, recipe, dist.get_rank(), step, i))
+                losses.append(forward_backward(model, info, recipe, dist.get_rank(), step, i))
         if step == recipe.steps - 1:
             # Now, because an optimizer is free to change gradients.
             gradients = full(model)[1]
@@ -162,53 +162,53 @@ def _plain(model: nn.Module) -> tuple[Named, Named]:
     return values, gradients
 
 
-def train_ddp(animal: Animal, recipe: Recipe = USUAL) -> Record:
+def train_ddp(info: ModelInfo, recipe: Recipe = USUAL) -> Record:
     """`DistributedDataParallel`: every rank holds everything, gradients are all-reduced."""
-    model = animal.build().to(device())
+    model = info.build().to(device())
     # Without this DDP sends rank 0's running statistics to everybody, which FSDP does not do.
-    ddp = DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=animal.leaves_some_out)
-    record = _train(ddp, animal, recipe, ddp.no_sync, lambda _: _plain(model))
+    ddp = DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=info.leaves_some_out)
+    record = _train(ddp, info, recipe, ddp.no_sync, lambda _: _plain(model))
     return replace(record, buffers=_buffers(model))
 
 
-def train_torch_fsdp1(animal: Animal, recipe: Recipe = USUAL, **options: Any) -> Record:
+def train_torch_fsdp1(info: ModelInfo, recipe: Recipe = USUAL, **options: Any) -> Record:
     """torch's `FullyShardedDataParallel`; see `train_fsdp1`.
 
-    It runs every animal on the CPU. Two things it cannot do there or anywhere, seen in 2.13, so ask another oracle:
+    It runs every model on the CPU. Two things it cannot do there or anywhere, seen in 2.13, so ask another oracle:
 
     * accumulate without ``no_sync`` in a unit of one element (``uneven``): it tells a sharded gradient from an
       unsharded one by its size, which is the same here, and reduces once more what is reduced already. The result is
       silently wrong;
     * reduce a unit that ran inside ``no_sync`` but not in the last micro-batch (``sometimes``): it raises.
     """
-    return train_fsdp1(torch_fsdp.FullyShardedDataParallel, animal, recipe, **options)
+    return train_fsdp1(torch_fsdp.FullyShardedDataParallel, info, recipe, **options)
 
 
-def train_fsdp1(library: Any, animal: Animal, recipe: Recipe = USUAL, **options: Any) -> Record:
+def train_fsdp1(library: Any, info: ModelInfo, recipe: Recipe = USUAL, **options: Any) -> Record:
     """A wrapper of the FSDP1 kind, with each unit wrapped by hand.
 
     Args:
         library: the class ``FullyShardedDataParallel``, torch's or ours.
-        animal: what to train.
+        info: what to train.
         recipe: how to train it.
         **options: for the constructor, as described in `shard_fsdp1`.
     """
-    units = units_of(animal.build(), animal.unit_classes)
+    units = units_of(info.build(), info.unit_classes)
     group = _shard_group(options)
 
     def full(model: nn.Module) -> tuple[Named, Named]:
         return split_by_name(gather_chunks(flat_chunks(model), group), units)
 
-    model = shard_fsdp1(library, animal, **options)
-    return _train(model, animal, recipe, model.no_sync, full)
+    model = shard_fsdp1(library, info, **options)
+    return _train(model, info, recipe, model.no_sync, full)
 
 
-def shard_fsdp1(library: Any, animal: Animal, **options: Any) -> Any:
-    """The animal with each of its units wrapped, and then itself.
+def shard_fsdp1(library: Any, info: ModelInfo, **options: Any) -> Any:
+    """The model with each of its units wrapped, and then itself.
 
     Args:
         library: the class ``FullyShardedDataParallel``, torch's or ours.
-        animal: whose model to wrap.
+        info: whose model to wrap.
         **options: for the constructor. Since each library has enums and records of its own, ``sharding_strategy`` and
             ``backward_prefetch`` may be given by the name of a member, and ``mixed_precision`` as a dictionary.
     """
@@ -216,7 +216,7 @@ def shard_fsdp1(library: Any, animal: Animal, **options: Any) -> Any:
     with warnings.catch_warnings():
         # That NO_SHARD, and FSDP1 as such, are not the future is not what is compared here.
         warnings.simplefilter("ignore")
-        return wrap_units(animal.build(), animal.unit_classes, lambda module: library(module, **chosen))
+        return wrap_units(info.build(), info.unit_classes, lambda module: library(module, **chosen))
 
 
 def _in_words_of(library: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -238,21 +238,21 @@ def _shard_group(options: dict[str, Any]) -> dist.ProcessGroup | None:
     return group[0] if isinstance(group, tuple) else group
 
 
-def train_torch_fsdp2(animal: Animal, recipe: Recipe = USUAL, **options: Any) -> Record:
+def train_torch_fsdp2(info: ModelInfo, recipe: Recipe = USUAL, **options: Any) -> Record:
     """torch's `fully_shard`; see `train_fsdp2`."""
-    return train_fsdp2(torch_fsdp.fully_shard, animal, recipe, **options)
+    return train_fsdp2(torch_fsdp.fully_shard, info, recipe, **options)
 
 
-def train_fsdp2(library: Any, animal: Animal, recipe: Recipe = USUAL, **options: Any) -> Record:
+def train_fsdp2(library: Any, info: ModelInfo, recipe: Recipe = USUAL, **options: Any) -> Record:
     """A function of the FSDP2 kind, applied to each unit and to the model.
 
     Args:
         library: the function ``fully_shard``, torch's or ours.
-        animal: what to train.
+        info: what to train.
         recipe: how to train it.
         **options: for the function.
     """
-    model = shard_fsdp2(library, animal, **options)
+    model = shard_fsdp2(library, info, **options)
 
     @contextlib.contextmanager
     def no_sync() -> Iterator[None]:
@@ -260,13 +260,13 @@ def train_fsdp2(library: Any, animal: Animal, recipe: Recipe = USUAL, **options:
         yield
         model.set_requires_gradient_sync(True)
 
-    return _train(model, animal, recipe, no_sync, lambda _: _joined(model))
+    return _train(model, info, recipe, no_sync, lambda _: _joined(model))
 
 
-def shard_fsdp2(library: Any, animal: Animal, **options: Any) -> Any:
-    """The animal with ``library(unit, **options)`` applied to each of its units, and then to itself."""
-    model = animal.build().to(device())
-    return wrap_units(model, animal.unit_classes, lambda module: library(module, **options))
+def shard_fsdp2(library: Any, info: ModelInfo, **options: Any) -> Any:
+    """The model with ``library(unit, **options)`` applied to each of its units, and then to itself."""
+    model = info.build().to(device())
+    return wrap_units(model, info.unit_classes, lambda module: library(module, **options))
 
 
 def _joined(model: nn.Module) -> tuple[Named, Named]:

@@ -39,6 +39,7 @@ from minifsdp.fsdp2 import initial
 from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.fsdp2.int8_shards import Int8Shards, extended
 from spec_tests.harness.simulated.nccl import SimulatedNccl
+from spec_tests.models.modules import MLP
 
 __all__ = ["PROGRAMS", "Program"]
 
@@ -91,18 +92,7 @@ def local(tensor: Tensor) -> Tensor:
 # --- models ---
 
 
-class Block(nn.Module):
-    """A residual block of two linear layers."""
-
-    def __init__(self, bias: bool = True) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(5, 7, bias), nn.Linear(7, 5, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.as_tensor(self.b(torch.relu(self.a(x))))
-
-
-class Checkpointed(Block):
+class Checkpointed(MLP):
     """A block that computes itself again in backward."""
 
     is_reentrant = False
@@ -118,14 +108,14 @@ class CheckpointedReentrantly(Checkpointed):
     is_reentrant = True
 
 
-def chain(kind: Callable[[], Block] = Block, num_blocks: int = 3) -> nn.Sequential:
+def chain(kind: type[MLP] = MLP, num_blocks: int = 3) -> nn.Sequential:
     with torch.device(DEVICE):
-        return nn.Sequential(nn.Linear(5, 5), *[kind() for _ in range(num_blocks)], nn.Linear(5, 3))
+        return nn.Sequential(nn.Linear(5, 5), *[kind(5, 7) for _ in range(num_blocks)], nn.Linear(5, 3))
 
 
 def flat(model: nn.Module | None = None, **options: Any) -> FSDP:
     """Through the door of FSDP1."""
-    policy = ModuleWrapPolicy({Block, Checkpointed})
+    policy = ModuleWrapPolicy({MLP, Checkpointed})
     options = {"device_id": torch.device(DEVICE), "auto_wrap_policy": policy, **options}
     return FSDP(model or chain(), **options)
 
@@ -140,7 +130,7 @@ def each(model: nn.Module | None = None, shape: tuple[int, ...] | None = None, *
 
 
 def blocks(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, Block)]
+    return [module for module in model.modules() if isinstance(module, MLP)]
 
 
 def batch() -> Tensor:
@@ -677,7 +667,7 @@ class Recomputed(nn.Module):
 
     def __init__(self, num_blocks: int, num_uses: int = 1) -> None:
         super().__init__()
-        self.inner, self.num_uses = nn.Sequential(*[Block() for _ in range(num_blocks)]), num_uses
+        self.inner, self.num_uses = nn.Sequential(*[MLP(5, 7) for _ in range(num_blocks)]), num_uses
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(self.num_uses):
@@ -706,7 +696,7 @@ def originals_offload_used_twice_with_the_optimizer_in_backward() -> Any:
 def prefetching_in_vain(**options: Any) -> nn.Module:
     """What is computed again asks for a block that has had its turn in backward."""
     with torch.device(DEVICE):
-        model: nn.Module = nn.Sequential(nn.Linear(5, 5), Recomputed(1), Block())
+        model: nn.Module = nn.Sequential(nn.Linear(5, 5), Recomputed(1), MLP(5, 7))
     again, last = blocks(each(model, **options))
     again.set_modules_to_forward_prefetch([last])
     train(model, 1)
@@ -918,10 +908,10 @@ def _columns(placement: Any) -> Callable[[nn.Parameter], Any]:
 def each_in_two_dtypes() -> Any:
     model = chain()
     for block in blocks(model):
-        block.b.to(torch.float64)
+        block.down.to(torch.float64)
     for block in blocks(model):
-        block.b.register_forward_pre_hook(lambda _, inputs: tuple(x.double() for x in inputs))
-        block.b.register_forward_hook(lambda *found: found[-1].float())
+        block.down.register_forward_pre_hook(lambda _, inputs: tuple(x.double() for x in inputs))
+        block.down.register_forward_hook(lambda *found: found[-1].float())
     return trained(each(model))
 
 

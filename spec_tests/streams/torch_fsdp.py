@@ -32,12 +32,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
 
+from spec_tests.models.modules import MLP
+
 __all__ = [
     "HALF_REDUCED",
     "OFFLOADED",
     "OPTIONS",
     "PROGRAMS",
-    "Block",
     "Program",
     "batch",
     "sharded",
@@ -51,18 +52,7 @@ Program = Callable[[], object]
 SIM = "sim"
 
 
-class Block(nn.Module):
-    """What becomes a unit of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Checkpointed(Block):
+class Checkpointed(MLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
 
@@ -72,7 +62,7 @@ class Moody(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks, self.calls = nn.ModuleList(Block() for _ in range(3)), 0
+        self.blocks, self.calls = nn.ModuleList(MLP(4, 8) for _ in range(3)), 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -82,8 +72,8 @@ class Moody(nn.Module):
         return x
 
 
-def network(block: type[Block] = Block) -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4), block(), block(), block(), nn.Linear(4, 3))
+def network(block: type[MLP] = MLP) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), block(4, 8), block(4, 8), block(4, 8), nn.Linear(4, 3))
 
 
 def batch() -> torch.Tensor:
@@ -113,7 +103,7 @@ def sharded(replicas: int = 1, model: nn.Module | None = None, **options: Any) -
     num_shards = dist.get_world_size() // replicas
     sizes, names = ((replicas, num_shards), ("replicate", "shard")) if replicas > 1 else ((num_shards,), None)
     mesh = init_device_mesh(SIM, sizes, mesh_dim_names=names)
-    for module in [module for module in model.modules() if isinstance(module, Block)]:
+    for module in [module for module in model.modules() if isinstance(module, MLP)]:
         fully_shard(module, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
 
@@ -260,7 +250,7 @@ def wrapped(strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD, **options:
     return FullyShardedDataParallel(
         model.to(SIM),
         sharding_strategy=strategy,
-        auto_wrap_policy=ModuleWrapPolicy({Block, Checkpointed}),
+        auto_wrap_policy=ModuleWrapPolicy({MLP, Checkpointed}),
         device_id=torch.device(SIM, 0),
         **options,
     )

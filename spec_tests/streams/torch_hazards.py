@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, fully_shard, share_comm_ctx
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from spec_tests.models.modules import MLP
 from spec_tests.streams.torch_fsdp import (
     HALF_REDUCED,
     OFFLOADED,
-    Block,
     Program,
     batch,
     sharded,
@@ -57,7 +57,7 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = Block(), Block()
+        self.left, self.right = MLP(4, 8), MLP(4, 8)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.left(x), self.right(x)
@@ -105,7 +105,7 @@ def a_second_root_begins_later() -> None:
 
 
 CAST, TO_CPU = "_to_copy", "_to_copy between devices"
-FORWARD = ("fsdp::split_with_sizes_copy", "addmm", "relu", "add")
+FORWARD = ("fsdp::split_with_sizes_copy", "addmm", "tanh", "add")
 SCATTER, GATHER, COPY_IN = "reduce_scatter_single", "all_gather_single", "fsdp::all_gather_copy_in"
 
 HAZARDS: dict[str, tuple[int, Program, set[tuple[str, str]]]] = {
@@ -153,7 +153,7 @@ class Head(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.norm, self.head = Block(), nn.LayerNorm(4), nn.Linear(4, 4)
+        self.body, self.norm, self.head = MLP(4, 8), nn.LayerNorm(4), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.body(x))  # type: ignore[no-any-return]

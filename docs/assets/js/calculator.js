@@ -50,16 +50,18 @@
       const elsewhere = o.isReplicated ? 0 : gatheredElsewhere(units, i, o.keeps, o.ahead, rootSize > 0);
       const waiting = i ? o.gradient * rootSize : 0;
       const gathered = o.isReplicated ? 0 : here;
-      const stages = [gathered + (o.sorts ? here : 0), gathered + o.gradient * here * (o.joins ? 2 : 1)];
-      let underWay = 0;
+      const joins = o.joins[rootSize ? i : i + 1];
+      const twice = joins ? gathered + 2 * o.gradient * here : 0;
+      const underWay = o.reduces ? o.reduction * after * (1 + share) : 0;
+      const stages = [underWay + gathered + (o.sorts ? here : 0), underWay + gathered + o.gradient * here, twice];
       if (o.reduces) {
-        underWay = o.reduction * after * (1 + share);
-        if (o.sorts || o.reduction !== o.gradient) {
-          stages.push((o.gradient + o.reduction) * here);
-        }
-        stages.push(o.reduction * here * (1 + share) + (o.stored !== o.reduction ? (o.stored * after) / o.numShards : 0));
+        // Of the reduction of the unit before a piece is left when this gradient is put together or packed.
+        const left = (o.reduction * after) / o.numShards;
+        const cast = o.stored !== o.reduction ? (o.stored * after) / o.numShards : 0;
+        stages.push(left + twice, left + o.reduction * here * (1 + share) + cast);
+        if (o.sorts || o.reduction !== o.gradient) stages.push(left + (o.gradient + o.reduction) * here);
       }
-      most = Math.max(most, elsewhere + gradientsAtRest(units, i, o) + waiting + underWay + Math.max(...stages));
+      most = Math.max(most, elsewhere + gradientsAtRest(units, i, o) + waiting + Math.max(...stages));
     }
     return most;
   }
@@ -88,6 +90,9 @@
     const elements = (sum(numels) + rootNumel) / shards;
     const sizes = numels.map((n) => n * width), rootSize = rootNumel * width;
     const borrowed = shards === 1 && (job.compute || job.stored) === job.stored && !job.offload;
+    // Of the root and of each unit: whether its gradient is put together from those of its parameters.
+    const joins = [job.root, ...job.units].map(
+      (shapes, i) => !job.perParameter && (shapes.length > 1 || [rootNumel, ...numels][i] > sum(shapes.map(numelOf))));
     const sorts = job.perParameter && job.units.some((shapes) => shapes.length > 1);
     const buffers = job.buffers * DTYPES[job.buffer || job.stored];
     const states = elements * (atRest + job.optimizer);
@@ -99,7 +104,7 @@
     const forward = borrowed ? 0 : rests + peakOfForward(sizes, rootSize, { keeps, ahead: Number(job.forwardPrefetch), sorts });
     const backwardWith = (held, reduces) => rests + peakOfBackward(sizes, rootSize, {
       numShards: shards, keeps, ahead: Number(job.backwardPrefetch), gradient: 1, reduction: travel,
-      stored: job.offload ? 0 : atRest / width, held, reduces, joins: !job.perParameter, sorts, isReplicated: borrowed,
+      stored: job.offload ? 0 : atRest / width, held, reduces, joins, sorts, isReplicated: borrowed,
     });
     let backward;
     if (!many) backward = backwardWith("nothing", true);

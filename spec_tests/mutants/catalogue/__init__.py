@@ -10,6 +10,7 @@ from spec_tests.mutants.catalogue import (
     optimizer_states,
     precision,
     rest,
+    sending,
     sharding,
     switches,
     training,
@@ -29,5 +30,6 @@ EVERY: list[Mutant] = [
     *fully_shard.MUTANTS,
     *switches.MUTANTS,
     *rest.MUTANTS,
+    *sending.MUTANTS,
 ]
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}

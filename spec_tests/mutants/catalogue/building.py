@@ -42,8 +42,8 @@ MUTANTS = [
     Mutant(
         "former-roots-stay-alive",
         "Wrapper._find_tree",
-        "            if not small.is_dissolved:\n                small.dissolve()",
-        "            pass",
+        "                wrapper._tree.dissolve()",
+        "                pass",
         "A part that ran alone before keeps its own tree under a new root.",
         "CTOR-11",
     ),
@@ -313,7 +313,7 @@ MUTANTS = [
     ),
     Mutant(
         "rebound-name-inside-the-unit",
-        "rebound",
+        "replaced_parameter_error",
         "full_name(unit_name, slot.path)",
         "slot.path",
         "The error for a replaced parameter has its name inside the unit only.",

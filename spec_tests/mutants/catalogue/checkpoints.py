@@ -243,7 +243,7 @@ MUTANTS = [
     Mutant(
         "nothing-is-shared",
         "keep_apart",
-        "tensor is not own and ",
+        "tensor is not twin and ",
         "False and ",
         "Buffers and ignored parameters are copied at once.",
         "SD-FULL-07",

@@ -17,7 +17,7 @@ MUTANTS = [
     ),
     Mutant(
         "rows-are-rounded-down",
-        "Cut.rows",
+        "Cut.num_rows",
         "return -(-self.shape[self.dim] // self.num_shards)",
         "return max(1, self.shape[self.dim] // self.num_shards)",
         "The last rows of a parameter that does not divide evenly are lost.",
@@ -309,7 +309,7 @@ MUTANTS = [
     ),
     Mutant(
         "freeze-while-unsharded",
-        "Entry.turn",
+        "Entry.follow_requires_grad",
         "self.parameter.requires_grad_(self.is_trained)",
         "pass",
         "What is frozen while it is gathered is trained again when it is sharded.",
@@ -318,7 +318,7 @@ MUTANTS = [
     Mutant(
         "chunk-of-an-even-share",
         "Cut.chunk_numel",
-        "self.rows * (self.shape.numel() // self.shape[self.dim] if self.shape[self.dim] else 0)",
+        "self.num_rows * (self.shape.numel() // self.shape[self.dim] if self.shape[self.dim] else 0)",
         "self.shape.numel() // self.num_shards",
         "Uneven rows are sent rounded down.",
         "FS2-06",
@@ -334,7 +334,7 @@ MUTANTS = [
     Mutant(
         "empty-pieces-begin-behind-the-end",
         "Cut.start",
-        "min(index * self.rows, self.shape[self.dim])",
+        "min(index * self.num_rows, self.shape[self.dim])",
         "index * self.rows",
         "A piece that is empty begins behind the end of the rows.",
         "FS2-06",

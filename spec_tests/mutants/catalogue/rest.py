@@ -74,7 +74,7 @@ MUTANTS = [
     Mutant(
         "inputs-that-reach-nobody-are-forgotten",
         "Cycle.end_backward",
-        "if not unit.layout.signals_gradient and unit.phase is not Phase.POST_BACKWARD and unit.expects_gradient:",
+        "if unit.phase is not Phase.POST_BACKWARD and self.triggers[unit].is_overdue():",
         "if False:",
         "A fully sharded unit whose inputs ask for no gradient is never reduced.",
         "PAR-05 FS2-13",

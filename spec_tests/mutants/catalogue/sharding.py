@@ -434,8 +434,8 @@ MUTANTS = [
     Mutant(
         "steps-on-flat-parameters-go-unnoticed",
         "Ownership.stamp",
-        "(parameter._version, parameter.data_ptr())",
-        "(0, parameter.data_ptr())",
+        "list(map(_VERSION, self.parameters)), ",
+        "",
         "A step on a flat parameter goes unnoticed by a unit that is kept.",
         "SHARD-05",
     ),

@@ -131,7 +131,7 @@ BREAKS = [
     Break(
         "follow-does-nothing",
         LANES,
-        "        self.stream.wait_event(passed(self._device) if event is None else event)\n",
+        "        self.stream.wait_event(compute_event(self._device) if event is None else event)\n",
         "        pass\n",
         "Communication streams never wait for the compute stream.",
         "flat_full",
@@ -139,8 +139,8 @@ BREAKS = [
     Break(
         "event-to-follow-ignored",
         LANES,
-        "        self.stream.wait_event(passed(self._device) if event is None else event)\n",
-        "        self.stream.wait_event(passed(self._device))\n",
+        "        self.stream.wait_event(compute_event(self._device) if event is None else event)\n",
+        "        self.stream.wait_event(compute_event(self._device))\n",
         "An event that is given is not waited for; 'all so far', asked inside of the lane, is the lane's own.",
         "each_resting",
     ),
@@ -182,7 +182,7 @@ BREAKS = [
         FLAT,
         """\
         if self.owner.collect():
-            # Just copied, and so after the lane has last followed the compute stream.
+            # Copied on the compute stream, which the lane has not followed since.
             lanes.gather.follow()
 """,
         "        self.owner.collect()\n",
@@ -200,7 +200,7 @@ BREAKS = [
     Break(
         "assigned-data-not-followed",
         PER_PARAMETER,
-        "        if self._has_copied:\n            # Since the lane has last followed the compute stream.\n"
+        "        if self._has_copied:\n            # On the compute stream, which the lane has not followed since.\n"
         "            lanes.gather.follow()\n",
         "        if self._has_copied:\n",
         "What was assigned is copied after the event for which the gathers wait.",
@@ -225,8 +225,8 @@ BREAKS = [
     Break(
         "rests-later-than-said",
         ROW,
-        f"{CUT_OUT}        self._rested_at = passed(self.device)\n",
-        f"        self._rested_at = passed(self.device)\n{CUT_OUT}",
+        f"{CUT_OUT}        self._rested_at = compute_event(self.device)\n",
+        f"        self._rested_at = compute_event(self.device)\n{CUT_OUT}",
         "The event is recorded before the larger piece is cut out.",
         "each_resting",
     ),
@@ -388,8 +388,8 @@ BREAKS = [
     Break(
         "gather-returns-nothing",
         "engine/collectives.py",
-        "    promise: Promise = getattr(group.process_group, _GATHER_METHOD)(output, piece, _GATHER) or NOTHING\n",
-        "    promise: Promise = getattr(group.process_group, _GATHER_METHOD)(output, piece, _GATHER)\n",
+        "    promise: Promise = getattr(carrier, _GATHER_METHOD)(output, piece, _GATHER) or NOTHING\n",
+        "    promise: Promise = getattr(carrier, _GATHER_METHOD)(output, piece, _GATHER)\n",
         "What NCCL returns for a gather is waited for, and it is None. Race 1 of the list.",
         "flat_full",
         "exception",

@@ -67,7 +67,7 @@ BREAKS = [
     Break(
         "copies-not-waited-for-at-the-end",
         REDUCE,
-        "            self._complete(last)\n        self._let_cpu_go_on()\n        for",
+        "            self._complete(last)\n        self._stop_cpu()\n        for",
         "            self._complete(last)\n        for",
         "The end of backward completes the last reduction, and not the copies.",
         "flat_offload",
@@ -75,7 +75,7 @@ BREAKS = [
     Break(
         "copies-not-waited-for-after-an-error",
         REDUCE,
-        "            last.promise.wait()\n        self._let_cpu_go_on()\n",
+        "            last.promise.wait()\n        self._stop_cpu()\n",
         "            last.promise.wait()\n",
         "After an error shards are written while they are still copied to the device.",
         "originals_offload_after_an_error_in_backward",

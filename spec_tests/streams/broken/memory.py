@@ -14,7 +14,7 @@ BREAKS = [
     Break(
         "no-record-stream",
         LIFETIME,
-        "        storage_owner.record_stream(main_road)\n",
+        "        storage_owner.record_stream(compute_stream)\n",
         "",
         "The allocator is not told that the compute stream still reads.",
         "flat_full",
@@ -22,7 +22,7 @@ BREAKS = [
     Break(
         "record-stream-of-the-default-stream",
         LIFETIME,
-        "        storage_owner.record_stream(main_road)\n",
+        "        storage_owner.record_stream(compute_stream)\n",
         "        storage_owner.record_stream(torch.get_device_module(storage_owner.device).default_stream())\n",
         "The allocator is told of the default stream, whichever reads.",
         "flat_evaluating_on_a_stream_of_the_user",
@@ -30,10 +30,10 @@ BREAKS = [
     Break(
         "record-stream-after-the-release",
         LIFETIME,
-        "        storage_owner.record_stream(main_road)\n        event = main_road.record_event()\n"
+        "        storage_owner.record_stream(compute_stream)\n        event = compute_stream.record_event()\n"
         "    storage_owner.untyped_storage().resize_(0)\n",
-        "        event = main_road.record_event()\n    storage_owner.untyped_storage().resize_(0)\n"
-        "    if event is not DONE:\n        storage_owner.record_stream(main_road)\n",
+        "        event = compute_stream.record_event()\n    storage_owner.untyped_storage().resize_(0)\n"
+        "    if event is not DONE:\n        storage_owner.record_stream(compute_stream)\n",
         "The allocator is told when the memory was given back already.",
         "flat_full",
     ),
@@ -56,7 +56,7 @@ BREAKS = [
     Break(
         "buffers-are-not-held",
         LANES,
-        "            self._held.append((memory, passed(self._device)))\n",
+        "            self._held.append((memory, compute_event(self._device)))\n",
         "            pass\n",
         "What has arrived is given back as soon as its copy out was issued.",
         "each_full",
@@ -64,7 +64,7 @@ BREAKS = [
     Break(
         "held-until-the-wrong-stream",
         LANES,
-        "            self._held.append((memory, passed(self._device)))\n",
+        "            self._held.append((memory, compute_event(self._device)))\n",
         "            self._held.append((memory, self.stream.record_event()))\n",
         "What is held is held until the communication stream has passed, not the one that reads.",
         "each_full",
@@ -106,7 +106,8 @@ BREAKS = [
     Break(
         "only-concatenated-rows-hold",
         ROW,
-        "            self._concatenate(sorted_by_rank, source)\n        # It came from the lane.\n"
+        "            self._concatenate(sorted_by_rank, source)\n"
+        "        # The memory came from the lane, which must not reuse it before the copy is done.\n"
         "        self._lane.hold(buffer)\n",
         "            self._concatenate(sorted_by_rank, source)\n            self._lane.hold(buffer)\n",
         "Held is only the buffer of a row with a parameter that is cut along another dim than the first.",
@@ -217,7 +218,7 @@ BREAKS = [
     Break(
         "limiter-thinks-all-is-done",
         LIFETIME,
-        "        event = main_road.record_event()\n",
+        "        event = compute_stream.record_event()\n",
         "        event = DONE\n",
         "Each release is said to be over at once.",
         "flat_full_of_many_blocks",

@@ -104,7 +104,7 @@ BREAKS = [
     Break(
         "optimizer-writes-while-gathers-read",
         "engine/unit.py",
-        "            return\n        self.wait()\n",
+        "            return\n        if self.state is State.GATHERING:\n            self.wait()\n",
         "            return\n",
         "After backward the optimizer writes to a shard that was prefetched in vain.",
         "each_prefetching_in_vain",
@@ -170,9 +170,8 @@ BREAKS = [
     Break(
         "reduce-scatter-returns-nothing",
         "engine/collectives.py",
-        "    promise: Promise = getattr(group.process_group, _REDUCE_SCATTER_METHOD)(piece, whole, _REDUCE_SCATTER) or "
-        "NOTHING\n",
-        "    promise: Promise = getattr(group.process_group, _REDUCE_SCATTER_METHOD)(piece, whole, _REDUCE_SCATTER)\n",
+        "    promise: Promise = getattr(carrier, _REDUCE_SCATTER_METHOD)(piece, whole, _REDUCE_SCATTER) or NOTHING\n",
+        "    promise: Promise = getattr(carrier, _REDUCE_SCATTER_METHOD)(piece, whole, _REDUCE_SCATTER)\n",
         "The same for a reduce-scatter.",
         "each_full",
         "exception",
@@ -198,8 +197,7 @@ BREAKS = [
     Break(
         "completed-at-once",
         REDUCE,
-        "        before, self._in_flight = self._in_flight, new\n        if before is not None:\n"
-        "            self._complete(before)\n",
+        "        self._in_flight = new\n        if before is not None:\n            self._complete(before)\n",
         "        self._complete(new)\n",
         "The compute stream waits for each reduction before it goes on.",
         "flat_full",

@@ -5,54 +5,44 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_tests.menagerie.animal import Block, Scale, floats, keep, tokens
+from spec_tests.models.info import floats, keep, tokens
+from spec_tests.models.modules import MLP, Nested, Scale, Twice
 
 # --- how units are arranged ---
 
 # Nothing but equal units, and a root that owns no parameter at all: it must not gather, and must not be missed.
-keep("blocks", lambda: nn.Sequential(Block(), Block(), Block()), Block)
+keep("blocks", lambda: nn.Sequential(MLP(), MLP(), MLP()), MLP)
 
 
 # The usual shape: equal units between layers of the root, which is in use from the first moment to the last.
 def _mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 8), Block(), Block(), Block(), Block(), nn.Linear(8, 3))
+    return nn.Sequential(nn.Linear(8, 8), MLP(), MLP(), MLP(), MLP(), nn.Linear(8, 3))
 
 
-keep("mlp", _mlp, Block)
+keep("mlp", _mlp, MLP)
 
 
 # No size is a multiple of anything, and `Scale` has fewer elements than there are ranks: somebody owns only padding.
 def _uneven() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 5), nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 7)), Scale())
+    return nn.Sequential(nn.Linear(8, 5), nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 7)), Scale(1))
 
 
 keep("uneven", _uneven, nn.Sequential, Scale)
 
 
-class Nested(nn.Module):
-    """A unit that owns a layer used first, a unit used in the middle, and a layer used last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.inner, self.after = nn.Linear(8, 8), Block(), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.after(self.inner(self.before(x)))
-
-
 # Units inside of units: the outer one's parameters are needed before and after the inner one's whole life.
-keep("nested", lambda: nn.Sequential(Nested(), nn.Tanh(), Nested()), Nested, Block)
+keep("nested", lambda: nn.Sequential(Nested(), nn.Tanh(), Nested()), Nested, MLP)
 
 
 # --- who uses a unit, and how often ---
 
 
-class Tied(nn.Module):
+class LanguageModel(nn.Module):
     """A language model without a middle to speak of: the embedding is also the output matrix."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.block, self.head = nn.Embedding(11, 8), Block(), nn.Linear(8, 11, bias=False)
+        self.embedding, self.block, self.head = nn.Embedding(11, 8), MLP(), nn.Linear(8, 11, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -60,24 +50,11 @@ class Tied(nn.Module):
 
 
 # One parameter under two names, used at both ends; its gradient is complete only at the very end of backward.
-keep("tied", Tied, Block, batch=tokens, loss=lambda output: output)
-
-
-class Twice(nn.Module):
-    """Three units, each applied twice in a row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(block(x))
-        return x
+keep("tied", LanguageModel, MLP, batch=tokens, loss=lambda output: output)
 
 
 # One forward of the root is two of each unit, and the gradient is complete only after the second backward of it.
-keep("called_twice", Twice, Block)
+keep("called_twice", lambda: Twice(MLP() for _ in range(3)), MLP)
 
 
 class Alias(nn.Module):
@@ -85,7 +62,7 @@ class Alias(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.middle = Block(), Block()
+        self.first, self.middle = MLP(), MLP()
         self.last = self.first
 
     def forward(self, x: Tensor) -> Tensor:
@@ -93,10 +70,10 @@ class Alias(nn.Module):
 
 
 # Whoever wraps name by name makes two units out of one, and backward meets the two uses far apart.
-keep("shared_module", Alias, Block)
+keep("shared_module", Alias, MLP)
 
 # Two forwards of everything, then one backward: all units are used once more before the first one is done.
-keep("several_forwards", lambda: nn.Sequential(Block(), Block(), Block()), Block, num_forwards=2)
+keep("several_forwards", lambda: nn.Sequential(MLP(), MLP(), MLP()), MLP, num_forwards=2)
 
 
 class Detour(nn.Module):
@@ -104,7 +81,7 @@ class Detour(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.side, self.last = Block(), Block(), Block()
+        self.first, self.side, self.last = MLP(), MLP(), MLP()
 
     def forward(self, x: Tensor, detour: bool) -> Tensor:
         x = self.first(x)
@@ -115,7 +92,7 @@ class Detour(nn.Module):
 keep(
     "sometimes",
     Detour,
-    Block,
+    MLP,
     batch=lambda seed, step, rank: ((*floats(4, 8)(seed, step, rank)[0], step % 2 == 1), {}),
     leaves_some_out=True,
 )
@@ -125,17 +102,17 @@ keep(
 
 
 def _frozen() -> nn.Module:
-    model = nn.Sequential(Block(), Block(), Block(), Block())
+    model = nn.Sequential(*(MLP() for _ in range(4)))
     for index in (0, 2):
         model[index].requires_grad_(False)
     return model
 
 
 # Frozen units: the first never sees a backward, the third must be there in backward without a gradient of its own.
-keep("frozen", _frozen, Block)
+keep("frozen", _frozen, MLP)
 
 
-class Spare(Block):
+class Spare(MLP):
     """A block with a layer that nobody calls."""
 
     def __init__(self) -> None:
@@ -152,13 +129,13 @@ class OneSided(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = Skipping(), Block()
+        self.first, self.last = Skipping(), MLP()
 
     def forward(self, x: Tensor, with_extra: bool) -> Tensor:
         return self.last(self.first(x, with_extra))
 
 
-class Skipping(Block):
+class Skipping(MLP):
     """A block with a layer that it can do without."""
 
     def __init__(self) -> None:
@@ -173,7 +150,7 @@ class Skipping(Block):
 keep(
     "one_sided",
     OneSided,
-    Block,
+    MLP,
     batch=lambda seed, step, rank: ((*floats(4, 8)(seed, step, rank)[0], rank % 2 == 0), {}),
     leaves_some_out=True,
 )

@@ -1,7 +1,8 @@
-"""What an animal is, how it gets into the menagerie, and the few things that many of them are made of."""
+"""What is told of a model in `MODELS`, and how it gets there."""
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,18 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ANIMALS", "SAMPLES", "WIDTH", "Animal", "Batch", "Block", "Scale", "dice", "floats", "keep", "tokens"]
+from spec_tests.models.modules import seeded
+
+__all__ = ["MODELS", "SAMPLES", "WIDTH", "ModelInfo", "Batch", "dice", "floats", "keep", "tokens"]
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 SAMPLES, WIDTH = 4, 8
 
 
 @dataclass(frozen=True)
-class Animal:
+class ModelInfo:
     """A model, and all that is needed to train it.
 
     Attributes:
-        name: its key in `ANIMALS`.
+        name: its key in `MODELS`.
         build: makes it, with the same values in every process; leaves the global random state alone.
         unit_classes: modules of these classes become units, and the model itself becomes the root.
         batch: from seed, step and rank to the arguments of ``forward``.
@@ -39,7 +42,7 @@ class Animal:
     leaves_some_out: bool = False
 
 
-ANIMALS: dict[str, Animal] = {}
+MODELS: dict[str, ModelInfo] = {}
 
 
 def dice(seed: int, step: int, rank: int) -> torch.Generator:
@@ -73,34 +76,7 @@ def keep(
     loss: Callable[[Any], Tensor] = mean_square,
     **rest: Any,
 ) -> None:
-    """Puts an animal into `ANIMALS`; see `Animal` for the arguments."""
+    """Puts a model into `MODELS`; see `ModelInfo` for the arguments."""
 
-    def seeded() -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(zlib.crc32(name.encode()))
-            return build()
-
-    ANIMALS[name] = Animal(name, seeded, unit_classes, batch, loss, **rest)
-
-
-class Block(nn.Module):
-    """The unit of most animals: two linear layers around a ``tanh``, and a bypass. 280 parameters."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Scale(nn.Module):
-    """One number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((1,), 0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
+    made = functools.partial(seeded, build, zlib.crc32(name.encode()))
+    MODELS[name] = ModelInfo(name, made, unit_classes, batch, loss, **rest)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_tests.menagerie.animal import SAMPLES, Block, floats, keep, tokens
+from spec_tests.models.info import SAMPLES, floats, keep, tokens
+from spec_tests.models.modules import MLP
 
 # --- layers with a will of their own ---
 
 
 # Buffers that forward writes: running statistics are neither sharded nor averaged, every rank keeps its own.
 def _batch_norm() -> nn.Module:
-    unit = nn.Sequential(nn.Linear(6, 9, bias=False), nn.BatchNorm1d(9), nn.Tanh())
+    # Without the first Tanh the second norm would take out a bias of the first: its gradient would be the noise of
+    # rounding, which Adam makes as large as any other.
+    unit = nn.Sequential(nn.Tanh(), nn.Linear(6, 9, bias=False), nn.BatchNorm1d(9), nn.Tanh())
     return nn.Sequential(nn.Linear(8, 6, bias=False), nn.BatchNorm1d(6), unit, nn.Linear(9, 3))
 
 
@@ -21,7 +24,7 @@ keep("batch_norm", _batch_norm, nn.Sequential)
 
 # Chance: each rank draws its own mask, and gathering must not draw from the same generator.
 def _dropout() -> nn.Module:
-    return nn.Sequential(*(nn.Sequential(Block(), nn.Dropout(0.5)) for _ in range(3)))
+    return nn.Sequential(*(nn.Sequential(MLP(), nn.Dropout(0.5)) for _ in range(3)))
 
 
 keep("dropout", _dropout, nn.Sequential)

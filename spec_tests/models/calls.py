@@ -14,7 +14,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from spec_tests.menagerie.animal import SAMPLES, WIDTH, Batch, Block, dice, floats, keep
+from spec_tests.models.info import SAMPLES, WIDTH, Batch, dice, floats, keep
+from spec_tests.models.modules import MLP
 
 # --- what a forward takes and returns ---
 
@@ -52,7 +53,7 @@ def _nested_batch(seed: int, step: int, rank: int) -> Batch:
 keep("keywords", ByNameModel, ByName, batch=_nested_batch)
 
 
-class Bundle(Block):
+class Bundle(MLP):
     """Returns its result among things that are not tensors."""
 
     def forward(self, x: Tensor) -> Any:
@@ -85,7 +86,7 @@ class Updates(nn.Module):
 
     def __init__(self, source: str, target: str) -> None:
         super().__init__()
-        self.block, self.source, self.target = Block(), source, target
+        self.block, self.source, self.target = MLP(), source, target
 
     def forward(self, record: dict[str, Any]) -> dict[str, Any]:
         return {**record, self.target: self.block(record[self.source])}
@@ -121,19 +122,19 @@ class Overwrites(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = Block(), Block()
+        self.first, self.last = MLP(), MLP()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.first(x).mul_(2.0).tanh_())
 
 
 # Outputs are changed in place by the caller, the root's by the loss: hooks that were laid on them must survive that.
-keep("overwritten_output", Overwrites, Block, loss=lambda output: output.add_(1.0).square().mean())
+keep("overwritten_output", Overwrites, MLP, loss=lambda output: output.add_(1.0).square().mean())
 
 
 # A unit begins with an in-place ReLU, so what enters it is overwritten: it must not have been wrapped into a view.
 def _writes_input() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 8), *(nn.Sequential(nn.ReLU(inplace=True), Block()) for _ in range(3)))
+    return nn.Sequential(nn.Linear(8, 8), *(nn.Sequential(nn.ReLU(inplace=True), MLP()) for _ in range(3)))
 
 
 keep("writes_input", _writes_input, nn.Sequential)
@@ -142,7 +143,7 @@ keep("writes_input", _writes_input, nn.Sequential)
 
 
 def _checkpointed(implementation: CheckpointImpl) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(*(checkpoint_wrapper(Block(), checkpoint_impl=implementation) for _ in range(3)))
+    return lambda: nn.Sequential(*(checkpoint_wrapper(MLP(), checkpoint_impl=implementation) for _ in range(3)))
 
 
 # Checkpointing inside the unit: what runs again is the inside of a unit that backward has gathered already.
@@ -162,7 +163,7 @@ class Recomputing(nn.Module):
 
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()
-        self.blocks, self.use_reentrant = nn.ModuleList(Block() for _ in range(3)), use_reentrant
+        self.blocks, self.use_reentrant = nn.ModuleList(MLP() for _ in range(3)), use_reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -171,12 +172,12 @@ class Recomputing(nn.Module):
 
 
 # Checkpointing around the unit: its whole forward, hooks and all, is entered again in the middle of backward.
-keep("checkpoint_outside", lambda: Recomputing(use_reentrant=False), Block)
+keep("checkpoint_outside", lambda: Recomputing(use_reentrant=False), MLP)
 
 # The same by the older implementation: the unit's backward is a backward of its own, inside the large one.
 keep(
     "checkpoint_outside_reentrant",
     lambda: Recomputing(use_reentrant=True),
-    Block,
+    MLP,
     batch=floats(SAMPLES, WIDTH, requires_grad=True),
 )

@@ -1,0 +1,163 @@
+"""Gloo's own transport: gather and reduce-scatter on CPUs, by nothing but send and receive.
+
+Gloo is the backend for CPUs, and its collectives make detours. Its reduce-scatter copies the whole gradient and sums
+*all* of it on every rank, though each rank wants one piece. Every collective runs in a thread of the group, one after
+the other. So on CPUs minifsdp sends by itself, straight from the memory where the values are into the memory where
+they will be used. Two ranks, a tensor of four elements, what goes over the wire::
+
+    gather            rank 0: [1 2 . .]     --1 2-->   rank 1: [. . 3 4]       both end with [1 2 3 4]
+                                            <--3 4--
+    reduce_scatter    rank 0: [1 2 3 4]     --3 4-->   rank 1: [5 6 7 8]
+                              [5 6]         <--5 6--           [3 4]           parts of the others
+                              [6 8]                            [10 12]         their sum
+
+1. *Bytes.* With N ranks each sends (N - 1) / N of the whole, which is the least that can do. Gloo's reduce-scatter
+   sends twice that.
+2. *Memory.* A gather needs none beside its output. A reduce-scatter receives the first of the others' parts where the
+   result will be, and needs room for N - 2 more; gloo's needs room for another whole.
+3. *Time.* Sending and receiving begin at once, in gloo's own thread, and go on while the CPU computes. Who waits is
+   stopped only for what has not come yet.
+4. *Bits.* The parts are summed in the order of the ranks, whichever comes first. The result is the same in every run.
+
+5. *Order.* Receives and sends of one kind meet in the order in which they were issued, as collectives do; a tag of its
+   own keeps each kind apart from the other and from what the program sends itself. A receive that went away would leave
+   its message to the next one. So what was issued stays in a queue until it has come, even if the model has gone.
+
+The switch: with ``MINIFSDP_TRANSPORT=collectives`` in the environment of *every* rank, gloo's collectives are used as
+those of any other backend are. They also are if a process group is wrapped for ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, for
+then it is the collectives that torch compares.
+
+Programs count collectives with a ``TorchDispatchMode``. Such a mode is shown the operator that would have been called,
+on a group that sends nothing; what it counts is what other backends do.
+
+*In torch:* FSDP's all-gather and reduce-scatter are gloo's, and are waited for at once.
+
+Spec: WIRE-01 to WIRE-07.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup, HashStore
+
+from minifsdp.engine.lanes import Promise
+
+# Any two numbers that no program uses for its own messages.
+_GATHER_TAG, _REDUCE_TAG = 0x6D696E69, 0x6D696E6A
+
+
+class Transport:
+    """Stands in the place of a process group of gloo, for the two collectives that it does better between CPUs.
+
+    Args:
+        backend: gloo's part of the process group, of two ranks or more.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend, self._rank, self._size = backend, backend.rank(), backend.size()
+        # Everyone begins with the next one, so that not all send to the same rank at once.
+        self._others = [(self._rank + distance) % self._size for distance in range(1, self._size)]
+        shown = dist.ProcessGroup(HashStore(), self._rank, self._size)
+        sends_nothing = FakeProcessGroup._create_internal(self._rank, self._size)
+        shown._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, sends_nothing)
+        self._show_gather = getattr(shown, "all_gather_single", None) or shown._allgather_base
+        self._show_reduce_scatter = getattr(shown, "reduce_scatter_single", None) or shown._reduce_scatter_base
+        self._gathers, self._reductions = _Queue(), _Queue()
+
+    def all_gather_single(self, output: torch.Tensor, piece: torch.Tensor, options: Any) -> Promise:
+        """Issues an all-gather, as the method of a process group."""
+        if torch._C._len_torch_dispatch_stack():
+            self._show_gather(output, piece, options)
+        places = output.tensor_split(self._size)
+        works = [self._backend.recv([places[other]], other, _GATHER_TAG) for other in self._others]
+        works += [self._backend.send([piece], other, _GATHER_TAG) for other in self._others]
+        own = places[self._rank]
+        if own.data_ptr() != piece.data_ptr():
+            own.copy_(piece)
+        return _Exchange(works, self._gathers)
+
+    def reduce_scatter_single(self, piece: torch.Tensor, whole: torch.Tensor, options: Any) -> Promise:
+        """Issues a reduce-scatter, as the method of a process group."""
+        if torch._C._len_torch_dispatch_stack():
+            self._show_reduce_scatter(piece, whole, options)
+        own = whole.tensor_split(self._size)
+        # 2. One of the first two summands is another rank's, and has its place already.
+        first = 1 if self._rank == 0 else 0
+        parts = {other: piece if other == first else torch.empty_like(piece) for other in self._others}
+        works = [self._backend.recv([parts[other]], other, _REDUCE_TAG) for other in self._others]
+        works += [self._backend.send([own[other]], other, _REDUCE_TAG) for other in self._others]
+        parts[self._rank] = own[self._rank]
+
+        def add() -> None:
+            # 4. By rank.
+            torch.add(parts[0], parts[1], out=piece)
+            for rank in range(2, self._size):
+                piece.add_(parts[rank])
+
+        return _Exchange(works, self._reductions, add)
+
+    # As they were called before torch 2.13.
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+
+
+class _Queue:
+    """5. The messages of one kind that may not have come yet, with the tensors that they read and write."""
+
+    def __init__(self) -> None:
+        self._num_issued = 0
+        self._waiting: deque[tuple[int, list[Any]]] = deque()
+
+    def add(self, works: list[Any]) -> int:
+        """Keeps ``works``; returns their number."""
+        self._num_issued += 1
+        self._waiting.append((self._num_issued, works))
+        return self._num_issued
+
+    def drop_until(self, number: int) -> None:
+        """Number ``number`` has come, and so have all before it."""
+        while self._waiting and self._waiting[0][0] <= number:
+            self._waiting.popleft()
+
+
+class _Exchange:
+    """The promise of all messages of one collective, and of what is to be done when they have come."""
+
+    __slots__ = ("_finish", "_number", "_queue", "_works")
+
+    def __init__(self, works: list[Any], queue: _Queue, finish: Callable[[], None] | None = None) -> None:
+        self._works, self._queue, self._finish = works, queue, finish
+        self._number = queue.add(works)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._queue.drop_until(self._number)
+        if self._finish is not None:
+            self._finish()
+
+
+# By process group: what is sent in a group outlives the models that are sharded over it.
+_transports: WeakKeyDictionary[Any, Transport] = WeakKeyDictionary()
+
+
+def transport_between(process_group: Any) -> Transport | None:
+    """How to send tensors of the CPU in a process group; ``None`` if its own collectives shall do it."""
+    if os.environ.get("MINIFSDP_TRANSPORT") == "collectives":
+        return None
+    try:
+        backend = process_group._get_backend(torch.device("cpu"))
+    except (AttributeError, RuntimeError):
+        # A backend for accelerators only, or a group that is not torch's.
+        return None
+    if type(backend) is not dist.ProcessGroupGloo or backend.size() == 1:
+        return None
+    if process_group not in _transports:
+        _transports[process_group] = Transport(backend)
+    return _transports[process_group]

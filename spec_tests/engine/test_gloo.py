@@ -1,0 +1,273 @@
+"""What is sent between CPUs, how much, and when."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minifsdp.engine import collectives, gloo
+from minifsdp.engine.mesh import Group
+from spec_tests.harness import ranks
+from spec_tests.harness.programs import output_of_ranks
+from spec_tests.live_bytes import LiveBytes
+from spec_tests.oracles.counting import count_collectives
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.complex64, torch.bool]
+
+
+def world() -> Group:
+    return Group.of(dist.group.WORLD)
+
+
+def values(number: int, rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Others on each rank, no two sums of which are the same in different orders."""
+    drawn = torch.randn(number, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
+    return (drawn > 0) if dtype is torch.bool else drawn.to(dtype)
+
+
+def parts(number: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Of all ranks, what each gives for this rank's piece."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    return [values(number * size, other, dtype).tensor_split(size)[rank] for other in range(size)]
+
+
+def check_values(number: int, dtype: torch.dtype) -> None:
+    group, piece = world(), values(number, dist.get_rank(), dtype)
+    output = torch.empty(group.size * number, dtype=dtype)
+    collectives.gather(group, output, piece).wait()
+    assert torch.equal(output, torch.cat([values(number, rank, dtype) for rank in range(group.size)]))
+    if dtype is torch.bool:
+        return
+    collectives.reduce_scatter(group, piece, values(group.size * number, group.rank, dtype)).wait()
+    by_rank = parts(number, dtype)
+    expected = by_rank[0].clone()
+    for part in by_rank[1:]:
+        expected += part
+    assert torch.equal(piece, expected), "the parts are summed in the order of the ranks"
+
+
+@ranks(2)
+def check_two(number: int, dtype: torch.dtype) -> None:
+    check_values(number, dtype)
+
+
+@ranks(4)
+def check_four(number: int, dtype: torch.dtype) -> None:
+    check_values(number, dtype)
+
+
+@pytest.mark.spec("WIRE-01", "WIRE-02")
+@pytest.mark.parametrize("number", [0, 1, 5, 70_000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_two_ranks_get_all_pieces_and_the_sum_of_their_own_one(number: int, dtype: torch.dtype) -> None:
+    check_two(number=number, dtype=dtype)
+
+
+@pytest.mark.spec("WIRE-01", "WIRE-02")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_so_do_four_and_they_sum_in_the_order_of_the_ranks(dtype: torch.dtype) -> None:
+    check_four(number=1000, dtype=dtype)
+
+
+@pytest.mark.spec("WIRE-02")
+@ranks(4)
+def test_a_group_of_some_ranks_sends_between_these_alone() -> None:
+    members = [1, 3]
+    process_group = dist.new_group(members)
+    if dist.get_rank() in members:
+        group = Group.of(process_group)
+        output = torch.empty(4)
+        collectives.gather(group, output, torch.full((2,), float(dist.get_rank()))).wait()
+        assert output.tolist() == [1.0, 1.0, 3.0, 3.0]
+        piece = torch.empty(2)
+        collectives.reduce_scatter(group, piece, output * (group.rank + 1)).wait()
+        assert piece.tolist() == [[3.0, 3.0], [9.0, 9.0]][group.rank]
+
+
+class Counted:
+    """A backend whose messages are counted.
+
+    Attributes:
+        sent: bytes, by the rank that they go to.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.sent: dict[int, int] = {}
+
+    def rank(self) -> int:
+        return int(self._backend.rank())
+
+    def size(self) -> int:
+        return int(self._backend.size())
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
+        return self._backend.recv(tensors, source, tag)
+
+    def send(self, tensors: list[torch.Tensor], target: int, tag: int) -> Any:
+        self.sent[target] = self.sent.get(target, 0) + sum(tensor.nbytes for tensor in tensors)
+        return self._backend.send(tensors, target, tag)
+
+
+@pytest.mark.spec("WIRE-03")
+@ranks(4)
+def test_each_rank_sends_a_piece_to_each_other_and_nothing_else() -> None:
+    group = world()
+    backend = Counted(group.process_group._get_backend(torch.device("cpu")))
+    transport, others = gloo.Transport(backend), [rank for rank in range(4) if rank != group.rank]
+    transport.all_gather_single(torch.empty(400), torch.ones(100), None).wait()
+    assert backend.sent == dict.fromkeys(others, 400)
+    backend.sent.clear()
+    transport.reduce_scatter_single(torch.empty(100), torch.ones(400), None).wait()
+    assert backend.sent == dict.fromkeys(others, 400)
+
+
+def memory_of(number: int) -> tuple[int, int]:
+    """Bytes that a gather and a reduce-scatter of ``number`` elements for each rank take beside what they are given."""
+    group = world()
+    with LiveBytes() as live:
+        output, piece = torch.zeros(group.size * number), torch.zeros(number)
+        given = live.now()
+        live.forget_peak()
+        collectives.gather(group, output, piece).wait()
+        gathering = live.peak - given
+        live.forget_peak()
+        collectives.reduce_scatter(group, piece, output).wait()
+    return gathering, live.peak - given
+
+
+@pytest.mark.spec("WIRE-04")
+@ranks(2)
+def test_two_ranks_need_no_memory_beside_what_they_are_given() -> None:
+    assert memory_of(1000) == (0, 0)
+
+
+@pytest.mark.spec("WIRE-04")
+@ranks(4)
+def test_four_ranks_need_two_pieces_to_sum_and_nothing_to_gather() -> None:
+    assert memory_of(1000) == (0, 2 * 4000)
+
+
+@pytest.mark.spec("WIRE-05")
+@ranks(2)
+def test_who_issues_goes_on_although_no_other_rank_has_come() -> None:
+    group, output, piece = world(), torch.zeros(2_000_000), torch.full((1_000_000,), 1.0 + dist.get_rank())
+    store = dist.distributed_c10d._get_default_store()
+    store.delete_key("rank 0 has issued")
+    dist.barrier()
+    if group.rank == 1:
+        store.wait(["rank 0 has issued"])
+    gathered = collectives.gather(group, output, piece)
+    summed = collectives.reduce_scatter(group, torch.empty_like(piece), torch.ones(2_000_000))
+    if group.rank == 0:
+        store.set("rank 0 has issued", "")
+    gathered.wait()
+    summed.wait()
+    assert output[[0, -1]].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.spec("WIRE-05")
+@ranks(2)
+def test_several_are_under_way_at_once_beside_messages_of_the_program() -> None:
+    group, rank = world(), dist.get_rank()
+    outputs, sums = [torch.empty(2) for _ in range(3)], [torch.empty(1) for _ in range(3)]
+    mine, theirs = torch.tensor([100.0 + rank]), torch.empty(1)
+    received = dist.irecv(theirs, 1 - rank)
+    promises = [collectives.gather(group, output, torch.tensor([10.0 * i + rank])) for i, output in enumerate(outputs)]
+    sent = dist.isend(mine, 1 - rank)
+    wholes = [torch.tensor([1.0 * i, 2.0 * i]) for i in range(3)]
+    promises += [collectives.reduce_scatter(group, sums[i], wholes[i]) for i in range(3)]
+    # Waiting in another order than they were issued in.
+    for promise in reversed(promises):
+        promise.wait()
+    for work in (received, sent):
+        assert work is not None
+        work.wait()
+    assert [output.tolist() for output in outputs] == [[0.0, 1.0], [10.0, 11.0], [20.0, 21.0]]
+    assert [piece.item() for piece in sums] == [0.0, 2.0 * (1 + rank), 4.0 * (1 + rank)]
+    assert theirs.item() == 101.0 - rank
+
+
+@pytest.mark.spec("WIRE-09")
+@ranks(2)
+def test_what_nobody_waits_for_is_not_taken_for_what_comes_next() -> None:
+    group, output = world(), torch.empty(2)
+    for number in range(20):
+        lost = torch.full((400_000,), -1.0)
+        collectives.gather(group, lost, lost[:200_000].clone())
+        collectives.reduce_scatter(group, torch.empty(200_000), lost)
+        memory = weakref.ref(lost)
+        del lost
+        collectives.gather(group, output, torch.tensor([10.0 * number + group.rank])).wait()
+        assert output.tolist() == [10.0 * number, 10.0 * number + 1]
+        piece = torch.empty(1)
+        collectives.reduce_scatter(group, piece, output).wait()
+        assert piece.item() == 2 * output[group.rank]
+        assert memory() is None, "it is kept until it has come"
+
+
+@pytest.mark.spec("WIRE-06")
+@ranks(2)
+def test_modes_that_count_collectives_see_each_of_them_once() -> None:
+    group, output, piece = world(), torch.zeros(6), torch.ones(3)
+    with count_collectives() as counts:
+        collectives.gather(group, output, piece).wait()
+        assert output.tolist() == [1.0] * 6
+        collectives.reduce_scatter(group, piece, output).wait()
+    assert piece.tolist() == [2.0] * 3
+    assert counts.order == [("all_gather", 24), ("reduce_scatter", 24)]
+
+
+@pytest.mark.spec("WIRE-07")
+@ranks(2)
+def test_the_switch_leaves_the_collectives_to_gloo() -> None:
+    process_group: Any = dist.group.WORLD
+    assert gloo.transport_between(process_group) is not None
+    os.environ["MINIFSDP_TRANSPORT"] = "collectives"
+    assert gloo.transport_between(process_group) is None
+    group, output = world(), torch.zeros(4)
+    assert group.transport is None
+    collectives.gather(group, output, torch.full((2,), float(group.rank))).wait()
+    assert output.tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
+@pytest.mark.spec("WIRE-07")
+@pytest.mark.pure
+def test_what_is_no_group_of_gloo_keeps_its_own_collectives() -> None:
+    assert gloo.transport_between(None) is None
+    group = dist.ProcessGroup(dist.HashStore(), 0, 2)
+    assert gloo.transport_between(group) is None
+
+
+HERE = pathlib.Path(__file__).parent
+
+
+@pytest.mark.spec("WIRE-08")
+def test_a_rank_that_dies_ends_the_wait_of_the_other() -> None:
+    printed = output_of_ranks(HERE / "wire_ends.py", num_ranks=2, environment={}, limit=60.0)
+    assert "rank 0: RuntimeError" in printed
+    assert printed.count("[1.0, 1.0, 1.0, 1.0], Transport") == 2
+
+
+@pytest.mark.spec("WIRE-07")
+def test_where_torch_compares_collectives_there_are_collectives_to_compare() -> None:
+    environment = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    printed = output_of_ranks(HERE / "wire_ends.py", num_ranks=2, environment=environment, limit=60.0)
+    assert printed.count("[1.0, 1.0, 1.0, 1.0], NoneType") == 2
+
+
+@pytest.mark.spec("WIRE-08")
+@ranks(2)
+def test_a_rank_that_never_comes_ends_it_after_the_time_limit_of_the_group() -> None:
+    process_group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    if dist.get_rank() == 0:
+        promise = collectives.gather(Group.of(process_group), torch.zeros(4), torch.zeros(2))
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            promise.wait()

@@ -1,0 +1,34 @@
+"""Two ranks of which one ends in the middle of a gather; the other says how its wait has ended.
+
+torchrun --nproc-per-node 2 spec_tests/engine/wire_ends.py
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from minifsdp.engine import collectives
+from minifsdp.engine.mesh import Group
+
+if __name__ == "__main__":
+    # Where this process is a copy of another, torch has read the environment before.
+    dist.set_debug_level_from_env()
+    dist.init_process_group("gloo")
+    group = Group.of(dist.group.WORLD)
+    output = torch.zeros(4)
+    collectives.gather(group, output, torch.ones(2)).wait()
+    print(f"rank {group.rank}: {output.tolist()}, {type(group.transport).__name__}")
+    sys.stdout.flush()
+    if group.rank == 1:
+        os._exit(0)
+    try:
+        collectives.gather(group, output, torch.ones(2)).wait()
+    except RuntimeError as error:
+        print(f"rank 0: {type(error).__name__}")
+    sys.stdout.flush()
+    # Else the group would wait for the other rank once more.
+    os._exit(0)

@@ -1,0 +1,138 @@
+"""Mutants of WIRE: what is sent between CPUs."""
+
+from __future__ import annotations
+
+from spec_tests.mutants.mutant import Mutant
+
+__all__ = ["MUTANTS"]
+
+MUTANTS = [
+    Mutant(
+        "own-piece-is-not-there",
+        "Transport.all_gather_single",
+        "            own.copy_(piece)",
+        "            pass",
+        "A gather brings the pieces of the other ranks alone.",
+        "WIRE-01",
+    ),
+    Mutant(
+        "own-part-is-not-summed",
+        "Transport.reduce_scatter_single",
+        "parts[self._rank] = own[self._rank]",
+        "parts[self._rank] = torch.zeros_like(piece)",
+        "A reduce-scatter sums what the other ranks have sent.",
+        "WIRE-01",
+    ),
+    Mutant(
+        "summed-from-the-last-rank",
+        "Transport.reduce_scatter_single",
+        "range(2, self._size)",
+        "reversed(range(2, self._size))",
+        "The sum begins with two ranks and goes on with the last.",
+        "WIRE-02",
+    ),
+    Mutant(
+        "first-summand-is-written-over",
+        "Transport.reduce_scatter_single",
+        "first = 1 if self._rank == 0 else 0",
+        "first = self._others[-1]",
+        "The result takes the place of a summand that is still to come.",
+        "WIRE-01",
+    ),
+    Mutant(
+        "everything-to-everyone",
+        "Transport.reduce_scatter_single",
+        "self._backend.send([own[other]], other, _REDUCE_TAG)",
+        "self._backend.send([whole], other, _REDUCE_TAG)",
+        "Each rank sends its whole gradient to each other.",
+        "WIRE-03",
+    ),
+    Mutant(
+        "gathered-from-a-copy",
+        "Transport.all_gather_single",
+        "places = output.tensor_split(self._size)",
+        "places, piece = output.tensor_split(self._size), piece.clone()",
+        "A gather sends a copy of the piece.",
+        "WIRE-04",
+    ),
+    Mutant(
+        "summed-into-new-memory",
+        "Transport.reduce_scatter_single",
+        "piece if other == first else torch.empty_like(piece)",
+        "torch.empty_like(piece)",
+        "A reduce-scatter needs room for one part more.",
+        "WIRE-04",
+    ),
+    Mutant(
+        "waits-where-it-issues",
+        "Transport.all_gather_single",
+        "        return _Exchange(works, self._gathers)",
+        "        _Exchange(works, self._gathers).wait()\n        return _Exchange([], self._gathers)",
+        "A gather is over before the CPU goes on.",
+        "WIRE-05",
+    ),
+    Mutant(
+        "one-tag-for-all",
+        "Transport.all_gather_single",
+        "_GATHER_TAG) for other in self._others]\n        works += [self._backend.send([piece], other, _GATHER_TAG)",
+        "0) for other in self._others]\n        works += [self._backend.send([piece], other, 0)",
+        "A message of the program is taken for a piece.",
+        "WIRE-05",
+    ),
+    Mutant(
+        "gathers-are-not-counted",
+        "Transport.all_gather_single",
+        "            self._show_gather(output, piece, options)",
+        "            pass",
+        "Modes that count collectives see no gather.",
+        "WIRE-06",
+    ),
+    Mutant(
+        "reductions-are-not-counted",
+        "Transport.reduce_scatter_single",
+        "            self._show_reduce_scatter(piece, whole, options)",
+        "            pass",
+        "Modes that count collectives see no reduce-scatter.",
+        "WIRE-06",
+    ),
+    Mutant(
+        "switch-without-effect",
+        "transport_between",
+        'if os.environ.get("MINIFSDP_TRANSPORT") == "collectives":',
+        "if False:",
+        "There is no way back to gloo's own collectives.",
+        "WIRE-07",
+    ),
+    Mutant(
+        "compared-collectives-are-gone",
+        "transport_between",
+        "if type(backend) is not dist.ProcessGroupGloo or backend.size() == 1:",
+        "if backend.size() == 1:",
+        "TORCH_DISTRIBUTED_DEBUG=DETAIL has nothing to compare.",
+        "WIRE-07",
+    ),
+    Mutant(
+        "forgotten-messages-go-away",
+        "_Queue.add",
+        "self._waiting.append((self._num_issued, works))",
+        "pass",
+        "What nobody waits for is taken for what is sent next.",
+        "WIRE-09",
+    ),
+    Mutant(
+        "messages-are-kept-for-good",
+        "_Queue.drop_until",
+        "self._waiting.popleft()",
+        "return",
+        "Memory of what has long been sent is never given back.",
+        "WIRE-09",
+    ),
+    Mutant(
+        "failed-messages-pass",
+        "_Exchange.wait",
+        "            work.wait()\n",
+        "            with __import__('contextlib').suppress(RuntimeError):\n                work.wait()\n",
+        "A rank that dies leaves the others with what was in the memory.",
+        "WIRE-08",
+    ),
+]
