@@ -44,6 +44,15 @@ def set_piece(tensor: torch.Tensor, piece: torch.Tensor) -> None:
     tensor._local_tensor = piece  # type: ignore[attr-defined]
 
 
+def gradient_of(parameter: torch.Tensor, piece: torch.Tensor) -> DTensor:
+    """A DTensor around a piece of the gradient of ``parameter``, in its dtype.
+
+    It has the very spec of the parameter: DTensor compares specs for each operator of the optimizer, and has compared
+    an object with itself at once.
+    """
+    return DTensor(piece, parameter._spec, requires_grad=False)  # type: ignore[attr-defined]
+
+
 def _around(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor around a tensor of any dtype, without communication and without autograd."""
     meta = spec.tensor_meta
@@ -124,10 +133,7 @@ class Sharding:
 
     def wrap(self, piece: torch.Tensor) -> DTensor:
         """A DTensor around a piece."""
-        around = _around(piece, self._spec)
-        # The next pieces will be of this dtype, too.
-        self._spec = around._spec
-        return around
+        return _around(piece, self._spec)
 
     def wrap_among(self, mesh: DeviceMesh, piece: torch.Tensor) -> DTensor | None:
         """A DTensor around a piece that is cut over the last axis of ``mesh``; ``None`` with tensor parallelism."""

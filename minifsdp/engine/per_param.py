@@ -37,7 +37,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp.engine import lifetime
-from minifsdp.engine.dtensors import Sharding, piece_of
+from minifsdp.engine.dtensors import Sharding, gradient_of, piece_of
 from minifsdp.engine.lanes import Lanes, Promise
 from minifsdp.engine.layout import Gradient, Layout, OwnedParameter, replaced_parameter_error
 from minifsdp.engine.lifetime import ReleaseEvent
@@ -312,7 +312,7 @@ class PerParameterLayout(Layout):
                 part = part.to(entry.piece.dtype)
             before = entry.parameter.grad
             if before is None:
-                entry.parameter.grad = entry.sharding.wrap(part)
+                entry.parameter.grad = gradient_of(entry.parameter, part)
             else:
                 piece_of(before).add_(part)
             # Autograd did not put the gradient there, so nothing else calls the hooks that wait for it.

@@ -71,6 +71,21 @@ def test_the_moments_of_adam_are_placed_like_their_parameters() -> None:
         assert state["step"].item() == 1
 
 
+@pytest.mark.spec("FS2-OPT-05")
+@pytest.mark.parametrize("assign", [False, True])
+@ranks(2)
+def test_a_gradient_has_the_very_spec_of_its_parameter(assign: bool) -> None:
+    model = sharded()
+    if assign:
+        states = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(states, assign=True)
+    iterate(model)
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        assert isinstance(parameter.grad, DTensor)
+        assert parameter.grad._spec is parameter._spec
+
+
 @pytest.mark.spec("FS2-OPT-04")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @ranks(2)
