@@ -87,8 +87,8 @@ def five_rows() -> str:
     cut = Cut(torch.Size((5, 8)), 0, 4)
     rows = [cut.local_shape(rank)[0] for rank in range(4)]
     return (
-        f"Rows: **{', '.join(map(str, rows))}**. Every rank gets {cut.rows} rows until there are none left. Each sends "
-        f"**{cut.chunk_numel}** elements, {cut.padded_numel} together for a weight of {5 * 8}; the rest is padding."
+        f"Rows: **{', '.join(map(str, rows))}**. Every rank gets {cut.num_rows} rows until there are none left. Each "
+        f"sends **{cut.chunk_numel}** elements, {cut.padded_numel} together for a weight of {5 * 8}; the rest is padding."
     )
 
 
