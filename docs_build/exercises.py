@@ -88,7 +88,7 @@ def five_rows() -> str:
     rows = [cut.local_shape(rank)[0] for rank in range(4)]
     return (
         f"Rows: **{', '.join(map(str, rows))}**. Every rank gets {cut.num_rows} rows until there are none left. Each "
-        f"sends **{cut.chunk_numel}** elements, {cut.padded_numel} together for a weight of {5 * 8}; the rest is padding."
+        f"sends **{cut.chunk_numel}** elements, {cut.padded_numel} together for a weight of {5 * 8}: the rest pads."
     )
 
 
