@@ -20,8 +20,10 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 
 pytestmark = pytest.mark.pure
 
-# Code lines of the rooms, by the folder; "story" are the modules that docs/design.md names as the story.
-BUDGETS = {"": 6585, "story": 2935, "checkpoint/": 1405, "compat/": 250, "tools/": 410}
+# Code lines of the rooms, by the folder; "story" are the modules that docs/design.md names as the story. What carries
+# tensors between CPUs has a room of its own, and "house" is all the rest.
+TRANSPORT = "engine/gloo.py"
+BUDGETS = {"house": 6520, "story": 2950, TRANSPORT: 95, "checkpoint/": 1405, "compat/": 250, "tools/": 410}
 LONGEST_FILE = 300  # with prose
 LONGER = {
     "engine/flat.py": 350,
@@ -66,7 +68,7 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all that is imported for `fully_shard` itself, without what is attached to it.
-FULLY_SHARD = 2230
+FULLY_SHARD = 2245
 
 
 def imported_for(module: str) -> set[str]:
@@ -96,7 +98,8 @@ def story() -> list[str]:
 
 @pytest.mark.parametrize("room", BUDGETS)
 def test_no_room_is_longer_than_it_was(room: str) -> None:
-    modules = story() if room == "story" else [module for module in MODULES if module.startswith(room)]
+    special = {"story": story(), "house": [module for module in MODULES if module != TRANSPORT]}
+    modules = special.get(room) or [module for module in MODULES if module.startswith(room)]
     assert sum(map(num_code_lines, modules)) <= BUDGETS[room]
 
 

@@ -29,6 +29,7 @@ Spec: SHARD-06, SHARD-11, HYB-04, HYB-05, PAR-04, STREAM-01.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +72,28 @@ def gather(group: Group, output: torch.Tensor, piece: torch.Tensor) -> Promise:
         output, piece = torch.view_as_real(output), torch.view_as_real(piece)
     carrier = group.process_group if group.transport is None or not output.is_cpu else group.transport
     promise: Promise = getattr(carrier, _GATHER_METHOD)(output, piece, _GATHER) or NOTHING
+    return promise
+
+
+def gathers_each(group: Group | None, outputs: Sequence[torch.Tensor]) -> bool:
+    """Whether `gather_each` can fill ``outputs``, and is the better way."""
+    transport = None if group is None or not outputs[0].is_cpu else group.transport
+    return transport is not None and bool(transport.gathers_each(outputs))
+
+
+def gather_each(group: Group, outputs: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> Promise:
+    """One all-gather of several tensors, where `gathers_each` says so; what arrives need not be sorted.
+
+    Every rank of the group must call it.
+
+    Args:
+        group: who gathers.
+        outputs: each (``group.size``, its elements), contiguous.
+        pieces: each 1-D; cast to the dtype of its output.
+    """
+    if outputs[0].is_complex():
+        outputs, pieces = ([torch.view_as_real(each) for each in tensors] for tensors in (outputs, pieces))
+    promise: Promise = group.transport.all_gather_each(outputs, pieces)
     return promise
 
 

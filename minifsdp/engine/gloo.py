@@ -19,7 +19,10 @@ they will be used. Two ranks, a tensor of four elements, what goes over the wire
    stopped only for what has not come yet.
 4. *Bits.* The parts are summed in the order of the ranks, whichever comes first. The result is the same in every run.
 
-5. *Order.* Receives and sends of one kind meet in the order in which they were issued, as collectives do; a tag of its
+5. *No sorting.* Several large tensors, say the parameters of a unit, are sent one by one, each into its own place.
+   Small ones travel side by side and are sorted afterwards, which takes less time than a message.
+
+6. *Order.* Receives and sends of one kind meet in the order in which they were issued, as collectives do; a tag of its
    own keeps each kind apart from the other and from what the program sends itself. A receive that went away would leave
    its message to the next one. So what was issued stays in a queue until it has come, even if the model has gone.
 
@@ -39,18 +42,20 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup, HashStore
+from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, HashStore
 
 from minifsdp.engine.lanes import Promise
 
 # Any two numbers that no program uses for its own messages.
 _GATHER_TAG, _REDUCE_TAG = 0x6D696E69, 0x6D696E6A
+# 5. Bytes that are sorted about as fast as one more message is sent and received.
+_WORTH_A_MESSAGE = 2**16
 
 
 class Transport:
@@ -66,7 +71,8 @@ class Transport:
         self._others = [(self._rank + distance) % self._size for distance in range(1, self._size)]
         shown = dist.ProcessGroup(HashStore(), self._rank, self._size)
         sends_nothing = FakeProcessGroup._create_internal(self._rank, self._size)
-        shown._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, sends_nothing)
+        for device in ("cpu", "meta"):
+            shown._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, sends_nothing)
         self._show_gather = getattr(shown, "all_gather_single", None) or shown._allgather_base
         self._show_reduce_scatter = getattr(shown, "reduce_scatter_single", None) or shown._reduce_scatter_base
         self._gathers, self._reductions = _Queue(), _Queue()
@@ -75,12 +81,29 @@ class Transport:
         """Issues an all-gather, as the method of a process group."""
         if torch._C._len_torch_dispatch_stack():
             self._show_gather(output, piece, options)
-        places = output.tensor_split(self._size)
-        works = [self._backend.recv([places[other]], other, _GATHER_TAG) for other in self._others]
-        works += [self._backend.send([piece], other, _GATHER_TAG) for other in self._others]
-        own = places[self._rank]
-        if own.data_ptr() != piece.data_ptr():
-            own.copy_(piece)
+        return self._send_to_all([output.view(self._size, *piece.shape)], [piece])
+
+    def gathers_each(self, outputs: Sequence[torch.Tensor]) -> bool:
+        """Whether several tensors are better gathered one by one than side by side (5)."""
+        return sum(output[0].nbytes for output in outputs) >= _WORTH_A_MESSAGE * len(outputs)
+
+    def all_gather_each(self, outputs: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> Promise:
+        """Issues the all-gather of several tensors, each straight into an output of its own, a line for each rank."""
+        if torch._C._len_torch_dispatch_stack():
+            # Nowhere do all of them lie side by side.
+            own = outputs[0].new_empty(sum(output[0].numel() for output in outputs), device="meta")
+            self._show_gather(own.repeat(self._size), own, AllgatherOptions())
+        return self._send_to_all(outputs, pieces)
+
+    def _send_to_all(self, outputs: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> Promise:
+        works = []
+        for output in outputs:
+            works += [self._backend.recv([output[other]], other, _GATHER_TAG) for other in self._others]
+        for output, piece in zip(outputs, pieces, strict=True):
+            own = output[self._rank]
+            if own.data_ptr() != piece.data_ptr():
+                own.copy_(piece)
+            works += [self._backend.send([own], other, _GATHER_TAG) for other in self._others]
         return _Exchange(works, self._gathers)
 
     def reduce_scatter_single(self, piece: torch.Tensor, whole: torch.Tensor, options: Any) -> Promise:
@@ -108,7 +131,7 @@ class Transport:
 
 
 class _Queue:
-    """5. The messages of one kind that may not have come yet, with the tensors that they read and write."""
+    """6. The messages of one kind that may not have come yet, with the tensors that they read and write."""
 
     def __init__(self) -> None:
         self._num_issued = 0

@@ -14,7 +14,8 @@ ranks, with capitals for what comes from rank 1::
    Each piece has a storage of its own, a stretch of the row's memory: what saves or copies a tensor takes its whole
    storage along, and a DTensor around a view that begins inside of a storage cannot be saved at all.
 2. *One copy out.* What arrives is sorted by rank and has to be sorted by parameter. One operator does that for all of
-   them. A row of one parameter is sorted already: on the CPU its buffer is the whole.
+   them. A row of one parameter is sorted already: on the CPU its buffer is the whole. There, large parameters are also
+   sent one by one, each straight into its place: no buffer, no copy.
 3. The leaves, what autograd owns, are made once. Each is a view of ``whole`` with a version counter of its own, and
    ``whole`` has memory only from gather to free: one resize gives it to all of them.
 4. A row that is neither shared nor cast needs no second memory: its leaves look at the pieces themselves.
@@ -86,11 +87,15 @@ class _Source:
     Attributes:
         pieces: the piece of each parameter, in the memory of `local`.
         num_pieces, rank: of the group.
+        is_split_only: no parameter is cut along another dim than the first.
+        targets: where each parameter is to arrive.
+        goes_straight: each is sent by itself, into its target.
     """
 
     def __init__(self, cuts: Sequence[Cut], group: Group | None, sizes: list[int], local: torch.Tensor) -> None:
         self.cuts, self.group, self.sizes, self.local = cuts, group, sizes, local
         self.num_pieces, self.rank = (1, 0) if group is None else (group.size, group.rank)
+        self.is_split_only = group is None or not any(cut.dim for cut in cuts)
         each = zip(local.split(sizes), (cut.local_shape(self.rank) for cut in cuts), strict=True)
         self.pieces = [_cut_out(chunk[: shape.numel()].view(shape)) for chunk, shape in each]
 
@@ -101,9 +106,10 @@ class _Source:
                 piece.copy_(value)
 
     def set_targets(self, rooms: Sequence[torch.Tensor]) -> None:
-        """The copy out shall put each parameter into its room, a line for each rank. The rooms must have memory."""
+        """Each parameter shall arrive in its room, a line for each rank. The rooms must have memory."""
         num = self.num_pieces
         self.targets = [room[: num * size].view(num, size) for room, size in zip(rooms, self.sizes, strict=True)]
+        self.goes_straight = self.is_split_only and collectives.gathers_each(self.group, self.targets)
 
 
 class Row:
@@ -165,7 +171,6 @@ class Row:
         # would have to come from the gather lane then, and who may reuse that is told by the copy out.
         is_sorted = group is None or (len(cuts) == 1 and cuts[0].dim == 0)
         self._copies = not is_sorted or self.device.type != "cpu"
-        self._is_split_only = group is None or not any(cut.dim for cut in cuts)
         # What is being gathered, and from what.
         self._in_flight: tuple[torch.Tensor, _Source] | None = None
         own.set_targets(self._rooms)
@@ -193,6 +198,11 @@ class Row:
             # The compute stream has written it since the lane has last followed.
             lane.follow(self._rested_at)
         piece, num = source.local, source.num_pieces
+        if source.goes_straight:
+            # 2. Nothing to sort.
+            assert source.group is not None
+            self._storage.resize_(self._whole.nbytes)
+            return [collectives.gather_each(source.group, source.targets, piece.split(source.sizes))]
         if not self._copies:
             # 2. Nothing to sort.
             self._storage.resize_(self._whole.nbytes)
@@ -215,7 +225,7 @@ class Row:
         self._storage.resize_(self._whole.nbytes)
         buffer, source = in_flight
         sorted_by_rank = buffer.view(source.num_pieces, -1)
-        if self._is_split_only:
+        if source.is_split_only:
             torch.split_with_sizes_copy(sorted_by_rank, source.sizes, dim=1, out=source.targets)
         else:
             self._concatenate(sorted_by_rank, source)

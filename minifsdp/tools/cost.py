@@ -29,7 +29,8 @@ In words:
 
 Activations are not in it. They depend on the batch and on the model's code, and are a number to be added: the
 ``activations`` of a `Job`. Neither is the memory of the transport: between CPUs a reduction among N
-ranks takes N - 2 pieces of a unit, NCCL has buffers of its own. On a GPU the CPU runs ahead, and up to two units are in
+ranks takes N - 2 pieces of a unit, and a gather of large parameters needs no place to sort; NCCL has buffers of its
+own. On a GPU the CPU runs ahead, and up to two units are in
 flight where forward is said to have one.
 
 Sent bytes are those of the ring algorithms. In units of P * b * (N - 1) / N, for P parameters of b bytes on N ranks:

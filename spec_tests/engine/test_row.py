@@ -16,6 +16,8 @@ from minifsdp.engine.precision import Precision
 from minifsdp.engine.row import Options, Row
 from minifsdp.fsdp2.fsdp_state import state_of
 from spec_tests.harness import device, ranks
+from spec_tests.live_bytes import LiveBytes
+from spec_tests.oracles.counting import count_collectives
 
 SHAPES = [torch.Size([3, 2]), torch.Size([5]), torch.Size([1, 4])]
 
@@ -213,3 +215,47 @@ def test_a_part_of_a_row_that_is_stored_in_another_dtype_is_computed_in_the_one_
     assert (rest.local.dtype, rest.leaves[0].dtype) == (torch.float32, torch.bfloat16)
     assert (part.local.dtype, part.leaves[0].dtype) == (torch.float64, torch.bfloat16)
     assert torch.equal(part.leaves[0], weight.bfloat16())
+
+
+LARGE = [torch.Size([300, 900]), torch.Size([3]), torch.Size([0, 4]), torch.Size([999, 301])]
+
+
+def large_row(dtype: torch.dtype | None = None, first_dim: int = 0) -> tuple[Row, list[torch.Tensor]]:
+    """Pieces of more than 64 KiB on average, an uneven one and an empty one among them; and the whole values."""
+    group = world()
+    wholes = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(LARGE)]
+    cuts = [Cut(shape, dim, group.size) for shape, dim in zip(LARGE, (first_dim, 0, 0, 0), strict=True)]
+    pieces = [cut.local_part(whole, group.rank) for cut, whole in zip(cuts, wholes, strict=True)]
+    return Row(cuts, pieces, group, Options(torch.device("cpu"), Precision(dtype))), wholes
+
+
+@pytest.mark.spec("WIRE-10")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@ranks(4)
+def test_large_parameters_arrive_in_their_places(dtype: torch.dtype | None) -> None:
+    row, wholes = large_row(dtype)
+    for _ in range(2):
+        with LiveBytes() as live, count_collectives() as counts:
+            gathered(row)
+            assert live.peak == 0, "no buffer to sort from"
+        for leaf, whole in zip(row.leaves, wholes, strict=True):
+            assert torch.equal(leaf, whole.to(leaf.dtype))
+        assert [kind for kind, _ in counts.order] == ["all_gather"]
+        row.free()
+
+
+@pytest.mark.spec("FS2-08", "WIRE-10")
+@ranks(2)
+def test_large_parameters_that_are_cut_along_another_dim_are_sorted() -> None:
+    row, wholes = large_row(first_dim=1)
+    gathered(row)
+    assert all(torch.equal(leaf, whole) for leaf, whole in zip(row.leaves, wholes, strict=True))
+
+
+@pytest.mark.spec("WIRE-07", "WIRE-10")
+@ranks(2)
+def test_the_switch_leaves_large_parameters_to_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINIFSDP_TRANSPORT", "collectives")
+    row, wholes = large_row()
+    gathered(row)
+    assert all(torch.equal(leaf, whole) for leaf, whole in zip(row.leaves, wholes, strict=True))

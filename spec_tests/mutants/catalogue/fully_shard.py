@@ -397,7 +397,7 @@ MUTANTS = [
     ),
     Mutant(
         "other-dims-are-split-only",
-        "Row._make_leaves",
+        "_Source.__init__",
         "group is None or not any(cut.dim for cut in cuts)",
         "True",
         "What is cut along another dim is put together along the first.",
