@@ -23,7 +23,7 @@ pytestmark = pytest.mark.pure
 # Code lines of the rooms, by the folder; "story" are the modules that docs/design.md names as the story. What carries
 # tensors between CPUs has a room of its own, and "house" is all the rest.
 TRANSPORT = "engine/gloo.py"
-BUDGETS = {"house": 6520, "story": 2950, TRANSPORT: 95, "checkpoint/": 1405, "compat/": 250, "tools/": 410}
+BUDGETS = {"house": 6520, "story": 2950, TRANSPORT: 105, "checkpoint/": 1405, "compat/": 250, "tools/": 410}
 LONGEST_FILE = 300  # with prose
 LONGER = {
     "engine/flat.py": 350,

@@ -19,16 +19,18 @@ they will be used. Two ranks, a tensor of four elements, what goes over the wire
    stopped only for what has not come yet.
 4. *Bits.* The parts are summed in the order of the ranks, whichever comes first. The result is the same in every run.
 
-5. *No sorting.* Several large tensors, say the parameters of a unit, are sent one by one, each into its own place.
-   Small ones travel side by side and are sorted afterwards, which takes less time than a message.
+5. *Size.* A message takes some system calls, for which the CPU stops computing; gloo's collectives make them in a
+   thread of their own. So a piece of less than 256 KiB is left to them. Of larger ones, say the parameters of a unit,
+   several are sent one by one, each straight into its own place, so that nothing has to be sorted afterwards.
 
 6. *Order.* Receives and sends of one kind meet in the order in which they were issued, as collectives do; a tag of its
    own keeps each kind apart from the other and from what the program sends itself. A receive that went away would leave
    its message to the next one. So what was issued stays in a queue until it has come, even if the model has gone.
 
 The switch: with ``MINIFSDP_TRANSPORT=collectives`` in the environment of *every* rank, gloo's collectives are used as
-those of any other backend are. They also are if a process group is wrapped for ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, for
-then it is the collectives that torch compares.
+those of any other backend are; with ``MINIFSDP_TRANSPORT=messages`` none is, however small the pieces. All are left to
+the collectives, too, if a process group is wrapped for ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, for then it is they that
+torch compares.
 
 Programs count collectives with a ``TorchDispatchMode``. Such a mode is shown the operator that would have been called,
 on a group that sends nothing; what it counts is what other backends do.
@@ -54,8 +56,8 @@ from minifsdp.engine.lanes import Promise
 
 # Any two numbers that no program uses for its own messages.
 _GATHER_TAG, _REDUCE_TAG = 0x6D696E69, 0x6D696E6A
-# 5. Bytes that are sorted about as fast as one more message is sent and received.
-_WORTH_A_MESSAGE = 2**16
+# 5. In bytes, measured: `spec_tests.benchmarks` has both sides of it.
+_WORTH_A_MESSAGE = 2**18
 
 
 class Transport:
@@ -63,9 +65,11 @@ class Transport:
 
     Args:
         backend: gloo's part of the process group, of two ranks or more.
+        least_bytes: of a piece; smaller ones are left to the backend's collectives.
     """
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, backend: Any, least_bytes: int = _WORTH_A_MESSAGE) -> None:
+        self._least_bytes = least_bytes
         self._backend, self._rank, self._size = backend, backend.rank(), backend.size()
         # Everyone begins with the next one, so that not all send to the same rank at once.
         self._others = [(self._rank + distance) % self._size for distance in range(1, self._size)]
@@ -73,14 +77,16 @@ class Transport:
         sends_nothing = FakeProcessGroup._create_internal(self._rank, self._size)
         for device in ("cpu", "meta"):
             shown._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, sends_nothing)
-        self._show_gather = getattr(shown, "all_gather_single", None) or shown._allgather_base
-        self._show_reduce_scatter = getattr(shown, "reduce_scatter_single", None) or shown._reduce_scatter_base
+        self._show_gather, self._show_reduce_scatter = _collectives_of(shown)
+        self._small_gather, self._small_reduce_scatter = _collectives_of(backend)
         self._gathers, self._reductions = _Queue(), _Queue()
 
     def all_gather_single(self, output: torch.Tensor, piece: torch.Tensor, options: Any) -> Promise:
         """Issues an all-gather, as the method of a process group."""
         if torch._C._len_torch_dispatch_stack():
             self._show_gather(output, piece, options)
+        if piece.nbytes < self._least_bytes:
+            return self._small_gather(output, piece, options)
         return self._send_to_all([output.view(self._size, *piece.shape)], [piece])
 
     def gathers_each(self, outputs: Sequence[torch.Tensor]) -> bool:
@@ -110,6 +116,8 @@ class Transport:
         """Issues a reduce-scatter, as the method of a process group."""
         if torch._C._len_torch_dispatch_stack():
             self._show_reduce_scatter(piece, whole, options)
+        if piece.nbytes < self._least_bytes:
+            return self._small_reduce_scatter(piece, whole, options)
         own = whole.tensor_split(self._size)
         # 2. One of the first two summands is another rank's, and has its place already.
         first = 1 if self._rank == 0 else 0
@@ -128,6 +136,13 @@ class Transport:
 
     # As they were called before torch 2.13.
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+
+
+def _collectives_of(group: Any) -> tuple[Callable[..., Promise], Callable[..., Promise]]:
+    """All-gather and reduce-scatter, under their names since torch 2.13 or those before."""
+    if hasattr(group, "all_gather_single"):
+        return group.all_gather_single, group.reduce_scatter_single
+    return group._allgather_base, group._reduce_scatter_base
 
 
 class _Queue:
@@ -172,7 +187,8 @@ _transports: WeakKeyDictionary[Any, Transport] = WeakKeyDictionary()
 
 def transport_between(process_group: Any) -> Transport | None:
     """How to send tensors of the CPU in a process group; ``None`` if its own collectives shall do it."""
-    if os.environ.get("MINIFSDP_TRANSPORT") == "collectives":
+    choice = os.environ.get("MINIFSDP_TRANSPORT")
+    if choice == "collectives":
         return None
     try:
         backend = process_group._get_backend(torch.device("cpu"))
@@ -182,5 +198,5 @@ def transport_between(process_group: Any) -> Transport | None:
     if type(backend) is not dist.ProcessGroupGloo or backend.size() == 1:
         return None
     if process_group not in _transports:
-        _transports[process_group] = Transport(backend)
+        _transports[process_group] = Transport(backend, 0 if choice == "messages" else _WORTH_A_MESSAGE)
     return _transports[process_group]

@@ -102,14 +102,8 @@ class Counted:
         self._backend = backend
         self.sent: dict[int, int] = {}
 
-    def rank(self) -> int:
-        return int(self._backend.rank())
-
-    def size(self) -> int:
-        return int(self._backend.size())
-
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
-        return self._backend.recv(tensors, source, tag)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
 
     def send(self, tensors: list[torch.Tensor], target: int, tag: int) -> Any:
         self.sent[target] = self.sent.get(target, 0) + sum(tensor.nbytes for tensor in tensors)
@@ -121,7 +115,7 @@ class Counted:
 def test_each_rank_sends_a_piece_to_each_other_and_nothing_else() -> None:
     group = world()
     backend = Counted(group.process_group._get_backend(torch.device("cpu")))
-    transport, others = gloo.Transport(backend), [rank for rank in range(4) if rank != group.rank]
+    transport, others = gloo.Transport(backend, least_bytes=0), [rank for rank in range(4) if rank != group.rank]
     transport.all_gather_single(torch.empty(400), torch.ones(100), None).wait()
     assert backend.sent == dict.fromkeys(others, 400)
     backend.sent.clear()
@@ -223,6 +217,22 @@ def test_modes_that_count_collectives_see_each_of_them_once() -> None:
         collectives.reduce_scatter(group, piece, output).wait()
     assert piece.tolist() == [2.0] * 3
     assert counts.order == [("all_gather", 24), ("reduce_scatter", 24)]
+
+
+@pytest.mark.spec("WIRE-01", "WIRE-07")
+@ranks(2)
+def test_small_pieces_are_left_to_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MINIFSDP_TRANSPORT")
+    group = Group.of(dist.new_group())
+    works = {}
+    for number in (2**16 - 1, 2**16):
+        output, piece = torch.zeros(2 * number), torch.full((number,), 1.0 + group.rank)
+        promises = [collectives.gather(group, output, piece), collectives.reduce_scatter(group, piece.clone(), output)]
+        for promise in promises:
+            promise.wait()
+        assert output[[0, -1]].tolist() == [1.0, 2.0]
+        works[number] = {isinstance(promise, dist.Work) for promise in promises}
+    assert works == {2**16 - 1: {True}, 2**16: {False}}
 
 
 @pytest.mark.spec("WIRE-07")

@@ -217,11 +217,11 @@ def test_a_part_of_a_row_that_is_stored_in_another_dtype_is_computed_in_the_one_
     assert torch.equal(part.leaves[0], weight.bfloat16())
 
 
-LARGE = [torch.Size([300, 900]), torch.Size([3]), torch.Size([0, 4]), torch.Size([999, 301])]
+LARGE = [torch.Size([1200, 900]), torch.Size([3]), torch.Size([0, 4]), torch.Size([1999, 701])]
 
 
 def large_row(dtype: torch.dtype | None = None, first_dim: int = 0) -> tuple[Row, list[torch.Tensor]]:
-    """Pieces of more than 64 KiB on average, an uneven one and an empty one among them; and the whole values."""
+    """Pieces of more than 256 KiB on average, an uneven one and an empty one among them; and the whole values."""
     group = world()
     wholes = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(LARGE)]
     cuts = [Cut(shape, dim, group.size) for shape, dim in zip(LARGE, (first_dim, 0, 0, 0), strict=True)]

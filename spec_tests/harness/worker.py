@@ -186,7 +186,8 @@ def _inside_pytest(serve_tests: Callable[[], None]) -> None:
             serve_tests()
             return 0
 
-    environment = dict(os.environ)
+    # The models of tests are so small that nothing of them would be sent as the parameters of real ones are.
+    environment = {"MINIFSDP_TRANSPORT": "messages", **os.environ}
     for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
         os.environ.pop(name, None)
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"

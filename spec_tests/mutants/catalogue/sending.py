@@ -98,9 +98,17 @@ MUTANTS = [
     Mutant(
         "switch-without-effect",
         "transport_between",
-        'if os.environ.get("MINIFSDP_TRANSPORT") == "collectives":',
+        'if choice == "collectives":',
         "if False:",
         "There is no way back to gloo's own collectives.",
+        "WIRE-07",
+    ),
+    Mutant(
+        "small-pieces-are-sent-one-by-one",
+        "transport_between",
+        '0 if choice == "messages" else _WORTH_A_MESSAGE',
+        "0",
+        "A small unit's step is full of system calls.",
         "WIRE-07",
     ),
     Mutant(
