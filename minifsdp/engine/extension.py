@@ -30,7 +30,7 @@ from torch import nn
 
 from minifsdp.engine import collectives, lifetime
 from minifsdp.engine.cut import Cut
-from minifsdp.engine.lanes import NOTHING, Lane, Promise
+from minifsdp.engine.lanes import NOTHING, Lane, Promise, compute_event
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import message
 from minifsdp.engine.row import Options
@@ -62,6 +62,7 @@ class ExtendedRow:
         self._pad(piece)
         # Of a shape that fits, and without memory, until the first gather has made the real one.
         self.leaves = [nn.Parameter(torch.empty(cut.shape, dtype=self.dtype, device="meta"), requires_grad=False)]
+        self._freed_at: Any = None
         self._outputs: list[torch.Tensor] = []
         self._inner: list[tuple[torch.Tensor, int]] = []
 
@@ -89,7 +90,9 @@ class ExtendedRow:
 
     def gather(self, lane: Lane) -> list[Promise]:
         """Asks the shard what to send, and sends it."""
-        self._lane = lane
+        if self._freed_at is not None:
+            # What the class has made of it on the lane, the metadata, was read until then.
+            lane.follow(self._freed_at)
         shard = self._padded if self._is_patched else self._padded.to(self.device, non_blocking=True)
         tensors, self._metadata = self._ask(shard)
         sent = [self._filled_up(tensor).to(self.device).contiguous() for tensor in tensors]
@@ -149,7 +152,7 @@ class ExtendedRow:
         for tensor in [*self._outputs, *(one for one, _ in self._inner)]:
             if tensor.untyped_storage().size():
                 lifetime.release(tensor)
-        self._lane.hold(self._metadata)
+        self._freed_at = compute_event(self.device)
 
     def rest(self, group: Group) -> NoReturn:
         """Refuses: what the class makes of a gathered parameter cannot be cut again."""

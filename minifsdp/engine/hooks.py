@@ -177,11 +177,12 @@ class Cycle:
         unit.awaits_backward = False
         if unit.policy.gathers_in_backward and unit.state is State.SHARDED:
             unit.unshard()
-        if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
-            self._prefetch_backward(unit)
         if unit.state is not State.SHARDED:
             unit.wait()
             unit.layout.show_again()
+        if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            # Not earlier: what this unit has arrived in is given back by now.
+            self._prefetch_backward(unit)
 
     def post_backward(self, unit: Unit) -> None:
         """The unit's gradient is complete, or, where that cannot be told, those of its inputs are."""
@@ -262,9 +263,6 @@ class Cycle:
             if unit.state is not State.SHARDED:
                 self._close(unit)
             unit.phase, unit.awaits_backward, unit.num_uses, unit.num_pending = Phase.IDLE, False, 0, 0
-        # The tree's one gather lane. Else the buffers of the last gathers would stay for the optimizer step.
-        for unit in self.units[:1]:
-            unit.lanes.gather.let_go()
         self.schedule.end_iteration()
         self._forget_backward()
 

@@ -15,8 +15,9 @@ one method, ``wait()``, and nothing else in the engine asks which kind it is.
 Three rules keep the lanes correct on CUDA:
 
 1. a lane follows the compute stream up to the point where what it reads was written: the gather lane once in an
-   iteration, behind the optimizer step that changed the shards, the reduce lane for each gradient. Following more often
-   than that would be correct and slow: a gather that waits for the compute issued before it does not overlap with it;
+   iteration, behind the optimizer step that changed the shards, the reduce lane for each gradient; and up to the point
+   where memory that it is about to use again was read. Following more often than that would be correct and slow: a
+   gather that waits for the compute issued before it does not overlap with it;
 2. a wait is never for a whole lane, only for the event of the one thing that is needed;
 3. a stream is always asked for by its device. Without one PyTorch answers with a stream of the *current* device, which
    is another one where ``device_id`` was given and ``set_device`` never called.
@@ -91,13 +92,12 @@ class Lane:
         device: the compute device.
     """
 
-    __slots__ = ("_context", "_device", "_held", "name", "stream")
+    __slots__ = ("_context", "_device", "name", "stream")
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name, self._device = name, device
         self._context: Any = None
         self.stream: Any = None
-        self._held: list[tuple[Any, Any]] = []
         if device.type != "cpu":
             # Collectives go first: they are short for the GPU and are always waited for.
             self.stream = torch.get_device_module(device).Stream(device=device, priority=-1)
@@ -133,17 +133,6 @@ class Lane:
         """Stops the CPU until all that was issued on the lane is done; where there is no stream, it is."""
         if self.stream is not None:
             self.stream.synchronize()
-
-    def hold(self, memory: Any) -> None:
-        """Keeps ``memory`` of this lane alive until what the compute stream has been given so far is done with it."""
-        if self.stream is not None:
-            self._held.append((memory, compute_event(self._device)))
-
-    def let_go(self) -> None:
-        """Gives back what is held; what is issued on the lane from now on may get that memory, and so runs after it."""
-        for _, event in self._held:
-            self.stream.wait_event(event)
-        self._held.clear()
 
     def promise(self, work: Promise = NOTHING) -> Promise:
         """The promise that what was issued on this lane, last of all ``work``, will be complete; call it inside.

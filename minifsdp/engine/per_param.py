@@ -124,7 +124,6 @@ class PerParameterLayout(Layout):
             lanes.gather.follow()
             self._has_copied = False
         with lanes.gather as lane:
-            lane.let_go()
             self._promises = [promise for row in self._rows for promise in row.gather(lane)]
         return self
 
@@ -262,7 +261,7 @@ class PerParameterLayout(Layout):
         return Gradient([part for part, _ in over], [number for _, number in over])
 
     def keep_unreduced(self, gradient: Gradient) -> None:
-        """Adds to what waits, in the dtype in which it will travel."""
+        """Adds to what waits, in the dtype in which it will travel. A backward that breaks off leaves it as it was."""
         for number, part in zip(gradient.numbers, gradient.parts, strict=True):
             entry = self._entries[number]
             if entry.unreduced is None:

@@ -21,30 +21,30 @@ Worked example, mesh of 2 x 2, a unit of four elements; ranks 0 and 1 shard, 2 a
 
 The result is not needed before the optimizer runs. So a reduction is issued and left alone while the next unit's
 backward computes; it is completed when the next reduction has been issued, or at the end of backward. One reduction in
-flight overlaps with compute; a second one would wait for the first on the same wire and hold another unsharded
-gradient meanwhile.
+flight overlaps with compute; a second one would wait for the first on the same wire. Its scatter is waited for before
+the next gradient is packed: then a piece is all that stays, else two whole ones would lie in memory, and a packed copy.
 
 Where each stage runs. A thread of the CPU that waits cannot do anything else, so there only stages 1 to 3 are issued,
-and the rest follows at completion. Before the next gradient is packed the scatter is waited for, after which a piece is
-all that stays: two whole ones would lie in memory else, with a packed copy. A stream can wait without stopping anybody,
-so on an accelerator all is issued at once, and the compute stream has nothing to do but to wait::
+and the rest follows at completion. A stream can wait without stopping anybody, so on an accelerator all is issued at
+once, and the compute stream has nothing to do but to wait::
 
-    compute stream       B2 -----  B1 -----------  w B0 -----------  w         w = until the reduction before is done
-    reduce stream                  1 2 3             1 2 3
-    all-reduce stream                    4 5 copy          4 5 copy
+    compute stream       B2 -----  1 B1 -----------  s 1 w B0 -----------  s 1 w     s, w = until the reduction before
+    reduce stream                    2 3                 2 3                         is scattered, and done
+    all-reduce stream                    4 5 copy            4 5 copy
 
 Stages 4 and 5 have a stream of their own where there are replicas, else they stay on the reduce stream. If gradients
 live on the CPU, a copy to pinned memory follows there. The CPU stops for all of them together at the end of backward;
 earlier only if it reads a gradient, to add it to another or to give it to the user's hooks.
 
-What a stream reads must not be given to others meanwhile. `_InFlight` holds all of it (the unsharded gradient, the sum,
-its piece, a partial sum that was taken along) until the compute stream has waited for the last stage.
+What a stream reads must not be given to others meanwhile. `_InFlight` holds the packed gradient until the compute
+stream has waited for the scatter, and all that later stages read (the piece, a partial sum that was taken along) until
+it has waited for the last.
 
 *In torch:* FSDP1's ``_reduce_grad`` and ``_post_backward_final_callback``, FSDP2's ``foreach_reduce`` (254 lines). On
 the CPU both wait for each collective on the spot.
 
 Spec: SHARD-04, SHARD-06, SHARD-11, HYB-04, HYB-05, MP-05 to MP-08, HOOK-02, HOOK-03, STREAM-03, STREAM-06, STREAM-09
-to STREAM-11.
+to STREAM-11, STREAM-17.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ class _InFlight:
         whole: the gradient as it was packed.
         piece: what is left of it after the stages that were issued.
         all_reduces: whether stage 4 sends, as the plan said at the beginning.
-        promise: of what was issued last.
+        scattered: the promise of stages 1 to 3, after which `whole` is not read any more.
+        ended: the promise of all stages that were issued after these.
         result: what the layout will get; ``None`` for a partial sum.
         copied: an accelerator's event after the copy to the host, if there is one.
         partial: the partial sum that was taken along.
@@ -124,7 +125,8 @@ class _InFlight:
     whole: torch.Tensor
     piece: torch.Tensor
     all_reduces: bool
-    promise: Promise = NOTHING
+    scattered: Promise = NOTHING
+    ended: Promise = NOTHING
     event: trace.Event | None = None
     result: torch.Tensor | None = None
     copied: Any = None
@@ -158,34 +160,27 @@ class Reducer:
             # Before the lane reads the gradient: after an error nothing would keep it alive.
             _check_partial(name, plan.partial[0], gradient.numbers)
         before = self._in_flight
-        if before is not None and before.promise is not NOTHING and self._lanes.reduce.stream is None:
-            self.give_up_row()
+        if before is not None and before.scattered is not NOTHING:
+            self.make_room()
+        # 1. On the compute stream, from which the parts have their memory: it is free again at once.
+        whole = layout.pack(gradient, plan.dtype)
+        gradient.parts.clear()
+        new = _InFlight(name, layout, plan, gradient, whole, whole, plan.all_reduces)
         self._lanes.reduce.follow()
         with self._lanes.reduce as lane:
-            # 1. Packed in the lane, so that the compute stream can go on.
-            whole = layout.pack(gradient, plan.dtype)
-            new = _InFlight(name, layout, plan, gradient, whole, whole, plan.all_reduces)
-            if lane.stream is None:
-                # Packed at once; the parts are not read any more.
-                gradient.parts.clear()
-            new.promise = lane.promise(self._issue(new))
+            new.scattered = lane.promise(self._issue(new))
         if lane.stream is not None:
             self._issue_end(new)
         self._in_flight = new
         if before is not None:
             self._complete(before)
 
-    def give_up_row(self, *_: Any) -> None:
-        """On the CPU, before the next gradient is packed or put together: waits for the scatter; a piece stays."""
+    def make_room(self, *_: Any) -> None:
+        """Before a gradient is put together or packed, and so in memory twice: of the one in flight a piece stays."""
         last = self._in_flight
-        if last is not None and last.promise is not NOTHING:
-            last.promise.wait()
-            last.promise, last.whole = NOTHING, last.piece
-
-    @property
-    def make_room(self) -> Callable[..., None] | None:
-        """What to call before a flat gradient is put together: it is in memory twice then, which is enough."""
-        return self.give_up_row if self._lanes.reduce.stream is None else None
+        if last is not None and last.scattered is not NOTHING:
+            last.scattered.wait()
+            last.scattered, last.whole = NOTHING, last.piece
 
     def finish(self) -> None:
         """Completes what is in flight; afterwards the compute stream, and the host, may read every gradient."""
@@ -204,7 +199,8 @@ class Reducer:
         """
         last, self._in_flight = self._in_flight, None
         if last is not None:
-            last.promise.wait()
+            last.scattered.wait()
+            last.ended.wait()
         self._stop_cpu()
         self._arriving.clear()
 
@@ -242,17 +238,21 @@ class Reducer:
         # Another network than the reduce-scatter's, hence a lane of its own.
         is_hybrid = mesh.shard is not None and mesh.replicate is not None
         with self._lanes.all_reduce if is_hybrid else self._lanes.reduce as lane:
-            new.promise.wait()
+            new.scattered.wait()
             _end(new)
-            new.promise = lane.promise()
+            new.ended = lane.promise()
             if new.result is not None and new.result is not new.piece:
                 new.copied = lane.stream.record_event()
+                if not is_hybrid and mesh.shard is not None:
+                    # It came from this lane, and no other one reads it.
+                    new.piece = new.result
 
     def _complete(self, old: _InFlight) -> None:
-        old.promise.wait()
+        is_ended = self._lanes.reduce.stream is not None
+        (old.ended if is_ended else old.scattered).wait()
         if trace.recorder is not None:
             trace.recorder.finish(old.event)
-        if self._lanes.reduce.stream is None:
+        if not is_ended:
             _end(old)
         if old.result is None:
             return

@@ -229,8 +229,8 @@ class Row:
             torch.split_with_sizes_copy(sorted_by_rank, source.sizes, dim=1, out=source.targets)
         else:
             self._concatenate(sorted_by_rank, source)
-        # The memory came from the lane, which must not reuse it before the copy is done.
-        self._lane.hold(buffer)
+        # The buffer goes back to the lane, which must not reuse it before the copy is done.
+        self._lane.follow()
 
     def _concatenate(self, sorted_by_rank: torch.Tensor, source: _Source) -> None:
         """The copy out where a parameter is cut along another dim than the first."""

@@ -64,15 +64,12 @@ ROWS = {
     "STREAM-03": (
         "reduction-not-waited-for",
         "hook-not-waited-for",
-        "single-rank-not-waited-for",
-        "single-rank-not-waited-for-flat",
     ),
     "STREAM-04": (
         "only-groups-promise-flat",
         "only-groups-promise-row",
         "only-groups-promise-extension",
-        "buffers-are-not-held",
-        "let-go-without-waiting",
+        "buffer-given-back-at-once",
     ),
     "STREAM-05": (
         "new-data-not-followed",
@@ -97,7 +94,7 @@ ROWS = {
 
 # Lines that order something on streams.
 ORDERS = re.compile(
-    r"\.(wait|wait_event|wait_stream|follow|hold|let_go|record_stream|record_event|synchronize|promise)\(|\.join\(\)"
+    r"\.(wait|wait_event|wait_stream|follow|record_stream|record_event|synchronize|promise)\(|\.join\(\)"
     "|non_blocking="
 )
 # Not broken, and why.
@@ -106,7 +103,6 @@ LEFT_OUT = {
     "checkpoint/chunks.py: collectives.gather(": "loading a sharded state dict begins with a barrier of all ranks",
     "checkpoint/codec.py: collectives.gather(": "the optimizer's state begins with a barrier of all ranks",
     "engine/gloo.py: work.wait(": "between CPUs alone",
-    "engine/reduce.py: last.promise.wait(": "`give_up_row` is for CPUs; that of `drop` is broken all the same",
     "fsdp1/wrapper.py: initial.synchronize(": "has nothing to do with streams",
 }
 

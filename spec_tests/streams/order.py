@@ -39,6 +39,7 @@ STYLE = "".join(
 )
 WORDS = {
     "copy": "gathered pieces brought into place",
+    "pack": "gradients brought into the row that is sent",
     "loss": "the loss, and the beginning of backward",
     "WAIT": "the CPU is stopped by the rate limiter",
 }

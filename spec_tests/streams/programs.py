@@ -225,6 +225,11 @@ def flat_offload() -> Any:
 
 
 @program(2)
+def flat_not_sharded_offload() -> Any:
+    return trained(flat(sharding_strategy=ShardingStrategy.NO_SHARD, cpu_offload=CPUOffload(offload_params=True)))
+
+
+@program(2)
 def flat_offload_in_bf16() -> Any:
     return trained(flat(cpu_offload=CPUOffload(True), mixed_precision=MixedPrecision(param_dtype=BF16)))
 
@@ -789,17 +794,6 @@ def each_by_hand_and_read() -> Any:
     for part in [model, *blocks(model)]:
         part.reshard()
     return [*shown(model), *map(local, whole)]
-
-
-@program(2)
-def each_with_a_large_step() -> Any:
-    """An optimizer step that takes more memory than backward does."""
-    model = each()
-    optimizer = sgd(model)
-    loss_of(model).backward()
-    room = torch.zeros(10_000, device=DEVICE)
-    optimizer.step()
-    return [*shown(model), room]
 
 
 @program(2)

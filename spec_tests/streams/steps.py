@@ -35,6 +35,7 @@ ROWS = ("CPU", "compute stream", "gather stream", "reduce stream", "all-reduce s
 """Who does something, in the order in which pictures show them."""
 
 COLLECTIVES = {"all_gather": "AG", "allgather": "AG", "reduce_scatter": "RS", "allreduce": "AR"}
+SORTING = {"split_with_sizes_copy": "copy", "_chunk_cat": "pack"}
 ROW_OF = {"AG": "gather stream", "RS": "reduce stream", "AR": "all-reduce stream"}
 
 
@@ -43,7 +44,8 @@ class Moment:
     """What one of the `ROWS` does in one go.
 
     Attributes:
-        kind: one of the tracer's, or ``"copy"`` for what brings gathered pieces into place, or ``"loss"``.
+        kind: one of the tracer's, ``"copy"`` for what brings gathered pieces into place, ``"pack"`` for what brings
+            gradients into a row, or ``"loss"``.
         unit: whose; empty where it is nobody's.
         row: who does it.
         place: how many operators had been launched before it.
@@ -183,8 +185,8 @@ class _Reader:
             return Moment(self.latest[row].kind, self.latest[row].unit, row, place)
         if row != "compute stream":
             return Moment("", "", row, place)
-        if operation.name == "split_with_sizes_copy":
-            return Moment("copy", "", row, place)
+        if operation.name in SORTING:
+            return Moment(SORTING[operation.name], "", row, place)
         return (
             Moment(self.open[-1].kind, self.open[-1].unit, row, place) if self.open else Moment("loss", "", row, place)
         )

@@ -75,8 +75,8 @@ BREAKS = [
     Break(
         "copies-not-waited-for-after-an-error",
         REDUCE,
-        "            last.promise.wait()\n        self._stop_cpu()\n",
-        "            last.promise.wait()\n",
+        "            last.ended.wait()\n        self._stop_cpu()\n",
+        "            last.ended.wait()\n",
         "After an error shards are written while they are still copied to the device.",
         "originals_offload_after_an_error_in_backward",
     ),
@@ -136,14 +136,14 @@ BREAKS = [
         REDUCE,
         """\
             _end(new)
-            new.promise = lane.promise()
+            new.ended = lane.promise()
             if new.result is not None and new.result is not new.piece:
                 new.copied = lane.stream.record_event()
 """,
         """\
             copied = lane.stream.record_event()
             _end(new)
-            new.promise = lane.promise()
+            new.ended = lane.promise()
             if new.result is not None and new.result is not new.piece:
                 new.copied = copied
 """,

@@ -6,7 +6,7 @@ from spec_tests.streams.engines import Break
 
 __all__ = ["BREAKS"]
 
-LANES, LIFETIME, ROW, PER_PARAMETER = "engine/lanes.py", "engine/lifetime.py", "engine/row.py", "engine/per_param.py"
+LIFETIME, ROW, PER_PARAMETER = "engine/lifetime.py", "engine/row.py", "engine/per_param.py"
 EXTENSION, REDUCE, UNIT, HOOKS = "engine/extension.py", "engine/reduce.py", "engine/unit.py", "engine/hooks.py"
 
 BREAKS = [
@@ -54,64 +54,33 @@ BREAKS = [
         "flat_full",
     ),
     Break(
-        "buffers-are-not-held",
-        LANES,
-        "            self._held.append((memory, compute_event(self._device)))\n",
-        "            pass\n",
+        "buffer-given-back-at-once",
+        ROW,
+        "        self._lane.follow()\n",
+        "",
         "What has arrived is given back as soon as its copy out was issued.",
         "each_full",
     ),
     Break(
-        "held-until-the-wrong-stream",
-        LANES,
-        "            self._held.append((memory, compute_event(self._device)))\n",
-        "            self._held.append((memory, self.stream.record_event()))\n",
-        "What is held is held until the communication stream has passed, not the one that reads.",
-        "each_full",
-    ),
-    Break(
-        "let-go-without-waiting",
-        LANES,
-        "        for _, event in self._held:\n            self.stream.wait_event(event)\n",
-        "",
-        "What was held is given back without waiting for who reads it.",
-        "each_full",
-    ),
-    Break(
-        "held-for-good",
-        LANES,
-        "        self._held.clear()\n",
-        "        pass\n",
-        "What was held is never given back.",
-        "each_full",
-        "peak",
-    ),
-    Break(
-        "never-let-go",
-        PER_PARAMETER,
-        "            lane.let_go()\n",
-        "",
-        "No gather gives back what was held.",
-        "each_full",
-        "peak",
-    ),
-    Break(
-        "row-does-not-hold",
-        ROW,
-        "        self._lane.hold(buffer)\n",
-        "",
-        "The buffer of a row is not held.",
-        "each_full",
-    ),
-    Break(
-        "only-concatenated-rows-hold",
+        "only-concatenated-rows-are-followed",
         ROW,
         "            self._concatenate(sorted_by_rank, source)\n"
-        "        # The memory came from the lane, which must not reuse it before the copy is done.\n"
-        "        self._lane.hold(buffer)\n",
-        "            self._concatenate(sorted_by_rank, source)\n            self._lane.hold(buffer)\n",
-        "Held is only the buffer of a row with a parameter that is cut along another dim than the first.",
+        "        # The buffer goes back to the lane, which must not reuse it before the copy is done.\n"
+        "        self._lane.follow()\n",
+        "            self._concatenate(sorted_by_rank, source)\n            self._lane.follow()\n",
+        "The communication stream waits only for rows with a parameter that is cut along another dim than the first.",
         "each_full",
+    ),
+    Break(
+        "the-next-is-asked-for-too-early",
+        HOOKS,
+        "        if unit.state is not State.SHARDED:\n            unit.wait()\n            unit.layout.show_again()\n",
+        "        if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:\n"
+        "            self._prefetch_backward(unit)\n"
+        "        if unit.state is not State.SHARDED:\n            unit.wait()\n            unit.layout.show_again()\n",
+        "What the next unit arrives in is there before that of this one is given back.",
+        "each_accumulating",
+        "peak",
     ),
     Break(
         "sorted-rows-in-place",
@@ -130,9 +99,9 @@ BREAKS = [
         "each_full",
     ),
     Break(
-        "extension-neither-tells-nor-holds",
+        "extension-neither-tells-nor-waits",
         EXTENSION,
-        "                lifetime.release(tensor)\n        self._lane.hold(self._metadata)\n",
+        "                lifetime.release(tensor)\n        self._freed_at = compute_event(self.device)\n",
         "                tensor.untyped_storage().resize_(0)\n",
         "What has arrived for a parameter that decides what is sent is freed, and nobody waits for who reads it.",
         "each_extended_with_metadata",
@@ -140,37 +109,46 @@ BREAKS = [
     Break(
         "extension-keeps-no-metadata",
         EXTENSION,
-        "        self._lane.hold(self._metadata)\n",
-        "",
-        "What the class has given along is dropped while the compute stream reads it.",
-        "each_extended_with_metadata",
-    ),
-    Break(
-        "held-during-the-optimizer-step",
-        HOOKS,
-        "            unit.lanes.gather.let_go()\n",
+        "            lane.follow(self._freed_at)\n",
         "            pass\n",
-        "What was copied out of the last gathers lies in memory during the optimizer step.",
-        "each_with_a_large_step",
-        "peak",
+        "What the class has given along is made anew while the compute stream reads it.",
+        "each_extended_with_metadata",
     ),
     # --- what a reduction reads ---
     Break(
-        "gradients-dropped-at-once",
+        "gradients-kept-until-the-end",
         REDUCE,
-        "            if lane.stream is None:\n                # Packed at once; the parts are not read any more.\n",
-        "            if True:\n                # Packed at once; the parts are not read any more.\n",
+        "        gradient.parts.clear()\n        new",
+        "        new",
+        "Gradients lie in memory until their reduction is complete.",
+        "each_full",
+        "peak",
+    ),
+    Break(
+        "packed-on-the-reduce-stream",
+        REDUCE,
+        "        whole = layout.pack(gradient, plan.dtype)\n",
+        "        self._lanes.reduce.follow()\n        with self._lanes.reduce:\n"
+        "            whole = layout.pack(gradient, plan.dtype)\n",
         "Gradients of the compute stream are dropped while the reduce stream packs them.",
         "each_full",
     ),
     Break(
         "whole-dropped-at-once",
         REDUCE,
-        "            new.promise = lane.promise(self._issue(new))\n",
-        "            new.promise = lane.promise(self._issue(new))\n        new.whole = new.piece\n"
-        "        gradient.parts.clear()\n",
+        "            new.scattered = lane.promise(self._issue(new))\n",
+        "            new.scattered = lane.promise(self._issue(new))\n"
+        "        del whole\n        new.whole = new.piece\n",
         "The unsharded gradient is dropped while the reduce-scatter reads it.",
         "flat_full",
+    ),
+    Break(
+        "whole-dropped-without-waiting",
+        REDUCE,
+        "        if last is not None and last.scattered is not NOTHING:\n            last.scattered.wait()\n",
+        "        if last is not None and last.scattered is not NOTHING:\n",
+        "The unsharded gradient is dropped before the reduce-scatter has read it.",
+        "each_full",
     ),
     Break(
         "partial-sum-dropped",
@@ -179,6 +157,31 @@ BREAKS = [
         "",
         "A partial sum is dropped while the all-reduce stream adds it. Race 6 of the list.",
         "each_hybrid_partial",
+    ),
+    Break(
+        "piece-dropped-on-another-stream",
+        REDUCE,
+        "                if not is_hybrid and mesh.shard is not None:\n",
+        "                if mesh.shard is not None:\n",
+        "A piece of the reduce stream is dropped while the all-reduce stream copies it.",
+        "each_hybrid_offload_in_bf16",
+    ),
+    Break(
+        "whole-dropped-while-copied",
+        REDUCE,
+        "                if not is_hybrid and mesh.shard is not None:\n",
+        "                if not is_hybrid:\n",
+        "A gradient of a unit that is not sharded is dropped while it is copied to the host.",
+        "flat_not_sharded_offload",
+    ),
+    Break(
+        "piece-kept-while-it-is-on-the-host",
+        REDUCE,
+        "                    new.piece = new.result\n",
+        "                    pass\n",
+        "A piece stays on the device when its copy is on the way to the host.",
+        "each_offload",
+        "peak",
     ),
     Break(
         "piece-dropped-while-copied",
@@ -191,7 +194,7 @@ BREAKS = [
     Break(
         "dropped-after-an-error",
         REDUCE,
-        "        if last is not None:\n            last.promise.wait()\n",
+        "        if last is not None:\n            last.scattered.wait()\n            last.ended.wait()\n",
         "",
         "After an error a reduction in flight is forgotten while it runs.",
         "flat_after_an_error_in_backward",

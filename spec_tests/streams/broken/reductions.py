@@ -9,9 +9,14 @@ __all__ = ["BREAKS"]
 REDUCE, HOOKS = "engine/reduce.py", "engine/hooks.py"
 
 ISSUE_END = """\
-            new.promise.wait()
+            new.scattered.wait()
             _end(new)
-            new.promise = lane.promise()
+            new.ended = lane.promise()
+"""
+
+ISSUED = """\
+        if lane.stream is not None:
+            self._issue_end(new)
 """
 
 BREAKS = [
@@ -34,45 +39,24 @@ BREAKS = [
     Break(
         "reduction-not-waited-for",
         REDUCE,
-        "    def _complete(self, old: _InFlight) -> None:\n        old.promise.wait()\n",
-        "    def _complete(self, old: _InFlight) -> None:\n",
+        "        (old.ended if is_ended else old.scattered).wait()\n",
+        "",
         "The compute stream gets a gradient that has not arrived.",
         "flat_full",
     ),
     Break(
         "hook-not-waited-for",
         REDUCE,
-        "    def _complete(self, old: _InFlight) -> None:\n        old.promise.wait()\n",
-        "    def _complete(self, old: _InFlight) -> None:\n        if old.plan.hook is None:\n"
-        "            old.promise.wait()\n",
+        ISSUED,
+        ISSUED + "        if plan.hook is not None:\n            new.scattered = new.ended = NOTHING\n",
         "Nobody waits for a communication hook. Race 2 of the list.",
         "flat_hook",
-    ),
-    Break(
-        "single-rank-not-waited-for",
-        REDUCE,
-        "    def _complete(self, old: _InFlight) -> None:\n        old.promise.wait()\n",
-        "    def _complete(self, old: _InFlight) -> None:\n"
-        "        if old.plan.mesh.shard is not None or old.plan.mesh.replicate is not None:\n"
-        "            old.promise.wait()\n",
-        "Where nothing is sent, nobody waits for packing and casts. Race 3 of the list.",
-        "each_alone_in_bf16",
-    ),
-    Break(
-        "single-rank-not-waited-for-flat",
-        REDUCE,
-        "    def _complete(self, old: _InFlight) -> None:\n        old.promise.wait()\n",
-        "    def _complete(self, old: _InFlight) -> None:\n"
-        "        if old.plan.mesh.shard is not None or old.plan.mesh.replicate is not None:\n"
-        "            old.promise.wait()\n",
-        "The same with flat parameters.",
-        "flat_alone_in_bf16",
     ),
     Break(
         "last-reduction-not-waited-for",
         REDUCE,
         "        if last is not None:\n            self._complete(last)\n",
-        "        if last is not None:\n            last.promise = NOTHING\n            self._complete(last)\n",
+        "        if last is not None:\n            last.ended = NOTHING\n            self._complete(last)\n",
         "At the end of backward the last reduction is taken for complete.",
         "flat_full",
     ),
@@ -128,7 +112,7 @@ BREAKS = [
     Break(
         "promise-of-the-first-stage",
         REDUCE,
-        "            new.promise = lane.promise()\n",
+        "            new.ended = lane.promise()\n",
         "",
         "Division and copies come after what is waited for.",
         "flat_full",
@@ -137,8 +121,8 @@ BREAKS = [
         "promise-before-the-last-stage",
         REDUCE,
         ISSUE_END,
-        "            new.promise.wait()\n            promise = lane.promise()\n            _end(new)\n"
-        "            new.promise = promise\n",
+        "            new.scattered.wait()\n            promise = lane.promise()\n            _end(new)\n"
+        "            new.ended = promise\n",
         "The event is recorded before the last stages are issued.",
         "flat_full",
     ),
@@ -146,7 +130,7 @@ BREAKS = [
         "all-reduce-before-the-reduce-scatter",
         REDUCE,
         ISSUE_END,
-        "            _end(new)\n            new.promise = lane.promise()\n",
+        "            _end(new)\n            new.ended = lane.promise()\n",
         "The all-reduce stream does not wait for the reduce stream.",
         "each_hybrid",
     ),
@@ -189,7 +173,7 @@ BREAKS = [
         "ends-on-the-compute-stream",
         REDUCE,
         "        if lane.stream is not None:\n            self._issue_end(new)\n",
-        "        if lane.stream is not None:\n            new.promise.wait()\n            _end(new)\n",
+        "        if lane.stream is not None:\n            new.scattered.wait()\n            _end(new)\n",
         "The compute stream waits for each reduction, and divides on itself.",
         "flat_full",
         "overlap",
