@@ -8,7 +8,7 @@ from html import escape
 
 from mkdocs.utils import get_relative_url
 
-from docs_build import exercises, fragments, pictures, results, streams, values, wrong
+from docs_build import exercises, fragments, growth, pictures, results, streams, values, wrong
 from docs_build.markup import to_html
 
 __all__ = ["badges", "counted", "expand", "put_back"]
@@ -110,6 +110,11 @@ def _simulated(rest: str, _: str) -> str:
     return _raw(streams.figure(name.strip(), caption.strip()))
 
 
+def _growth(rest: str, _: str) -> str:
+    name, _, caption = rest.partition(" | ")
+    return _raw(growth.figure(name.strip(), caption.strip()))
+
+
 def _wrong(rest: str, start: str) -> str:
     """A case in which torch is wrong, with its program and the rows that say what is right."""
     case = wrong.find(rest.strip())
@@ -148,6 +153,8 @@ VERBS: dict[str, Callable[[str, str], str]] = {
     "picture": _picture,
     "table": _table,
     "simulated": _simulated,
+    "growth": _growth,
+    "large": lambda rest, start: growth.large(),
     "breaks": lambda rest, start: _raw(streams.breaks()),
     "findings": lambda rest, start: streams.findings(),
     "wrong": _wrong,

@@ -1,0 +1,106 @@
+"""One point: what a contender needs to take the model, for the first step and for a later one, and for a state dict.
+
+Times are of a fresh process that has torch and minifsdp: whatever else a library imports when it is first used is in
+its first construction or its first step, as it is in life.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+# Not when the first contender takes its model.
+import minifsdp  # noqa: F401
+from spec_tests.benchmarks.contenders import Trained
+from spec_tests.benchmarks.growth.points import FSDPS, Point
+from spec_tests.benchmarks.workloads import Workload
+from spec_tests.engine.count_calls import calls_by_file
+
+__all__ = ["calls_per_step", "join", "measure", "timed"]
+
+NUM_WARM = 3
+NUM_TIMED = 7
+NUM_STATE_DICTS = 3
+
+
+def join(num_ranks: int) -> None:
+    """Makes this process rank 0 of a world that does not exist."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+
+
+def timed(action: Callable[[], Any]) -> tuple[float, Any]:
+    """Milliseconds, and what ``action`` returns."""
+    begin = time.perf_counter()
+    result = action()
+    return 1000 * (time.perf_counter() - begin), result
+
+
+def _stepper(model: nn.Module, workload: Workload) -> Callable[[], None]:
+    inputs, targets = workload.batches(0, 0)[0]
+
+    def step() -> None:
+        workload.loss(model(inputs), targets).backward()
+
+    return step
+
+
+def calls_per_step(contender: str, point: Point) -> int:
+    """Calls of Python functions in a warm step, above those of the plain model."""
+    workload = point.workload()
+    return _calls(_take(contender, workload).model, workload) - _calls(workload.model(), workload)
+
+
+def _take(contender: str, workload: Workload) -> Trained:
+    return FSDPS[contender].take(workload.model(), workload)
+
+
+def _calls(model: nn.Module, workload: Workload) -> int:
+    step = _stepper(model, workload)
+    _warm_up(model, step)
+    return calls_by_file(step).total()
+
+
+def _warm_up(model: nn.Module, step: Callable[[], None]) -> None:
+    for _ in range(NUM_WARM):
+        step()
+        model.zero_grad()
+
+
+def _later(model: nn.Module, step: Callable[[], None]) -> float:
+    milliseconds, _ = timed(step)
+    model.zero_grad()
+    return milliseconds
+
+
+def measure(contender: str, point: Point) -> dict[str, float]:
+    """Everything about one point; in a process of its own, because it joins a world.
+
+    Returns:
+        ``construct``, ``first``, ``step`` and ``state_dict`` in milliseconds, and ``calls`` for each unit and step.
+    """
+    join(point.ranks)
+    workload = point.workload()
+    plain = workload.model()
+    construct, trained = timed(lambda: FSDPS[contender].take(plain, workload))
+    model, step = trained.model, _stepper(trained.model, workload)
+    first, _ = timed(step)
+    model.zero_grad()
+    _warm_up(model, step)
+    gc.collect()
+    gc.disable()
+    later = statistics.median(_later(model, step) for _ in range(NUM_TIMED))
+    state_dict = statistics.median(timed(model.state_dict)[0] for _ in range(NUM_STATE_DICTS))
+    gc.enable()
+    calls = (calls_by_file(step).total() - _calls(workload.model(), workload)) / point.units
+    return {"construct": construct, "first": first, "step": later, "state_dict": state_dict, "calls": calls}

@@ -1,0 +1,65 @@
+"""The plots of what grows with the work."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.needs("mkdocs")
+
+AXES = {"units": [12, 48], "ranks": [2, 1024], "parameters": [1, 64]}
+
+
+def recorded(path: Path, calls: tuple[float, float]) -> None:
+    point = {"construct": 9.0, "first": 9.0, "step": 9.0, "state_dict": 9.0}
+    points = [{**point, "calls": number} for number in calls]
+    record: dict[str, Any] = {axis: {"torch FSDP2": points, "minifsdp FSDP2": points} for axis in AXES}
+    record["large"] = {"minifsdp FSDP2": {"seconds": 1.26, "stored": 401.6, "peak": 404.0}}
+    path.write_text(json.dumps({"axes": AXES, "circumstances": ["* recorded today", "* a machine"], **record}))
+
+
+def test_a_plot_is_drawn_from_the_record_and_needs_nothing_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from docs_build import growth
+
+    monkeypatch.setattr(growth, "RECORD", tmp_path / "growth.json")
+    assert "No run" in growth.figure("calls units", "Calls.")
+    recorded(growth.RECORD, (100.0, 10.0))
+    html = growth.figure("calls units", "Calls.")
+    assert "Recorded today, on the fake backend; a machine." in html
+    # From the upper left to the lower right: 100 and 10, of 10 to 100.
+    left, right = growth.LEFT, growth.LEFT + growth.WIDTH
+    top, bottom = growth.TOP, growth.TOP + growth.HEIGHT
+    assert html.count("<polyline") == 2
+    assert len(set(re.findall(r'class="curve ([\w ]+)" points', html))) == 2
+    assert set(re.findall(r'points="([^"]*)"', html)) == {f"{left}.0,{top}.0 {right}.0,{bottom}.0"}
+    assert set(re.findall(r"https?://[^\"]*", html)) <= {"http://www.w3.org/2000/svg"}
+    assert "| minifsdp FSDP2 | 1.3 | 401.6 | 404 |" in growth.large()
+
+
+def test_a_cost_that_stays_is_a_level_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from docs_build import growth
+
+    monkeypatch.setattr(growth, "RECORD", tmp_path / "growth.json")
+    recorded(growth.RECORD, (100.0, 100.0))
+    heights = re.search(r'points="[\d.]+,([\d.]+) [\d.]+,([\d.]+)"', growth.figure("calls ranks", "Calls."))
+    assert heights is not None
+    assert heights[1] == heights[2]
+
+
+def test_the_page_draws_what_is_recorded_of_every_axis_and_of_the_large_model() -> None:
+    from docs_build import directives, growth
+    from docs_build.order import ROOT
+
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    plots = re.findall(r"^\{\{ growth (\w+) (\w+) ", page, re.MULTILINE)
+    assert {axis for _, axis in plots} == set(growth.AXES)
+    assert {cost for cost, _ in plots} == set(growth.COSTS)
+    built = directives.put_back(directives.expand(page, "benchmarks.html"))
+    assert built.count('class="growth"') == len(plots)
+    assert len(re.findall(r"^\| (?:torch|minifsdp) \S+(?: \S+)? \| [\d.]+ \| 401\.6 \|", built, re.MULTILINE)) == 6

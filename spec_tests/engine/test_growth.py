@@ -1,0 +1,89 @@
+"""What must not grow with the work, and what may.
+
+Counted in processes of their own, see ``count_growth.py``; in milliseconds, see ``spec_tests/benchmarks/growth``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spec_tests.benchmarks.growth.llama import Decoder
+from spec_tests.engine.count_growth import OURS, PARAMETERS, SHAPE
+from spec_tests.harness.programs import run_module
+
+pytestmark = pytest.mark.pure
+
+
+@functools.cache
+def counted(ranks: int) -> dict[str, Any]:
+    root = Path(__file__).parents[2]
+    done = run_module("spec_tests.engine.count_growth", str(ranks), folder=root, environment=os.environ)
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+@pytest.mark.spec("COST-12")
+@pytest.mark.parametrize("name", OURS)
+def test_a_further_unit_costs_as_many_calls_as_the_one_before(name: str) -> None:
+    twelve, twice, four_times = counted(2)[name]["units"]
+    assert four_times - twice == 2 * (twice - twelve) > 0
+
+
+@pytest.mark.spec("COST-12")
+@pytest.mark.parametrize("name", OURS)
+def test_a_step_makes_as_many_calls_on_1024_ranks_as_on_two(name: str) -> None:
+    assert counted(1024)[name]["units"] == counted(2)[name]["units"]
+
+
+@pytest.mark.spec("COST-13")
+def test_further_parameters_of_a_flat_unit_cost_no_calls() -> None:
+    calls = counted(2)["minifsdp flat"]["parameters"]
+    # The plain model, which is taken off, reads each of its parameters with one call of nn.Module's __getattr__; a view
+    # of a flat parameter is found without it. 2 units.
+    assert [more + 2 * number for more, number in zip(calls, PARAMETERS, strict=True)] == 3 * [calls[0] + 8]
+
+
+@pytest.mark.spec("COST-13")
+@pytest.mark.parametrize("name", OURS)
+def test_calls_grow_at_most_linearly_with_the_parameters_of_a_unit(name: str) -> None:
+    four, sixteen, sixty_four = counted(2)[name]["parameters"]
+    assert sixty_four - sixteen <= 4 * (sixteen - four)
+
+
+@pytest.mark.spec("COST-14")
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("ranks", [2, 64])
+def test_what_is_made_on_meta_is_stored_in_the_bytes_of_its_shards(name: str, ranks: int) -> None:
+    assert counted(ranks)[name]["stored"] == (by_parameter(ranks) if name.endswith("FSDP2") else by_unit(ranks))
+
+
+def by_unit(ranks: int) -> int:
+    """Each unit is padded once."""
+    blocks, rest = numels()
+    return sum(4 * -(-sum(unit) // ranks) for unit in [*blocks, rest])
+
+
+def by_parameter(ranks: int) -> int:
+    """Of each parameter, rank 0 has the first rows."""
+    shapes = [parameter.shape for parameter in decoder().parameters()]
+    return sum(4 * -(-shape[0] // ranks) * shape[1:].numel() for shape in shapes)
+
+
+def numels() -> tuple[list[list[int]], list[int]]:
+    model = decoder()
+    blocks = [[weight.numel() for weight in block.parameters()] for block in model.blocks]
+    others = (model.embedding, model.norm, model.head)
+    return blocks, [weight.numel() for module in others for weight in module.parameters()]
+
+
+def decoder() -> Decoder:
+    with torch.device("meta"):
+        return Decoder(SHAPE)
