@@ -86,7 +86,10 @@ def main() -> None:
     found = run(parts, contenders)
     print("\n".join(tables(found)))
     if asked.record:
-        head = {"date": str(datetime.now(UTC).date()), "circumstances": circumstances(time.monotonic() - begin)}
+        # What the race says about two ranks and their load is not so here, nor is gloo the backend.
+        when, machine, _, versions = circumstances(time.monotonic() - begin)
+        told = [when, machine, versions.replace("; gloo", "; fake backend")]
+        head = {"date": str(datetime.now(UTC).date()), "circumstances": told}
         RECORD.write_text(json.dumps({**head, "axes": AXES, **found}, indent=1) + "\n", encoding="utf-8")
 
 
