@@ -112,6 +112,15 @@ def test_the_compute_stream_divides_nothing_and_reduces_nothing(door: str) -> No
     assert not [name for name in log.on("compute stream") if name.startswith(("div", "reduce"))]
 
 
+@pytest.mark.spec("STREAM-17")
+@rank_among_invented(2)
+def test_nothing_is_gathered_before_what_was_gathered_last_is_copied_out() -> None:
+    log = logged(per_parameter())
+    kinds = {"all_gather": "gather", "split_with": "copy"}
+    found = [kinds[o.name[:10]] for o in log.operations if o.name[:10] in kinds]
+    assert found == ["gather", "copy"] * len(log.gathers)
+
+
 @pytest.mark.spec("STREAM-09", "HYB-04")
 @rank_among_invented(4)
 def test_the_sum_over_replicas_has_a_stream_of_its_own_and_may_run_beside_the_next_reduction() -> None:

@@ -72,17 +72,6 @@ BREAKS = [
         "each_full",
     ),
     Break(
-        "the-next-is-asked-for-too-early",
-        HOOKS,
-        "        if unit.state is not State.SHARDED:\n            unit.wait()\n            unit.layout.show_again()\n",
-        "        if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:\n"
-        "            self._prefetch_backward(unit)\n"
-        "        if unit.state is not State.SHARDED:\n            unit.wait()\n            unit.layout.show_again()\n",
-        "What the next unit arrives in is there before that of this one is given back.",
-        "each_accumulating",
-        "peak",
-    ),
-    Break(
         "sorted-rows-in-place",
         ROW,
         '        self._copies = not is_sorted or self.device.type != "cpu"\n',
