@@ -56,7 +56,7 @@ class LiveBytes(TorchDispatchMode):
     def _note(self, leaf: Any) -> None:
         if isinstance(leaf, DTensor):
             leaf = leaf._local_tensor
-        if isinstance(leaf, Tensor) and not leaf.is_meta:
+        if isinstance(leaf, Tensor):
             reference = StorageWeakRef(leaf.untyped_storage())
             # A number that was another storage's may come again: the newer reference is the right one.
             self._storages[reference.cdata] = reference

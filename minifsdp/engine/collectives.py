@@ -88,8 +88,8 @@ def gather_each(group: Group, outputs: Sequence[torch.Tensor], pieces: Sequence[
 
     Args:
         group: who gathers.
-        outputs: each (``group.size``, its elements), contiguous.
-        pieces: each 1-D; cast to the dtype of its output.
+        outputs: each (``group.size``, its elements), side by side in one memory.
+        pieces: each 1-D, side by side as well; cast to the dtype of its output.
     """
     if outputs[0].is_complex():
         outputs, pieces = ([torch.view_as_real(each) for each in tensors] for tensors in (outputs, pieces))

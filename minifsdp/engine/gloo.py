@@ -75,8 +75,7 @@ class Transport:
         self._others = [(self._rank + distance) % self._size for distance in range(1, self._size)]
         shown = dist.ProcessGroup(HashStore(), self._rank, self._size)
         sends_nothing = FakeProcessGroup._create_internal(self._rank, self._size)
-        for device in ("cpu", "meta"):
-            shown._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, sends_nothing)
+        shown._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, sends_nothing)
         self._show_gather, self._show_reduce_scatter = _collectives_of(shown)
         self._small_gather, self._small_reduce_scatter = _collectives_of(backend)
         self._gathers, self._reductions = _Queue(), _Queue()
@@ -94,11 +93,14 @@ class Transport:
         return sum(output[0].nbytes for output in outputs) >= _WORTH_A_MESSAGE * len(outputs)
 
     def all_gather_each(self, outputs: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> Promise:
-        """Issues the all-gather of several tensors, each straight into an output of its own, a line for each rank."""
+        """Issues the all-gather of several tensors, each straight into an output of its own, a line for each rank.
+
+        They lie side by side in one memory, and so do their outputs.
+        """
         if torch._C._len_torch_dispatch_stack():
-            # Nowhere do all of them lie side by side.
-            own = outputs[0].new_empty(sum(output[0].numel() for output in outputs), device="meta")
-            self._show_gather(own.repeat(self._size), own, AllgatherOptions())
+            numel = sum(output[0].numel() for output in outputs)
+            whole, piece = outputs[0].as_strided((self._size * numel,), (1,)), pieces[0].as_strided((numel,), (1,))
+            self._show_gather(whole, piece, AllgatherOptions())
         return self._send_to_all(outputs, pieces)
 
     def _send_to_all(self, outputs: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> Promise:
