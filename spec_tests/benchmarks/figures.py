@@ -52,11 +52,11 @@ def python_calls(action: Action) -> int:
     return calls_by_file(action).total()
 
 
-def collectives(action: Action) -> tuple[dict[str, int], int, int]:
+def collectives(action: Action) -> tuple[dict[str, int], dict[str, int], int]:
     """What is sent. Every rank must call it.
 
     Returns:
-        The collectives that are called, by kind; the bytes asked, and the bytes wired.
+        The collectives that are called, and the bytes asked, by kind; and the bytes wired.
     """
     # After a barrier nobody is still sending what belongs to before.
     dist.barrier()
@@ -64,7 +64,7 @@ def collectives(action: Action) -> tuple[dict[str, int], int, int]:
     with CollectiveCounter() as counter:
         action()
     dist.barrier()
-    return dict(counter.num_calls), counter.bytes_sent, _sent() - before
+    return dict(counter.num_calls), dict(counter.bytes_of), _sent() - before
 
 
 def _sent() -> int:

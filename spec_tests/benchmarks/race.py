@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from spec_tests.benchmarks import figures
-from spec_tests.benchmarks.contenders import CONTENDERS, Contender, Trained
+from spec_tests.benchmarks.contenders import CONTENDERS, Contender, Trained, adamw
 from spec_tests.benchmarks.workloads import Batch, Workload
 
 __all__ = ["Entrant", "Lap", "Outcome", "race", "reference_losses"]
@@ -59,7 +59,7 @@ class Outcome:
         laps: one for each round.
         calls: of Python functions in a step.
         collectives: of a step, by kind.
-        asked: bytes that textbook algorithms send for these collectives, from this rank.
+        asked_by_kind: bytes that textbook algorithms send for these collectives, from this rank.
         wired: bytes that this rank's sockets have sent in a step.
         resting: bytes in live tensors between two steps, above what was there before the model.
         peak: the most during a step.
@@ -70,10 +70,15 @@ class Outcome:
     laps: list[Lap] = field(default_factory=list)
     calls: int = 0
     collectives: dict[str, int] = field(default_factory=dict)
-    asked: int = 0
+    asked_by_kind: dict[str, int] = field(default_factory=dict)
     wired: int = 0
     resting: int = 0
     peak: int = 0
+
+    @property
+    def asked(self) -> int:
+        """Bytes asked, of all kinds."""
+        return sum(self.asked_by_kind.values())
 
 
 class Entrant:
@@ -82,7 +87,7 @@ class Entrant:
     def __init__(self, contender: Contender, workload: Workload) -> None:
         self.contender, self.workload = contender, workload
         self.trained: Trained = contender.take(workload.model(), workload)
-        self.optimizer = _adamw(self.trained.model)
+        self.optimizer = self.trained.optimizer(self.trained.model)
 
     def step(self, batches: list[Batch]) -> tuple[list[Tensor], Lap]:
         """One step; the loss of each micro-batch, and the times."""
@@ -122,14 +127,10 @@ class Entrant:
         return loss.detach(), forward
 
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-
-
 def reference_losses(workload: Workload, num_ranks: int, num_steps: int) -> Tensor:
     """The losses of one process that plays all ranks: (steps, ranks, micro-batches)."""
     model = workload.model()
-    optimizer = _adamw(model)
+    optimizer = adamw(model)
     losses = torch.empty(num_steps, num_ranks, workload.accumulate)
     for step in range(num_steps):
         total: list[Tensor] = []
@@ -188,7 +189,7 @@ def race(workload: Workload, rounds: int, seed: int = 0) -> list[Outcome]:
     for entrant, outcome in zip(entrants, outcomes, strict=True):
         outcome.calls = figures.python_calls(lambda entrant=entrant: entrant.step(batches))
         sent = figures.collectives(lambda entrant=entrant: entrant.step(batches))
-        outcome.collectives, outcome.asked, outcome.wired = sent
+        outcome.collectives, outcome.asked_by_kind, outcome.wired = sent
     contenders = [entrant.contender for entrant in entrants]
     entrants.clear()
     gc.unfreeze()

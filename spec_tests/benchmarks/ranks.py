@@ -1,4 +1,4 @@
-"""Two processes for one race, and what they have measured.
+"""The processes of one race, and what they have measured.
 
 The processes are new ones for each workload, so no workload inherits memory, threads or a process group from another.
 This file is both ends: `run_race` starts ``python -m spec_tests.benchmarks.ranks``, which is a rank.
@@ -22,15 +22,14 @@ import torch.distributed as dist
 from spec_tests.benchmarks.race import Lap, Outcome, race
 from spec_tests.benchmarks.workloads import WORKLOADS
 
-__all__ = ["NUM_RANKS", "run_race"]
+__all__ = ["run_race"]
 
-NUM_RANKS = 2
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 900.0  # seconds for one race
 
 
 def run_race(workload: str, rounds: int) -> list[list[Outcome]]:
-    """Runs a race on two ranks.
+    """Runs a race, each rank in a process.
 
     Returns:
         By rank: the outcome of each contender.
@@ -39,8 +38,9 @@ def run_race(workload: str, rounds: int) -> list[list[Outcome]]:
         AssertionError: a rank failed; with what it has written.
     """
     with tempfile.TemporaryDirectory(prefix="race-") as folder:
-        outputs = [Path(folder, f"output-{rank}") for rank in range(NUM_RANKS)]
-        processes = [_start(workload, rounds, rank, folder, outputs[rank]) for rank in range(NUM_RANKS)]
+        ranks = range(WORKLOADS[workload].num_ranks)
+        outputs = [Path(folder, f"output-{rank}") for rank in ranks]
+        processes = [_start(workload, rounds, rank, folder, outputs[rank]) for rank in ranks]
         try:
             _wait(processes)
             failed = [rank for rank, process in enumerate(processes) if process.returncode]
@@ -50,7 +50,7 @@ def run_race(workload: str, rounds: int) -> list[list[Outcome]]:
                 process.wait()
         if failed:
             raise AssertionError("\n".join(f"--- rank {rank} ---\n{outputs[rank].read_text()}" for rank in failed))
-        return [_read(Path(folder, f"outcome-{rank}.json")) for rank in range(NUM_RANKS)]
+        return [_read(Path(folder, f"outcome-{rank}.json")) for rank in ranks]
 
 
 def _start(workload: str, rounds: int, rank: int, folder: str, output: Path) -> subprocess.Popen[bytes]:
@@ -78,12 +78,13 @@ def _read(path: Path) -> list[Outcome]:
 
 def main() -> None:
     """A rank."""
-    workload, rounds, rank, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    workload, rounds, rank, folder = WORKLOADS[sys.argv[1]], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     # New names for torch's own collectives, and other advice that is not for this program.
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), NUM_RANKS), rank=rank, world_size=2)
-    outcomes = race(WORKLOADS[workload], rounds)
+    store = dist.FileStore(str(folder / "store"), workload.num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=workload.num_ranks)
+    outcomes = race(workload, rounds)
     (folder / f"outcome-{rank}.json").write_text(json.dumps([asdict(outcome) for outcome in outcomes]))
     dist.barrier()
     dist.destroy_process_group()

@@ -44,6 +44,7 @@ class Workload:
         accumulate: micro-batches in each step, all but the last without synchronisation.
         rounds: how many, unless the run is a quick one.
         tolerance: how far losses may lie apart, relative.
+        num_ranks: how many train it.
     """
 
     name: str
@@ -57,11 +58,17 @@ class Workload:
     accumulate: int = 1
     rounds: int = 12
     tolerance: float = 1e-6
+    num_ranks: int = 2
 
     def model(self) -> nn.Module:
         """The plain model, with the same weights every time."""
         torch.manual_seed(0)
         return self.build()
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether replicas of two ranks shard."""
+        return self.strategy == "HYBRID_SHARD"
 
     @property
     def num_units(self) -> int:
@@ -118,6 +125,8 @@ WORKLOADS = {
         # Plain models compute under autocast, which rounds in other places.
         replace(GPT_14M, name="gpt-bf16", bf16=True, tolerance=5e-3),
         replace(GPT_14M, name="gpt-accumulate-4", accumulate=4, rounds=6),
+        # Sums of four numbers depend on their order.
+        replace(GPT_14M, name="gpt-hybrid", strategy="HYBRID_SHARD", num_ranks=4, rounds=6, tolerance=1e-5),
         WIDE,
         replace(WIDE, name="wide-grad-op", strategy="SHARD_GRAD_OP"),
     )

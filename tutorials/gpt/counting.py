@@ -48,16 +48,21 @@ class CollectiveCounter(TorchDispatchMode):
     Attributes:
         num_calls: how often each kind was called: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, and any
             other operator of ``c10d`` under its own name, so that nothing is sent unseen.
-        bytes_sent: of the three kinds, by the formulas above.
+        bytes_of: what each of the three kinds sends, by the formulas above.
         peak_gathered: the largest number of bytes of all-gather outputs that were alive together.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.num_calls: Counter[str] = Counter()
-        self.bytes_sent = 0
+        self.bytes_of: Counter[str] = Counter()
         self.peak_gathered = 0
         self._gathered: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Of all three kinds."""
+        return self.bytes_of.total()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -73,14 +78,14 @@ class CollectiveCounter(TorchDispatchMode):
         if name in GATHERS:
             outputs = list(_tensors(args[0]))
             self.num_calls["all-gather"] += 1
-            self.bytes_sent += _num_bytes(outputs) * (num_ranks - 1) // num_ranks
+            self.bytes_of["all-gather"] += _num_bytes(outputs) * (num_ranks - 1) // num_ranks
             self._watch(outputs)
         elif name in SCATTERS:
             self.num_calls["reduce-scatter"] += 1
-            self.bytes_sent += _num_bytes(_tensors(args[1])) * (num_ranks - 1) // num_ranks
+            self.bytes_of["reduce-scatter"] += _num_bytes(_tensors(args[1])) * (num_ranks - 1) // num_ranks
         elif name in REDUCES:
             self.num_calls["all-reduce"] += 1
-            self.bytes_sent += 2 * _num_bytes(_tensors(args[0])) * (num_ranks - 1) // num_ranks
+            self.bytes_of["all-reduce"] += 2 * _num_bytes(_tensors(args[0])) * (num_ranks - 1) // num_ranks
         elif name not in SILENT:
             self.num_calls[name.strip("_")] += 1
 
