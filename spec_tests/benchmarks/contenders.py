@@ -3,35 +3,34 @@
 ``single`` is the floor: the plain model on this rank's batch alone, nothing is averaged and nothing is sent. Nobody can
 be faster, and the difference is what it costs to be several. The *peer* of a contender is the one of torch that makes
 the same promises, so the one to be compared with.
+
+``DDP + ZeRO`` is what else there is in torch for one who has no room for the optimizer's state: DDP, and of the state
+each rank keeps a part, updates the parameters of that part, and broadcasts them. DeepSpeed takes part if it is
+installed, see ``zero3.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from spec_tests.benchmarks.workloads import Workload
+from spec_tests.benchmarks import zero3
+from spec_tests.benchmarks.workloads import NODES, Workload, adamw
 from spec_tests.oracles.gathering import wrap_units
 
-__all__ = ["CONTENDERS", "Contender", "Trained", "adamw"]
-
-ADAMW: dict[str, Any] = {"lr": 1e-3, "foreach": True}
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """What all contenders step with."""
-    return torch.optim.AdamW(model.parameters(), **ADAMW)
+__all__ = ["CONTENDERS", "Contender", "Trained"]
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,15 @@ class Trained:
         model: to be called.
         no_sync: leaves the gradients of a backward on this rank.
         autocasts: whether low precision is the business of autocast.
-        optimizer: makes what steps.
+        optimizer: makes the optimizer, or what is called like one.
+        backward: from a loss.
     """
 
     model: nn.Module
     no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     autocasts: bool = False
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
+    optimizer: Callable[[nn.Module], Any] = adamw
+    backward: Callable[[Tensor], Any] = Tensor.backward
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,9 @@ class Contender:
         name: as the table shows it.
         take: takes the plain model.
         peer: name of the contender of torch that it stands in for, if it is one of ours.
-        shards: whether it is an FSDP.
+        shards: whether it is an FSDP of torch's or ours.
         never: strategies that it does not have.
+        can: whether it has all else that the workload asks for.
     """
 
     name: str
@@ -68,10 +70,11 @@ class Contender:
     peer: str | None = None
     shards: bool = True
     never: tuple[str, ...] = ()
+    can: Callable[[Workload], bool] = lambda workload: True
 
     def runs(self, workload: Workload) -> bool:
         """Whether it can train the workload."""
-        return workload.strategy not in self.never
+        return workload.strategy not in self.never and self.can(workload)
 
 
 def _single(model: nn.Module, workload: Workload) -> Trained:
@@ -83,13 +86,26 @@ def _ddp(model: nn.Module, workload: Workload) -> Trained:
     return Trained(ddp, ddp.no_sync, autocasts=workload.bf16)
 
 
-def _zero(model: nn.Module, workload: Workload) -> Trained:
-    """ZeRO-1: each rank keeps the optimizer's state of some parameters, steps these, and sends them to the others."""
-    # Warns of what it uses of torch, but not in a rank.
+def _ddp_zero(model: nn.Module, workload: Workload) -> Trained:
+    # torch warns of itself when this is imported, and in the process of the tests a warning is an error.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    trained = _ddp(model, workload)
-    return replace(trained, optimizer=lambda ddp: ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, **ADAMW))
+    def optimizer(ddp: nn.Module) -> ZeroRedundancyOptimizer:
+        return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3, foreach=True)
+
+    ddp = DistributedDataParallel(model)
+    return Trained(ddp, ddp.no_sync, autocasts=workload.bf16, optimizer=optimizer)
+
+
+def _deepspeed(model: nn.Module, workload: Workload) -> Trained:
+    engine = zero3.engine_of(model, workload)
+    return Trained(engine, optimizer=lambda engine: engine, backward=engine.backward)
+
+
+@functools.cache
+def _nodes(num_ranks: int) -> DeviceMesh:
+    """Of all contenders: a mesh makes process groups, with threads and sockets of their own."""
+    return init_device_mesh("cpu", (NODES, num_ranks // NODES), mesh_dim_names=("replicate", "shard"))
 
 
 def _wrapper(library: str, *, original: bool) -> Callable[[nn.Module, Workload], Trained]:
@@ -101,9 +117,10 @@ def _wrapper(library: str, *, original: bool) -> Callable[[nn.Module, Workload],
             "sharding_strategy": words.ShardingStrategy[workload.strategy],
             "device_id": torch.device("cpu"),
             "use_orig_params": original,
+            "forward_prefetch": workload.prefetch,
         }
         if workload.is_hybrid:
-            options["device_mesh"] = grid()
+            options["device_mesh"] = _nodes(workload.num_ranks)
         if workload.bf16:
             # The angles that the GPT hands to its blocks are float32; FSDP2 casts such inputs without being asked.
             options["mixed_precision"] = words.MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
@@ -123,12 +140,15 @@ def _function(library: str) -> Callable[[nn.Module, Workload], Trained]:
 
     def take(model: nn.Module, workload: Workload) -> Trained:
         words: Any = importlib.import_module(library)
-        options: dict[str, Any] = {"reshard_after_forward": workload.strategy != "SHARD_GRAD_OP"}
+        options: dict[str, Any] = {"reshard_after_forward": workload.strategy in ("FULL_SHARD", "HYBRID_SHARD")}
         if workload.is_hybrid:
-            options["mesh"] = grid()
+            options["mesh"] = _nodes(workload.num_ranks)
         if workload.bf16:
             options["mp_policy"] = words.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         wrapped = wrap_units(model, (workload.unit_class,), lambda module: words.fully_shard(module, **options))
+        if workload.prefetch:
+            for module, following in itertools.pairwise([wrapped, *workload.units_of(wrapped)]):
+                module.set_modules_to_forward_prefetch([following])
 
         @contextlib.contextmanager
         def no_sync() -> Iterator[None]:
@@ -141,17 +161,15 @@ def _function(library: str) -> Callable[[nn.Module, Workload], Trained]:
     return take
 
 
-def grid() -> DeviceMesh:
-    """Replicas of two ranks that shard."""
-    return init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
-
-
 TORCH, OURS = "torch.distributed.fsdp", "minifsdp"
+# For these workloads DDP does just what it does for that with FULL_SHARD.
+AS_WITH_FULL_SHARD = ("SHARD_GRAD_OP", "NO_SHARD")
 
 CONTENDERS = (
     Contender("single", _single, shards=False),
     Contender("DDP", _ddp, shards=False),
-    Contender("DDP + ZeRO-1", _zero, shards=False),
+    Contender("DDP + ZeRO", _ddp_zero, shards=False, never=AS_WITH_FULL_SHARD, can=lambda work: not work.prefetch),
+    Contender("DeepSpeed ZeRO-3", _deepspeed, shards=False, can=zero3.can),
     Contender("torch FSDP1 flat", _wrapper(TORCH, original=False)),
     Contender("torch FSDP1 orig", _wrapper(TORCH, original=True)),
     Contender("torch FSDP2", _function(TORCH), never=("NO_SHARD",)),

@@ -23,11 +23,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +40,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from spec_tests.engine.count_calls import calls_by_file
 from tutorials.gpt.counting import CollectiveCounter
 
-__all__ = ["collectives", "live_bytes", "python_calls"]
+__all__ = ["Live", "collectives", "highest_of_each_part", "live_bytes", "python_calls"]
 
 Action = Callable[[], Any]
 TCP_INFO = 11
 # Where `tcpi_bytes_sent` lies in the kernel's `struct tcp_info`, since Linux 4.19.
 BYTES_SENT = 200
 MARK = "spec_tests: the measured step"
+NUM_PARTS = 240
 
 
 def python_calls(action: Action) -> int:
@@ -52,11 +55,12 @@ def python_calls(action: Action) -> int:
     return calls_by_file(action).total()
 
 
-def collectives(action: Action) -> tuple[dict[str, int], dict[str, int], int]:
+def collectives(action: Action) -> tuple[dict[str, int], int, int, int]:
     """What is sent. Every rank must call it.
 
     Returns:
-        The collectives that are called, and the bytes asked, by kind; and the bytes wired.
+        The collectives that are called, by kind; the bytes asked, and of these the bytes that sharding asks for; and
+        the bytes wired.
     """
     # After a barrier nobody is still sending what belongs to before.
     dist.barrier()
@@ -64,7 +68,8 @@ def collectives(action: Action) -> tuple[dict[str, int], dict[str, int], int]:
     with CollectiveCounter() as counter:
         action()
     dist.barrier()
-    return dict(counter.num_calls), dict(counter.bytes_of), _sent() - before
+    sharding = counter.num_bytes["all-gather"] + counter.num_bytes["reduce-scatter"]
+    return dict(counter.num_calls), counter.bytes_sent, sharding, _sent() - before
 
 
 def _sent() -> int:
@@ -78,8 +83,23 @@ def _sent() -> int:
     return total
 
 
-def live_bytes(prepare: Action, measured: Action) -> tuple[int, int]:
-    """Bytes in live tensors after ``prepare``, and the most while ``measured`` runs; 0 is what was there before both.
+@dataclass(frozen=True)
+class Live:
+    """Bytes in live tensors; 0 is what was there before all that was watched.
+
+    Attributes:
+        resting: when the measured action begins.
+        peak: the most while it runs.
+        curve: where in the action, from 0 to 1, and how many: the most in each part of it.
+    """
+
+    resting: int
+    peak: int
+    curve: list[tuple[float, int]]
+
+
+def live_bytes(prepare: Action, measured: Action) -> Live:
+    """What is live after ``prepare`` and while ``measured`` runs.
 
     Every rank must call it. ``prepare`` must make all the tensors that ``measured`` may free: the allocator does not
     know others.
@@ -96,9 +116,24 @@ def live_bytes(prepare: Action, measured: Action) -> tuple[int, int]:
     # Each event tells how much was live in all threads together. A sum of the events would not do: what a thread
     # without profiler has freed is no event.
     before, after = _allocations(events[:marked]), _allocations(events[marked:])
-    zero = before[0].total_allocated - before[0].alloc_size
-    resting = after[0].total_allocated - after[0].alloc_size
-    return resting - zero, max(event.total_allocated for event in after) - zero
+    zero, resting = _live_before(before[0]), _live_before(after[0])
+    live = [(event.start_time_ns, event.typed[1].total_allocated - zero) for event in after]
+    return Live(resting - zero, max(value for _, value in live), highest_of_each_part(live))
+
+
+def highest_of_each_part(points: list[tuple[int, int]]) -> list[tuple[float, int]]:
+    """As many points as a picture has room for, and no peak lost: the highest of each part of the time.
+
+    Args:
+        points: moments, in order, and values.
+
+    Returns:
+        Moments from 0, the first, to 1, the last, and values.
+    """
+    first, last = points[0][0], points[-1][0]
+    placed = [((moment - first) / max(last - first, 1), value) for moment, value in points]
+    parts = itertools.groupby(placed, key=lambda point: int(point[0] * NUM_PARTS))
+    return [max(part, key=lambda point: point[1]) for _, part in parts]
 
 
 def _count_in_all_threads() -> None:
@@ -120,4 +155,8 @@ def _all(events: Iterable[Any]) -> Iterator[Any]:
 
 
 def _allocations(events: Iterable[Any]) -> list[Any]:
-    return [fields for event in events if hasattr(fields := event.typed[1], "total_allocated")]
+    return [event for event in events if hasattr(event.typed[1], "total_allocated")]
+
+
+def _live_before(event: Any) -> int:
+    return int(event.typed[1].total_allocated - event.typed[1].alloc_size)

@@ -13,7 +13,7 @@ import torch
 import minifsdp
 from spec_tests.benchmarks.race import Outcome
 from spec_tests.benchmarks.report import table
-from spec_tests.benchmarks.workloads import WORKLOADS
+from spec_tests.benchmarks.workloads import NODES, WORKLOADS
 
 __all__ = ["PAGE", "circumstances", "record", "sections"]
 
@@ -33,8 +33,8 @@ def circumstances(seconds: float) -> list[str]:
     return [
         f"* recorded {today}, in {seconds / 60:.1f} minutes",
         f"* {_processor()}, {os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()}; no GPU used",
-        f"* load average at the end {one:.1f}, over the last 15 minutes {fifteen:.1f}: two ranks of one thread "
-        "each make about 2, what is above that was somebody else, or `gpt-hybrid` with its four",
+        f"* load average at the end {one:.1f}, over the last 15 minutes {fifteen:.1f}: ranks of one thread each make "
+        "about as much as there are of them, what is above that was somebody else",
         f"* torch {torch.__version__}, Python {platform.python_version()}, minifsdp {minifsdp.__version__}; gloo",
     ]
 
@@ -52,7 +52,9 @@ def sections(results: Mapping[str, Sequence[Outcome]]) -> list[str]:
         workload = WORKLOADS[name]
         extras = [workload.strategy]
         if workload.is_hybrid:
-            extras.append(f"{workload.num_ranks} ranks, 2 replicas of 2")
+            extras.append(f"{workload.num_ranks} ranks, {NODES} groups of {workload.num_ranks // NODES}")
+        if workload.prefetch:
+            extras.append("each unit told in forward which one comes next")
         if workload.bf16:
             extras.append("bfloat16")
         if workload.accumulate > 1:
@@ -65,16 +67,8 @@ def sections(results: Mapping[str, Sequence[Outcome]]) -> list[str]:
             "",
             *table(name, outcomes),
             "",
-            *([_across(outcomes), ""] if workload.is_hybrid else []),
         ]
     return lines
-
-
-def _across(outcomes: Sequence[Outcome]) -> str:
-    """What the slow link of a hybrid has to carry; all else stays in the groups that shard."""
-    across = {outcome.contender: outcome.asked_by_kind.get("all-reduce", 0) / 2**20 for outcome in outcomes}
-    told = ", ".join(f"{name} {mib:.2f}" for name, mib in across.items() if mib)
-    return f"MiB asked between the replicas, by all-reduce: {told}. The rest stays in the groups that shard."
 
 
 def record(results: Mapping[str, Sequence[Outcome]], seconds: float, page: Path = PAGE) -> None:

@@ -1,4 +1,4 @@
-"""The race: what each of the two processes does.
+"""The race: what each of the processes does.
 
 1. every contender takes the model and trains three steps; the losses must be those of one process on all batches;
 2. rounds: one step of each contender, in an order that all ranks draw from the number of the round. A barrier before
@@ -16,14 +16,15 @@ import gc
 import random
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from spec_tests.benchmarks import figures
-from spec_tests.benchmarks.contenders import CONTENDERS, Contender, Trained, adamw
-from spec_tests.benchmarks.workloads import Batch, Workload
+from spec_tests.benchmarks.contenders import CONTENDERS, Contender, Trained
+from spec_tests.benchmarks.workloads import Batch, Workload, adamw
 
 __all__ = ["Entrant", "Lap", "Outcome", "race", "reference_losses"]
 
@@ -59,10 +60,13 @@ class Outcome:
         laps: one for each round.
         calls: of Python functions in a step.
         collectives: of a step, by kind.
-        asked_by_kind: bytes that textbook algorithms send for these collectives, from this rank.
+        asked: bytes that textbook algorithms send for these collectives, from this rank.
+        inside: of these, by the collectives of sharding, all-gather and reduce-scatter. In a hybrid workload they run
+            inside of the shard group, and all others between the replicas.
         wired: bytes that this rank's sockets have sent in a step.
         resting: bytes in live tensors between two steps, above what was there before the model.
         peak: the most during a step.
+        curve: from the begin of a step, 0, to its end, 1: bytes in live tensors, the most in each part of it.
     """
 
     contender: str
@@ -70,15 +74,12 @@ class Outcome:
     laps: list[Lap] = field(default_factory=list)
     calls: int = 0
     collectives: dict[str, int] = field(default_factory=dict)
-    asked_by_kind: dict[str, int] = field(default_factory=dict)
+    asked: int = 0
+    inside: int = 0
     wired: int = 0
     resting: int = 0
     peak: int = 0
-
-    @property
-    def asked(self) -> int:
-        """Bytes asked, of all kinds."""
-        return sum(self.asked_by_kind.values())
+    curve: list[tuple[float, int]] = field(default_factory=list)
 
 
 class Entrant:
@@ -87,7 +88,7 @@ class Entrant:
     def __init__(self, contender: Contender, workload: Workload) -> None:
         self.contender, self.workload = contender, workload
         self.trained: Trained = contender.take(workload.model(), workload)
-        self.optimizer = self.trained.optimizer(self.trained.model)
+        self.optimizer: Any = self.trained.optimizer(self.trained.model)
 
     def step(self, batches: list[Batch]) -> tuple[list[Tensor], Lap]:
         """One step; the loss of each micro-batch, and the times."""
@@ -123,7 +124,7 @@ class Entrant:
             output = self.trained.model(inputs)
         loss = self.workload.loss(output.float(), targets)
         forward = time.perf_counter() - begin
-        (loss / self.workload.accumulate).backward()
+        self.trained.backward(loss / self.workload.accumulate)
         return loss.detach(), forward
 
 
@@ -189,13 +190,14 @@ def race(workload: Workload, rounds: int, seed: int = 0) -> list[Outcome]:
     for entrant, outcome in zip(entrants, outcomes, strict=True):
         outcome.calls = figures.python_calls(lambda entrant=entrant: entrant.step(batches))
         sent = figures.collectives(lambda entrant=entrant: entrant.step(batches))
-        outcome.collectives, outcome.asked_by_kind, outcome.wired = sent
+        outcome.collectives, outcome.asked, outcome.inside, outcome.wired = sent
     contenders = [entrant.contender for entrant in entrants]
     entrants.clear()
     gc.unfreeze()
     gc.collect()
     for contender, outcome in zip(contenders, outcomes, strict=True):
-        outcome.resting, outcome.peak = _memory(contender, workload, batches)
+        found = _memory(contender, workload, batches)
+        outcome.resting, outcome.peak, outcome.curve = found.resting, found.peak, found.curve
     return outcomes
 
 
@@ -215,7 +217,7 @@ def _run_rounds(entrants: list[Entrant], outcomes: list[Outcome], rounds: int, s
         gc.collect()
 
 
-def _memory(contender: Contender, workload: Workload, batches: list[Batch]) -> tuple[int, int]:
+def _memory(contender: Contender, workload: Workload, batches: list[Batch]) -> figures.Live:
     entrants: list[Entrant] = []
 
     def prepare() -> None:

@@ -1,4 +1,4 @@
-"""The processes of one race, and what they have measured.
+"""The processes of one race, two or four, and what they have measured.
 
 The processes are new ones for each workload, so no workload inherits memory, threads or a process group from another.
 This file is both ends: `run_race` starts ``python -m spec_tests.benchmarks.ranks``, which is a rank.
@@ -29,7 +29,7 @@ LIMIT = 900.0  # seconds for one race
 
 
 def run_race(workload: str, rounds: int) -> list[list[Outcome]]:
-    """Runs a race, each rank in a process.
+    """Runs a race on as many ranks as the workload wants.
 
     Returns:
         By rank: the outcome of each contender.
@@ -82,8 +82,9 @@ def main() -> None:
     # New names for torch's own collectives, and other advice that is not for this program.
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), workload.num_ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=workload.num_ranks)
+    num_ranks = workload.num_ranks
+    store = dist.FileStore(str(folder / "store"), num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     outcomes = race(workload, rounds)
     (folder / f"outcome-{rank}.json").write_text(json.dumps([asdict(outcome) for outcome in outcomes]))
     dist.barrier()

@@ -9,6 +9,8 @@ For each workload one table, a line for each contender. What a column says:
 ``CPU ms``         median CPU time of a step, all threads of rank 0
 ``calls/unit``     Python functions entered in a step, above ``single``, divided by the number of units
 ``MiB asked``      what rank 0 would send with textbook algorithms
+``MiB inside``     hybrid only: of that, all-gathers and reduce-scatters, which stay in a shard group
+``MiB between``    hybrid only: the rest, which goes from one group to the other
 ``MiB wired``      what its sockets have sent
 ``rest MiB``       live tensors between two steps
 ``peak MiB``       the most during a step
@@ -32,6 +34,7 @@ __all__ = ["Quartiles", "best_torch", "calls_per_unit", "paired", "table"]
 
 BY_NAME = {contender.name: contender for contender in CONTENDERS}
 HEAD = ("", "ms", "/ best torch", "/ peer", "CPU ms", "calls/unit", "MiB asked", "MiB wired", "rest MiB", "peak MiB")
+LINKS = ("MiB inside", "MiB between")
 
 
 @dataclass(frozen=True)
@@ -73,15 +76,27 @@ def calls_per_unit(workload: str, outcomes: Sequence[Outcome], mine: Outcome) ->
 
 def table(workload: str, outcomes: Sequence[Outcome]) -> list[str]:
     """Markdown, which can be read as it is; of rank 0's outcomes."""
-    rows = [HEAD, *(_row(workload, outcomes, outcome) for outcome in outcomes)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+    head, rows = HEAD, [_row(workload, outcomes, outcome) for outcome in outcomes]
+    if WORKLOADS[workload].is_hybrid:
+        head = _beside_asked(HEAD, LINKS)
+        rows = [_beside_asked(row, _links(outcome)) for row, outcome in zip(rows, outcomes, strict=True)]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     rule = ("-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:]))
-    return [_line(row, widths) for row in (HEAD, rule, *rows[1:])]
+    return [_line(row, widths) for row in (head, rule, *rows)]
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:
     first, *others = zip(row, widths, strict=True)
     return " | ".join(["| " + first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]) + " |"
+
+
+def _beside_asked(row: tuple[str, ...], cells: tuple[str, ...]) -> tuple[str, ...]:
+    place = HEAD.index("MiB asked") + 1
+    return row[:place] + cells + row[place:]
+
+
+def _links(mine: Outcome) -> tuple[str, ...]:
+    return f"{mine.inside / 2**20:.2f}", f"{(mine.asked - mine.inside) / 2**20:.2f}"
 
 
 def _row(workload: str, outcomes: Sequence[Outcome], mine: Outcome) -> tuple[str, ...]:

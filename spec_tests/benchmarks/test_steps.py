@@ -67,10 +67,10 @@ OURS = [pair for pair in PAIRS if pair.values[1].peer is not None]  # type: igno
 @pytest.mark.parametrize(("workload", "contender"), PAIRS)
 def test_a_step(benchmark: Any, race: Race, workload: Any, contender: Any) -> None:
     by_rank = race(workload.name)
-    mine, other_rank = (_of(outcomes, contender.name) for outcomes in by_rank[:2])
+    mine, *others = (_of(outcomes, contender.name) for outcomes in by_rank)
     benchmark.group = workload.name
     benchmark.extra_info.update(_extra(workload.name, by_rank[0], mine))
-    benchmark.extra_info["median_of_rank_1"] = statistics.median(lap.wall for lap in other_rank.laps)
+    benchmark.extra_info["medians_of_other_ranks"] = [statistics.median(lap.wall for lap in r.laps) for r in others]
     CLOCK.load([lap.wall for lap in mine.laps])
     benchmark.pedantic(CLOCK.turn, rounds=len(mine.laps))
 
@@ -108,7 +108,7 @@ def test_ours_sends_no_more_than_its_peer(race: Race, workload: Any, contender: 
     assert ours.asked <= theirs.asked
     # Barriers and acknowledgements of gloo are in what the kernel has counted.
     assert ours.wired <= 1.01 * theirs.wired + 4096
-    if workload.largest_unit >= 2**20:
+    if 4 * workload.largest_unit >= 2**20:
         assert ours.wired <= 1.05 * ours.asked
 
 

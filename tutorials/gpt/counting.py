@@ -10,6 +10,7 @@ sees every operator that runs inside a ``with`` block. So one small class counts
 all-gather      ``(N - 1) / N * M``  everybody's piece has to reach everybody else
 reduce-scatter  ``(N - 1) / N * M``  the same journey backwards
 all-reduce      twice as much        it *is* a reduce-scatter, followed by an all-gather
+broadcast       ``(N - 1) / N * M``  on average: all but one rank have to get it, and all pass it on
 ==============  ==================  ================================================================
 
 What the backend does on the wire may differ; gloo, for instance, carries out a reduce-scatter as an all-reduce. The
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ __all__ = ["CollectiveCounter"]
 GATHERS = {"_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"}
 SCATTERS = {"_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_"}
 REDUCES = {"allreduce_", "allreduce_coalesced_"}
+BROADCASTS = {"broadcast_"}
 # Work without data, which every library may use as it likes.
 SILENT = {"barrier", "monitored_barrier_"}
 
@@ -46,23 +48,18 @@ class CollectiveCounter(TorchDispatchMode):
     """Counts this rank's collectives while it is entered as a context.
 
     Attributes:
-        num_calls: how often each kind was called: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, and any
-            other operator of ``c10d`` under its own name, so that nothing is sent unseen.
-        bytes_of: what each of the three kinds sends, by the formulas above.
+        num_calls: how often each kind was called: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``,
+            ``"broadcast"``, and any other operator of ``c10d`` under its own name, so that nothing is sent unseen.
+        num_bytes: that each of the four kinds has sent, by the formulas above.
         peak_gathered: the largest number of bytes of all-gather outputs that were alive together.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.num_calls: Counter[str] = Counter()
-        self.bytes_of: Counter[str] = Counter()
+        self.num_bytes: Counter[str] = Counter()
         self.peak_gathered = 0
         self._gathered: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    @property
-    def bytes_sent(self) -> int:
-        """Of all three kinds."""
-        return self.bytes_of.total()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -77,17 +74,25 @@ class CollectiveCounter(TorchDispatchMode):
         num_ranks = next((size for arg in args if (size := _group_size(arg)) is not None), 1)
         if name in GATHERS:
             outputs = list(_tensors(args[0]))
-            self.num_calls["all-gather"] += 1
-            self.bytes_of["all-gather"] += _num_bytes(outputs) * (num_ranks - 1) // num_ranks
+            self._add("all-gather", outputs, num_ranks)
             self._watch(outputs)
         elif name in SCATTERS:
-            self.num_calls["reduce-scatter"] += 1
-            self.bytes_of["reduce-scatter"] += _num_bytes(_tensors(args[1])) * (num_ranks - 1) // num_ranks
+            self._add("reduce-scatter", _tensors(args[1]), num_ranks)
         elif name in REDUCES:
-            self.num_calls["all-reduce"] += 1
-            self.bytes_of["all-reduce"] += 2 * _num_bytes(_tensors(args[0])) * (num_ranks - 1) // num_ranks
+            self._add("all-reduce", _tensors(args[0]), num_ranks, journeys=2)
+        elif name in BROADCASTS:
+            self._add("broadcast", _tensors(args[0]), num_ranks)
         elif name not in SILENT:
             self.num_calls[name.strip("_")] += 1
+
+    def _add(self, kind: str, whole: Iterable[Tensor], num_ranks: int, journeys: int = 1) -> None:
+        self.num_calls[kind] += 1
+        self.num_bytes[kind] += journeys * _num_bytes(whole) * (num_ranks - 1) // num_ranks
+
+    @property
+    def bytes_sent(self) -> int:
+        """By all kinds together."""
+        return self.num_bytes.total()
 
     def _watch(self, outputs: list[Tensor]) -> None:
         for output in outputs:
@@ -104,7 +109,7 @@ def _tensors(argument: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _num_bytes(tensors: Any) -> int:
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

@@ -1,0 +1,53 @@
+"""DeepSpeed's ZeRO-3 as a contender, if DeepSpeed is installed. The project does not depend on it.
+
+Its defaults are for models a thousand times as large: parameters of less than 100 000 elements are never sharded, and
+nothing is freed that will be used again within 1 000 000 000. So it is told to shard and to free everything, and to
+gather and to reduce a unit at a time, as the others do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from spec_tests.benchmarks.workloads import Workload, adamw
+
+__all__ = ["can", "engine_of"]
+
+
+def can(workload: Workload) -> bool:
+    """Whether it is there and has what the workload asks for.
+
+    It cannot leave gradients unsynchronised with parameters sharded. What it does in bfloat16 is another computation.
+    """
+    plain = workload.strategy == "FULL_SHARD" and workload.accumulate == 1
+    return plain and not workload.bf16 and not workload.prefetch and importlib.util.find_spec("deepspeed") is not None
+
+
+def engine_of(model: nn.Module, workload: Workload) -> Any:
+    """What trains the model; it has the methods of a model and those of an optimizer."""
+    rank, num_ranks = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=num_ranks, LOCAL_SIZE=num_ranks, DS_ACCELERATOR="cpu")
+    deepspeed: Any = importlib.import_module("deepspeed")
+    zero = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": workload.largest_unit,
+        "reduce_bucket_size": workload.largest_unit,
+        # It would replace torch.nn.functional.linear, and everybody's.
+        "memory_efficient_linear": False,
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": len(workload.batches(0, 0)[0][0]),
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        # By itself it clips them to a norm of 1.
+        "gradient_clipping": 0.0,
+    }
+    return deepspeed.initialize(model=model, optimizer=adamw(model), config=config, dist_init_required=False)[0]
