@@ -8,7 +8,7 @@ from html import escape
 
 from mkdocs.utils import get_relative_url
 
-from docs_build import exercises, fragments, growth, pictures, results, streams, values, wrong
+from docs_build import exercises, fragments, growth, pictures, races, results, streams, values, wrong
 from docs_build.markup import to_html
 
 __all__ = ["badges", "counted", "expand", "put_back"]
@@ -115,6 +115,11 @@ def _growth(rest: str, _: str) -> str:
     return _raw(growth.figure(name.strip(), caption.strip()))
 
 
+def _raced(rest: str, _: str) -> str:
+    name, _, caption = rest.partition(" | ")
+    return _raw(races.figure(name.strip(), caption.strip()))
+
+
 def _wrong(rest: str, start: str) -> str:
     """A case in which torch is wrong, with its program and the rows that say what is right."""
     case = wrong.find(rest.strip())
@@ -155,6 +160,7 @@ VERBS: dict[str, Callable[[str, str], str]] = {
     "simulated": _simulated,
     "growth": _growth,
     "large": lambda rest, start: growth.large(),
+    "raced": _raced,
     "breaks": lambda rest, start: _raw(streams.breaks()),
     "findings": lambda rest, start: streams.findings(),
     "wrong": _wrong,

@@ -1,23 +1,31 @@
-"""The recorded figures: when, where and with what they were measured, and the tables, as a part of a page."""
+"""The recorded figures: when, where and with what they were measured, and the tables, as a part of a page.
+
+What its pictures are drawn from (see ``docs_build/races.py``) is recorded at the same time, in a file of its own.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import minifsdp
 from spec_tests.benchmarks.race import Outcome
-from spec_tests.benchmarks.report import table
+from spec_tests.benchmarks.report import best_torch, paired, table
 from spec_tests.benchmarks.workloads import NODES, WORKLOADS
 
-__all__ = ["PAGE", "circumstances", "record", "sections"]
+__all__ = ["DATA", "PAGE", "circumstances", "for_pictures", "record", "sections"]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
+DATA = PAGE.parent / "data" / "benchmarks.json"
+CURVES_OF = "gpt"
 BEGIN, END = "<!-- recorded: begin -->\n", "<!-- recorded: end -->\n"
 
 
@@ -71,8 +79,26 @@ def sections(results: Mapping[str, Sequence[Outcome]]) -> list[str]:
     return lines
 
 
-def record(results: Mapping[str, Sequence[Outcome]], seconds: float, page: Path = PAGE) -> None:
-    """Replaces the figures on the page.
+def for_pictures(results: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
+    """The ratios to torch's fastest FSDP in all workloads, and memory over a step of one of them, in MiB."""
+    return {
+        "ratios": {name: _ratios(outcomes) for name, outcomes in results.items()},
+        "memory": {outcome.contender: _curve(outcome) for outcome in results.get(CURVES_OF, [])},
+    }
+
+
+def _ratios(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
+    best = best_torch(outcomes)
+    quartiles = {outcome.contender: asdict(paired(outcome, best)) for outcome in outcomes}
+    return {name: {which: round(ratio, 3) for which, ratio in three.items()} for name, three in quartiles.items()}
+
+
+def _curve(outcome: Outcome) -> list[list[float]]:
+    return [[round(moment, 4), round(size / 2**20, 2)] for moment, size in outcome.curve]
+
+
+def record(results: Mapping[str, Sequence[Outcome]], seconds: float, page: Path = PAGE, data: Path = DATA) -> None:
+    """Replaces the figures on the page and what its pictures are drawn from.
 
     Raises:
         ValueError: the page has no place for them.
@@ -82,5 +108,7 @@ def record(results: Mapping[str, Sequence[Outcome]], seconds: float, page: Path 
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{page} has no lines {BEGIN.strip()!r} and {END.strip()!r} to write the figures between")
-    lines = [*circumstances(seconds), "", *sections(results)]
+    told = circumstances(seconds)
+    lines = [*told, "", *sections(results)]
     page.write_text(before + begin + "\n" + "\n".join(lines) + "\n" + end + after)
+    data.write_text(json.dumps({"circumstances": told, **for_pictures(results)}) + "\n")

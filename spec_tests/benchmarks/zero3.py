@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO-3 as a contender, if DeepSpeed is installed. The project does not depend on it.
 
 Its defaults are for models a thousand times as large: parameters of less than 100 000 elements are never sharded, and
-nothing is freed that will be used again within 1 000 000 000. So it is told to shard and to free everything, and to
-gather and to reduce a unit at a time, as the others do.
+nothing is freed that will be used again within 1 000 000 000. So it is told to shard and to free everything, to
+have two units whole at most, and to reduce one at a time, as the others do.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def engine_of(model: nn.Module, workload: Workload) -> Any:
         "stage": 3,
         "stage3_param_persistence_threshold": 0,
         "stage3_max_reuse_distance": 0,
+        "stage3_max_live_parameters": 2 * workload.largest_unit,
         "stage3_prefetch_bucket_size": workload.largest_unit,
         "reduce_bucket_size": workload.largest_unit,
         # It would replace torch.nn.functional.linear, and everybody's.

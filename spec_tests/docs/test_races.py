@@ -1,0 +1,90 @@
+"""The pictures of the benchmarks, drawn from a record that was made up."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.needs("mkdocs")
+
+RECORD: dict[str, Any] = {
+    "circumstances": ["* recorded today", "* a machine", "* busy"],
+    "ratios": {
+        "tiny": {
+            "DDP": {"low": 0.1, "median": 0.1, "high": 0.1},
+            "torch FSDP1 flat": {"low": 1.0, "median": 1.0, "high": 1.0},
+            "minifsdp flat": {"low": 0.5, "median": 0.75, "high": 1.25},
+        },
+        "gpt": {"torch FSDP2": {"low": 1.0, "median": 1.0, "high": 1.0}},
+    },
+    "memory": {
+        "torch FSDP1 flat": [[0.0, 80.0], [0.5, 137.2], [1.0, 80.0]],
+        "torch FSDP1 orig": [[0.0, 999.0], [1.0, 999.0]],
+        "minifsdp flat": [[0.0, 80.0], [1.0, 150.0]],
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from docs_build import races
+
+    monkeypatch.setattr(races, "RECORD", tmp_path / "benchmarks.json")
+    races.RECORD.write_text(json.dumps(RECORD))
+
+
+def test_a_bar_is_as_long_as_its_median_and_its_line_as_long_as_the_quartiles_lie_apart() -> None:
+    from docs_build import races
+
+    html = races.figure("ratios", "Ratios.")
+    assert "Recorded today; a machine." in html
+    # The scale goes from 0 to 1.5 in steps of a half.
+    one = (races.WIDTH / 2 - races.LEFT - races.RIGHT) / 1.5
+    bars = re.findall(
+        r'<g><title>([^<]*)</title>.*?class="bar ([\w ]+)".*?width="([\d.]+)".*?M([\d.]+) [\d.]+H([\d.]+)', html
+    )
+    assert [bar[:2] for bar in bars] == [
+        ("DDP: 0.10 [0.10-0.10]", "other"),
+        ("torch FSDP1 flat: 1.00 [1.00-1.00]", "flat torch"),
+        ("minifsdp flat: 0.75 [0.50-1.25]", "flat"),
+        ("torch FSDP2: 1.00 [1.00-1.00]", "func torch"),
+    ]
+    length, low, high = map(float, bars[2][2:])
+    assert length == pytest.approx(0.75 * one, abs=0.1)
+    assert high - low == pytest.approx(0.75 * one, abs=0.1)
+    assert set(re.findall(r"https?://[^\"]*", html)) <= {"http://www.w3.org/2000/svg"}
+
+
+def test_memory_shows_both_of_a_kind_and_no_other() -> None:
+    from docs_build import races
+
+    html = races.figure("memory flat", "Memory.")
+    assert re.findall(r"(\w+ \S+ ?\w*), at most ([\d.]+)", html) == [
+        ("torch FSDP1 flat", "137.2"),
+        ("minifsdp flat", "150.0"),
+    ]
+    curves = [[float(n) for n in re.split("[ ,]", points)] for points in re.findall(r'points="([^"]*)"', html)]
+    left, right, bottom = races.MEMORY_LEFT, races.WIDTH - 16, races.MEMORY_TOP + races.MEMORY_HEIGHT
+    assert curves[1] == [left, pytest.approx(bottom - races.MEMORY_HEIGHT * 80 / 150, abs=0.1), right, races.MEMORY_TOP]
+    assert curves[0][4:] == [right, curves[1][1]]
+
+
+def test_what_is_not_recorded_is_not_drawn() -> None:
+    from docs_build import races
+
+    assert races.figure("memory FSDP2", "Memory.") == ""
+    races.RECORD.write_text(json.dumps({"circumstances": []}))
+    assert races.figure("ratios", "Ratios.") == ""
+    races.RECORD.unlink()
+    assert races.figure("memory flat", "Memory.") == ""
+
+
+def test_the_page_has_all_pictures_that_there_are() -> None:
+    from docs_build.order import ROOT
+
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\{\{ raced ([^|]*) \| ", page, re.MULTILINE) == ["ratios", "memory flat", "memory FSDP2"]
