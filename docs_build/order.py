@@ -129,6 +129,19 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
         ],
     ),
     (
+        "Debugging",
+        "Attached while `minifsdp.debug()` is on, and else not there.",
+        [
+            "debugging/switch.py",
+            "debugging/attach.py",
+            "debugging/first_use.py",
+            "debugging/weights.py",
+            "debugging/values.py",
+            "debugging/order.py",
+            "debugging/unset.py",
+        ],
+    ),
+    (
         "Around the engine",
         "Recording, drawing, and the names under which torch has these things.",
         [

@@ -16,6 +16,8 @@ from minifsdp.checkpoint.state_dict_options import OptimStateKeyType
 from minifsdp.compat.bfloat16 import bf16_supported
 from minifsdp.compat.composable import ComposableState
 from minifsdp.compat.flat_param import FlatParameter
+from minifsdp.debugging import switch as _debugging
+from minifsdp.debugging.switch import debug
 from minifsdp.engine import extension as _extension
 from minifsdp.engine import gloo as _gloo
 from minifsdp.engine import mesh as _mesh
@@ -43,6 +45,7 @@ __all__ = [
     "ShardedGradScaler",
     "UnshardHandle",
     "bf16_supported",
+    "debug",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",
@@ -57,3 +60,4 @@ _second_door.before_cut.append(warn_if_different)
 _mesh.transports.append(_gloo.transport_between)
 _misuse.watchers.append(_optimizer_watch.watch)
 _rows.special_rows.append(_extension.special_row)
+_debugging.from_environment()

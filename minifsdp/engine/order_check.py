@@ -10,8 +10,8 @@ So before a unit is gathered for the first time, every rank says which one it me
     rank 0: 2    rank 1: 2        fine, never asked again
     rank 0: 2    rank 1: 3        RuntimeError on both, with the names and with what was gathered before
 
-One small collective and one wait for each unit, once. With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` it is asked for every
-gather, which finds an order that changes later, at a price that only debugging pays.
+One small collective and one wait for each unit, once. With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, or while `always` is
+set, it is asked for every gather, which finds an order that changes later, at a price that only debugging pays.
 
 What it cannot find is a rank that does not gather at all: the others then wait for it until the group's time-out.
 
@@ -31,6 +31,9 @@ from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import message
 from minifsdp.engine.unit import Unit
+
+# Whether every gather is asked for, in all trees and from now on; for debugging, equal on all ranks.
+always = False
 
 
 class OrderCheck:
@@ -52,7 +55,7 @@ class OrderCheck:
         Raises:
             RuntimeError: the ranks are about to gather different units.
         """
-        if unit in self._agreed and not self._always:
+        if unit in self._agreed and not (self._always or always):
             return
         group = unit.plan.mesh.shard
         if group is not None:

@@ -1,0 +1,1 @@
+"""Checks that cost something, off by default: ``minifsdp.debug()``."""

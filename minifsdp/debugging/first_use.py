@@ -1,0 +1,73 @@
+"""The first forward of a tree, where its modules are at hand, and units that were made before a check was turned on.
+
+Some things can be looked at only when a model is complete: a model on the meta device gets its values after
+``fully_shard``, so whether it has got them is asked when it is first used. And some could be looked at only when a unit
+was made: a check that is turned on later has to say that it came too late.
+
+Worked example: ``fully_shard(a)``, ``minifsdp.debug("weights")``, ``fully_shard(b)``, then the first forward of both.
+Unit ``a`` was not looked at and ``b`` was, so the warning names ``a``.
+
+*In torch:* nothing of the kind.
+
+Spec: DEBUG-09, DEBUG-10.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from minifsdp.debugging.attach import attached
+from minifsdp.engine.messages import message, warn
+from minifsdp.engine.root import Root
+from minifsdp.engine.unit import Unit
+from minifsdp.fsdp1.wrapper import Wrapper
+from minifsdp.fsdp2.fsdp_state import FSDPState
+
+
+@contextmanager
+def at_first_use(look: Callable[[Sequence[nn.Module], Root], None]) -> Iterator[None]:
+    """Calls ``look`` before the first forward of each tree inside the block, with its outermost modules and the tree.
+
+    It is called again before the next forward if it has raised.
+    """
+    known: weakref.WeakSet[Root] = weakref.WeakSet()
+
+    def seen(tree: Root, modules: Sequence[nn.Module]) -> None:
+        if tree not in known:
+            look(modules, tree)
+            known.add(tree)
+
+    def of_wrapper(tree: Root, wrapper: Any) -> None:
+        seen(tree, [wrapper])
+
+    def of_state(tree: Root, state: Any) -> None:
+        seen(tree, state.modules)
+
+    with attached(Wrapper, "_current_tree", after=of_wrapper), attached(FSDPState, "current_tree", after=of_state):
+        yield
+
+
+@contextmanager
+def late_units_named(check: str) -> Iterator[None]:
+    """Inside the block a warning names units that were made before it. It is given once for each tree.
+
+    Args:
+        check: which has come too late for them.
+    """
+    in_time: weakref.WeakSet[Unit] = weakref.WeakSet()
+
+    def note(_: None, unit: Unit, *args: Any, **kwargs: Any) -> None:
+        in_time.add(unit)
+
+    def tell(_: Sequence[nn.Module], tree: Root) -> None:
+        late = [unit.name or "the root" for unit in tree.units if unit not in in_time]
+        if late:
+            warn(message("debug-too-late", check=check, units=late))
+
+    with ExitStack() as stack:
+        stack.enter_context(attached(Unit, "__init__", after=note))
+        stack.enter_context(at_first_use(tell))
+        yield

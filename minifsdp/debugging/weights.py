@@ -1,0 +1,98 @@
+"""Do all ranks begin with the same weights? Compared before a unit is cut.
+
+A rank that drew its weights from another seed, or has not read the checkpoint, is found by no shape and by no error:
+the model is stitched together from several, or its replicas differ and stay different. It trains, and badly.
+
+So before the parameters of a unit go into a layout, each rank computes a number from the bits of each of them, and the
+numbers are compared among all ranks of the mesh, those that share and those that have copies::
+
+    rank 0    weight 8215    bias 77
+    rank 1    weight 8215    bias 77
+    rank 2    weight 8215    bias 31        on every rank: "parameter 'bias': rank(s) 2 differ from rank 0"
+
+It is computed from bits as integers, weighted by their places, and so it is exact in any order of summing, sees two
+values exchanged, and takes ``nan`` for equal to itself. It is a warning and no error, because ranks may be meant to
+differ until rank 0's values are loaded on all. What ``sync_module_states=True`` has sent is equal, and passes.
+
+Price: three tensors of 64-bit integers as large as the parameter, one parameter at a time, and a few bytes sent.
+
+*In torch:* no check.
+
+Spec: DEBUG-04; NEW-20 is the older switch of ``fully_shard``.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from minifsdp.checkpoint.agreement import groups_of, some, tell
+from minifsdp.debugging.attach import attached
+from minifsdp.debugging.first_use import late_units_named
+from minifsdp.engine.dtensors import Sharding
+from minifsdp.engine.flat import FlatLayout
+from minifsdp.engine.layout import OwnedParameter
+from minifsdp.engine.mesh import Mesh
+from minifsdp.engine.messages import detail, message, warn
+from minifsdp.engine.partition import local_part
+from minifsdp.fsdp2 import fully_shard
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@contextmanager
+def compared() -> Iterator[None]:
+    """Inside the block the parameters of each unit that is made are compared between ranks."""
+    with ExitStack() as stack:
+        stack.enter_context(late_units_named("weights"))
+        stack.enter_context(attached(FlatLayout, "__init__", before=_before_flat))
+        fully_shard.before_cut.append(_before_cut)
+        stack.callback(fully_shard.before_cut.remove, _before_cut)
+        yield
+
+
+def _before_flat(
+    layout: FlatLayout, home: nn.Module, owned: Mapping[nn.Parameter, OwnedParameter], mesh: Mesh, *_: Any, **__: Any
+) -> None:
+    compare(type(home).__name__, owned.items(), mesh)
+
+
+def _before_cut(
+    parameters: dict[nn.Parameter, OwnedParameter], shardings: Sequence[Sharding], device: torch.device
+) -> None:
+    for table in dict.fromkeys(sharding.table for sharding in shardings):
+        both = zip(parameters.items(), shardings, strict=True)
+        compare("the module", [item for item, sharding in both if sharding.table == table], table)
+
+
+def compare(unit: str, parameters: Iterable[tuple[nn.Parameter, OwnedParameter]], mesh: Mesh) -> None:
+    """Warns of parameters whose values differ between ranks. Every rank of the mesh must call it.
+
+    Args:
+        unit: whose they are, for the message.
+        parameters: the user's; of a distributed one its part on this rank, which ranks of the mesh have in common.
+        mesh: who is to have equal ones.
+    """
+    mine = {owned.path: _number(local_part(p.detach())) for p, owned in parameters if not p.is_meta}
+    everybody = tell(groups_of([mesh]), mine)
+    first = min(everybody)
+    lines = []
+    for path, number in everybody[first].items():
+        differ = [str(rank) for rank, numbers in everybody.items() if numbers.get(path) != number]
+        if differ:
+            lines.append(detail("rank-differs", path=path, ranks=some(differ), first=first))
+    if lines:
+        warn(message("initial-weights-differ", unit=unit, lines="; ".join(lines)))
+
+
+def _number(values: torch.Tensor) -> int:
+    if is_traceable_wrapper_subclass(values) or values.element_size() not in _INTEGERS:
+        # Its bits are somewhere else, or there are no integers of that size.
+        return 0
+    bits = values.reshape(-1).view(_INTEGERS[values.element_size()]).to(torch.int64)
+    # Odd weights: an even one would lose the highest bit.
+    places = torch.arange(1, 2 * len(bits), 2, device=bits.device)
+    return int((bits * places).sum())

@@ -1,0 +1,1 @@
+"""Tests of ``minifsdp.debug()``: for each check one healthy model and one with a fault on one rank."""

@@ -1,0 +1,71 @@
+"""The doors, and faults that are planted on one rank."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spec_tests.models.sharding import sharded, wrapped
+
+FLAT, ORIGINALS, FUNCTION = "flat", "originals", "function"
+DOORS = (FLAT, ORIGINALS, FUNCTION)
+each_door = pytest.mark.parametrize("door", DOORS)
+
+
+def through(door: str, model: nn.Module | None = None, **options: Any) -> Any:
+    """A `Stack` with each block a unit, through one of the doors."""
+    if door == FUNCTION:
+        return sharded(model, **options)
+    return wrapped(model, use_orig_params=door == ORIGINALS, **options)
+
+
+@contextmanager
+def said() -> Iterator[list[str]]:
+    """The warnings that this rank gets inside the block."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts.extend(str(one.message) for one in caught if "minifsdp" in str(one.message))
+
+
+def on_rank(rank: int, spoil: Callable[[], Any]) -> None:
+    if dist.get_rank() == rank:
+        with torch.no_grad():
+            spoil()
+
+
+class Spoiler:
+    """Puts a value into what a layer returns, or into the gradient of that, on one rank, while it is armed."""
+
+    def __init__(self, layer: nn.Module, rank: int, value: float, *, in_backward: bool) -> None:
+        self.is_armed, self._is_here = True, dist.get_rank() == rank
+        self._value, self._in_backward = value, in_backward
+        layer.register_forward_hook(self._after)
+
+    def _after(self, layer: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+        if not self.is_armed or not self._is_here:
+            return None
+        if self._in_backward:
+            output.register_hook(self._spoiled)
+            return None
+        return self._spoiled(output)
+
+    def _spoiled(self, tensor: Tensor) -> Tensor:
+        spoiled = tensor.clone()
+        spoiled[0, 0] = self._value
+        return spoiled
+
+
+def local_values(model: Any, door: str, block: int) -> Tensor:
+    """What this rank stores of a block, or of its weight; not a copy."""
+    if door == FUNCTION:
+        return model.blocks[block].linear.weight.to_local().detach()
+    return model.module.blocks[block]._unit.layout.local_values()

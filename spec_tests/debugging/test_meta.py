@@ -1,0 +1,233 @@
+"""Values that nothing has set, after the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import minifsdp
+from minifsdp import FullyShardedDataParallel as FSDP
+from spec_tests.debugging.faults import FLAT, FUNCTION, ORIGINALS, each_door, on_rank, said, through
+from spec_tests.harness import device, ranks
+from spec_tests.models.modules import seeded
+from spec_tests.models.running import batch, iterate
+from spec_tests.models.values import assert_same, full_values
+
+
+class Rotary(nn.Module):
+    """A linear layer and a table of frequencies; whether ``reset_parameters`` sets the table is a choice.
+
+    As with any table of its kind, its values are made where it is built, and no checkpoint has them.
+    """
+
+    def __init__(self, sets_table: bool) -> None:
+        super().__init__()
+        self.sets_table = sets_table
+        self.weight = nn.Parameter(torch.zeros(6, 6))
+        self.register_buffer("inverse", self._table(), persistent=False)
+        self.register_buffer("position", torch.tensor([3]))
+
+    @staticmethod
+    def _table() -> Tensor:
+        return torch.arange(6) / 8
+
+    def reset_parameters(self) -> None:
+        nn.init.eye_(self.weight)
+        self.position.fill_(3)
+        if self.sets_table:
+            self.inverse.copy_(self._table())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.inverse
+
+
+class Model(nn.Module):
+    """Two rotary layers, of which the second may forget its table, in a root that owns nothing but a buffer."""
+
+    def __init__(self, sets_table: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Rotary(True), Rotary(sets_table)])
+        self.register_buffer("scale", torch.ones(1))
+
+    def reset_parameters(self) -> None:
+        self.scale.fill_(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale
+
+
+def made(door: str, sets_table: bool, **options: Any) -> Any:
+    """Built on the meta device, sharded, and made real by all modules' ``reset_parameters``."""
+    with torch.device("meta"):
+        model = Model(sets_table)
+    if door == FUNCTION:
+        for layer in model.layers:
+            minifsdp.fully_shard(layer)
+        minifsdp.fully_shard(model)
+        model.to_empty(device=device())
+        reset_all(model)
+        return model
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = FSDP(layer, use_orig_params=door == ORIGINALS, device_id=device(), **options)
+    return FSDP(model, use_orig_params=door == ORIGINALS, device_id=device(), **options)
+
+
+def reset_all(model: nn.Module) -> None:
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, Rotary):
+                # The values of nn.init need not know of shards.
+                module.weight.fill_(0.5)
+                module.position.fill_(3)
+                if module.sets_table:
+                    module.inverse.copy_(Rotary._table())
+            elif isinstance(module, Model):
+                module.reset_parameters()
+
+
+@pytest.mark.spec("DEBUG-08")
+@pytest.mark.pure
+def test_fresh_memory_cannot_look_plausible() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Rotary(True), nn.Sequential(nn.BatchNorm1d(3)).to(torch.bfloat16))
+    with minifsdp.debug("meta"):
+        model.to_empty(device="cpu")
+    assert all(parameter.isnan().all() for parameter in model.parameters())
+    floats = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    integers = [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
+    assert len(floats) == 3
+    assert all(buffer.isnan().all() for buffer in floats)
+    assert [buffer.tolist() for buffer in integers] == [[2**63 - 1], 2**63 - 1]
+
+
+@pytest.mark.spec("DEBUG-08", "DEBUG-09")
+@each_door
+@ranks(2)
+def test_a_model_whose_modules_set_all_they_own_trains_in_silence(door: str) -> None:
+    with minifsdp.debug("meta"), said() as texts:
+        model = made(door, True)
+        iterate(model)
+    assert texts == []
+
+
+@pytest.mark.spec("DEBUG-08")
+@pytest.mark.parametrize("door", [FLAT, ORIGINALS])
+@ranks(2)
+def test_the_wrapper_lists_what_reset_parameters_has_not_set(door: str) -> None:
+    with minifsdp.debug("meta"), said() as texts:
+        made(door, False)
+    assert len(texts) == 1
+    assert texts[0].startswith(f"rank {dist.get_rank()}: in Rotary, which was on the meta device")
+    assert "the values of inverse. " in texts[0]
+
+
+@pytest.mark.spec("DEBUG-08")
+@pytest.mark.parametrize("door", [FLAT, ORIGINALS])
+@ranks(2)
+def test_the_wrapper_lists_what_a_function_of_the_user_has_not_set(door: str) -> None:
+    def fill(module: nn.Module) -> None:
+        module.to_empty(device=device(), recurse=False)
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.weight)
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with minifsdp.debug("meta"), said() as texts:
+        FSDP(model, use_orig_params=door == ORIGINALS, device_id=device(), param_init_fn=fill)
+    assert len(texts) == 1
+    names = "0.bias, 1.weight, 1.bias, 1.running_mean, 1.running_var, 1.num_batches_tracked"
+    assert f"the values of {names}. " in texts[0]
+
+
+@pytest.mark.spec("DEBUG-08", "DEBUG-09")
+@pytest.mark.parametrize("door", [FLAT, ORIGINALS])
+@ranks(2)
+def test_what_rank_0_has_sent_is_set(door: str) -> None:
+    """As it is done so that one rank alone needs memory for the whole."""
+    model = seeded()
+    if dist.get_rank():
+        model = model.to("meta")
+
+    def fill(module: nn.Module) -> None:
+        module.to_empty(device=device(), recurse=False)
+
+    with minifsdp.debug("meta"), said() as texts:
+        made = through(door, model, sync_module_states=True, param_init_fn=fill, device_id=device())
+        iterate(made)
+    assert texts == []
+    assert_same(full_values(made), full_values(through(door)))
+
+
+@pytest.mark.spec("DEBUG-09")
+@each_door
+@ranks(2)
+def test_a_buffer_without_values_is_refused_on_every_rank_at_the_first_forward(door: str) -> None:
+    with minifsdp.debug("meta"):
+        with said():
+            model = made(door, False)
+        buffer = [buffer for name, buffer in model.named_buffers() if name.endswith("inverse")][1]
+        on_rank(0, lambda: buffer.copy_(Rotary._table()))
+        refused(model, "the values of 'layers.1.inverse' (rank 1) since")
+        refused(model, "the values of 'layers.1.inverse' (rank 1) since")
+        buffer.copy_(Rotary._table())
+        iterate(model)
+
+
+@pytest.mark.spec("DEBUG-09")
+@each_door
+@ranks(2)
+def test_a_parameter_without_values_is_refused_on_every_rank(door: str) -> None:
+    """One row of the second layer is missing, and only on the rank that stores it."""
+    with torch.device("meta"):
+        model = Model(door == FUNCTION)
+    with minifsdp.debug("meta"):
+        with said() as texts:
+            if door == FUNCTION:
+                minifsdp.fully_shard(model)
+                model.to_empty(device=device())
+                reset_all(model)
+                weight = model.layers[1].weight
+                on_rank(1, lambda: weight.to_local()[-1].fill_(float("nan")))
+            else:
+                options = {"use_orig_params": door == ORIGINALS, "device_id": device()}
+                model = FSDP(model, param_init_fn=all_but_the_last_row, **options)
+        assert len(texts) == (door != FUNCTION)
+        refused(model, "the values of 'layers.1.weight' (rank 1) since")
+
+
+def all_but_the_last_row(module: nn.Module) -> None:
+    module.to_empty(device=device(), recurse=False)
+    module.reset_parameters()
+    if isinstance(module, Rotary) and not module.sets_table:
+        with torch.no_grad():
+            module.inverse.copy_(Rotary._table())
+            module.weight[-1].fill_(float("nan"))
+
+
+@pytest.mark.spec("DEBUG-09")
+@ranks(2)
+def test_a_buffer_of_a_root_without_parameters_is_seen() -> None:
+    with torch.device("meta"):
+        model: Any = Model(True)
+    with minifsdp.debug("meta"):
+        for layer in model.layers:
+            minifsdp.fully_shard(layer)
+        minifsdp.fully_shard(model)
+        model.to_empty(device=device())
+        for layer in model.layers:
+            reset_all(layer)
+        refused(model, "the values of 'scale' (rank 0, 1) since")
+
+
+def refused(model: Callable[..., Any], words: str) -> None:
+    with pytest.raises(RuntimeError, match="the model is about to be used") as caught:
+        model(batch())
+    assert words in str(caught.value)
+    assert str(caught.value).startswith(f"rank {dist.get_rank()}: ")

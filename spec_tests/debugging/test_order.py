@@ -1,0 +1,28 @@
+"""An order of units that differs between ranks in a later iteration only."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+import minifsdp
+from spec_tests.debugging.faults import each_door, through
+from spec_tests.harness import ranks
+from spec_tests.models.running import batch, iterate
+
+ORDERS = ((0, 1, 2, 3), (0, 2, 1, 3))
+
+
+@pytest.mark.spec("DEBUG-07")
+@each_door
+@ranks(2)
+def test_an_order_that_differs_later_is_told_on_both_ranks_with_both_names(door: str) -> None:
+    model = through(door)
+    iterate(model)
+    iterate(model)
+    with minifsdp.debug("order"):
+        iterate(model)
+        with pytest.raises(RuntimeError, match=r"different units, rank 0: 'blocks\.1', rank 1: 'blocks\.2'"):
+            model(batch(), order=ORDERS[dist.get_rank()])
+        # And on they go.
+        iterate(model, order=ORDERS[1])

@@ -1,0 +1,170 @@
+"""Turning checks on and off, and what is left of them when they are off: nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import minifsdp
+from minifsdp.debugging import switch
+from minifsdp.engine import order_check
+from minifsdp.engine.flat import FlatLayout
+from minifsdp.engine.hooks import Cycle
+from minifsdp.engine.per_param import PerParameterLayout
+from minifsdp.engine.root import Root
+from minifsdp.engine.unit import Unit
+from minifsdp.fsdp1.wrapper import Wrapper
+from minifsdp.fsdp2 import fully_shard
+from minifsdp.fsdp2.fsdp_state import FSDPState
+from spec_tests.debugging.faults import each_door, said, through
+from spec_tests.engine.count_calls import calls_by_file
+from spec_tests.harness import ranks
+from spec_tests.models.running import iterate
+from spec_tests.models.values import assert_same, full_values
+
+ALL = {"weights", "values", "order", "meta"}
+CLASSES = (Root, Cycle, Unit, FlatLayout, PerParameterLayout, Wrapper, FSDPState, nn.Module)
+
+
+def on() -> set[str]:
+    return set(switch._running)
+
+
+@pytest.mark.pure
+@pytest.mark.spec("DEBUG-01")
+def test_without_names_all_are_on_and_off_again() -> None:
+    debugging = minifsdp.debug()
+    assert on() == ALL
+    debugging.off()
+    debugging.off()
+    assert on() == set()
+
+
+@pytest.mark.pure
+@pytest.mark.spec("DEBUG-01")
+def test_they_are_on_as_long_as_any_call_wants_them() -> None:
+    with minifsdp.debug("values", "order"):
+        inner = minifsdp.debug("values")
+        with minifsdp.debug("meta", "values"):
+            assert on() == {"values", "order", "meta"}
+        assert on() == {"values", "order"}
+    assert on() == {"values"}
+    inner.off()
+    assert on() == set()
+
+
+@pytest.mark.pure
+@pytest.mark.spec("DEBUG-01")
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"\['nans'\]; there are weights, values, order, meta"):
+        minifsdp.debug("order", "nans")
+    assert on() == set()
+
+
+@pytest.mark.pure
+@pytest.mark.spec("DEBUG-02")
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1", ALL), ("", set()), ("0", set()), ("values", {"values"}), (" values, order ", {"values", "order"})],
+)
+def test_the_environment_says_which(text: str, expected: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINIFSDP_DEBUG", text)
+    made: list[switch.Debugging] = []
+    monkeypatch.setattr(switch, "debug", lambda *checks: made.append(minifsdp.debug(*checks)))
+    switch.from_environment()
+    found = on()
+    for one in made:
+        one.off()
+    assert found == expected
+
+
+@pytest.mark.pure
+@pytest.mark.spec("DEBUG-02")
+def test_the_environment_is_read_when_the_package_is_imported() -> None:
+    program = "import minifsdp; from minifsdp.debugging import switch; print(*switch._running)"
+    environment = {**os.environ, "MINIFSDP_DEBUG": "order,meta"}
+    told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["order", "meta"]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("DEBUG-03")
+@pytest.mark.parametrize("leaves_early", [False, True])
+def test_off_means_that_nothing_of_it_is_there(leaves_early: bool) -> None:
+    before = everything_of_classes()
+    looks = list(fully_shard.before_cut)
+    first, second = minifsdp.debug("weights", "values"), minifsdp.debug()
+    assert everything_of_classes() != before
+    assert order_check.always
+    for one in (first, second) if leaves_early else (second, first):
+        one.off()
+    assert everything_of_classes() == before
+    assert fully_shard.before_cut == looks
+    assert not order_check.always
+
+
+def everything_of_classes() -> list[dict[str, int]]:
+    return [{name: id(value) for name, value in vars(one).items() if callable(value)} for one in CLASSES]
+
+
+@pytest.mark.spec("DEBUG-03")
+@each_door
+@ranks(2)
+def test_a_step_makes_the_same_calls_after_it_was_on(door: str) -> None:
+    model = through(door)
+    iterate(model)
+    iterate(model)
+
+    def calls() -> dict[str, int]:
+        return dict(calls_by_file(lambda: iterate(model)))
+
+    before = calls()
+    with minifsdp.debug("values", "order"):
+        iterate(model)
+        during = calls()
+    assert calls() == before
+    assert sum(during.values()) > sum(before.values())
+
+
+@pytest.mark.spec("DEBUG-11")
+@each_door
+@ranks(2)
+def test_on_a_healthy_model_nothing_is_said_and_the_numbers_are_the_same(door: str) -> None:
+    plain, looked_at = train(door), None
+    with said() as texts, minifsdp.debug():
+        looked_at = train(door)
+    assert texts == []
+    assert_same(looked_at[1], plain[1], bitwise=True)
+    assert looked_at[0] == plain[0]
+
+
+def train(door: str) -> Any:
+    model = through(door)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = [iterate(model, step, optimizer) for step in range(3)]
+    return losses, full_values(model)
+
+
+@pytest.mark.spec("DEBUG-10")
+@pytest.mark.parametrize("check", ["weights", "meta"])
+@each_door
+@ranks(2)
+def test_what_was_turned_on_too_late_says_so_once(door: str, check: str) -> None:
+    model = through(door)
+    with minifsdp.debug(check):
+        with said() as texts:
+            iterate(model)
+        assert len(texts) == 1
+        assert f"the check '{check}' was turned on after these units" in texts[0]
+        assert "'the root'" in texts[0]
+        assert "'blocks.3'" in texts[0]
+        with said() as texts:
+            iterate(model)
+            through(door)(torch.zeros(3, 6))
+        assert texts == []

@@ -1,0 +1,206 @@
+"""The first value that is not finite, told on every rank."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import minifsdp
+from minifsdp.engine.root import Root
+from minifsdp.engine.unit import State
+from minifsdp.fsdp2.fsdp_state import state_of
+from spec_tests.debugging.faults import FLAT, FUNCTION, ORIGINALS, Spoiler, each_door, local_values, on_rank, through
+from spec_tests.harness import ranks
+from spec_tests.models.modules import seeded
+from spec_tests.models.running import batch, iterate, loss_of
+from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, column_mesh, grid_mesh
+from spec_tests.models.values import assert_same, full_values
+
+
+def places(action: Callable[[], Any]) -> tuple[str, list[str]]:
+    """Runs what must fail on this rank; in what it failed, and the places it names."""
+    with pytest.raises(RuntimeError, match="values that are not finite") as caught:
+        action()
+    text = str(caught.value)
+    assert text.startswith(f"rank {dist.get_rank()}: ")
+    (during,) = re.findall(r"have come up in this (\w+)", text)
+    return during, re.findall(r"^rank \d+: (?!values that).*$", text, re.MULTILINE)
+
+
+@pytest.mark.spec("DEBUG-05")
+@each_door
+@ranks(2)
+def test_a_gradient_is_named_on_every_rank_before_it_is_reduced(door: str) -> None:
+    model = seeded()
+    Spoiler(model.blocks[1].linear, 1, float("nan"), in_backward=True)
+    model = through(door, model)
+    with minifsdp.debug("values"):
+        loss = loss_of(model(batch()))
+        during, found = places(loss.backward)
+    assert during == "backward"
+    # One value of the 3 x 6 that came back makes a row of the weight's gradient.
+    place = "gradient of 'blocks.1.linear.weight' before it was reduced: 6 nan and 0 inf among 36 values"
+    assert found == [f"rank 1: {place}"]
+
+
+@pytest.mark.spec("DEBUG-05")
+@each_door
+@ranks(2)
+def test_an_activation_is_named_on_every_rank(door: str) -> None:
+    model = seeded()
+    Spoiler(model.blocks[2].linear, 0, float("nan"), in_backward=False)
+    model = through(door, model)
+    with minifsdp.debug("values"):
+        during, found = places(lambda: model(batch()))
+    assert during == "forward"
+    assert found == ["rank 0: activation that unit 'blocks.2' returned: 1 nan and 0 inf among 18 values"]
+
+
+@pytest.mark.spec("DEBUG-05")
+@each_door
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@ranks(2)
+def test_a_parameter_is_named_by_every_rank_that_has_gathered_it(door: str, strategy: str) -> None:
+    keeps = strategy == "SHARD_GRAD_OP"
+    options: dict[str, Any] = {"sharding_strategy": SHARD_GRAD_OP if keeps else FULL_SHARD}
+    model = through(door, **({"reshard_after_forward": not keeps} if door == FUNCTION else options))
+    iterate(model)
+    on_rank(1, lambda: local_values(model, door, 3).view(-1)[0:2].copy_(torch.tensor([float("inf"), float("nan")])))
+    with minifsdp.debug("values"), torch.no_grad():
+        during, found = places(lambda: model(batch(1)))
+    assert during == "forward"
+    place = "parameter 'blocks.3.linear.weight' when it was gathered: 1 nan and 1 inf among 36 values"
+    assert found == [f"rank {rank}: {place}" for rank in (0, 1)]
+
+
+@pytest.mark.spec("DEBUG-05")
+@each_door
+@ranks(2)
+def test_each_rank_tells_its_own_first_place(door: str) -> None:
+    model = seeded()
+    Spoiler(model.blocks[3].linear, 0, float("nan"), in_backward=False)
+    Spoiler(model.blocks[1].linear, 1, float("nan"), in_backward=False)
+    model = through(door, model)
+    with minifsdp.debug("values"):
+        _, found = places(lambda: model(batch()))
+    assert [re.findall(r"rank (\d): activation that unit '([\w.]*)'", line) for line in found] == [
+        [("0", "blocks.3")],
+        [("1", "blocks.1")],
+    ]
+
+
+@pytest.mark.spec("DEBUG-05")
+@pytest.mark.parametrize("door", [FLAT, FUNCTION])
+@pytest.mark.parametrize("rank", [0, 3])
+@ranks(4)
+def test_all_ranks_of_a_hybrid_mesh_raise(door: str, rank: int) -> None:
+    model = seeded()
+    Spoiler(model.blocks[0].linear, rank, float("inf"), in_backward=True)
+    options: dict[str, Any] = {"mesh": grid_mesh()} if door == FUNCTION else {"sharding_strategy": HYBRID_SHARD}
+    model = through(door, model, **options)
+    with minifsdp.debug("values"):
+        loss = loss_of(model(batch()))
+        _, found = places(loss.backward)
+    assert [line.startswith(f"rank {rank}: gradient of 'blocks.0.linear.weight'") for line in found] == [True]
+
+
+@pytest.mark.spec("DEBUG-05")
+@each_door
+@ranks(2)
+def test_in_accumulation_the_micro_batch_that_has_it_fails(door: str) -> None:
+    model = seeded()
+    spoiler = Spoiler(model.blocks[2].linear, 1, float("nan"), in_backward=True)
+    spoiler.is_armed = False
+    model = through(door, model)
+    with minifsdp.debug("values"):
+        for step in range(3):
+            spoiler.is_armed = step == 1
+            loss = functools.partial(micro_batch, model, door, step)
+            if step == 1:
+                _, found = places(loss)
+                assert "rank 1: gradient of 'blocks.2.linear.weight'" in found[0]
+                break
+            loss()
+
+
+def micro_batch(model: Any, door: str, step: int) -> None:
+    if door == FUNCTION:
+        model.set_requires_gradient_sync(False)
+        iterate(model, step)
+    else:
+        with model.no_sync():
+            iterate(model, step)
+
+
+@pytest.mark.spec("DEBUG-05")
+@pytest.mark.parametrize("door", [FLAT, FUNCTION])
+@ranks(2)
+def test_where_evaluation_sends_nothing_a_rank_may_evaluate_alone(door: str) -> None:
+    options = {"mesh": column_mesh()} if door == FUNCTION else {"sharding_strategy": NO_SHARD}
+    model = through(door, **options)
+    with minifsdp.debug("values"):
+        iterate(model)
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                model(batch(1))
+        iterate(model)
+
+
+@pytest.mark.spec("DEBUG-05")
+@pytest.mark.parametrize("door", [FLAT, FUNCTION])
+@ranks(2)
+def test_a_sum_that_overflows_is_no_value_that_is_not_finite(door: str) -> None:
+    model = seeded()
+    with torch.no_grad():
+        model.enter.weight.fill_(3e38)
+        model.enter.weight.mul_(torch.tensor([[1.0], [1.0], [1.0], [-1.0], [-1.0], [-1.0]]))
+    model = through(door, model)
+    with minifsdp.debug("values"), torch.no_grad():
+        model(torch.zeros(3, 6))
+
+
+@pytest.mark.spec("DEBUG-06")
+@each_door
+@pytest.mark.parametrize("in_backward", [False, True])
+@ranks(2)
+def test_when_the_fault_is_gone_training_goes_on(door: str, in_backward: bool) -> None:
+    model, untouched = seeded(), through(door)
+    spoiler = Spoiler(model.blocks[1].linear, 1, float("nan"), in_backward=in_backward)
+    model = through(door, model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, untouched)]
+    with minifsdp.debug("values"):
+        places(lambda: iterate(model))
+        assert {(unit.state, unit.awaits_backward) for unit in tree_of(model).units} == {(State.SHARDED, False)}
+        spoiler.is_armed = False
+        optimizers[0].zero_grad()
+        losses = [[iterate(model, s, optimizers[0]), iterate(untouched, s, optimizers[1])] for s in (1, 2)]
+    assert all(mine == other for mine, other in losses)
+    assert_same(full_values(model), full_values(untouched), bitwise=True)
+
+
+def tree_of(model: Any) -> Root:
+    tree = model._tree if isinstance(model, minifsdp.FullyShardedDataParallel) else state_of(model).tree
+    assert tree is not None
+    return tree
+
+
+@pytest.mark.spec("DEBUG-06")
+@pytest.mark.parametrize("door", [ORIGINALS, FUNCTION])
+@ranks(2)
+def test_a_forward_that_breaks_off_leaves_nothing_to_be_told_later(door: str) -> None:
+    model = seeded()
+    spoiler = Spoiler(model.blocks[0].linear, 0, float("nan"), in_backward=False)
+    broken = model.blocks[2].register_forward_pre_hook(lambda *_: 1 / 0)
+    model = through(door, model)
+    with minifsdp.debug("values"):
+        with pytest.raises(ZeroDivisionError):
+            model(batch())
+        broken.remove()
+        spoiler.is_armed = False
+        iterate(model)

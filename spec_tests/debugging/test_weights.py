@@ -1,0 +1,88 @@
+"""Weights that are not the same on all ranks when a unit is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import minifsdp
+from spec_tests.debugging.faults import FLAT, FUNCTION, ORIGINALS, each_door, on_rank, said, through
+from spec_tests.harness import ranks
+from spec_tests.models.modules import seeded
+from spec_tests.models.sharding import HYBRID_SHARD, NO_SHARD, column_mesh, grid_mesh
+
+
+def spoiled(rank: int) -> nn.Module:
+    """A model in which two values of one bias are exchanged on one rank, so that their sum is the same."""
+    model = seeded()
+    bias = model.blocks[2].linear.bias
+    on_rank(rank, lambda: bias.copy_(bias.flip(0)))
+    return model
+
+
+@pytest.mark.spec("DEBUG-04")
+@each_door
+@ranks(2)
+def test_a_parameter_that_differs_is_named_on_every_rank_with_the_ranks(door: str) -> None:
+    with minifsdp.debug("weights"), said() as texts:
+        through(door, spoiled(1))
+    assert len(texts) == 1
+    assert texts[0].startswith(f"rank {dist.get_rank()}: initial weights differ")
+    assert "parameter 'linear.bias' on rank(s) 1 is not what it is on rank 0." in texts[0]
+
+
+@pytest.mark.spec("DEBUG-04")
+@each_door
+@ranks(2)
+def test_off_it_says_nothing(door: str) -> None:
+    with said() as texts:
+        through(door, spoiled(1))
+    assert texts == []
+
+
+@pytest.mark.spec("DEBUG-04")
+@pytest.mark.parametrize("door", [FLAT, ORIGINALS])
+@ranks(2)
+def test_what_rank_0_has_sent_is_equal(door: str) -> None:
+    with minifsdp.debug("weights"), said() as texts:
+        through(door, spoiled(1), sync_module_states=True)
+    assert texts == []
+
+
+@pytest.mark.spec("DEBUG-04")
+@pytest.mark.parametrize("door", [FLAT, FUNCTION])
+@ranks(2)
+def test_whole_copies_are_compared(door: str) -> None:
+    options = {"mesh": column_mesh()} if door == FUNCTION else {"sharding_strategy": NO_SHARD}
+    with minifsdp.debug("weights"), said() as texts:
+        through(door, spoiled(1), **options)
+    assert [text.count("'linear.bias' on rank(s) 1") for text in texts] == [1]
+
+
+@pytest.mark.spec("DEBUG-04")
+@pytest.mark.parametrize("door", [FLAT, FUNCTION])
+@pytest.mark.parametrize(("rank", "named"), [(0, "1, 2, 3"), (3, "3")])
+@ranks(4)
+def test_every_rank_of_a_hybrid_mesh_hears_of_it(door: str, rank: int, named: str) -> None:
+    options = {"mesh": grid_mesh()} if door == FUNCTION else {"sharding_strategy": HYBRID_SHARD}
+    with minifsdp.debug("weights"), said() as texts:
+        through(door, spoiled(rank), **options)
+    assert [f"'linear.bias' on rank(s) {named} is not what it is on rank 0" in text for text in texts] == [True]
+
+
+@pytest.mark.spec("DEBUG-04")
+@each_door
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@ranks(2)
+def test_one_bit_is_enough_and_nan_is_equal_to_itself(door: str, dtype: torch.dtype) -> None:
+    model = seeded().to(dtype)
+    with torch.no_grad():
+        model.enter.weight.fill_(float("nan"))
+    last = model.leave.bias
+    on_rank(1, lambda: last[-1:].copy_(torch.nextafter(last[-1:], torch.full((1,), 9.0, dtype=dtype))))
+    with minifsdp.debug("weights"), said() as texts:
+        through(door, model)
+    assert [text.count("on rank(s) 1") for text in texts] == [1]
+    assert "'leave.bias'" in texts[0]
