@@ -8,6 +8,7 @@ here, while the site is built::
     {{ simulated prefetch | A caption. }}      a picture of a step that was logged on the simulated accelerator
     {{ proof SHARD-04 PREF-02 }}               rows of the spec, their tests, and how these went last
     {{ wrong shared_streams }}                 a case in which torch is wrong, and its program
+    {{ failure slow_rank }}                    a script of the failure lab, and what it has said
     {{ exercise zero_stage_3 }}                a question, and an answer that a function has computed
 
 The rooms, from the bottom up:
@@ -30,6 +31,7 @@ The rooms, from the bottom up:
 ``player``       recorded runs as scripts for the step player
 ``specpage``     the page of the spec
 ``streams``      what is shown of streams: pictures of logged steps, broken engines, what collides in torch
+``failures``     the scripts of the failure lab, and what they say
 ``wrong``        cases in which torch is wrong
 ``verbs``        the table of verbs and layouts; the way of one parameter through a training step
 ``directives``   the lines in double braces

@@ -8,7 +8,7 @@ from html import escape
 
 from mkdocs.utils import get_relative_url
 
-from docs_build import exercises, fragments, growth, pictures, races, results, streams, values, wrong
+from docs_build import exercises, failures, fragments, growth, pictures, races, results, streams, values, wrong
 from docs_build.markup import to_html
 
 __all__ = ["badges", "counted", "expand", "put_back"]
@@ -164,6 +164,9 @@ VERBS: dict[str, Callable[[str, str], str]] = {
     "breaks": lambda rest, start: _raw(streams.breaks()),
     "findings": lambda rest, start: streams.findings(),
     "wrong": _wrong,
+    "failures": lambda rest, start: failures.table(),
+    "failure": lambda rest, start: failures.what_happens(rest.strip()),
+    "mend": lambda rest, start: failures.mend(rest.strip()),
     "verbs": _html("verbs"),
     "path": _html("path"),
     "myths": _html("myths"),

@@ -31,7 +31,7 @@ import torch
 
 from spec_tests.harness import pool
 
-__all__ = ["output_of_ranks", "run_module", "start_module"]
+__all__ = ["outcome_of_ranks", "output_of_ranks", "run_module", "start_module"]
 
 GRACE = 10.0  # seconds for the others to end, when one has failed
 
@@ -51,38 +51,60 @@ def output_of_ranks(
     Raises:
         AssertionError: some rank has not ended with status 0; with what all have printed.
     """
-    context = pool.fork_server()
-    port = pool.free_port()
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output"
-        output.touch()
-        ranks = []
-        for rank in range(num_ranks):
-            place: dict[str, int | str] = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": num_ranks,
-                "LOCAL_WORLD_SIZE": num_ranks,
-            }
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            told = {**environment, **{name: str(value) for name, value in place.items()}}
-            ranks.append(context.Process(target=_run, args=(script, arguments, told, output)))
-        try:
-            for process in ranks:
-                process.start()
-            _wait(ranks, limit)
-            codes = [process.exitcode for process in ranks]
-        finally:
-            for process in ranks:
-                if process.pid is not None:
-                    process.kill()
-                    process.join()
+        codes = _run_ranks(script, arguments, [output] * num_ranks, environment, limit, GRACE)
         text = output.read_text()
     assert not any(code is None or code for code in codes), f"{script.name} ended with {codes}:\n{text}"
     return text
 
 
-def _wait(ranks: list[Any], limit: float) -> None:
+def outcome_of_ranks(
+    script: Path, *arguments: str, num_ranks: int, environment: Mapping[str, str], limit: float
+) -> list[tuple[int | None, str]]:
+    """Of each rank its exit status, ``None`` if it had to be ended, and what it has printed; see `output_of_ranks`."""
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / f"output-{rank}" for rank in range(num_ranks)]
+        codes = _run_ranks(script, arguments, outputs, environment, limit, limit)
+        return [(code, output.read_text()) for code, output in zip(codes, outputs, strict=True)]
+
+
+def _run_ranks(
+    script: Path,
+    arguments: tuple[str, ...],
+    outputs: Sequence[Path],
+    environment: Mapping[str, str],
+    limit: float,
+    grace: float,
+) -> list[int | None]:
+    """The exit status of each rank, of which there are as many as ``outputs``."""
+    context = pool.fork_server()
+    port = pool.free_port()
+    ranks = []
+    for rank, output in enumerate(outputs):
+        output.touch()
+        place: dict[str, int | str] = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": len(outputs),
+            "LOCAL_WORLD_SIZE": len(outputs),
+        }
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        told = {**environment, **{name: str(value) for name, value in place.items()}}
+        ranks.append(context.Process(target=_run, args=(script, arguments, told, output)))
+    try:
+        for process in ranks:
+            process.start()
+        _wait(ranks, limit, grace)
+        return [process.exitcode for process in ranks]
+    finally:
+        for process in ranks:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+
+
+def _wait(ranks: list[Any], limit: float, grace: float) -> None:
     """Until all have ended, or one has failed and the others have had time to notice."""
     end = time.monotonic() + limit
     running: dict[Any, Any] = {process.sentinel: process for process in ranks}
@@ -91,7 +113,7 @@ def _wait(ranks: list[Any], limit: float) -> None:
             process = running.pop(sentinel)
             process.join()
             if process.exitcode:
-                end = min(end, time.monotonic() + GRACE)
+                end = min(end, time.monotonic() + grace)
 
 
 def _run(script: Path, arguments: tuple[str, ...], told: Mapping[str, str], output: Path) -> None:

@@ -1,0 +1,54 @@
+"""The pages of the failure lab, and the record that they show."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from docs_build.order import ROOT
+from docs_build.results import all_rows
+from spec_tests.tutorials.test_failure_lab import LAB, SAYS, SCRIPTS
+
+pytestmark = [pytest.mark.needs("mkdocs"), pytest.mark.spec("LAB-06")]
+
+
+def test_each_script_has_a_page_in_the_navigation_and_a_row_of_the_index() -> None:
+    from docs_build import failures
+
+    assert sorted(one.name for one in failures.failures()) == SCRIPTS
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for one in failures.failures():
+        assert f"          - {one.title}: lab/{one.name}.md\n" in navigation
+        assert failures.table().count(f"[`{one.name}.py`]({one.name}.md) | {one.symptom} | ") == 1
+        assert set(one.rows) <= set(all_rows())
+        page = (failures.PAGES / f"{one.name}.md").read_text()
+        order = [f"{{{{ failure {one.name} }}}}", "## Why", "## Mend", f"{{{{ mend {one.name} }}}}"]
+        assert sorted(order, key=page.index) == order
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_record_is_that_of_the_script_as_it_is(name: str) -> None:
+    from docs_build import failures
+
+    run = failures.recorded()[name]
+    lines = (LAB / f"{name}.py").read_text().splitlines()
+    says = SAYS[name]
+    for rank, words in enumerate(run["broken"]):
+        assert re.search(says if isinstance(says, str) else says[rank], words)
+        quoted = re.findall(rf"^  {name}\.py:(\d+): (.*), in \w+$", words, re.MULTILINE)
+        assert quoted
+        assert all(lines[int(number) - 1].strip() == line for number, line in quoted)
+    assert [words.splitlines()[-1] for words in run["mended"]] == [f"rank {rank} has ended well" for rank in range(2)]
+    assert str(ROOT) not in str(run)
+
+
+def test_a_page_shows_the_script_without_its_mend_and_both_ranks() -> None:
+    from docs_build import failures
+
+    shown = failures.what_happens("optimizer_too_early")
+    assert "def broken" in shown
+    assert "def mended" not in shown
+    assert shown.count('??? failure "What rank') == 2
+    assert "def mended" in failures.mend("optimizer_too_early")
+    assert "two_ranks" not in failures.mend("optimizer_too_early")

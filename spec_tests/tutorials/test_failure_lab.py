@@ -1,0 +1,158 @@
+"""The failure lab: each script fails as its page says, on both ranks and in time, and its mended form does not.
+
+The ranks are copies of a process that has torch already (``spec_tests/harness/programs.py``), so the time that is
+measured is the script's own. One of the scripts is also started as a reader starts it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from spec_tests.harness import pool
+from spec_tests.harness.programs import outcome_of_ranks
+
+LAB = Path(__file__).resolve().parents[2] / "tutorials" / "failure_lab"
+SCRIPTS = sorted(path.stem for path in LAB.glob("*.py") if path.stem != "lab")
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+LIMIT = 10.0  # seconds
+
+# Who waited in vain. A message that tells where the other rank is may stand around these words.
+WAITED = r"Timed out waiting 3000ms|Connection closed by peer"
+# What both ranks say, or each of them.
+SAYS: dict[str, str | tuple[str, str]] = {
+    "branch_on_the_data": r"rank 0: 'see', rank 1: 'read'.*\n.*#E-different-order",
+    "clip_on_each_rank": r"gradients were scaled by 0\.\d+ instead of 0\.\d+",
+    "frozen_with_trained": r"#E-mixed-requires-grad",
+    "mean_over_tokens": r"gradient is not that of a single process",
+    "method_beside_forward": r"mixed torch\.Tensor and DTensor",
+    "no_sync_on_one_rank": WAITED,
+    "optimizer_too_early": r"#E-stale-optimizer(.|\n)*the loss has not fallen",
+    "part_called_directly": r"'0\.weight'.*is sharded right now(.|\n)*#E-absent",
+    "plain_checkpoint": r"#E-load-whole",
+    "raises_in_backward": (WAITED, r"in guard\nValueError: a gradient is not a number"),
+    "save_on_rank_0": (r"rank\(s\) \[1\] did not call it(.|\n)*#E-missing-ranks", WAITED),
+    "scaler_on_each_rank": r"one rank has made a step and the other has not",
+    "seed_for_each_rank": r"4 of the 8 rows that rank 0 has drawn",
+    "slow_rank": WAITED,
+    "stale_file_on_one_rank": r'rank 1: Unexpected key\(s\) in state_dict: "head\.weight"(.|\n)*#E-state-dict-refused',
+    "step_without_reduction": r"#E-unreduced-gradients",
+    "still_on_meta": r"\['1\.weight', '1\.bias'\](.|\n)*#E-still-meta",
+    "tied_weights": r"#E-tied-across-units",
+    "uneven_batches": WAITED,
+}
+HANGS = sorted(name for name, says in SAYS.items() if WAITED in (says if isinstance(says, tuple) else (says,)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _torch_is_imported() -> None:
+    # Before anything is timed.
+    process = pool.fork_server().Process(target=int)
+    process.start()
+    process.join()
+
+
+@functools.cache
+def outcome(name: str, *arguments: str) -> tuple[list[tuple[int | None, str]], float]:
+    """Of each rank its status and its words, and how long it took."""
+    begin = time.monotonic()
+    ranks = outcome_of_ranks(LAB / f"{name}.py", *arguments, num_ranks=2, environment=ENVIRONMENT, limit=2 * LIMIT)
+    return ranks, time.monotonic() - begin
+
+
+@pytest.mark.pure
+@pytest.mark.spec("LAB-01")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_asks_at_its_head_is_broken_in_one_place_and_mended_at_its_end(name: str) -> None:
+    text = (LAB / f"{name}.py").read_text()
+    assert 25 <= len(text.splitlines()) <= 60
+    tree = ast.parse(text)
+    head = ast.get_docstring(tree) or ""
+    assert "What will happen" in head
+    assert head.count("?") >= 1
+    assert head.endswith(f"torchrun --nproc-per-node 2 tutorials/failure_lab/{name}.py")
+    assert re.findall(r"^# ---- (.*) ----$", text, re.MULTILINE) == [
+        "the place to look at, and to mend",
+        "what is tried",
+        "one way to mend it; try yours first",
+    ]
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    names = [node.name for node in functions if node.name in ("broken", "experiment", "mended")]
+    assert names == ["broken", "experiment", "mended"]
+    # Nobody needs another argument than the one that is broken.
+    broken, mended = (next(node for node in functions if node.name == name) for name in ("broken", "mended"))
+    assert ast.dump(broken.args) == ast.dump(mended.args)
+
+
+@pytest.mark.pure
+def test_of_each_script_it_is_known_what_it_says() -> None:
+    assert list(SAYS) == SCRIPTS
+
+
+@pytest.mark.spec("LAB-02")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_broken_script_ends_in_time_and_each_rank_names_the_cause(name: str) -> None:
+    ranks, seconds = outcome(name)
+    says = SAYS[name]
+    for rank, (status, words) in enumerate(ranks):
+        assert status == 1, words
+        assert re.search(says if isinstance(says, str) else says[rank], words), words
+        assert words.count(f"rank {rank} says:\n  {name}.py:") == 1, words
+    assert seconds < LIMIT
+
+
+@pytest.mark.spec("LAB-03")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_mended_script_ends_well_on_both_ranks(name: str) -> None:
+    ranks, seconds = outcome(name, "--mended")
+    for rank, (status, words) in enumerate(ranks):
+        assert status == 0, words
+        assert words.rstrip().endswith(f"rank {rank} has ended well"), words
+        assert "Warning" not in words
+    assert seconds < LIMIT
+
+
+@pytest.mark.spec("LAB-04")
+@pytest.mark.parametrize("name", HANGS)
+def test_a_rank_that_waits_for_another_is_ended_by_the_time_limit_and_says_where_it_waited(name: str) -> None:
+    ranks, seconds = outcome(name)
+    assert seconds > 3
+    says = SAYS[name]
+    for rank, (_, words) in enumerate(ranks):
+        if (says if isinstance(says, str) else says[rank]) == WAITED:
+            assert re.search(rf"^  {name}\.py:\d+: .*(model\(|backward\(|all_reduce\().*, in \w+$", words, re.MULTILINE)
+
+
+@pytest.mark.spec("DEBUG-04")
+def test_weights_drawn_on_each_rank_are_noticed_when_that_is_asked_for() -> None:
+    ranks, _ = outcome("seed_for_each_rank", "--debug")
+    assert all(re.search(r"Warning: rank \d: (.|\n)*#E-initial-weights", words) for _, words in ranks), ranks
+
+
+@pytest.mark.spec("DEBUG-05")
+def test_a_bad_value_ends_both_ranks_together_when_that_is_asked_for() -> None:
+    ranks, _ = outcome("raises_in_backward", "--debug")
+    for status, words in ranks:
+        assert status == 1
+        assert re.search(r"rank 1: .* nan (.|\n)*#E-not-finite", words), words
+
+
+@pytest.mark.spec("LAB-05")
+def test_started_plainly_both_ranks_speak_one_after_the_other() -> None:
+    launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    environment = {name: value for name, value in os.environ.items() if name not in launcher} | ENVIRONMENT
+    command = [sys.executable, str(LAB / "raises_in_backward.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 1
+    # Rank 1 has failed three seconds before rank 0, and would be shown alone.
+    first, second = done.stdout.index("rank 0 says:"), done.stdout.index("rank 1 says:")
+    assert re.search(WAITED, done.stdout[first:second])
+    assert done.stdout[second:].rstrip().endswith("ValueError: a gradient is not a number")

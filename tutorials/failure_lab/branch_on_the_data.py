@@ -1,0 +1,56 @@
+"""A model that reads text and looks at images. Each rank has its own example, and only that of rank 0 has an image.
+
+What will happen in the first forward? The two parts of the model are of the same size.
+
+    torchrun --nproc-per-node 2 tutorials/failure_lab/branch_on_the_data.py
+"""
+
+import torch
+from lab import batch, layers, on_two_ranks
+from torch import nn
+
+from minifsdp import fully_shard
+
+
+class TextAndImage(nn.Module):
+    def __init__(self, look):
+        super().__init__()
+        self.see, self.read, self.last = *layers(2), nn.Linear(8, 8)
+        self.look = look
+
+    def forward(self, text, image):
+        return self.last(self.look(self.see, image) + self.read(text))
+
+
+# ---- the place to look at, and to mend ----
+
+
+def broken(see, image):
+    return see(image) if image is not None else 0
+
+
+# ---- what is tried ----
+
+
+def experiment(look, rank):
+    model = TextAndImage(look)
+    for part in (model.see, model.read, model):
+        fully_shard(part)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        image = batch(step) if rank == 0 else None
+        model(batch(10 + rank), image).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# ---- one way to mend it; try yours first ----
+
+
+def mended(see, image):
+    # The tower runs everywhere. Where there is no image it runs on zeros, and what it says does not count.
+    return see(image) if image is not None else 0 * see(torch.zeros(4, 8))
+
+
+if __name__ == "__main__":
+    on_two_ranks(experiment, broken, mended)

@@ -1,0 +1,47 @@
+"""Clips the gradients of a wrapped model to a norm of 0.1 with the function that everybody knows.
+
+What will happen? Which norm does each of the ranks compute?
+
+    torchrun --nproc-per-node 2 tutorials/failure_lab/clip_on_each_rank.py
+"""
+
+from lab import WrongAnswerError, batch, layers, on_two_ranks
+from torch import nn
+
+from minifsdp import FullyShardedDataParallel as FSDP
+
+# ---- the place to look at, and to mend ----
+
+
+def broken(model):
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+# ---- what is tried ----
+
+
+def experiment(clip, rank):
+    model = FSDP(layers())
+    model(batch(rank)).square().sum().backward()
+    norm = clip(model).item()
+    expected = norm_in_one_process()
+    print(f"rank {rank}: the norm is {norm:.4f}, a single process gets {expected:.4f}", flush=True)
+    if abs(norm - expected) > 1e-3:
+        raise WrongAnswerError(f"this rank's gradients were scaled by {0.1 / norm:.4f} instead of {0.1 / expected:.4f}")
+
+
+def norm_in_one_process():
+    model = layers()
+    (sum(model(batch(rank)).square().sum() for rank in range(2)) / 2).backward()
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+
+
+# ---- one way to mend it; try yours first ----
+
+
+def mended(model):
+    return model.clip_grad_norm_(0.1)
+
+
+if __name__ == "__main__":
+    on_two_ranks(experiment, broken, mended)

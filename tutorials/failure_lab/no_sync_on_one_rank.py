@@ -1,0 +1,53 @@
+"""Accumulates gradients. Rank 0 has two short batches for each step, rank 1 has one long one.
+
+What will happen when rank 0 computes its first gradient, which it keeps for itself?
+
+    torchrun --nproc-per-node 2 tutorials/failure_lab/no_sync_on_one_rank.py
+"""
+
+from contextlib import nullcontext
+
+import torch
+from lab import batch, layers, on_two_ranks
+
+from minifsdp import FullyShardedDataParallel as FSDP
+
+
+def gradient(model, x):
+    model(x).square().sum().backward()
+
+
+# ---- the place to look at, and to mend ----
+
+
+def broken(rank):
+    return [batch(0), batch(1)] if rank == 0 else [batch(2, rows=8)]
+
+
+# ---- what is tried ----
+
+
+def experiment(micro_batches, rank):
+    model = FSDP(layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(2):
+        *early, last = micro_batches(rank)
+        for x in early:
+            with model.no_sync():
+                gradient(model, x)
+        with nullcontext():
+            gradient(model, last)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# ---- one way to mend it; try yours first ----
+
+
+def mended(rank):
+    # Equally many on every rank, and so equally many gathers and reductions.
+    return [batch(0), batch(1)] if rank == 0 else list(batch(2, rows=8).chunk(2))
+
+
+if __name__ == "__main__":
+    on_two_ranks(experiment, broken, mended)

@@ -1,0 +1,49 @@
+"""Trains a small model for ten steps, sharded by the wrapper, and looks whether the loss has fallen.
+
+What will happen? Does the model learn on both ranks, on one, or on none? And who will tell you?
+
+    torchrun --nproc-per-node 2 tutorials/failure_lab/optimizer_too_early.py
+"""
+
+import torch
+from lab import WrongAnswerError, batch, layers, on_two_ranks
+
+from minifsdp import FullyShardedDataParallel as FSDP
+
+# ---- the place to look at, and to mend ----
+
+
+def broken():
+    model = layers()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    return FSDP(model), optimizer
+
+
+# ---- what is tried ----
+
+
+def experiment(build, rank):
+    model, optimizer = build()
+    x = batch(rank)
+    losses = []
+    for _ in range(10):
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    print(f"rank {rank}: the loss was {losses[0]:.4f} at first and {losses[-1]:.4f} at last", flush=True)
+    if losses[-1] >= losses[0]:
+        raise WrongAnswerError("the loss has not fallen")
+
+
+# ---- one way to mend it; try yours first ----
+
+
+def mended():
+    model = FSDP(layers())
+    return model, torch.optim.Adam(model.parameters(), lr=0.05)
+
+
+if __name__ == "__main__":
+    on_two_ranks(experiment, broken, mended)

@@ -1,0 +1,40 @@
+"""A model in the wrapper. To look at its features, its first layer is called on its own, without gradients.
+
+What will happen? The layer is a part of the unit that the wrapper has made of the whole model.
+
+    torchrun --nproc-per-node 2 tutorials/failure_lab/part_called_directly.py
+"""
+
+import torch
+from lab import batch, layers, on_two_ranks
+
+from minifsdp import FullyShardedDataParallel as FSDP
+
+# ---- the place to look at, and to mend ----
+
+
+def broken(model, x):
+    return model.module[0](x)
+
+
+# ---- what is tried ----
+
+
+def experiment(features_of, rank):
+    model = FSDP(layers())
+    model(batch(rank)).square().mean().backward()
+    with torch.no_grad():
+        features = features_of(model, batch(rank))
+    assert features.shape == (4, 8)
+
+
+# ---- one way to mend it; try yours first ----
+
+
+def mended(model, x):
+    with FSDP.summon_full_params(model, writeback=False):
+        return model.module[0](x)
+
+
+if __name__ == "__main__":
+    on_two_ranks(experiment, broken, mended)

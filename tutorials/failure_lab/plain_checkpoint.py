@@ -1,0 +1,40 @@
+"""Loads the checkpoint of a plain model, written before anything was sharded, into a sharded one.
+
+What will happen? Names and shapes are those of the model.
+
+    torchrun --nproc-per-node 2 tutorials/failure_lab/plain_checkpoint.py
+"""
+
+import torch
+from lab import layers, on_two_ranks
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from minifsdp import fully_shard
+
+# ---- the place to look at, and to mend ----
+
+
+def broken(model, checkpoint):
+    model.load_state_dict(checkpoint)
+
+
+# ---- what is tried ----
+
+
+def experiment(load, rank):
+    checkpoint = {name: value + 1 for name, value in layers().state_dict().items()}
+    model = fully_shard(layers())
+    load(model, dict(checkpoint))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.full_tensor(), checkpoint[name])
+
+
+# ---- one way to mend it; try yours first ----
+
+
+def mended(model, checkpoint):
+    set_model_state_dict(model, checkpoint, options=StateDictOptions(full_state_dict=True))
+
+
+if __name__ == "__main__":
+    on_two_ranks(experiment, broken, mended)

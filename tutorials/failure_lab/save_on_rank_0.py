@@ -1,0 +1,49 @@
+"""Trains a step, saves a full checkpoint on rank 0, since one file is enough, and trains another step.
+
+What will happen? Which rank writes a file? What does the other one do meanwhile?
+
+    torchrun --nproc-per-node 2 tutorials/failure_lab/save_on_rank_0.py
+"""
+
+import io
+
+import torch
+from lab import batch, layers, on_two_ranks
+
+from minifsdp import FullStateDictConfig, StateDictType
+from minifsdp import FullyShardedDataParallel as FSDP
+
+# ---- the place to look at, and to mend ----
+
+
+def broken(model, rank):
+    if rank == 0:
+        torch.save(model.state_dict(), io.BytesIO())
+
+
+# ---- what is tried ----
+
+
+def experiment(save, rank):
+    model = FSDP(layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    for _ in range(2):
+        model(batch(rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+            save(model, rank)
+
+
+# ---- one way to mend it; try yours first ----
+
+
+def mended(model, rank):
+    weights = model.state_dict()  # Every rank sends its part.
+    if rank == 0:
+        torch.save(weights, io.BytesIO())
+
+
+if __name__ == "__main__":
+    on_two_ranks(experiment, broken, mended)

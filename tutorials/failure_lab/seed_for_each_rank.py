@@ -1,0 +1,48 @@
+"""Every rank has a seed of its own, so that dropout differs between them. Then the model is built and sharded.
+
+What will happen? Whose weights does the sharded model begin with?
+
+    torchrun --nproc-per-node 2 tutorials/failure_lab/seed_for_each_rank.py
+"""
+
+import torch
+from lab import WrongAnswerError, from_all_ranks, on_two_ranks
+from torch import nn
+
+from minifsdp import fully_shard
+
+# ---- the place to look at, and to mend ----
+
+
+def broken(rank):
+    torch.manual_seed(rank)
+    return nn.Linear(8, 8)
+
+
+# ---- what is tried ----
+
+
+def experiment(build, rank):
+    model = build(rank)
+    initial = from_all_ranks(model.weight.detach().clone())
+    fully_shard(model)
+    whole = model.weight.full_tensor()
+    same = [[torch.equal(row, other) for row, other in zip(whole, one, strict=True)] for one in initial]
+    for number, rows in enumerate(same):
+        if not all(rows):
+            what = f"{sum(rows)} of the 8 rows"
+            raise WrongAnswerError(f"the model has {what} that rank {number} has drawn, and the others from elsewhere")
+
+
+# ---- one way to mend it; try yours first ----
+
+
+def mended(rank):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    torch.manual_seed(rank)  # From here on each rank draws its own numbers.
+    return model
+
+
+if __name__ == "__main__":
+    on_two_ranks(experiment, broken, mended)

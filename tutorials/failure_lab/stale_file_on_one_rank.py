@@ -1,0 +1,40 @@
+"""Each machine reads its own copy of a checkpoint. That of rank 1 is older: a layer was named otherwise then.
+
+What will happen, on rank 1, and on rank 0, whose file is fine?
+
+    torchrun --nproc-per-node 2 tutorials/failure_lab/stale_file_on_one_rank.py
+"""
+
+from lab import layers, on_two_ranks
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import StateDictType
+
+# ---- the place to look at, and to mend ----
+
+
+def broken(checkpoint):
+    return checkpoint
+
+
+# ---- what is tried ----
+
+
+def experiment(renamed, rank):
+    checkpoint = layers().state_dict()
+    if rank == 1:
+        checkpoint["head.weight"] = checkpoint.pop("1.weight")
+    model = FSDP(layers())
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        model.load_state_dict(renamed(checkpoint))
+
+
+# ---- one way to mend it; try yours first ----
+
+
+def mended(checkpoint):
+    return {name.replace("head.", "1."): value for name, value in checkpoint.items()}
+
+
+if __name__ == "__main__":
+    on_two_ranks(experiment, broken, mended)

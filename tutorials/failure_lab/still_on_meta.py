@@ -1,0 +1,53 @@
+"""Builds a model without memory, on the meta device, shards it, gives it memory, and trains.
+
+What will happen? Has everything got memory, and what is in it?
+
+    torchrun --nproc-per-node 2 tutorials/failure_lab/still_on_meta.py
+"""
+
+import torch
+from lab import batch, on_two_ranks
+from torch import nn
+
+from minifsdp import fully_shard
+
+
+def give_values(module):
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, 0.1)
+
+
+# ---- the place to look at, and to mend ----
+
+
+def broken(model):
+    body, _ = model
+    body.to_empty(device="cpu")
+    give_values(body)
+
+
+# ---- what is tried ----
+
+
+def experiment(give_memory, rank):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    give_memory(model)
+    loss = model(batch(rank)).square().mean()
+    loss.backward()
+    assert 0 < loss.item() < 10
+
+
+# ---- one way to mend it; try yours first ----
+
+
+def mended(model):
+    model.to_empty(device="cpu")
+    give_values(model)
+
+
+if __name__ == "__main__":
+    on_two_ranks(experiment, broken, mended)
