@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from textwrap import indent
+from textwrap import indent, wrap
 from typing import Any
 
 from mkdocs.utils.meta import get_data
@@ -112,7 +112,7 @@ def what_happens(name: str) -> str:
         "Guess before you unfold what was said. To run it yourself:",
         _fence("", f"{one.command}"),
         *[
-            f'??? failure "What rank {rank} says"\n\n{indent(_fence("text", words), "    ")}'
+            f'??? failure "What rank {rank} says"\n\n{indent(_fence("text", _folded(words)), "    ")}'
             for rank, words in enumerate(run["broken"])
         ],
         f"<small>Recorded {run['date']}; {run['machine']}</small>",
@@ -130,6 +130,12 @@ def mend(name: str) -> str:
 
 def _fence(language: str, text: str) -> str:
     return f"```{language}\n{text.rstrip()}\n```"
+
+
+def _folded(words: str) -> str:
+    """No line is wider than a page."""
+    lines = [wrap(line, 100, subsequent_indent="    ", break_on_hyphens=False) for line in words.splitlines()]
+    return "\n".join(part for parts in lines for part in parts)
 
 
 # ---- the record ----

@@ -38,7 +38,8 @@ def on_config(config: Any) -> Any:
             groups = [{_plain(title): [_entry(name) for name in names]} for title, _, names in reading_order()]
             entry["Read the code"] = [index, *more, *groups]
         if "Tutorials" in entry:
-            entry["Tutorials"] += [_entry(lesson.name) for lesson in lessons.LESSONS]
+            index, *more = entry["Tutorials"]
+            entry["Tutorials"] = [index, *[_entry(lesson.name) for lesson in lessons.LESSONS], *more]
     return config
 
 
@@ -74,7 +75,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """3."""
     if page.file.src_uri == "spec.md":
         return specpage.expand(markdown)
-    if page.file.src_uri.startswith(("learn/", "benchmarks")):
+    if page.file.src_uri.startswith(("learn/", "lab/", "benchmarks")):
         # Hardly a headline inside of a page; pictures and wide tables can have the room.
         page.meta["hide"] = ["toc"]
     if "{{ " not in markdown:
