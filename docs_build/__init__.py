@@ -24,6 +24,7 @@ The rooms, from the bottom up:
 ``pictures``     timelines
 ``results``      the rows of the spec and the last results of their tests
 ``exercises``    questions whose answers are computed
+``debugcost``    what the checks of ``minifsdp.debug()`` cost
 ``values``       numbers and tables of the prose
 ``shardmaps``    who holds which elements
 ``messages``     every message of the package; ``troubles`` makes entries of them

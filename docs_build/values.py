@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from docs_build import results
+from docs_build import debugcost, results
 from docs_build.pictures import events_of
 from minifsdp.tools import formulas
 from minifsdp.tools.events import peak_gathered_bytes
@@ -132,4 +132,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "counts": counts_table,
     "prefetch": prefetch_table,
     "bf16": bf16_table,
+    "debug-cost": debugcost.table,
 }

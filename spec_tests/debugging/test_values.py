@@ -16,7 +16,7 @@ from minifsdp.engine.root import Root
 from minifsdp.engine.unit import State
 from minifsdp.fsdp2.fsdp_state import state_of
 from spec_tests.debugging.faults import FLAT, FUNCTION, ORIGINALS, Spoiler, each_door, local_values, on_rank, through
-from spec_tests.harness import ranks
+from spec_tests.harness import device, ranks
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, iterate, loss_of
 from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, column_mesh, grid_mesh
@@ -159,10 +159,10 @@ def test_a_sum_that_overflows_is_no_value_that_is_not_finite(door: str) -> None:
     model = seeded()
     with torch.no_grad():
         model.enter.weight.fill_(3e38)
-        model.enter.weight.mul_(torch.tensor([[1.0], [1.0], [1.0], [-1.0], [-1.0], [-1.0]]))
+        model.enter.weight[3:].neg_()
     model = through(door, model)
     with minifsdp.debug("values"), torch.no_grad():
-        model(torch.zeros(3, 6))
+        model(torch.zeros(3, 6, device=device()))
 
 
 @pytest.mark.spec("DEBUG-06")

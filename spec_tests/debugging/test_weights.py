@@ -9,7 +9,7 @@ from torch import nn
 
 import minifsdp
 from spec_tests.debugging.faults import FLAT, FUNCTION, ORIGINALS, each_door, on_rank, said, through
-from spec_tests.harness import ranks
+from spec_tests.harness import device, ranks
 from spec_tests.models.modules import seeded
 from spec_tests.models.sharding import HYBRID_SHARD, NO_SHARD, column_mesh, grid_mesh
 
@@ -80,8 +80,8 @@ def test_one_bit_is_enough_and_nan_is_equal_to_itself(door: str, dtype: torch.dt
     model = seeded().to(dtype)
     with torch.no_grad():
         model.enter.weight.fill_(float("nan"))
-    last = model.leave.bias
-    on_rank(1, lambda: last[-1:].copy_(torch.nextafter(last[-1:], torch.full((1,), 9.0, dtype=dtype))))
+    last, far = model.leave.bias, torch.full((1,), 9.0, dtype=dtype, device=device())
+    on_rank(1, lambda: last[-1:].copy_(torch.nextafter(last[-1:], far)))
     with minifsdp.debug("weights"), said() as texts:
         through(door, model)
     assert [text.count("on rank(s) 1") for text in texts] == [1]

@@ -1,0 +1,37 @@
+"""What the checks of ``minifsdp.debug()`` cost, as a table made of `RECORD` while the site is built.
+
+``python -m spec_tests.benchmarks.debug_cost --record`` measures and writes the record.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from docs_build.order import ROOT
+
+__all__ = ["RECORD", "table"]
+
+RECORD = ROOT / "docs" / "data" / "debug-cost.json"
+
+
+def table() -> str:
+    """A row for each check, in Markdown, and under it what was measured where."""
+    if not RECORD.exists():
+        return "No run is recorded."
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    doors = record["doors"]
+    heads = [f"{what}, `{door}`" for door in doors for what in ("step", "start")]
+    lines = ["| check | " + " | ".join(heads) + " |", "|---|" + "--:|" * len(heads)]
+    first, *_ = doors.values()
+    for check in first["step"]:
+        cells = [_cell(measured[what].get(check)) for measured in doors.values() for what in ("step", "start")]
+        lines.append(f"| {'all of them' if check == 'all' else f'`{check}`'} | " + " | ".join(cells) + " |")
+    off = [f"{measured[f'{what}_ms']:,.0f} ms" for measured in doors.values() for what in ("step", "start")]
+    lines += ["| with all off | " + " | ".join(off) + " |", "", f"{record['model']}; two ranks on gloo. Medians of"]
+    lines += [f"{record['steps']} pairs of steps and {record['starts']} pairs of starts.", "", *record["circumstances"]]
+    return "\n".join(lines)
+
+
+def _cell(ratios: dict[str, Any] | None) -> str:
+    return "" if ratios is None else f"{ratios['wall']:.2f} ({ratios['cpu']:.2f})"

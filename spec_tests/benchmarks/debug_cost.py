@@ -1,0 +1,210 @@
+"""What each check of ``minifsdp.debug()`` costs: a step with the check on, divided by the step beside it with it off.
+
+    python -m spec_tests.benchmarks.debug_cost
+
+prints a table; ``--record`` writes ``docs/data/debug-cost.json`` too, from which the table of ``docs/tools/debug.md``
+is made. Two ranks on gloo train the GPT of the benchmarks through each door. Pairs of steps, the one with the check and
+the one without, take turns at being first, and the median of the ratios counts::
+
+    on / off   off / on   on / off     seconds .29 / .27   .28 / .30   .31 / .29     ratios 1.07  1.07  1.07
+
+A step is measured by the clock, and by the CPU time of all threads of rank 0, which a busy machine hardly changes but
+which does not contain waiting. ``weights`` and ``meta`` work at the beginning, so for these the *start* is measured:
+to shard the model and take a first step. For ``meta`` it is a model on the meta device, which is made real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import minifsdp
+from minifsdp.debugging import switch
+from spec_tests.benchmarks.page import circumstances
+from spec_tests.benchmarks.workloads import WORKLOADS, Workload, adamw
+from spec_tests.oracles.gathering import wrap_units
+
+__all__ = ["CHECKS", "DOORS", "RECORD", "measure"]
+
+RECORD = Path(__file__).resolve().parents[2] / "docs" / "data" / "debug-cost.json"
+CPU = torch.device("cpu")
+DOORS = ("FullyShardedDataParallel", "fully_shard")
+CHECKS: dict[str, tuple[str, ...]] = {**{name: (name,) for name in switch.CHECKS}, "all": ()}
+AT_START = ("weights", "meta", "all")
+CLOCKS = ("wall", "cpu")
+NUM_RANKS = 2
+NUM_WARM = 3
+
+
+def measure(workload: Workload, *, steps: int, starts: int) -> dict[str, Any]:
+    """Every rank must call it.
+
+    Args:
+        workload: what is trained.
+        steps: pairs of steps, of each check and door.
+        starts: pairs of starts.
+
+    Returns:
+        By door ``step_ms`` and ``start_ms``, medians by the clock with everything off; and by check, under ``step`` and
+        ``start``, the ratios of both `CLOCKS`.
+    """
+    with warnings.catch_warnings():
+        # `weights` and `meta` say that they come too late for a model that is trained already.
+        warnings.simplefilter("ignore")
+        return {door: _of_door(door, workload, steps, starts) for door in DOORS}
+
+
+def _of_door(door: str, workload: Workload, steps: int, starts: int) -> dict[str, Any]:
+    step = _stepper(_taken(door, workload, is_meta=False), workload)
+    with minifsdp.debug("order"):
+        for _ in range(NUM_WARM):
+            step()
+
+    def start_of(name: str) -> Callable[[], Any]:
+        return lambda: _stepper(_taken(door, workload, is_meta=name == "meta"), workload)()
+
+    found: dict[str, Any] = {}
+    found["step"], found["step_ms"] = _ratios(lambda name: step, tuple(CHECKS), steps, repeats=True)
+    found["start"], found["start_ms"] = _ratios(start_of, AT_START, starts, repeats=False)
+    return found
+
+
+def _ratios(
+    action_of: Callable[[str], Callable[[], Any]], names: tuple[str, ...], pairs: int, *, repeats: bool
+) -> tuple[dict[str, dict[str, float]], float]:
+    """By check and clock the median of on / off, and the median of off in milliseconds."""
+    ratios: dict[str, dict[str, float]] = {}
+    plain: list[float] = []
+    for name in names:
+        found = [_pair(action_of(name), CHECKS[name], number % 2 == 0, repeats) for number in range(pairs)]
+        plain += [off[0] for _, off in found]
+        ratios[name] = {
+            clock: round(statistics.median(on[index] / off[index] for on, off in found), 3)
+            for index, clock in enumerate(CLOCKS)
+        }
+    return ratios, round(1000 * statistics.median(plain), 1)
+
+
+def _pair(
+    action: Callable[[], Any], checks: tuple[str, ...], on_first: bool, repeats: bool
+) -> tuple[tuple[float, float], ...]:
+    """Seconds of both clocks, on and off; of the second time, if there is one: at the first, some checks begin."""
+    found = {}
+    for is_on in (on_first, not on_first):
+        with minifsdp.debug(*checks) if is_on else nullcontext():
+            if repeats:
+                action()
+            found[is_on] = _seconds(action)
+    return found[True], found[False]
+
+
+def _seconds(action: Callable[[], Any]) -> tuple[float, float]:
+    gc.collect()
+    gc.disable()
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    action()
+    told = time.perf_counter() - wall, time.process_time() - cpu
+    gc.enable()
+    return told
+
+
+def _stepper(model: nn.Module, workload: Workload) -> Callable[[], None]:
+    (inputs, targets), *_ = workload.batches(0, dist.get_rank())
+    optimizer = adamw(model)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        workload.loss(model(inputs), targets).backward()
+        optimizer.step()
+
+    return step
+
+
+def _taken(door: str, workload: Workload, *, is_meta: bool) -> nn.Module:
+    """The model, sharded; if it was built on the meta device, made real, with values that are the same on all ranks."""
+    with torch.device("meta") if is_meta else nullcontext():
+        model = workload.model()
+    if door == "fully_shard":
+        sharded: nn.Module = wrap_units(model, (workload.unit_class,), minifsdp.fully_shard)
+        return sharded.to_empty(device=CPU).apply(_set) if is_meta else sharded
+    options: dict[str, Any] = {"param_init_fn": _make_real if is_meta else None, "device_id": CPU}
+    wrapped: nn.Module = wrap_units(
+        model, (workload.unit_class,), lambda unit: minifsdp.FullyShardedDataParallel(unit, **options)
+    )
+    return wrapped
+
+
+def _make_real(module: nn.Module) -> None:
+    module.to_empty(device=CPU, recurse=False)
+    _set(module)
+
+
+def _set(module: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            getattr(tensor, "_local_tensor", tensor).fill_(0.02)
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """For the terminal: a row for each door and check."""
+    lines = [f"{'':36}" + "".join(f"{what:>10} {clock}" for what in ("step", "start") for clock in CLOCKS)]
+    for door, measured in found.items():
+        for name in CHECKS:
+            ratios = [measured[what].get(name, {}).get(clock) for what in ("step", "start") for clock in CLOCKS]
+            cells = [f"{'-' if ratio is None else format(ratio, '.3f'):>14}" for ratio in ratios]
+            lines.append(f"{door:26}{name:10}" + "".join(cells))
+        lines.append(f"{door:26}off: a step {measured['step_ms']} ms, a start {measured['start_ms']} ms")
+    return lines
+
+
+def _rank(rank: int, folder: str, workload: str, steps: int, starts: int) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", NUM_RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
+    found = measure(WORKLOADS[workload], steps=steps, starts=starts)
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m spec_tests.benchmarks.debug_cost")
+    parser.add_argument("--workload", default="gpt", choices=[n for n, w in WORKLOADS.items() if w.num_ranks == 2])
+    parser.add_argument("--steps", type=int, default=15, help="pairs of steps")
+    parser.add_argument("--starts", type=int, default=5, help="pairs of starts")
+    parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
+    asked = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="debug-cost-") as folder:
+        mp.spawn(_rank, (folder, asked.workload, asked.steps, asked.starts), nprocs=NUM_RANKS)
+        found = json.loads(Path(folder, "found.json").read_text())
+    print("\n".join(table(found)))
+    if asked.record:
+        told = circumstances(time.monotonic() - begin)
+        what = {"date": str(datetime.now(UTC).date()), "circumstances": told, "model": WORKLOADS[asked.workload].about}
+        pairs = {"steps": asked.steps, "starts": asked.starts}
+        RECORD.write_text(json.dumps({**what, **pairs, "doors": found}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""The table of what the checks of ``minifsdp.debug()`` cost, made from the record that the measurement writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from docs_build import debugcost
+from spec_tests.benchmarks import debug_cost
+
+
+@pytest.mark.spec("DEBUG-12")
+def test_the_table_is_made_from_what_the_command_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert debugcost.RECORD == debug_cost.RECORD
+    monkeypatch.setattr(debugcost, "RECORD", tmp_path / "debug-cost.json")
+    assert debugcost.table() == "No run is recorded."
+    ratios = {"wall": 1.25, "cpu": 1.5}
+    steps = dict.fromkeys(debug_cost.CHECKS, ratios)
+    found = {"step": steps, "start": {"meta": ratios}, "step_ms": 9.0, "start_ms": 1e4}
+    doors = dict.fromkeys(debug_cost.DOORS, found)
+    head = {"circumstances": ["* recorded today"], "model": "a model", "steps": 7, "starts": 3}
+    debugcost.RECORD.write_text(json.dumps({**head, "doors": doors}))
+    lines = debugcost.table().splitlines()
+    assert "| `values` | 1.25 (1.50) |  | 1.25 (1.50) |  |" in lines
+    assert "| `meta` | 1.25 (1.50) | 1.25 (1.50) | 1.25 (1.50) | 1.25 (1.50) |" in lines
+    assert "| with all off | 9 ms | 10,000 ms | 9 ms | 10,000 ms |" in lines
+    assert lines[-1] == "* recorded today"
+
+
+@pytest.mark.spec("DEBUG-12")
+def test_the_recorded_run_has_all_checks_and_both_doors() -> None:
+    doors = json.loads(debug_cost.RECORD.read_text())["doors"]
+    assert tuple(doors) == debug_cost.DOORS
+    for measured in doors.values():
+        assert (*measured["step"], *measured["start"]) == (*debug_cost.CHECKS, *debug_cost.AT_START)
