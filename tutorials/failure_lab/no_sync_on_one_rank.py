@@ -5,8 +5,6 @@ What will happen when rank 0 computes its first gradient, which it keeps for its
     torchrun --nproc-per-node 2 tutorials/failure_lab/no_sync_on_one_rank.py
 """
 
-from contextlib import nullcontext
-
 import torch
 from lab import batch, layers, on_two_ranks
 
@@ -35,8 +33,7 @@ def experiment(micro_batches, rank):
         for x in early:
             with model.no_sync():
                 gradient(model, x)
-        with nullcontext():
-            gradient(model, last)
+        gradient(model, last)
         optimizer.step()
         optimizer.zero_grad()
 
