@@ -20,6 +20,7 @@ from minifsdp.debugging import switch as _debugging
 from minifsdp.debugging.switch import debug
 from minifsdp.engine import extension as _extension
 from minifsdp.engine import gloo as _gloo
+from minifsdp.engine import ledger as _ledger
 from minifsdp.engine import mesh as _mesh
 from minifsdp.engine import misuse as _misuse
 from minifsdp.engine import optimizer_watch as _optimizer_watch
@@ -32,6 +33,7 @@ from minifsdp.fsdp2.initial import warn_if_different
 from minifsdp.fsdp2.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from minifsdp.fsdp2.options import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from minifsdp.ledger import watcher as _watcher
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -59,5 +61,8 @@ _second_door.state_class = ComposableState
 _second_door.before_cut.append(warn_if_different)
 _mesh.transports.append(_gloo.transport_between)
 _misuse.watchers.append(_optimizer_watch.watch)
+_mesh.watchers.append(_watcher.begin)
+_watcher.watch_the_end()
+_ledger.explainers.append(_watcher.explain)
 _rows.special_rows.append(_extension.special_row)
 _debugging.from_environment()

@@ -21,20 +21,26 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 pytestmark = pytest.mark.pure
 
 # Code lines of the rooms, by the folder; "story" are the modules that docs/design.md names as the story. What carries
-# tensors between CPUs has a room of its own, so has what is off by default, and "house" is all the rest.
+# tensors between CPUs has a room of its own, and "house" is all the rest.
 TRANSPORT, DEBUGGING = "engine/gloo.py", "debugging/"
+# What makes sure that all ranks do the same has rooms of its own as well, and so has what is off by default.
+APART = (TRANSPORT, DEBUGGING, "engine/ledger.py", "engine/comparison.py", "ledger/")
 BUDGETS = {
-    "house": 6520,
-    "story": 2950,
+    "house": 6575,
+    "story": 2965,
     TRANSPORT: 105,
     DEBUGGING: 380,
-    "checkpoint/": 1405,
+    "engine/ledger.py": 85,
+    "engine/comparison.py": 65,
+    "ledger/": 350,
+    "checkpoint/": 1420,
     "compat/": 250,
     "tools/": 410,
 }
 LONGEST_FILE = 300  # with prose
 LONGER = {
     "engine/flat.py": 350,
+    "engine/hooks.py": 305,
     "engine/per_param.py": 330,
     "engine/reduce.py": 350,
     "fsdp2/module.py": 310,
@@ -76,7 +82,7 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all that is imported for `fully_shard` itself, without what is attached to it.
-FULLY_SHARD = 2245
+FULLY_SHARD = 2410
 
 
 def imported_for(module: str) -> set[str]:
@@ -106,10 +112,7 @@ def story() -> list[str]:
 
 @pytest.mark.parametrize("room", BUDGETS)
 def test_no_room_is_longer_than_it_was(room: str) -> None:
-    special = {
-        "story": story(),
-        "house": [module for module in MODULES if not module.startswith((TRANSPORT, DEBUGGING))],
-    }
+    special = {"story": story(), "house": [module for module in MODULES if not module.startswith(APART)]}
     modules = special.get(room) or [module for module in MODULES if module.startswith(room)]
     assert sum(map(num_code_lines, modules)) <= BUDGETS[room]
 

@@ -27,12 +27,14 @@ call nor the missing ranks, and a rank that refuses leaves the others waiting.
 Spec: SD-FULL-03, SD-FULL-05, SD-FULL-09, OSD-FULL-02.
 """
 
+import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from minifsdp.engine import collectives, ledger
 from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.messages import message, rank_of_this_process
 
@@ -71,7 +73,7 @@ def tell(groups: Sequence[Group], mine: T) -> dict[int, T]:
     known = {rank_of_this_process(): mine}
     for group in groups:
         others: list[Any] = [None] * group.size
-        dist.all_gather_object(others, known, group=group.process_group)
+        collectives.call(dist.all_gather_object, group, others, known)
         for other in others:
             known.update(other)
     return dict(sorted(known.items()))
@@ -151,17 +153,20 @@ def _wait_for_all(group: Group, call: str, raises_hand: bool) -> bool:
     # Counting here, instead of waiting for each name there, keeps it at a few messages however many ranks there are.
     if store.add(arrived, 1) == (number + 1) * group.size:
         store.set(f"{key}/complete", "")
-    limit = _time_limit(group)
+    begun, limit = time.monotonic(), _time_limit(group)
     try:
-        store.wait([f"{key}/complete"], limit)
-    except RuntimeError as error:
+        # In the ledger like a collective: others can see that this rank waits, and for what.
+        ledger.Collective("barrier", group, 0, _wait, store, f"{key}/complete", limit)
+    except TimeoutError as error:
+        seconds = min(time.monotonic() - begun, limit.total_seconds())
+        ranks, report = list(group.ranks), ledger.explained(group.chain, group.chain.epoch)
         present = [store.check([f"{key}/{index}"]) for index in range(group.size)]
-        missing = [rank for rank, is_here in zip(group.ranks, present, strict=True) if not is_here]
+        missing = [rank for rank, is_here in zip(ranks, present, strict=True) if not is_here]
         # Leaves no trace, so that the next call of everybody is a new one.
         store.add(arrived, -1)
         store.delete_key(f"{key}/{group.rank}")
         raise RuntimeError(
-            message("missing-ranks", call=call, ranks=list(group.ranks), missing=missing, seconds=limit.total_seconds())
+            message("missing-ranks", call=call, ranks=ranks, missing=missing, seconds=seconds, report=report)
         ) from error
     store.delete_key(f"{key}/{group.rank}")
     has_hands: bool = store.check([f"{key}/hand"])
@@ -170,6 +175,19 @@ def _wait_for_all(group: Group, call: str, raises_hand: bool) -> bool:
         for mark in ("complete", "hand"):
             store.delete_key(f"minifsdp/{call}/{number - 1}/{mark}")
     return has_hands
+
+
+def _wait(store: Any, key: str, limit: timedelta) -> None:
+    """Waits for ``key``, in short spells: once it is known that it will not come, there is no need to go on."""
+    until = time.monotonic() + limit.total_seconds()
+    while True:
+        left = max(until - time.monotonic(), 0.001)
+        try:
+            store.wait([key], timedelta(seconds=min(left, 1.0)))
+            return
+        except RuntimeError as error:
+            if time.monotonic() > until or ledger.verdict:
+                raise TimeoutError(key) from error
 
 
 def _time_limit(group: Group) -> timedelta:

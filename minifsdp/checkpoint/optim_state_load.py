@@ -42,6 +42,7 @@ from minifsdp.checkpoint import agreement, chunks
 from minifsdp.checkpoint.optim_state_check import Target, check
 from minifsdp.checkpoint.optim_state_facts import Facts, Shaped, copied, each_state, facts_given, tensors_in
 from minifsdp.checkpoint.optim_state_names import ParameterNames, UnitNames, parameters_of, regrouped
+from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Mesh
 from minifsdp.engine.messages import detail, message
 
@@ -103,7 +104,7 @@ def _broadcast(value: T, mesh: Mesh) -> T:
     box = [value]
     for group in (mesh.replicate, mesh.shard):
         if group is not None:
-            dist.broadcast_object_list(box, src=group.ranks[0], group=group.process_group)
+            collectives.call(dist.broadcast_object_list, group, box, group.ranks[0])
     return box[0]
 
 
@@ -182,9 +183,9 @@ def _from_first(mesh: Mesh, whole: torch.Tensor | None, mine: torch.Tensor) -> t
             mine.copy_(whole)
     elif mesh.replicate is None or mesh.replicate.rank == 0:
         pieces = None if whole is None else list(whole.chunk(mesh.shard.size))
-        dist.scatter(mine, pieces, src=mesh.shard.ranks[0], group=mesh.shard.process_group)
+        collectives.call(dist.scatter, mesh.shard, mine, pieces, mesh.shard.ranks[0])
     if mesh.replicate is not None:
-        dist.broadcast(mine, src=mesh.replicate.ranks[0], group=mesh.replicate.process_group)
+        collectives.call(dist.broadcast, mesh.replicate, mine, mesh.replicate.ranks[0])
     return mine
 
 

@@ -18,8 +18,9 @@ The functions call the methods of the ``ProcessGroup`` itself, with option objec
 than the rest of the engine; profilers and dispatch modes see the same ``c10d`` operators either way. Between CPUs
 something else may carry the first two in the group's place, see `Group.transport`.
 
-Each returns a promise, whatever the backend hands back: gloo a ``Work`` to wait for, NCCL nothing at all. There the
-kernel runs on the stream on which it was issued, and what is issued there later runs after it without being told.
+Each is an entry of the ledger (``ledger.py``), which is the promise too, whatever the backend hands back: gloo a
+``Work`` to wait for, NCCL nothing at all. There the kernel runs on the stream on which it was issued, and what is
+issued there later runs after it without being told.
 
 *In torch:* FSDP1 calls the public functions in ``_flat_param.py`` and ``_runtime_utils.py``; FSDP2 has
 ``_fsdp_collectives.py`` with pluggable allocators. The division rule is theirs.
@@ -29,15 +30,16 @@ Spec: SHARD-06, SHARD-11, HYB-04, HYB-05, PAR-04, STREAM-01.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions, ReduceScatterOptions
 
-from minifsdp.engine.lanes import NOTHING, Promise
+from minifsdp.engine.ledger import Collective
 from minifsdp.engine.mesh import Group
 
 
@@ -58,7 +60,7 @@ _GATHER_METHOD = "all_gather_single" if _IS_RENAMED else "_allgather_base"
 _REDUCE_SCATTER_METHOD = "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
 
 
-def gather(group: Group, output: torch.Tensor, piece: torch.Tensor) -> Promise:
+def gather(group: Group, output: torch.Tensor, piece: torch.Tensor, kind: str = "all-gather") -> Collective:
     """All-gather: ``output`` becomes the pieces of all ranks, one after the other, in order of their position.
 
     Every rank of the group must call it.
@@ -67,12 +69,12 @@ def gather(group: Group, output: torch.Tensor, piece: torch.Tensor) -> Promise:
         group: who gathers.
         output: 1-D, ``group.size * piece.numel()`` elements.
         piece: 1-D, contiguous, the same number of elements on every rank.
+        kind: for the ledger.
     """
     if output.is_complex():
         output, piece = torch.view_as_real(output), torch.view_as_real(piece)
     carrier = group.process_group if group.transport is None or not output.is_cpu else group.transport
-    promise: Promise = getattr(carrier, _GATHER_METHOD)(output, piece, _GATHER) or NOTHING
-    return promise
+    return Collective(kind, group, output.nbytes, getattr(carrier, _GATHER_METHOD), output, piece, _GATHER)
 
 
 def gathers_each(group: Group | None, outputs: Sequence[torch.Tensor]) -> bool:
@@ -81,7 +83,7 @@ def gathers_each(group: Group | None, outputs: Sequence[torch.Tensor]) -> bool:
     return transport is not None and bool(transport.gathers_each(outputs))
 
 
-def gather_each(group: Group, outputs: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> Promise:
+def gather_each(group: Group, outputs: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> Collective:
     """One all-gather of several tensors, where `gathers_each` says so; what arrives need not be sorted.
 
     Every rank of the group must call it.
@@ -93,11 +95,11 @@ def gather_each(group: Group, outputs: Sequence[torch.Tensor], pieces: Sequence[
     """
     if outputs[0].is_complex():
         outputs, pieces = ([torch.view_as_real(each) for each in tensors] for tensors in (outputs, pieces))
-    promise: Promise = group.transport.all_gather_each(outputs, pieces)
-    return promise
+    num_bytes = sum(output.nbytes for output in outputs)
+    return Collective("all-gather", group, num_bytes, group.transport.all_gather_each, outputs, pieces)
 
 
-def reduce_scatter(group: Group, piece: torch.Tensor, whole: torch.Tensor) -> Promise:
+def reduce_scatter(group: Group, piece: torch.Tensor, whole: torch.Tensor) -> Collective:
     """Reduce-scatter: ``piece`` becomes this rank's part of the sum of ``whole`` over the group.
 
     Every rank of the group must call it. ``whole`` is 1-D with ``group.size * piece.numel()`` elements, and must be
@@ -106,16 +108,15 @@ def reduce_scatter(group: Group, piece: torch.Tensor, whole: torch.Tensor) -> Pr
     if whole.is_complex():
         piece, whole = torch.view_as_real(piece), torch.view_as_real(whole)
     carrier = group.process_group if group.transport is None or not whole.is_cpu else group.transport
-    promise: Promise = getattr(carrier, _REDUCE_SCATTER_METHOD)(piece, whole, _REDUCE_SCATTER) or NOTHING
-    return promise
+    method = getattr(carrier, _REDUCE_SCATTER_METHOD)
+    return Collective("reduce-scatter", group, whole.nbytes, method, piece, whole, _REDUCE_SCATTER)
 
 
-def all_reduce(group: Group, tensor: torch.Tensor) -> Promise:
+def all_reduce(group: Group, tensor: torch.Tensor) -> Collective:
     """All-reduce: ``tensor`` becomes, in place, the sum over the group. Every rank of the group must call it."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    promise: Promise = group.process_group.allreduce([tensor], _ALL_REDUCE) or NOTHING
-    return promise
+    return Collective("all-reduce", group, tensor.nbytes, group.process_group.allreduce, [tensor], _ALL_REDUCE)
 
 
 def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
@@ -124,8 +125,12 @@ def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
     options.rootRank = source
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    promise: Promise = group.process_group.broadcast([tensor], options) or NOTHING
-    promise.wait()
+    Collective("broadcast", group, tensor.nbytes, group.process_group.broadcast, [tensor], options).wait()
+
+
+def call(function: Callable[..., Any], group: Group, *arguments: Any, **options: Any) -> None:
+    """Calls a collective function of ``torch.distributed``, which waits, for ``group``. Every rank must call it."""
+    Collective(function.__name__, group, 0, partial(function, *arguments, **options, group=group.process_group)).wait()
 
 
 @dataclass(frozen=True)

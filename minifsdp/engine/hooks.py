@@ -37,6 +37,7 @@ import torch
 from torch.autograd import Variable
 
 from minifsdp import trace
+from minifsdp.engine.comparison import Comparison
 from minifsdp.engine.layout import Gradient
 from minifsdp.engine.order_check import OrderCheck
 from minifsdp.engine.reduce import Reducer
@@ -51,7 +52,7 @@ class Cycle:
     Args:
         units: all of them.
         reducer: combines their gradients.
-        order_check: makes sure that all ranks gather the same.
+        order_check, comparison: make sure that all ranks gather, and send, the same.
         backward_prefetch: when to ask for the next unit in backward; ``None`` for never ahead of time.
         forward_prefetch: whether to ask for the next unit in forward.
 
@@ -68,11 +69,12 @@ class Cycle:
         units: list[Unit],
         reducer: Reducer,
         order_check: OrderCheck,
+        comparison: Comparison,
         *,
         backward_prefetch: BackwardPrefetch | None,
         forward_prefetch: bool,
     ) -> None:
-        self.units, self.reducer, self.order_check = units, reducer, order_check
+        self.units, self.reducer, self.order_check, self.comparison = units, reducer, order_check, comparison
         self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
         self.schedule = Schedule()
         self.in_backward = self.is_recorded = False
@@ -158,6 +160,7 @@ class Cycle:
         """The first event of this tree in a backward, whichever it is."""
         if not self.in_backward:
             self.in_backward = True
+            self.comparison.begin_backward()
             # 3. Only possible from inside a backward.
             Variable._execution_engine.queue_callback(self.end_backward)
 
@@ -201,7 +204,7 @@ class Cycle:
         if gradient is None:
             return
         if not unit.policy.reduces:
-            unit.layout.keep_unreduced(gradient)
+            unit.keep_gradient(gradient)
         elif len(unit.plans) == 1:
             self.reducer.reduce(unit.name, unit.layout, unit.plan, gradient)
         else:
@@ -258,7 +261,9 @@ class Cycle:
             # Another backward of this iteration follows, and waits for these reductions and uses this order.
             self._end_of_partial_backward()
             return
+        self.comparison.ask()
         self.reducer.finish()
+        self.comparison.read()
         for unit in self.units:
             if unit.state is not State.SHARDED:
                 self._close(unit)

@@ -40,10 +40,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minifsdp.engine.ledger import Chain, chain_of
 from minifsdp.engine.messages import message
 
 # Asked for each process group that is sharded over.
 transports: list[Callable[[Any], Any]] = []
+# Called when a process group is met.
+watchers: list[Callable[[], None]] = []
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,11 @@ class Group:
         """What gathers and reduce-scatters tensors of the CPU in the place of the process group, or ``None``."""
         return next(filter(None, (ask(self.process_group) for ask in transports)), None)
 
+    @cached_property
+    def chain(self) -> Chain:
+        """The order of what this rank has issued in the process group."""
+        return chain_of(self.process_group, self.ranks)
+
     @classmethod
     def of(cls, process_group: dist.ProcessGroup) -> Group:
         """The group's facts, asked once. Nothing is communicated.
@@ -86,6 +94,8 @@ class Group:
         if rank < 0:
             raise _not_a_member(f"the given process group {ranks}")
         _let_threads_finish_at_exit()
+        for begin in watchers:
+            begin()
         return cls(process_group, size, rank, ranks)
 
 

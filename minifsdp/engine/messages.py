@@ -20,15 +20,18 @@ Spec: no row of its own; every row that asks for a clear error.
 """
 
 import sys
+import threading
 import tomllib
 import warnings
 from functools import cache
 from pathlib import Path
+from types import FrameType
 
 import torch.distributed as dist
 
 PAGE = "troubleshoot.html"
-NOT_THE_PROGRAM = ("minifsdp", "torch", "contextlib")
+MORE = "More in the documentation of minifsdp"
+NOT_THE_PROGRAM = ("minifsdp", "torch", "contextlib", "threading")
 
 
 def rank_of_this_process() -> int:
@@ -39,7 +42,7 @@ def rank_of_this_process() -> int:
 def message(entry: str, /, **values: object) -> str:
     """The text of ``entry`` with ``values`` in the places of its braces, this rank before it, its address behind it."""
     text = texts()["message"][entry].format(**values)
-    return f"rank {rank_of_this_process()}: {text}\nMore in the documentation of minifsdp: {PAGE}#E-{entry}"
+    return f"rank {rank_of_this_process()}: {text}\n{MORE}: {PAGE}#E-{entry}"
 
 
 def detail(entry: str, /, **values: object) -> str:
@@ -53,6 +56,14 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:
         level, frame = level + 1, frame.f_back
     warnings.warn(text, category, stacklevel=level)
+
+
+def way_out_of_main_thread() -> tuple[FrameType | None, FrameType | None]:
+    """What the program has called in the main thread, and where that was."""
+    inside = frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:
+        inside, frame = frame, frame.f_back
+    return inside, frame
 
 
 def warn_renamed(old: str, new: str) -> None:

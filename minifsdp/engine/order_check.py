@@ -11,9 +11,11 @@ So before a unit is gathered for the first time, every rank says which one it me
     rank 0: 2    rank 1: 3        RuntimeError on both, with the names and with what was gathered before
 
 One small collective and one wait for each unit, once. With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, or while `always` is
-set, it is asked for every gather, which finds an order that changes later, at a price that only debugging pays.
+set, it is asked for every gather, which finds an order that changes later at once, at a price that only debugging pays;
+without it that is found at the end of the backward (``comparison.py``).
 
-What it cannot find is a rank that does not gather at all: the others then wait for it until the group's time-out.
+What it cannot find is a rank that does not gather at all: the others then wait for it. Waiting in vain is noticed by
+another thread (``minifsdp/ledger``).
 
 *In torch:* FSDP1 has the check in ``_exec_order_utils.py``, for debugging only; FSDP2 has none.
 
@@ -72,6 +74,6 @@ class OrderCheck:
         # group only pretends to communicate, everybody says the same.
         with _disable_current_modes():
             numbers = torch.full((group.size,), number, device=self._device)
-            collectives.gather(group, numbers, torch.tensor([number], device=self._device)).wait()
+            collectives.gather(group, numbers, torch.tensor([number], device=self._device), "order check").wait()
             answers: list[int] = numbers.tolist()
         return answers

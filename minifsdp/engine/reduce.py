@@ -24,9 +24,8 @@ backward computes; it is completed when the next reduction has been issued, or a
 flight overlaps with compute; a second one would wait for the first on the same wire. Its scatter is waited for before
 the next gradient is packed: then a piece is all that stays, else two whole ones would lie in memory, and a packed copy.
 
-Where each stage runs. A thread of the CPU that waits cannot do anything else, so there only stages 1 to 3 are issued,
-and the rest follows at completion. A stream can wait without stopping anybody, so on an accelerator all is issued at
-once, and the compute stream has nothing to do but to wait::
+Where each stage runs. A thread of the CPU that waits does nothing else, so there only stages 1 to 3 are issued, and the
+rest follows at completion. A stream waits without stopping others, so on an accelerator all is issued at once::
 
     compute stream       B2 -----  1 B1 -----------  s 1 w B0 -----------  s 1 w     s, w = until the reduction before
     reduce stream                    2 3                 2 3                         is scattered, and done
@@ -56,7 +55,7 @@ from typing import Any
 import torch
 
 from minifsdp import trace
-from minifsdp.engine import collectives
+from minifsdp.engine import collectives, ledger
 from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.lanes import NOTHING, Lanes, Promise, current_stream
 from minifsdp.engine.layout import Gradient, Layout
@@ -147,8 +146,7 @@ class Reducer:
     def __init__(self, lanes: Lanes, offloads: bool = False) -> None:
         self._lanes, self._offloads = lanes, offloads
         self._in_flight: _InFlight | None = None
-        # On their way to the CPU, which may not read them before its stop. In .grad they would be found too early if
-        # the backward broke off.
+        # On their way to the CPU, which may not read them before its stop, and users not if the backward breaks off.
         self._arriving: list[tuple[Layout, Gradient, torch.Tensor]] = []
 
     def reduce(self, name: str, layout: Layout, plan: ReducePlan, gradient: Gradient) -> None:
@@ -187,6 +185,7 @@ class Reducer:
         last, self._in_flight = self._in_flight, None
         if last is not None:
             self._complete(last)
+        ledger.about(None)
         self._stop_cpu()
         for layout, gradient, result in self._arriving:
             layout.accept_gradient(gradient, result)
@@ -223,12 +222,12 @@ class Reducer:
         if shard is not None:
             # 3. Of a sharded unit only the own piece of the sum is wanted.
             new.piece = new.whole.new_empty(new.whole.numel() // shard.size)
-            new.event = _traced("RS", new, shard, "reduce")
+            new.event = _noted("RS", new, shard, "reduce")
             return collectives.reduce_scatter(shard, new.piece, new.whole)
         if replicas is not None and new.all_reduces:
             # 4. Without a shard group the all-reduce is all there is, so it can be issued at once.
             _add_partial(new)
-            new.event = _traced("AR", new, replicas, "reduce")
+            new.event = _noted("AR", new, replicas, "reduce")
             return collectives.all_reduce(replicas, new.piece)
         return NOTHING
 
@@ -288,7 +287,7 @@ def _end(item: _InFlight) -> None:
             if not item.all_reduces:
                 plan.partial = (item.gradient.numbers, item.piece)
                 return
-            event = _traced("AR", item, replicas, "all_reduce")
+            event = _noted("AR", item, replicas, "all_reduce")
             # 4. Over the replicas.
             collectives.all_reduce(replicas, item.piece).wait()
             if trace.recorder is not None:
@@ -342,7 +341,8 @@ def _run_hook(new: _InFlight) -> None:
     hook(new.whole, new.piece)
 
 
-def _traced(kind: str, item: _InFlight, group: Group, lane: str) -> trace.Event | None:
+def _noted(kind: str, item: _InFlight, group: Group, lane: str) -> trace.Event | None:
+    ledger.about(item.name, item.gradient.numbers)
     if trace.recorder is None:
         return None
     sent = item.whole if kind == "RS" else item.piece

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from minifsdp.engine import misuse
+from minifsdp.engine.comparison import Comparison
 from minifsdp.engine.hooks import Cycle
 from minifsdp.engine.lanes import Lanes
 from minifsdp.engine.lifetime import RateLimiter
@@ -75,8 +76,7 @@ class Root:
         self.lanes = lanes or Lanes(device)
         self.limiter = RateLimiter(limit_gathers)
         self.units = [unit for _, unit in units]
-        self._forward_is_open = False
-        self.is_dissolved = False
+        self._forward_is_open = self.is_dissolved = False
         self.after_optimizer: Any = None
         for name, unit in units:
             unit.name = unit.layout.name = name
@@ -91,6 +91,7 @@ class Root:
             self.units,
             Reducer(self.lanes, offloads=any(unit.layout.offloads for unit in self.units)),
             OrderCheck(self.units, device),
+            Comparison(self.units, self.lanes),
             backward_prefetch=backward_prefetch,
             forward_prefetch=forward_prefetch,
         )
@@ -141,6 +142,7 @@ class Root:
         # 3. Once in an iteration is enough: nothing else writes to shards while it runs.
         self.lanes.gather.follow(self.after_optimizer)
         self.after_optimizer = None
+        self.cycle.comparison.begin_forward()
         # 4. Changed since it was gathered.
         for unit in self.units:
             if (unit.state is not State.SHARDED or unit.policy.resting is not None) and unit.layout.is_stale():

@@ -40,8 +40,9 @@ from torch import nn
 from typing_extensions import TypeVar
 
 from minifsdp import trace
+from minifsdp.engine import ledger
 from minifsdp.engine.lanes import Lanes, Promise
-from minifsdp.engine.layout import Layout, full_name
+from minifsdp.engine.layout import Gradient, Layout, full_name
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.messages import message
 from minifsdp.engine.precision import Precision
@@ -173,7 +174,9 @@ class Unit(Generic[LayoutT]):
             self._event = trace.recorder.begin(
                 "AG", self.name, num_bytes=layout.num_bytes, ranks=group.ranks, dtype=layout.dtype, lane="gather"
             )
+        ledger.unit = self.name
         self._promise = self.layout.gather(self.lanes)
+        ledger.unit = None
         self.state = State.GATHERING
 
     def wait(self) -> None:
@@ -217,6 +220,14 @@ class Unit(Generic[LayoutT]):
             if trace.recorder is not None:
                 trace.recorder.begin("FREE", self.name, num_bytes=self.layout.num_bytes)
             self.limiter.released(event)
+
+    def keep_gradient(self, gradient: Gradient) -> None:
+        """Leaves a gradient to a later backward. Other ranks must not reduce theirs, so the ledger has it."""
+        ledger.about(self.name)
+        for group in {group for plan in self.plans for group in (plan.mesh.shard, plan.mesh.replicate) if group}:
+            ledger.skip("no reduction", group)
+        ledger.about(None)
+        self.layout.keep_unreduced(gradient)
 
 
 def not_while_summoned(unit: Unit, what: str) -> RuntimeError:

@@ -20,6 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 
+from minifsdp.engine import collectives
+from minifsdp.engine.mesh import Group, default_group
+
 
 class ShardedGradScaler(GradScaler):
     """A ``torch.amp.GradScaler`` whose ranks agree on whether to step. All ranks must call its methods.
@@ -69,7 +72,8 @@ class ShardedGradScaler(GradScaler):
         """Every rank's answer, on every device of this rank; a rank without gradients has found nothing."""
         flags = [flag.to(none_found.device) for flag in found.values()] or [none_found]
         anywhere = torch.stack(flags).amax(dim=0)
-        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self.process_group)
+        group = Group.of(self.process_group or default_group())
+        collectives.call(dist.all_reduce, group, anywhere, dist.ReduceOp.MAX)
         return {device: anywhere.to(device) for device in found} or {anywhere.device: anywhere}
 
 

@@ -28,6 +28,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from minifsdp.engine import collectives
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import message, rank_of_this_process, warn
@@ -105,8 +106,8 @@ def _norm(gradients: Iterable[torch.Tensor], norm_type: float, device: torch.dev
 
 def _sum_over(group: Group, local: torch.Tensor, norm_type: float) -> torch.Tensor:
     if norm_type == math.inf:
-        dist.all_reduce(local, op=dist.ReduceOp.MAX, group=group.process_group)
+        collectives.call(dist.all_reduce, group, local, dist.ReduceOp.MAX)
         return local
     power = local**norm_type
-    dist.all_reduce(power, group=group.process_group)
+    collectives.call(dist.all_reduce, group, power)
     return torch.as_tensor(power ** (1.0 / norm_type))

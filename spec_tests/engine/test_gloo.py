@@ -231,7 +231,7 @@ def test_small_pieces_are_left_to_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
         for promise in promises:
             promise.wait()
         assert output[[0, -1]].tolist() == [1.0, 2.0]
-        works[number] = {isinstance(promise, dist.Work) for promise in promises}
+        works[number] = {isinstance(promise._work, dist.Work) for promise in promises}
     assert works == {2**16 - 1: {True}, 2**16: {False}}
 
 

@@ -642,10 +642,10 @@ MUTANTS = [
     ),
     Mutant(
         "a-backend-that-returns-nothing",
-        "reduce_scatter",
-        "_REDUCE_SCATTER) or NOTHING",
-        "_REDUCE_SCATTER)",
-        "A reduce-scatter of a backend that returns nothing cannot be waited for.",
+        "Collective.wait",
+        "if self._work is None:",
+        "if False:",
+        "A collective of a backend that returns nothing cannot be waited for.",
         "STREAM-01",
     ),
     Mutant(

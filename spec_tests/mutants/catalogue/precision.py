@@ -122,7 +122,7 @@ MUTANTS = [
     Mutant(
         "each-rank-decides-about-inf",
         "ShardedGradScaler._agreed",
-        "dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self.process_group)",
+        "collectives.call(dist.all_reduce, group, anywhere, dist.ReduceOp.MAX)",
         "pass",
         "One rank skips a step that the others make.",
         "MP-29",

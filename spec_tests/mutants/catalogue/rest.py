@@ -132,7 +132,7 @@ MUTANTS = [
     ),
     Mutant(
         "scattered-bytes-of-a-piece",
-        "_traced",
+        "_noted",
         'item.whole if kind == "RS" else item.piece',
         "item.piece",
         "A reduce-scatter is said to send a piece only.",

@@ -9,6 +9,7 @@ __all__ = ["BREAKS"]
 LANES, FLAT, ROW, PER_PARAMETER = "engine/lanes.py", "engine/flat.py", "engine/row.py", "engine/per_param.py"
 EXTENSION, UNIT, HOOKS, ROOT = "engine/extension.py", "engine/unit.py", "engine/hooks.py", "engine/root.py"
 SUMMONED = "engine/summoned.py"
+COMPARISON = "engine/comparison.py"
 CUT_OUT = (
     "        source.take([cut.local_part(leaf.data, group.rank) for cut, leaf in "
     "zip(cuts, self.leaves, strict=True)])\n"
@@ -155,8 +156,8 @@ BREAKS = [
     Break(
         "event-of-the-optimizer-used-twice",
         ROOT,
-        "        self.after_optimizer = None\n        # 4.",
-        "        # 4.",
+        "        self.after_optimizer = None\n        self.cycle",
+        "        self.cycle",
         "The event after one optimizer step is taken for that after the next.",
         "each_after_an_event",
     ),
@@ -312,10 +313,43 @@ BREAKS = [
     Break(
         "checks-the-order-without-waiting",
         "engine/order_check.py",
-        "            collectives.gather(group, numbers, torch.tensor([number], device=self._device)).wait()\n",
-        "            collectives.gather(group, numbers, torch.tensor([number], device=self._device))\n",
+        '[number], device=self._device), "order check").wait()\n',
+        '[number], device=self._device), "order check")\n',
         "The ranks' numbers are read before they have arrived, where the backend has threads.",
         "flat_over_a_backend_with_threads",
+    ),
+    Break(
+        "collective-not-waited-for",
+        "engine/ledger.py",
+        "            self._work.wait()\n",
+        "            pass\n",
+        "The promise of a collective is waited for, and does not wait for its Work.",
+        "flat_over_a_backend_with_threads",
+    ),
+    Break(
+        "answers-copied-before-they-arrive",
+        COMPARISON,
+        "                self._asked[-1].wait()\n                self._answers =",
+        "                self._answers =",
+        "What the ranks have sent is copied to the CPU before it has arrived, where the backend has threads.",
+        "flat_over_a_backend_with_threads",
+    ),
+    Break(
+        "replicas-asked-before-the-answer",
+        COMPARISON,
+        "                    self._asked[-1].wait()\n                    mine[2]",
+        "                    mine[2]",
+        "Replicas are told of an answer that has not arrived, where the backend has threads.",
+        "hybrid_over_a_backend_with_threads",
+    ),
+    Break(
+        "answers-that-stop-the-cpu",
+        COMPARISON,
+        'self._answers.to("cpu", non_blocking=True)',
+        'self._answers.to("cpu")',
+        "The CPU waits for the answers at the end of each backward.",
+        "flat_full",
+        "stops",
     ),
     Break(
         "summons-without-waiting",
@@ -386,28 +420,19 @@ BREAKS = [
     ),
     # --- None is what NCCL returns ---
     Break(
-        "gather-returns-nothing",
-        "engine/collectives.py",
-        "    promise: Promise = getattr(carrier, _GATHER_METHOD)(output, piece, _GATHER) or NOTHING\n",
-        "    promise: Promise = getattr(carrier, _GATHER_METHOD)(output, piece, _GATHER)\n",
-        "What NCCL returns for a gather is waited for, and it is None. Race 1 of the list.",
+        "collective-returns-nothing",
+        "engine/ledger.py",
+        "        if self._work is None:\n            return\n",
+        "",
+        "What NCCL returns for a collective is waited for, and it is None. Race 1 of the list.",
         "flat_full",
-        "exception",
-    ),
-    Break(
-        "broadcast-returns-nothing",
-        "engine/collectives.py",
-        "    promise: Promise = group.process_group.broadcast([tensor], options) or NOTHING\n",
-        "    promise: Promise = group.process_group.broadcast([tensor], options)\n",
-        "The same for a broadcast.",
-        "flat_from_rank_0",
         "exception",
     ),
     Break(
         "broadcast-not-waited-for",
         "engine/collectives.py",
-        "    promise: Promise = group.process_group.broadcast([tensor], options) or NOTHING\n    promise.wait()\n",
-        "    group.process_group.broadcast([tensor], options)\n",
+        "group.process_group.broadcast, [tensor], options).wait()\n",
+        "group.process_group.broadcast, [tensor], options)\n",
         "Initial values are used before they have arrived, where the backend has threads.",
         "flat_over_a_backend_with_threads",
     ),

@@ -67,8 +67,8 @@ BREAKS = [
     Break(
         "copies-not-waited-for-at-the-end",
         REDUCE,
-        "            self._complete(last)\n        self._stop_cpu()\n        for",
-        "            self._complete(last)\n        for",
+        "        ledger.about(None)\n        self._stop_cpu()\n        for",
+        "        ledger.about(None)\n        for",
         "The end of backward completes the last reduction, and not the copies.",
         "flat_offload",
     ),

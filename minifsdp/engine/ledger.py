@@ -1,0 +1,184 @@
+"""The ledger: what this rank has sent to others, in order, always kept.
+
+A job on many ranks ends badly in two ways that say nothing: it hangs, since one rank does not come to a collective in
+which the others wait, or it trains on wrong numbers, since two ranks came to different ones. Both are seen at once if
+one can lay side by side what each rank has sent. So every collective of this package is written down as it is issued:
+
+1. *Who, what, where.* Kind, unit, bytes, iteration, and the line of the program that led to it. A name is looked up
+   when it is read, not when it is written; what is kept is a reference to the code and a number.
+2. *Which place in its group.* Collectives of one process group pair up by their order. So each group has a *chain*: a
+   number, and a hash of all that was issued in it so far. Equal chains, equal order; where two chains part, the two
+   ranks send each other the wrong thing.
+3. *In which epoch.* Chains are compared at the end of each backward (``order_check.py``) and begin anew then. What was
+   equal once is never looked at again, and a rank that is merely slow has the beginning of the other's chain.
+
+Worked example, two ranks in the group ``0``, one unit each that the other has not::
+
+    rank 0      #0 all-gather a      #1 all-gather b      chain (2, 5f1d...)
+    rank 1      #0 all-gather a      #1 all-gather c      chain (2, 90ab...)     they part at #1
+
+Who issues a collective gets the promise of its result. If the backend reports an error to who waits for it, the promise
+knows of which collective. What every *other* rank was doing must be asked for:
+that is done by those who have put themselves down in `explainers`, in a room of their own (``minifsdp/ledger``).
+
+Price: a unit takes eight calls of Python for each step, and the last 2,048 entries are kept, a megabyte.
+
+*In torch:* the flight recorder does this for NCCL, in C++; what it has recorded is written to files, for a tool to
+compare afterwards. Gloo has nothing.
+
+Spec: LEDGER-01 to LEDGER-03, ORDER-01.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from minifsdp.engine.messages import NOT_THE_PROGRAM, message, way_out_of_main_thread
+
+# The last that were issued, each as the fields of an `Entry` of ``ledger/report.py``: a plain tuple is made without a
+# call of Python, and the garbage collector need not look at it.
+entries: deque[tuple[Any, ...]] = deque(maxlen=2048)
+# What the next entries are about: the name of a unit, which of the outermost module is empty, and which of its
+# parameters have a gradient, if each has its own.
+unit: str | None = None
+parts: tuple[int, ...] = ()
+# How many outermost forwards have begun on this rank.
+iteration = 0
+# The collective that this rank waits for right now.
+waiting: Collective | None = None
+# Asked for more words when a collective has failed, with its chain and epoch; each may return none.
+explainers: list[Callable[[Chain, int], str]] = []
+# Why no more may be sent, if another thread has found that out.
+verdict = ""
+
+
+class Chain:
+    """The order of what this rank has issued in one process group, since the last comparison.
+
+    Args:
+        name: of the process group, the same on all of its ranks.
+        ranks: global ranks in it.
+
+    Attributes:
+        epoch: how often it was compared.
+        number: entries since then.
+        hash: of all of them.
+        last_epoch: epoch, number and digest of the one before.
+    """
+
+    __slots__ = ("epoch", "hash", "last_epoch", "name", "number", "process_group", "ranks")
+
+    def __init__(self, name: str, ranks: tuple[int, ...], process_group: Any) -> None:
+        self.name, self.ranks, self.process_group = name, ranks, process_group
+        self.epoch, self.number, self.hash = 0, 0, blake2b(digest_size=7)
+        self.last_epoch = (-1, 0, 0)
+
+    def begin_epoch(self) -> None:
+        """What was issued so far was found equal on all ranks, or was reported."""
+        self.last_epoch = (self.epoch, self.number, self.digest)
+        self.epoch, self.number, self.hash = self.epoch + 1, 0, blake2b(digest_size=7)
+
+    @property
+    def digest(self) -> int:
+        """56 bits of all that was issued in this epoch, and of its order."""
+        return int.from_bytes(self.hash.digest(), "big")
+
+
+chains: WeakKeyDictionary[Any, Chain] = WeakKeyDictionary()
+
+
+def chain_of(process_group: Any, ranks: tuple[int, ...]) -> Chain:
+    """The chain of a process group, one for all who use it."""
+    if process_group not in chains:
+        chains[process_group] = Chain(getattr(process_group, "group_name", str(ranks)), ranks, process_group)
+    return chains[process_group]
+
+
+class Collective:
+    """A collective that is issued by making this, and the promise of its result.
+
+    Args:
+        kind, num_bytes: as in `Entry`.
+        group: whose ranks must all issue the same.
+        issue: the function that sends; what it returns is waited for, if it returns anything.
+        arguments: for ``issue``.
+
+    Attributes:
+        about: kind and unit.
+        chain, epoch: its place.
+
+    Raises:
+        RuntimeError: it cannot be sent: another rank has gone, or is known to have sent something else.
+    """
+
+    __slots__ = ("_work", "about", "chain", "epoch")
+
+    def __init__(self, kind: str, group: Any, num_bytes: int, issue: Callable[..., Any], *arguments: Any) -> None:
+        global waiting
+        if verdict:
+            raise RuntimeError(verdict)
+        self.chain = chain = group.chain
+        self.epoch, self.about = chain.epoch, kind if unit is None else f"{kind} of {unit!r}"
+        chain.hash.update(f"{self.about} {parts};".encode())
+        # 1. The way from here out to the program.
+        inside = frame = sys._getframe(1)
+        while frame and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:
+            inside, frame = frame, frame.f_back  # type: ignore[assignment]
+        if frame is None:
+            # A thread of autograd, as accelerators have. The program waits for it in the main thread.
+            inside, frame = way_out_of_main_thread()
+        where = (inside and inside.f_code, frame and frame.f_code, frame and frame.f_lineno)
+        entries.append((kind, unit, parts, num_bytes, iteration, chain.name, chain.epoch, chain.number, *where))
+        chain.number += 1
+        waiting = self
+        try:
+            self._work = issue(*arguments)
+        except RuntimeError as error:
+            raise failed(self, error) from error
+        waiting = None
+
+    def wait(self) -> None:
+        """Until this returns, what was promised must not be used on the compute stream.
+
+        Raises:
+            RuntimeError: the backend has given up: another rank has gone, or did not come in time.
+        """
+        global waiting
+        if self._work is None:
+            return
+        waiting = self
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise failed(self, error) from error
+        waiting = None
+
+
+def about(name: str | None, numbers: Sequence[int] = ()) -> None:
+    """What is issued next is for the unit ``name``, or for none; for its parameters ``numbers`` if given."""
+    global unit, parts
+    unit, parts = name, tuple(numbers)
+
+
+def skip(kind: str, group: Any) -> None:
+    """Writes down what is *not* sent though it might be, as a gradient that is kept: others must not send it either."""
+    Collective(kind, group, 0, lambda: None)
+
+
+def failed(collective: Collective, error: Exception) -> RuntimeError:
+    """What to raise when ``collective`` has failed with ``error``: that, and what is known of the other ranks."""
+    if verdict:
+        return RuntimeError(verdict)
+    chain, what = collective.chain, collective.about
+    report = explained(chain, collective.epoch)
+    return RuntimeError(message("collective-failed", what=what, ranks=list(chain.ranks), error=error, report=report))
+
+
+def explained(chain: Chain, epoch: int) -> str:
+    """What is known of the other ranks of a chain, in lines of their own."""
+    return "".join(f"\n{text}" for text in (explain(chain, epoch) for explain in explainers) if text)

@@ -1,0 +1,60 @@
+"""``python -m minifsdp.ledger FILE``: draws what a rank has written when a collective failed.
+
+Below where every rank is, the last collectives of its group stand side by side, one column for each rank, one line for
+each place; ``>`` marks the lines in which the ranks are not the same::
+
+        group 0, epoch 3      rank 0                                 rank 1
+        0                     all-gather of 'a' in forward           all-gather of 'a' in forward
+        1                   > all-gather of 'b' in forward           order check in backward
+
+*In torch:* ``torchfrtrace`` prints tables of NCCL's flight recorder.
+
+Spec: LEDGER-07.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from minifsdp.ledger.report import in_words
+
+WIDTH = 44
+
+
+def drawn(told: dict[str, Any], most: int) -> str:
+    """The text.
+
+    Args:
+        told: what the file says: ``states``, ``lines`` and ``parted``, by rank.
+        most: how many places to show, the last ones.
+    """
+    states = {int(rank): state for rank, state in told["states"].items()}
+    parted = {int(rank): line for rank, line in told["parted"].items()}
+    columns = {int(rank): {tuple(line[:3]): line for line in lines} for rank, lines in told["lines"].items()}
+    text = [in_words(states, parted), ""]
+    places = sorted({place for column in columns.values() for place in column})[-most:]
+    for index, (group, epoch, number) in enumerate(places):
+        if index == 0 or places[index - 1][:2] != (group, epoch):
+            heads = "".join(f"rank {rank}".ljust(WIDTH) for rank in columns)
+            text.append(f"group {group}, epoch {epoch}".ljust(24) + heads)
+        there = [column.get((group, epoch, number)) for column in columns.values()]
+        mark = ">" if len({line[3] for line in there if line}) > 1 else " "
+        cells = "".join((f"{line[3]} ({line[4]})" if line else "").ljust(WIDTH) for line in there)
+        text.append(f"{number:>6}{mark:>16}  {cells}".rstrip())
+    return "\n".join(text)
+
+
+def main() -> None:
+    """Prints the drawing of the file that the command line names."""
+    parser = argparse.ArgumentParser(
+        prog="python -m minifsdp.ledger", description="Draws what was written at a failure."
+    )
+    parser.add_argument("file", type=Path, help="as the error names it")
+    parser.add_argument("--last", type=int, default=40, help="how many collectives to show")
+    options = parser.parse_args()
+    print(drawn(json.loads(options.file.read_text(encoding="utf-8")), options.last))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""What a rank knows of itself, where two ranks part, and the words for both.
+
+A report answers three questions: where is every rank, who is missing, and what did the ranks do differently first?
+
+Worked example. Rank 0 waits in the all-gather of ``layers.2``, rank 1 has gone on to save::
+
+    rank 0: in forward, train.py:88, iteration 7; waits for all-gather of 'layers.2'
+    rank 1: in state_dict, train.py:95, iteration 6; waits for all-gather in state_dict
+    They part at collective 4 of group 0 since its last comparison:
+    rank 0: all-gather of 'layers.2' in forward (train.py:88)
+    rank 1: all-gather in state_dict (train.py:95)
+
+Only ranks in the same epoch of a chain can be compared, see ``engine/ledger.py``. A rank that has issued less, and the
+same so far, has not gone wrong: it has not come yet.
+
+*In torch:* ``torchfrtrace`` compares the files of NCCL's flight recorder.
+
+Spec: LEDGER-02, LEDGER-05.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
+
+from minifsdp.engine import ledger
+from minifsdp.engine.ledger import Chain
+from minifsdp.engine.messages import rank_of_this_process, way_out_of_main_thread
+from minifsdp.ledger.board import State
+
+Line = list[Any]  # chain, epoch, number, what, where, iteration, bytes
+UNKNOWN = "Where every rank is: not known. The store does not answer; its host, mostly rank 0, has ended or is stopped."
+MOST_RANKS = 16  # that are told of one by one
+
+
+class Entry(NamedTuple):
+    """One collective, as the ledger keeps it.
+
+    Attributes:
+        kind: in words, ``"all-gather"``.
+        unit, parts: the unit that it is for, or ``None``; the numbers of its parameters that have a gradient.
+        num_bytes: of the larger of its two sides.
+        iteration: of this rank.
+        group, epoch, number: its place: the name of the group's chain, the epoch, and the number in it.
+        inside: what the program has called.
+        code, line: where in the program that was, innermost; ``None`` in a thread that the program has not begun.
+    """
+
+    kind: str
+    unit: str | None
+    parts: tuple[int, ...]
+    num_bytes: int
+    iteration: int
+    group: str
+    epoch: int
+    number: int
+    inside: CodeType
+    code: CodeType | None
+    line: int | None
+
+
+def state_of_this_rank(ended: str = "") -> State:
+    """Where this rank is: its main thread, its last collective, how far its chains are.
+
+    Args:
+        ended: why its program is over, if it is.
+    """
+    waiting, last = ledger.waiting, ledger.entries[-1] if ledger.entries else None
+    return {
+        "rank": rank_of_this_process(),
+        "ended": ended,
+        "place": _place_of_main_thread(),
+        "iteration": ledger.iteration,
+        "last": _what(Entry(*last)) if last else "",
+        "waits": waiting.about if waiting else "",
+        "chains": {c.name: [[c.epoch, c.number, c.digest], c.last_epoch] for c in list(ledger.chains.values())},
+    }
+
+
+def lines_of_this_rank() -> list[Line]:
+    """The last collectives of this rank, as the board has them."""
+    return [
+        [e.group, e.epoch, e.number, _what(e), where(e.code, e.line), e.iteration, e.num_bytes]
+        for e in itertools.starmap(Entry, tuple(ledger.entries))
+    ]
+
+
+def _what(entry: Entry) -> str:
+    if entry.unit is None:
+        return f"{entry.kind} in {called(entry.inside)}"
+    some = f", its parameters {list(entry.parts)}" if entry.parts else ""
+    return f"{entry.kind} of {entry.unit!r}{some} in {called(entry.inside)}"
+
+
+def where(code: CodeType | None, line: int | None) -> str:
+    """A place in the program, ``train.py:88``."""
+    return f"{Path(code.co_filename).name}:{line}" if code else "a thread of autograd"
+
+
+def called(code: CodeType) -> str:
+    """What the program has called: ``forward``, ``backward``, ``state_dict``, ``Linear()``."""
+    if code.co_name.endswith("_call_impl"):
+        return "forward"
+    return f"{code.co_qualname.split('.')[-2]}()" if code.co_name == "__init__" else code.co_name
+
+
+def _place_of_main_thread() -> str:
+    inside, frame = way_out_of_main_thread()
+    if frame is None or inside is None:
+        return "outside of the program"
+    place = where(frame.f_code, frame.f_lineno)
+    return place if inside is frame else f"in {called(inside.f_code)}, {place}"
+
+
+def parting(
+    chain: Chain, epoch: int, states: Mapping[int, State | None], lines_of: Callable[[int], list[Line]]
+) -> dict[int, Line]:
+    """The first place in a chain where ranks have issued different collectives; empty if there is none to be seen.
+
+    Args:
+        chain, epoch: where to look; or in an earlier epoch, if another rank is still there.
+        states: of the ranks of its group.
+        lines_of: a rank's last collectives; asked of one rank for each kind of state.
+
+    Returns:
+        What each rank that was asked has issued at that place.
+    """
+    name = chain.name
+    epochs = {rank: state["chains"][name] for rank, state in states.items() if state and name in state["chains"]}
+    epoch = min([epoch, *(now[0] for now, _ in epochs.values())])
+    unlike: dict[Any, int] = {}
+    for rank, both in epochs.items():
+        unlike.setdefault(next((tuple(at) for at in both if at[0] == epoch), None), rank)
+    lists = {rank: {line[2]: line for line in lines_of(rank) if line[:2] == [name, epoch]} for rank in unlike.values()}
+    for number in sorted({number for of_rank in lists.values() for number in of_rank}):
+        there = {rank: of_rank[number] for rank, of_rank in lists.items() if number in of_rank}
+        if len({line[3] for line in there.values()}) > 1:
+            return there
+    return {}
+
+
+def in_words(states: Mapping[int, State | None], parted: Mapping[int, Line], store: str = "") -> str:
+    """The report.
+
+    Args:
+        states: of all ranks; ``None`` for those who have not answered.
+        parted: see `parting`.
+        store: what is wrong with the store, if anything.
+    """
+    who: dict[str, list[int]] = {}
+    for rank, state in states.items():
+        who.setdefault(_of_rank(state), []).append(rank)
+    said = [f"{_ranks(ranks)}: {text}" for text, ranks in sorted(who.items(), key=lambda item: item[1])]
+    lines = ["Where every rank is:", *said[:MOST_RANKS]]
+    if len(said) > MOST_RANKS:
+        lines.append(f"and {len(said) - MOST_RANKS} more")
+    if parted:
+        chain, _, number = next(iter(parted.values()))[:3]
+        lines.append(f"The ranks part at collective {number} of group {chain} since its last comparison:")
+        lines += [f"rank {rank}: {what} ({at})" for rank, (_, _, _, what, at, *_) in parted.items()]
+    return "\n".join([*lines, store]).rstrip()
+
+
+def _of_rank(state: State | None) -> str:
+    if state is None:
+        return "says nothing: it was killed or is stopped, or does not come back to Python"
+    if state["ended"]:
+        return f"has ended, {state['ended']}"
+    doing = f"waits for {state['waits']}" if state["waits"] else f"last sent: {state['last'] or 'nothing'}"
+    return f"{state['place']}, iteration {state['iteration']}; {doing}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

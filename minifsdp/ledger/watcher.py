@@ -1,0 +1,286 @@
+"""The thread that tells other ranks what this one does, and asks them when something is wrong.
+
+It wakes twice in a second, or when it is called, and does one of four things:
+
+1. *Answers.* Another rank has asked; this one puts its state on the board, whatever its main thread is stuck in.
+2. *Asks for the main thread*, whose collective has failed: its error will say where every rank is.
+3. *Asks of its own accord*, when the main thread waits for one collective longer than a few seconds. If the answers
+   show that ranks have issued different collectives at one place, or that one has ended, waiting is in vain. So the
+   reason is kept as the `ledger.verdict`, the group's connections are closed, and each rank's wait ends in an error
+   within seconds instead of at the group's time-out, half an hour later. Else another rank is slow, and it goes on
+   waiting.
+4. *Reports a SIGTERM.* A launcher that ends all ranks because one has died sends it. The main thread may be stuck in
+   C++, where no handler of Python runs; but the signal wakes this thread.
+
+Worked example: rank 1 leaves out ``layers.2``, and goes on to gather ``layers.3``. Rank 0 waits for ``layers.2``, and
+rank 1 for ``layers.3``. After two seconds the first to ask finds that they part, and closes; both raise.
+
+What is found is printed in the error and written to a file, which ``python -m minifsdp.ledger`` draws. When a program
+ends, by an error or at its end, it leaves last words on the board.
+
+An accelerator's collectives run after the CPU has gone on. There "waits" means that an event behind the last of them
+has not come. An error cannot be raised from here; the report is printed before torch's own watchdog ends the process.
+
+*In torch:* for NCCL a watchdog in C++, with a file of each rank that is compared afterwards; for gloo nothing.
+
+Spec: LEDGER-03 to LEDGER-10.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import select
+import signal
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from minifsdp.engine import ledger
+from minifsdp.engine.ledger import Chain
+from minifsdp.engine.messages import MORE, message, rank_of_this_process
+from minifsdp.ledger import report
+from minifsdp.ledger.board import LAST_WORDS, Board, State
+
+TICK = 0.5  # seconds between two looks at the board
+PATIENCE = 2.0  # seconds that the main thread may wait before this one asks
+LIMIT = 2.0  # seconds that other ranks have to answer
+# What is in the errors of backends and of the store: a rank has gone, or has not come in time.
+_OF_BACKENDS = re.compile(r"[Tt]imed out|timeout|[Cc]onnection (closed|reset)|NCCL|[Bb]roken pipe")
+_TAG = 0x6D696E6B  # of a message that is never sent
+
+Place = tuple[Chain, int] | None  # a chain and an epoch of it
+
+_watcher: Watcher | None = None
+
+
+class Watcher:
+    """One thread for each process and default group."""
+
+    def __init__(self) -> None:
+        self.world = dist.group.WORLD
+        self._board = Board(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+        self._bell, self._rung = os.pipe()
+        for end in (self._bell, self._rung):
+            os.set_blocking(end, False)
+        self._answered = 0
+        self._asking = threading.Lock()
+        self._wanted: list[Place] = []
+        self._found, self._is_told = "", threading.Event()
+        self._stuck_at, self._stuck_since, self._patience = 0, 0.0, PATIENCE
+        self._ended = ""
+        self._latest: tuple[float, Place, tuple[str, bool]] = (0.0, None, ("", False))
+        self._thread = threading.Thread(target=self._watch, name="minifsdp ledger", daemon=True)
+        self._thread.start()
+
+    # --- called by the main thread ---
+
+    def ask(self, place: Place) -> str:
+        """2. Where every rank is, and where those of the group of ``place`` part."""
+        with self._asking:
+            self._is_told.clear()
+            self._wanted, self._found = [place], ""
+            self._ring()
+            self._is_told.wait(2 * LIMIT + 2 * TICK)
+            return self._found or report.UNKNOWN
+
+    def say_last_words(self, ended: str) -> None:
+        """The program is over; returns when the board has it, or does not answer."""
+        self._ended = self._ended or ended
+        self._ring()
+        self._thread.join(LIMIT)
+
+    def _ring(self, byte: int = 0) -> None:
+        with suppress(OSError):
+            os.write(self._rung, bytes([byte]))
+
+    # --- the thread ---
+
+    def _watch(self) -> None:
+        # Without the store no rank can be asked: its host has gone, and this rank will hear of it by its groups.
+        with suppress(dist.DistError, RuntimeError, ValueError, OSError):
+            while not self._ended:
+                signals = self._listen()
+                if self._ended:
+                    break
+                self._answer()
+                if signal.SIGTERM in signals:
+                    self._report_sigterm()
+                if self._wanted:
+                    self._found, _ = self._ask_all(self._wanted.pop())
+                    self._is_told.set()
+                elif self._is_stuck():
+                    self._examine()
+            self._board.put_up(LAST_WORDS, report.state_of_this_rank(self._ended), report.lines_of_this_rank())
+        self._is_told.set()
+
+    def _listen(self) -> bytes:
+        ready, _, _ = select.select([self._bell], [], [], TICK)
+        return os.read(self._bell, 64) if ready else b""
+
+    def _answer(self) -> None:
+        asked = self._board.num_asked()
+        if asked > self._answered:
+            self._answered = asked
+            self._board.put_up(asked, report.state_of_this_rank(), report.lines_of_this_rank())
+
+    def _ask_all(self, place: Place) -> tuple[str, bool]:
+        """What is known of all ranks, in words; whether in the group of ``place`` two have parted or one has ended."""
+        at, of, found = self._latest
+        if of == place and place is not None and time.monotonic() - at < LIMIT:
+            # Asked a moment ago for another reason.
+            return found
+        number = self._board.ask()
+        self._answer()
+        states = self._board.answers(number, LIMIT)
+        of_group = {rank: states.get(rank) for rank in (place[0].ranks if place else ())}
+        has_ended = any(state["ended"] for state in of_group.values() if state)
+        parted = report.parting(*place, of_group, self._board.lines_of) if place else {}
+        lines = {rank: self._board.lines_of(rank) for rank in of_group}
+        found = report.in_words(states, parted) + _written(states, lines, parted), has_ended or bool(parted)
+        self._latest = time.monotonic(), place, found
+        return found
+
+    def _is_stuck(self) -> bool:
+        """Whether the main thread has waited for the same collective for longer than it should."""
+        at = id(ledger.waiting)
+        if at != self._stuck_at:
+            self._stuck_at, self._stuck_since, self._patience = at, time.monotonic(), PATIENCE
+        return ledger.waiting is not None and time.monotonic() - self._stuck_since > self._patience
+
+    def _examine(self) -> None:
+        """3. The main thread waits: for a slow rank, or in vain?"""
+        # Who waits long asks ever more rarely.
+        self._patience *= 2
+        waiting = ledger.waiting
+        if waiting is None:
+            return
+        text, is_in_vain = self._ask_all((waiting.chain, waiting.epoch))
+        if is_in_vain and ledger.waiting is waiting:
+            ledger.verdict = message("waits-in-vain", ranks=list(waiting.chain.ranks), report=text)
+            close(waiting.chain.process_group)
+
+    def _report_sigterm(self) -> None:
+        """4. The main thread ends the process when it comes back to Python; if it does not, this one does."""
+        waiting = ledger.waiting
+        if waiting is not None:
+            text, _ = self._ask_all((waiting.chain, waiting.epoch))
+            print(message("told-to-end", report=text), file=sys.stderr, flush=True)
+        os._exit(128 + signal.SIGTERM)
+
+
+def close(process_group: Any) -> None:
+    """Ends all that is waited for in a group, on this rank and, as connections close, on the others."""
+    with suppress(RuntimeError):
+        backend = process_group._get_backend(torch.device("cpu"))
+        # Gloo has no abort. But a wait that runs out of time closes all connections of its group.
+        other = (backend.rank() + 1) % backend.size()
+        backend.recv([torch.zeros(1)], other, _TAG).wait(timedelta(milliseconds=1))
+
+
+def _written(states: dict[int, State | None], lines: dict[int, Any], parted: dict[int, Any]) -> str:
+    """Writes what is known to a file; says where it is."""
+    folder = Path(os.environ.get("MINIFSDP_LEDGER_DIR", tempfile.gettempdir()))
+    run = os.environ.get("TORCHELASTIC_RUN_ID", os.getppid())
+    path = folder / f"minifsdp-ledger-{run}-rank{rank_of_this_process()}.json"
+    try:
+        path.write_text(json.dumps({"states": states, "lines": lines, "parted": parted}), encoding="utf-8")
+    except OSError as error:
+        return f"\n(could not be written to a file: {error})"
+    return f"\nTo draw it: python -m minifsdp.ledger {path}"
+
+
+# --- beginning and end ---
+
+
+def begin() -> None:
+    """Called when a process group is met; begins to watch, once for each default group that ranks can talk in."""
+    global _watcher
+    if not dist.is_initialized() or (_watcher is not None and _watcher.world is dist.group.WORLD):
+        return
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    # Others are of one process, and have no other rank to ask.
+    if dist.get_world_size() == 1 or not isinstance(store, TCPStore | FileStore):
+        return
+    _watcher = Watcher()
+    _watch_signals(_watcher)
+
+
+def explain(chain: Chain, epoch: int) -> str:
+    """For the error of a collective that has failed: where every rank is."""
+    return "" if _watcher is None else _watcher.ask((chain, epoch))
+
+
+def watch_the_end() -> None:
+    """Leaves last words when the program ends, also if it has not come to its first group."""
+    before = sys.excepthook
+
+    def last_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        with suppress(Exception):
+            begin()
+        if _watcher is not None:
+            if isinstance(error, RuntimeError) and _OF_BACKENDS.search(str(error)) and MORE not in str(error):
+                # Of a collective that the program, DTensor or a checkpoint has sent past this package.
+                print(message("sent-by-others", report=_watcher.ask(None)), file=sys.stderr, flush=True)
+            first = (str(error).splitlines() or [""])[0]
+            _watcher.say_last_words(f"by {kind.__name__}: {first}")
+            _let_others_read()
+
+    sys.excepthook = last_error
+    atexit.register(_at_the_end)
+
+
+def _let_others_read() -> None:
+    """The process that is the store's host stays a little longer, or others could not ask. They hear of it at once."""
+    if dist.get_rank() == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
+        for chain in list(ledger.chains.values()):
+            close(chain.process_group)
+        time.sleep(2 * LIMIT)
+
+
+def _at_the_end() -> None:
+    with suppress(Exception):
+        begin()
+    if _watcher is not None:
+        _watcher.say_last_words("at the end of its program")
+
+
+def _watch_signals(watcher: Watcher) -> None:
+    """Has SIGTERM wake the thread, unless the program has a handler of its own."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, _wait_for_report):
+        return
+    signal.signal(signal.SIGTERM, _wait_for_report)
+    signal.set_wakeup_fd(watcher._rung, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=_forget_signals)
+
+
+def _wait_for_report(number: int, frame: FrameType | None) -> None:
+    """In the main thread: the watcher ends the process when it has reported. If it is gone, there is no report."""
+    if _watcher is not None:
+        _watcher._thread.join(2 * LIMIT + 2 * TICK)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _forget_signals() -> None:
+    # A worker of a data loader is no rank. It would ring its parent's bell.
+    signal.set_wakeup_fd(-1)
+    if signal.getsignal(signal.SIGTERM) is _wait_for_report:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,0 +1,177 @@
+"""Ranks that have not sent the same are told at the end of the backward, before an optimizer steps."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import ShardingStrategy, fully_shard
+from minifsdp.engine import collectives
+from spec_tests.harness import device, ranks
+from spec_tests.models.running import Wire
+
+WIDTH = 6
+DOORS = ("wrapper", "function")
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")
+
+
+class Pair(nn.Module):
+    """Two equal layers, which run in the order that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, order: str = "ab") -> Tensor:
+        for name in order:
+            x = getattr(self, name)(x)
+        return x
+
+
+def sharded(door: str, strategy: str = "FULL_SHARD", mesh: Any = None) -> Any:
+    model = Pair().to(device())
+    if door == "function":
+        mesh = mesh or init_device_mesh(device().type, (dist.get_world_size(),))
+        keeps = strategy == "SHARD_GRAD_OP"
+        for part in (model.a, model.b, model):
+            fully_shard(part, mesh=mesh, reshard_after_forward=not keeps)
+        return model
+    how: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy], "device_id": device(), "device_mesh": mesh}
+    model.a, model.b = FSDP(model.a, **how), FSDP(model.b, **how)
+    return FSDP(model, **how)
+
+
+def step(model: Any, order: str = "ab") -> None:
+    model(torch.ones(2, WIDTH, device=device()), order).sum().backward()
+
+
+def parts_in(model: Any, train: Callable[[], None], then: Callable[[], None]) -> str:
+    """What is said to this rank, which must be said; the parameters are what they were.
+
+    An accelerator says it in the iteration that comes ``then``, when it has taken the step.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [copy.deepcopy(parameter.detach()) for parameter in model.parameters()]
+    begin = rf"rank {dist.get_rank()}: the ranks have not sent each other the same"
+    with pytest.raises(RuntimeError, match=begin) as caught:
+        train()
+        optimizer.step()
+        assert device().type != "cpu"
+        then()
+    text = str(caught.value)
+    if device().type == "cpu":
+        assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert ("no step was taken" if device().type == "cpu" else "one step was taken since") in text
+    return text
+
+
+@pytest.mark.spec("ORDER-01", "ORDER-02", "ORDER-03", "ORDER-07")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("door", DOORS)
+@ranks(2)
+def test_another_order_in_the_third_iteration_is_noticed_on_every_rank(door: str, strategy: str) -> None:
+    model = sharded(door, strategy)
+    for _ in range(2):
+        step(model)
+        model.zero_grad()
+    text = parts_in(model, lambda: step(model, "ba" if dist.get_rank() else "ab"), lambda: step(model))
+    assert re.search(r"The ranks part at collective 0 of group", text)
+    for rank, unit in enumerate("ab"):
+        assert re.search(rf"rank {rank}: all-gather of '{unit}' in forward \(test_comparison.py:\d+\)", text)
+    # All ranks have begun anew, and may go on.
+    model.zero_grad()
+    step(model)
+
+
+@pytest.mark.spec("ORDER-04")
+@pytest.mark.parametrize("door", DOORS)
+@ranks(4)
+def test_with_replicas_all_ranks_raise(door: str) -> None:
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(door, "HYBRID_SHARD", mesh)
+    step(model)
+    # Rank 0 is in a group with 1 and in one with 2, and these two agree with it.
+    text = parts_in(model, lambda: step(model, "ba" if dist.get_rank() == 3 else "ab"), lambda: step(model))
+    if dist.get_rank() in (1, 2, 3):
+        assert "rank 3: all-gather of 'b'" in text or "rank 3: all-reduce of" in text
+
+
+class Experts(nn.Module):
+    """Two equal ones, of which each rank uses the one that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        chosen: Tensor = self.experts[which](x)
+        return chosen
+
+
+@pytest.mark.spec("ORDER-05", "ORDER-03")
+@ranks(2)
+def test_gradients_of_experts_that_only_some_ranks_have_used_are_noticed() -> None:
+    model: Any = fully_shard(Experts().to(device()), mesh=init_device_mesh(device().type, (2,)))
+    x = torch.ones(2, WIDTH, device=device())
+    model(x, 0).sum().backward()
+    model.zero_grad()
+    text = parts_in(model, lambda: model(x, dist.get_rank()).sum().backward(), lambda: model(x, 0).sum().backward())
+    for rank in range(2):
+        assert f"rank {rank}: reduce-scatter of '', its parameters [{rank}] in backward" in text
+
+
+@pytest.mark.spec("ORDER-08")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("door", DOORS)
+@ranks(2)
+def test_what_is_right_is_not_refused(door: str, strategy: str) -> None:
+    model = sharded(door, strategy)
+    step(model, "a")  # A unit is left out on all ranks.
+    step(model)
+    with pytest.raises(AttributeError):
+        step(model, "ac")  # An exception on all ranks.
+    step(model, "ba")
+
+
+@pytest.mark.spec("ORDER-08")
+@ranks(2)
+def test_a_rank_may_use_a_frozen_model_alone_where_nothing_is_sent() -> None:
+    model = sharded("wrapper", "NO_SHARD")
+    step(model)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    if dist.get_rank() == 0:
+        x = torch.ones(2, WIDTH, device=device(), requires_grad=True)
+        model(x).sum().backward()
+        with torch.no_grad():
+            model(x)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    step(model)
+
+
+@pytest.mark.spec("ORDER-09")
+@pytest.mark.parametrize("door", DOORS)
+@ranks(2)
+def test_it_costs_one_small_collective_that_modes_do_not_see(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sharded(door)
+    step(model)
+    gather, sent = collectives.gather, []
+    monkeypatch.setattr(
+        collectives, "gather", lambda *args: (sent.append((args[2].nbytes, *args[3:])), gather(*args))[1]
+    )
+    with Wire() as wire:
+        step(model)
+    assert [entry for entry in sent if "order check" in entry] == [(24, "order check")]
+    assert wire.calls().count("AG") == len(sent) - 1

@@ -1,0 +1,102 @@
+"""What is written down of each collective, and that it costs next to nothing."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import ShardedGradScaler, StateDictType
+from minifsdp.engine import collectives, ledger
+from minifsdp.engine.mesh import Group
+from minifsdp.ledger.report import Entry, lines_of_this_rank
+from spec_tests.engine.small import draw, shard_each, train_once
+from spec_tests.harness import device, ranks
+from spec_tests.models.modules import MLP, chain
+
+
+def entries() -> list[Entry]:
+    return [Entry(*fields) for fields in ledger.entries]
+
+
+def line_of(word: str) -> int:
+    """Where in this file a line ends in ``word``."""
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {word}"))
+
+
+@pytest.mark.spec("LEDGER-01")
+@ranks(2)
+def test_the_collectives_of_a_step_are_written_down_with_all_that_is_to_be_known() -> None:
+    model = shard_each(chain(2))
+    train_once(model)
+    ledger.entries.clear()
+    iteration = ledger.iteration
+    model(draw(dist.get_rank())).sum().backward()  # the step
+    said = [(entry.kind, entry.unit) for entry in entries()]
+    assert said == [
+        ("all-gather", "0"),
+        ("all-gather", "1"),
+        ("all-gather", "1"),
+        ("all-gather", "0"),
+        ("reduce-scatter", "1"),
+        ("reduce-scatter", "0"),
+        ("order check", None),
+    ]
+    gathers = [entry for entry in entries() if entry.kind == "all-gather"]
+    assert {entry.num_bytes for entry in gathers} == {128}, "a weight and a bias of each layer, and their padding"
+    for entry in entries():
+        assert entry.iteration == iteration + 1
+        assert entry.code is not None
+        assert Path(entry.code.co_filename) == Path(__file__)
+        assert entry.line == line_of("the step")
+    assert lines_of_this_rank()[0][3] == "all-gather of '0' in forward"
+    assert lines_of_this_rank()[-1][3] == "order check in backward"
+
+
+@pytest.mark.spec("LEDGER-01")
+@ranks(2)
+def test_state_dicts_clipping_and_the_scaler_are_in_it_too() -> None:
+    model = FSDP(MLP(), device_id=device())
+    model(torch.ones(2, 8, device=device())).sum().backward()
+    ledger.entries.clear()
+    model.clip_grad_norm_(1.0)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        model.state_dict()
+    scaler = ShardedGradScaler(device().type, init_scale=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(torch.ones(1, device=device()))
+    scaler.unscale_(optimizer)
+    called = {line[3].rpartition(" in ")[2] for line in lines_of_this_rank()}
+    assert {"clip_grad_norm_", "state_dict", "unscale_"} <= called
+
+
+@pytest.mark.spec("LEDGER-01")
+@ranks(2)
+def test_it_is_bounded_and_keeps_no_tensor_alive() -> None:
+    group = Group.of(dist.group.WORLD)
+    large = torch.zeros(1000, device=device())
+    memory = weakref.ref(large)
+    collectives.all_reduce(group, large).wait()
+    for _ in range(ledger.entries.maxlen or 0):
+        collectives.all_reduce(group, torch.zeros(1, device=device())).wait()
+    del large
+    gc.collect()
+    assert memory() is None
+    assert len(ledger.entries) == 2048
+
+
+@pytest.mark.spec("LEDGER-01")
+@pytest.mark.pure
+def test_an_entry_is_nothing_that_the_garbage_collector_must_look_at() -> None:
+    fields: Any = ("all-gather", "a", (), 4, 1, "0", 0, 0, inspect.currentframe().f_code, None, 1)  # type: ignore[union-attr]
+    assert len(fields) == len(Entry._fields)
+    gc.collect()
+    assert not gc.is_tracked(fields)

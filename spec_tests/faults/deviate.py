@@ -1,0 +1,93 @@
+"""A small training on two ranks, of which the second does something else in its third iteration.
+
+    python -m spec_tests.faults.deviate DOOR WHAT
+
+The groups' time-out is minutes: who waits for it is caught by the test's limit.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import ShardingStrategy, fully_shard
+from spec_tests.faults.ends import ends_as_python_does
+
+TIMEOUT = timedelta(minutes=5)
+
+
+class Pair(nn.Module):
+    """Two equal layers, of which the first can be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, leaves_out: bool = False) -> Tensor:
+        y: Tensor = self.b(x if leaves_out else self.a(x))
+        return y
+
+
+def sharded(door: str, keeps: bool) -> Any:
+    torch.manual_seed(0)
+    model: Any = Pair()
+    if door == "function":
+        for part in (model.a, model.b, model):
+            fully_shard(part, reshard_after_forward=not keeps)
+        return model
+    strategy = ShardingStrategy.SHARD_GRAD_OP if keeps else ShardingStrategy.FULL_SHARD
+    model.a, model.b = (FSDP(layer, sharding_strategy=strategy) for layer in (model.a, model.b))
+    return FSDP(model, sharding_strategy=strategy)
+
+
+def micro_batch(model: Any, door: str, syncs: bool, leaves_out: bool) -> None:
+    x = torch.ones(2, 8)
+    if door == "function":
+        model.set_requires_gradient_sync(syncs)
+    elif not syncs:
+        with model.no_sync():
+            model(x, leaves_out).sum().backward()
+        return
+    model(x, leaves_out).sum().backward()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    door, what = sys.argv[1:]
+    model = sharded(door, keeps=what == "keeps and no_sync")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        deviates = step == 2 and dist.get_rank() == 1
+        if what == "ends" and deviates:
+            return
+        if what == "fails" and deviates:
+            raise LookupError("no such picture")
+        if what == "is stuck" and step == 2:
+            # In C++, in a wait that no signal of Python can end.
+            print("waits", flush=True)
+            dist.recv(torch.zeros(1), 1 - dist.get_rank()) if dist.get_rank() else model(torch.ones(2, 8))
+        if what == "reads a DTensor" and step == 2 and not deviates:
+            model.a.weight.full_tensor()
+        if what == "reads a DTensor" and deviates:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for number in range(2):
+            no_sync = "no_sync" in what and deviates and number == 0
+            micro_batch(model, door, not no_sync, what == "leaves out" and deviates)
+        optimizer.step()
+        optimizer.zero_grad()
+    time.sleep(0.1)
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    ends_as_python_does(main)

@@ -1,0 +1,30 @@
+"""How a rank's program ends."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable
+
+__all__ = ["ends_as_python_does"]
+
+
+def ends_as_python_does(main: Callable[[], None]) -> None:
+    """Runs ``main`` and ends the process.
+
+    The harness starts ranks as copies of another process, which end by ``_exit``: what Python does at the end, with the
+    exception that nobody has caught and with what is to be done at exit, is done here.
+    """
+    status = 0
+    try:
+        main()
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        status = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,124 @@
+"""What the other ranks say when one does something else, ends, is killed, is stopped or is slow."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_tests.faults.cells import Cell, run_all, said_by, start_ranks
+from spec_tests.faults.job import DOORS, FAULTS, STAGES
+from spec_tests.harness import pool
+from spec_tests.harness.programs import run_module
+
+pytestmark = pytest.mark.pure
+ROOT = Path(__file__).resolve().parents[2]
+IN_SECONDS = 20.0  # instead of after five minutes
+
+
+def deviate(folder: Path, door: str, what: str) -> list[Any]:
+    """The two ranks' processes, which have ended in time."""
+    pool.start_early()
+    processes = start_ranks("deviate", door, what, num_ranks=2, folder=folder)
+    until = time.monotonic() + IN_SECONDS
+    for process in processes:
+        process.join(max(0.0, until - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    assert None not in codes, f"still there: {codes}\n{said_by(folder, 0)}\n{said_by(folder, 1)}"
+    return codes
+
+
+@pytest.mark.spec("LEDGER-03", "LEDGER-02")
+@pytest.mark.parametrize("door", DOORS)
+def test_ranks_that_wait_in_vain_are_told_within_seconds(door: str, tmp_path: Path) -> None:
+    assert deviate(tmp_path, door, "leaves out") == [1, 1]
+    for rank in range(2):
+        said = said_by(tmp_path, rank)
+        assert re.search(r"The ranks part at collective 0 of group \S+ since its last comparison:", said)
+        assert re.search(r"rank 0: all-gather of 'a' in forward \(deviate.py:\d+\)", said)
+        assert re.search(r"rank 1: all-gather of 'b' in forward \(deviate.py:\d+\)", said)
+    assert "what ranks [0, 1] wait for cannot come" in said_by(tmp_path, 0) + said_by(tmp_path, 1)
+
+
+@pytest.mark.spec("ORDER-06", "LEDGER-03")
+@pytest.mark.parametrize("what", ["no_sync", "keeps and no_sync"])
+@pytest.mark.parametrize("door", DOORS)
+def test_no_sync_on_one_rank_is_noticed(door: str, what: str, tmp_path: Path) -> None:
+    assert deviate(tmp_path, door, what) == [1, 1]
+    said = said_by(tmp_path, 0) + said_by(tmp_path, 1)
+    assert "The ranks part at" in said
+    assert re.search(r"rank 1: (no reduction of 'b' in backward|all-gather of '[ab]' in forward)", said)
+
+
+@pytest.mark.spec("LEDGER-03", "LEDGER-05")
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("ends", "has ended, at the end of its program"), ("fails", "has ended, by LookupError: no such picture")],
+)
+def test_a_rank_that_ends_leaves_words_for_the_others(door: str, what: str, words: str, tmp_path: Path) -> None:
+    codes = deviate(tmp_path, door, what)
+    assert codes == [1, 0 if what == "ends" else 1]
+    assert f"rank 1: {words}" in said_by(tmp_path, 0)
+    assert "deviate.py:" in said_by(tmp_path, 0)
+
+
+@pytest.mark.spec("LEDGER-08", "LEDGER-05")
+def test_an_error_of_a_collective_of_torch_is_followed_by_the_same_report(tmp_path: Path) -> None:
+    codes = deviate(tmp_path, "function", "reads a DTensor")
+    assert codes == [1, -signal.SIGKILL]
+    said = said_by(tmp_path, 0)
+    assert "the error above is of a collective that minifsdp has not sent" in said
+    assert "rank 1: says nothing: it was killed" in said
+
+
+@pytest.mark.spec("LEDGER-04", "LEDGER-06", "LEDGER-07")
+def test_a_sigterm_is_reported_though_the_main_thread_is_stuck(tmp_path: Path) -> None:
+    pool.start_early()
+    processes = start_ranks("deviate", "wrapper", "is stuck", num_ranks=2, folder=tmp_path)
+    try:
+        until = time.monotonic() + IN_SECONDS
+        while any("waits" not in (tmp_path / str(rank) / "stdout").read_text() for rank in range(2)):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        time.sleep(0.5)
+        os.kill(processes[0].pid, signal.SIGTERM)
+        processes[0].join(IN_SECONDS)
+        assert processes[0].exitcode == 128 + signal.SIGTERM
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    said = said_by(tmp_path, 0)
+    assert "SIGTERM has come while a collective was waited for" in said
+    # Rank 1 has answered, though its main thread waits in C++.
+    assert re.search(r"rank 1: .*deviate.py:\d+, iteration \d+; last sent", said)
+    [file] = tmp_path.glob("minifsdp-ledger-*-rank0.json")
+    done = run_module("minifsdp.ledger", str(file), "--last", "6", folder=ROOT, environment=os.environ)
+    assert done.returncode == 0, done.stderr
+    assert "Where every rank is:" in done.stdout
+    assert re.search(r"group \S+, epoch \d+ +rank 0 +rank 1", done.stdout)
+    assert re.search(r"\d +all-gather of 'a' in forward \(deviate.py:\d+\)", done.stdout)
+
+
+# Each fault at each stage once, doors and shardings in turn. All of them: python -m spec_tests.faults
+SOME = [
+    Cell(DOORS[(i + j) % 2], "hybrid" if (i + 2 * j) % 5 == 0 else "full", fault, stage)
+    for i, fault in enumerate(FAULTS)
+    for j, stage in enumerate(STAGES)
+]
+
+
+@pytest.mark.spec("LEDGER-09", "LEDGER-02", "LEDGER-05")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_all_other_ranks_end_in_time_and_say_where_every_rank_is(fault: str) -> None:
+    outcomes = run_all([cell for cell in SOME if cell.fault == fault])
+    assert [(outcome.cell, outcome.complaint) for outcome in outcomes if outcome.complaint] == []
