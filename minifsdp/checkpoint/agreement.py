@@ -187,7 +187,7 @@ def _wait(store: Any, key: str, limit: timedelta) -> None:
             return
         except RuntimeError as error:
             if time.monotonic() > until or ledger.verdict:
-                raise TimeoutError(key) from error
+                raise TimeoutError from error
 
 
 def _time_limit(group: Group) -> timedelta:

@@ -54,7 +54,7 @@ waiting: Collective | None = None
 # Asked for more words when a collective has failed, with its chain and epoch; each may return none.
 explainers: list[Callable[[Chain, int], str]] = []
 # Why no more may be sent, if another thread has found that out.
-verdict = ""
+verdict: RuntimeError | None = None
 
 
 class Chain:
@@ -121,7 +121,7 @@ class Collective:
     def __init__(self, kind: str, group: Any, num_bytes: int, issue: Callable[..., Any], *arguments: Any) -> None:
         global waiting
         if verdict:
-            raise RuntimeError(verdict)
+            raise verdict
         self.chain = chain = group.chain
         self.epoch, self.about = chain.epoch, kind if unit is None else f"{kind} of {unit!r}"
         chain.hash.update(f"{self.about} {parts};".encode())
@@ -173,7 +173,7 @@ def skip(kind: str, group: Any) -> None:
 def failed(collective: Collective, error: Exception) -> RuntimeError:
     """What to raise when ``collective`` has failed with ``error``: that, and what is known of the other ranks."""
     if verdict:
-        return RuntimeError(verdict)
+        return verdict
     chain, what = collective.chain, collective.about
     report = explained(chain, collective.epoch)
     return RuntimeError(message("collective-failed", what=what, ranks=list(chain.ranks), error=error, report=report))

@@ -169,7 +169,7 @@ class Watcher:
             return
         text, is_in_vain = self._ask_all((waiting.chain, waiting.epoch))
         if is_in_vain and ledger.waiting is waiting:
-            ledger.verdict = message("waits-in-vain", ranks=list(waiting.chain.ranks), report=text)
+            ledger.verdict = RuntimeError(message("waits-in-vain", ranks=list(waiting.chain.ranks), report=text))
             close(waiting.chain.process_group)
 
     def _report_sigterm(self) -> None:

@@ -137,7 +137,7 @@ class _Reader:
         begun = [event for _, verb, event, _ in notes if verb == "begin"]
         # The collectives of one kind, in the order of their launch.
         self.events = {kind: iter([event for event in begun if event.kind == kind]) for kind in ROW_OF}
-        self.row_of = {o.stream: ROW_OF[kind] for o in operations if (kind := _collective(o))}
+        self.row_of = {o.stream: ROW_OF[kind] for o in operations if (kind := _collective(o)) and not compares(o)}
         self.row_of[WORLD.main[0].number] = "compute stream"
         self.open: list[trace.Event] = []
         self.latest: dict[str, Moment] = {}
@@ -163,6 +163,8 @@ class _Reader:
 
     def _with(self, operation: Operation, place: int) -> Moment | None:
         """The moment that begins with an operator; ``None`` if it belongs to the one before it on its stream."""
+        if compares(operation):
+            return None
         row = self.row_of[operation.stream]
         found = self._named(operation, row, place)
         latest = self.latest.get(row)
@@ -190,6 +192,11 @@ class _Reader:
         return (
             Moment(self.open[-1].kind, self.open[-1].unit, row, place) if self.open else Moment("loss", "", row, place)
         )
+
+
+def compares(operation: Operation) -> bool:
+    """Whether it is a part of the ranks' comparison of what they have sent, which is no part of training."""
+    return "comparison.py" in operation.where
 
 
 def _collective(operation: Operation) -> str:

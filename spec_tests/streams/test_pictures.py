@@ -60,7 +60,8 @@ def test_the_example_of_a_race_in_the_docs_is_reported_in_these_words() -> None:
 def test_every_operator_of_a_step_is_in_one_moment_of_its_stream() -> None:
     for door in ("wrapper", "function"):
         step = step_of(door)
-        assert sorted(place for moment in step.moments for place in moment.places) == [*range(len(step.operations))]
+        of_training = [place for place, one in enumerate(step.operations) if not steps.compares(one)]
+        assert sorted(place for moment in step.moments for place in moment.places) == of_training
         assert names(step.moments, "gather stream") == ["AG0", "AG1", "AG2", "AG2", "AG1", "AG0"]
         assert names(step.moments, "reduce stream") == ["RS2", "RS1", "RS0"]
         computes = [name for name in names(step.moments, "compute stream") if name not in ("copy", "pack")]
