@@ -12,6 +12,7 @@ from minifsdp import fully_sharded_data_parallel as fully_sharded_data_parallel
 from minifsdp import sharded_grad_scaler as sharded_grad_scaler
 from minifsdp import wrap as wrap
 from minifsdp.api import *  # noqa: F403
+from minifsdp.arguments import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from minifsdp.checkpoint.state_dict_options import OptimStateKeyType
 from minifsdp.compat.bfloat16 import bf16_supported
 from minifsdp.compat.composable import ComposableState
@@ -28,9 +29,8 @@ from minifsdp.engine import rows as _rows
 from minifsdp.fsdp1.grad_scaler import ShardedGradScaler
 from minifsdp.fsdp2 import fully_shard as _second_door
 from minifsdp.fsdp2.by_hand import UnshardHandle
-from minifsdp.fsdp2.fully_shard import fully_shard
 from minifsdp.fsdp2.initial import warn_if_different
-from minifsdp.fsdp2.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
+from minifsdp.fsdp2.module import FSDPModule
 from minifsdp.fsdp2.options import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from minifsdp.ledger import watcher as _watcher

@@ -30,6 +30,7 @@ from minifsdp.checkpoint.custom_state import reads_by_itself
 from minifsdp.checkpoint.names import dotted, keys_below
 from minifsdp.engine.flat_parameter import FLAT_NAME
 from minifsdp.engine.messages import detail
+from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.wrapper import Wrapper
 
 # What nn.Module says first.
@@ -64,6 +65,12 @@ class Expected:
                     self.optional.add(start + name)
 
 
+def is_hidden(wrapper: Wrapper) -> bool:
+    """Whether full parameters have been summoned, and this rank is not shown them: ``rank0_only``."""
+    unit = wrapper._unit
+    return unit is not None and unit.phase is Phase.SUMMONED and not unit.layout.is_summoned
+
+
 @chunks.unadvised()
 def refuse_misfit(wrapper: Wrapper, form: Form, state: Mapping[str, Any], prefix: str, strict: bool) -> None:
     """Raises on all ranks if the dict of any does not fit. All ranks of the units' groups must call it.
@@ -88,10 +95,12 @@ def refuse_misfit(wrapper: Wrapper, form: Form, state: Mapping[str, Any], prefix
     else:
         problems = [*(_key_problems(state, prefix, expected) if strict else ())]
         problems.extend(_value_problems(state, expected, form))
+    problems.extend(detail("load-while-hidden", unit=start) for start, inner in wrappers if is_hidden(inner))
     agreement.refuse_together(groups, problems, OPENING)
-    if form.is_sharded:
-        # Rows are gathered key by key.
-        rows = (key for key in expected.in_units if key in state and chunks.local_rows(state[key]) is not None)
+    if not form.is_local:
+        # Rows are gathered key by key. And half of a whole value, loaded on some ranks, is none.
+        held = {key for key, value in state.items() if not form.is_sharded or chunks.local_rows(value) is not None}
+        rows = (key for key in expected.in_units if key in held)
         agreement.refuse_lacking(groups, (detail("rows-lacking-of-unit", key=key) for key in rows), OPENING)
 
 
@@ -128,11 +137,11 @@ def _value_problems(state: Mapping[str, Any], expected: Expected, form: Form) ->
 
 
 def _local_problems(codec: UnitCodec, state: Mapping[str, Any], strict: bool) -> Iterator[str]:
-    found, mine = codec.given_piece(state), codec.layout.local_values()
+    where, found, mine = codec.local_key, codec.given_piece(state), codec.layout.local_values()
     if found is None and strict:
-        yield detail("local-missing", where=codec.local_key, expected=mine.numel())
-    if found is not None and (found.numel(), found.dtype) != (mine.numel(), mine.dtype):
-        where, size = codec.local_key, mine.numel()
-        yield detail(
-            "local-size", where=where, found=found.numel(), mine=size, found_dtype=found.dtype, dtype=mine.dtype
-        )
+        yield detail("local-missing", where=where, expected=mine.numel())
+    if found is not None and not isinstance(found, torch.Tensor):
+        yield detail("no-tensor", key=where, type=type(found).__name__)
+    elif found is not None and (found.numel(), found.dtype) != (mine.numel(), mine.dtype):
+        size, dtype = found.numel(), found.dtype
+        yield detail("local-size", where=where, found=size, mine=mine.numel(), found_dtype=dtype, dtype=mine.dtype)

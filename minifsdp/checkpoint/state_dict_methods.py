@@ -23,7 +23,7 @@ from torch import nn
 
 from minifsdp.checkpoint import agreement, custom_state, names, shared_tensors, state_dict
 from minifsdp.checkpoint.codec import Form, UnitCodec
-from minifsdp.checkpoint.state_dict_check import refuse_misfit
+from minifsdp.checkpoint.state_dict_check import is_hidden, refuse_misfit
 from minifsdp.checkpoint.state_dict_load import Reading, drop_own_tensors
 from minifsdp.checkpoint.state_dict_options import (
     OptimStateDictConfig,
@@ -34,7 +34,7 @@ from minifsdp.checkpoint.state_dict_options import (
     settings_for,
 )
 from minifsdp.engine.mesh import Mesh
-from minifsdp.engine.messages import rank_of_this_process
+from minifsdp.engine.messages import message, rank_of_this_process
 from minifsdp.fsdp1.wrapper import PREFIX, Wrapper, clean_name
 
 
@@ -45,6 +45,8 @@ def _modules_of(wrapper: Wrapper) -> list[nn.Module]:
 
 def _is_shown(wrapper: Wrapper) -> bool:
     # In the user's hands already: nothing will be gathered, and a rank may come alone.
+    if is_hidden(wrapper):
+        raise RuntimeError(message("state-dict-hidden", unit=wrapper._unit and wrapper._unit.name))
     return wrapper._unit is not None and wrapper._unit.layout.is_summoned
 
 

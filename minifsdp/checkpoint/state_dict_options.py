@@ -120,7 +120,7 @@ def settings_for(
     Raises:
         RuntimeError: a configuration belongs to another type.
     """
-    if state_dict_type not in _CONFIGS:
+    if not isinstance(state_dict_type, StateDictType):
         members = ", ".join(f"StateDictType.{member.name}" for member in StateDictType)
         raise RuntimeError(message("state-dict-type", members=members, state_dict_type=state_dict_type))
     given = {"state_dict_config": state_dict_config, "optim_state_dict_config": optim_state_dict_config}

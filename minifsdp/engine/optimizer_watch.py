@@ -9,12 +9,14 @@
 Worked example: ``optimizer = SGD(model.parameters())``, then ``model = FullyShardedDataParallel(model)``, then a step:
 one warning that all 4 of its 4 parameters were replaced.
 
+* *A step inside of* ``summon_full_params()``. What the optimizer owns is hidden there, and overwritten on leaving.
+
 The check is a hook that PyTorch runs before the step of any optimizer. It looks at an optimizer once in its life, and
 at an empty set from then on.
 
 *In torch:* nothing in the first case, a size mismatch without a name in the second.
 
-Spec: CTOR-05, NOSYNC-10.
+Spec: CTOR-05, NOSYNC-10, FUZZ-06.
 """
 
 import functools
@@ -31,6 +33,8 @@ from minifsdp.engine.messages import message, warn
 from minifsdp.engine.misuse import replaced
 
 _unreduced: weakref.WeakSet[Layout] = weakref.WeakSet()
+# Whose full parameters are in the user's hands; a step would be lost, or go to what is about to be overwritten.
+summoned: weakref.WeakSet[Layout] = weakref.WeakSet()
 _checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _num_steps = 0
 
@@ -58,12 +62,15 @@ def note_unreduced(layout: Layout) -> None:
 
 
 def check_reduced(what: str, layouts: Iterable[Layout]) -> None:
-    """Whether none of ``layouts`` is left with an unreduced gradient.
+    """Whether none of ``layouts`` is left with an unreduced gradient, and none is summoned.
 
     Raises:
         RuntimeError: one is.
     """
-    if any(layout.has_unreduced for layout in layouts):
+    chosen = list(layouts)
+    if not summoned.isdisjoint(chosen):
+        raise RuntimeError(message("step-while-summoned", what=what))
+    if any(layout.has_unreduced for layout in chosen):
         raise RuntimeError(message("unreduced-gradients", what=what))
 
 
@@ -95,10 +102,10 @@ def _close_and_check(closure: Callable[[], Any], optimizer: torch.optim.Optimize
 
 
 def _check_gradients_of(optimizer: torch.optim.Optimizer) -> None:
-    if not _unreduced:
+    if not (_unreduced or summoned):
         return
     held = set(_parameters_of(optimizer))
-    mine = [layout for layout in _unreduced if not held.isdisjoint(layout.local_parameters())]
+    mine = [layout for layout in _unreduced | summoned if not held.isdisjoint(layout.local_parameters())]
     check_reduced(f"{type(optimizer).__name__}.step()", mine)
     _unreduced.difference_update(mine)
 

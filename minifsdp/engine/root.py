@@ -81,7 +81,8 @@ class Root:
         for name, unit in units:
             unit.name = unit.layout.name = name
             unit.choose(stays_for_backward=unit is outermost and keeps_outermost)
-            unit.layout.settle()
+            if unit.phase is not Phase.SUMMONED:
+                unit.layout.settle()
             if unit.precision.reduce is None:
                 # The model may have been converted since.
                 for plan in unit.plans:

@@ -164,7 +164,8 @@ class Unit(Generic[LayoutT]):
 
     def unshard(self) -> None:
         """SHARDED -> GATHERING: issues the gather. In any other state there is nothing to do."""
-        if self.state is not State.SHARDED:
+        # On a user's list to be prefetched, and in no tree yet: it is gathered when its own forward comes.
+        if self.state is not State.SHARDED or "limiter" not in vars(self):
             return
         self.limiter.admit(self.name)
         layout = self.layout

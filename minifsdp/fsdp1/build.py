@@ -27,9 +27,7 @@ from minifsdp.engine.messages import message, warn
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1 import policies
 from minifsdp.fsdp1.options import (
-    BackwardPrefetch,
     CPUOffload,
-    MixedPrecision,
     Options,
     ProcessGroups,
     ShardingStrategy,
@@ -52,19 +50,12 @@ def check_options(module: Any, options: Options) -> None:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(message("not-a-module", type=type(module).__name__))
-    strategy, prefetch = options.sharding_strategy, options.backward_prefetch
+    strategy = options.sharding_strategy
     if isinstance(strategy, CPUOffload):
         raise TypeError(message("third-position"))
     if not isinstance(strategy, ShardingStrategy | None):
         members = ", ".join(f"ShardingStrategy.{member.name}" for member in ShardingStrategy)
         raise TypeError(message("strategy-type", members=members, sharding_strategy=strategy))
-    if not isinstance(options.cpu_offload, CPUOffload | None):
-        raise TypeError(message("offload-type", cpu_offload=options.cpu_offload))
-    if not isinstance(prefetch, BackwardPrefetch | None):
-        members = ", ".join(f"BackwardPrefetch.{member.name}" for member in BackwardPrefetch)
-        raise TypeError(message("prefetch-type", members=members, backward_prefetch=prefetch))
-    if not isinstance(options.mixed_precision, MixedPrecision | None):
-        raise TypeError(message("mixed-precision-type", mixed_precision=options.mixed_precision))
     if options.auto_wrap_policy is not None:
         policies.require_policy(options.auto_wrap_policy)
     if misuse.is_only_called_in_parts(module):

@@ -109,12 +109,14 @@ def _one(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool
     unit.phase = Phase.SUMMONED
     shown = row.cpu() if offload_to_cpu and mesh.shard is not None else row
     summoned = Summoned(layout, shown, gradients) if sees else None
+    optimizer_watch.summoned.add(layout)
     try:
         yield
         if summoned is not None and not with_grads:
             _check_no_gradients(unit)
     finally:
         unit.phase = Phase.IDLE
+        optimizer_watch.summoned.discard(layout)
         if summoned is not None:
             summoned.hide(keep_changes=writeback or mesh.shard is None)
 

@@ -128,7 +128,8 @@ class TrainingMethods(Wrapper):
             The norm before clipping, the same on all ranks.
 
         Raises:
-            RuntimeError: this is not the root, or there are gradients that were never reduced.
+            RuntimeError: this is not the root, full parameters are summoned, or there are gradients that were never
+                reduced.
         """
         self._only_on_the_root("clip_grad_norm_()")
         self._current_tree()
@@ -158,8 +159,6 @@ class TrainingMethods(Wrapper):
         """
         if self._is_inner:
             raise AssertionError(message("hook-root-only"))
-        if not callable(hook):
-            raise ValueError(message("hook-type", hook=hook))
         if self._tree is not None:
             raise RuntimeError(message("hook-too-late"))
         wrappers = Wrapper.fsdp_modules(self)

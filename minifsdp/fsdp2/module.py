@@ -158,8 +158,6 @@ class FSDPModule:
         Raises:
             ValueError: not a bool; a number of ranks can be chosen in `fully_shard` only, since it makes groups.
         """
-        if not isinstance(reshard_after_forward, bool):
-            raise ValueError(message("reshard-switch", reshard_after_forward=reshard_after_forward))
         for state in _states(self, recurse):
             state.reshard_after_forward = reshard_after_forward
             if state.unit is not None:
@@ -230,6 +228,12 @@ class FSDPModule:
         """``to``, ``half``, ``to_empty`` and the like act on the shards; a unit adapts when next used (FS2-28)."""
         _state(self).reshard()
         return super()._apply(*args, **kwargs)  # type: ignore[misc]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops gradients, also those of sharded parameters that full ones stand in for (FUZZ-04)."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for parameter in (p for unit in _units(self, recurse=True) for p in unit.layout.local_parameters()):
+            parameter.grad = None if set_to_none or parameter.grad is None else torch.zeros_like(parameter.grad)
 
     def _get_fsdp_state(self) -> FSDPModuleState:
         return _state(self)

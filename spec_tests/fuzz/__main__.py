@@ -1,0 +1,71 @@
+"""``python -m spec_tests.fuzz --number 2000 --seed 7 --output build/fuzz.json``, from the root; see the package."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def main(arguments: list[str]) -> int:
+    """The command; returns 1 if anything was found."""
+    # Late: ranks import this module, too, as the main one of their parent.
+    from spec_tests.fuzz.case import DOORS, from_json
+    from spec_tests.fuzz.judge import counted, judged, kind_of, replay_line, simplest
+    from spec_tests.fuzz.machine import drawn
+    from spec_tests.harness import pool
+
+    parser = argparse.ArgumentParser(prog="python -m spec_tests.fuzz")
+    parser.add_argument("--number", type=int, default=2000, help="programs, half of them through each door")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--door", choices=DOORS, action="append")
+    parser.add_argument("--apart", action="store_true", help="programs in which some calls are made by one rank only")
+    parser.add_argument("--minutes", type=float, default=60.0, help="end earlier than after all programs")
+    parser.add_argument("--output", type=Path, help="a file for what was found, as JSON")
+    parser.add_argument("--smaller", type=int, default=3, help="how many findings to make smaller")
+    parser.add_argument("--replay", metavar="JSON", help="run this program again")
+    parser.add_argument("--shrink", metavar="JSON", help="make this program smaller")
+    chosen = parser.parse_args(arguments)
+    if chosen.replay:
+        (verdict,) = judged([from_json(chosen.replay)])
+        pool.close_all()
+        print(*verdict.log, verdict.found or "nothing is found", sep="\n")
+        return int(verdict.found is not None)
+    if chosen.shrink:
+        print(replay_line(simplest(from_json(chosen.shrink))))
+        pool.close_all()
+        return 0
+    doors = chosen.door or list(DOORS)
+    end = time.monotonic() + 60 * chosen.minutes
+    verdicts = []
+    for door in doors:
+        cases = drawn(chosen.number // len(doors), door, chosen.seed, is_apart=chosen.apart)
+        for verdict in judged(cases):
+            verdicts.append(verdict)
+            if verdict.found:
+                print(verdict.found[:1500], replay_line(verdict.case), sep="\n", flush=True)
+            if time.monotonic() > end:
+                break
+    found = [verdict for verdict in verdicts if verdict.found]
+    kinds = Counter(kind_of(verdict.found or "") for verdict in found)
+    print(f"{len(verdicts)} programs, {len(found)} findings", *kinds.most_common(), sep="\n")
+    print(*counted(verdicts).most_common(), sep="\n")
+    for kind in list(kinds)[: chosen.smaller]:
+        case = next(verdict.case for verdict in found if kind_of(verdict.found or "") == kind)
+        print(kind, replay_line(simplest(case)), sep="\n", flush=True)
+    pool.close_all()
+    if chosen.output:
+        chosen.output.parent.mkdir(parents=True, exist_ok=True)
+        text = [{"case": vars(verdict.case), "found": verdict.found} for verdict in found]
+        chosen.output.write_text(json.dumps({"number": len(verdicts), "found": text}, indent=1) + "\n")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,51 @@
+"""A program as plain data: it can be printed, sent to a rank and typed on a command line.
+
+Worked example::
+
+    {"door": "wrapped", "options": {"strategy": "FULL_SHARD"}, "calls": [
+        {"do": "forward", "batch": 0}, {"do": "backward", "which": "all"}, {"do": "step", "on": 1}]}
+
+``on`` names the only rank that makes the call; without it all do.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["DOORS", "Call", "Case", "from_json", "to_json"]
+
+DOORS = ("wrapped", "composed")
+
+Call = dict[str, Any]
+
+
+@dataclass
+class Case:
+    """One program.
+
+    Attributes:
+        door: ``"wrapped"`` or ``"composed"``, the function `fully_shard`.
+        options: of the model and of the door.
+        calls: one after the other.
+    """
+
+    door: str
+    options: dict[str, Any] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether ranks do different things."""
+        return any("on" in call for call in self.calls)
+
+
+def to_json(case: Case) -> str:
+    """One line."""
+    return json.dumps(vars(case))
+
+
+def from_json(text: str) -> Case:
+    """The reverse."""
+    return Case(**json.loads(text))

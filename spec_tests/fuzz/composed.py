@@ -1,0 +1,197 @@
+"""The sharded model behind the second door, ``fully_shard``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from minifsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from spec_tests.fuzz import net as nets
+from spec_tests.fuzz.case import Call
+from spec_tests.fuzz.sides import Pieces, Side, grown, halve
+from spec_tests.fuzz.twin import Twin, damaged
+from spec_tests.fuzz.wrong import WRONG_COMPOSED
+from spec_tests.harness import kept
+
+__all__ = ["FORMS", "Composed"]
+
+FORMS = {
+    "plain": None,
+    "sharded": dcp.StateDictOptions(),
+    "full": dcp.StateDictOptions(full_state_dict=True),
+    "full on rank 0": dcp.StateDictOptions(full_state_dict=True, cpu_offload=True),
+}
+
+
+class Composed(Side):
+    """See `Side`."""
+
+    def shard(self, net: nets.Net) -> None:
+        def make() -> DeviceMesh:
+            return DeviceMesh.from_group(self.group, "cpu")
+
+        # DTensor works out anew for each mesh what is to be sent for each operator.
+        mesh = kept("fuzz", make) if self.group is dist.group.WORLD else make()
+        offload = CPUOffloadPolicy(pin_memory=False) if self.options.get("offload") else OffloadPolicy()
+        shard = functools.partial(
+            fully_shard, mesh=mesh, reshard_after_forward=self.options.get("frees"), offload_policy=offload
+        )
+        for block in net.blocks:
+            if block.inner is not None:
+                shard(block.inner)
+            shard(block)
+        self.model = shard(net)
+        self.handles: list[Any] = []
+        self.owned = dict(self.model.named_parameters())
+
+    @property
+    def net(self) -> Any:
+        return self.model
+
+    # --- pieces ---
+
+    def parameters_against(self, twin: Twin) -> Pieces:
+        return {
+            f"parameter {name!r}": (parameter.to_local().detach(), self._cut(expected.detach()))
+            for (name, parameter), expected in zip(self.owned.items(), twin.net.parameters(), strict=True)
+        }
+
+    def gradients_against(self, twin: Twin) -> Pieces:
+        found: Pieces = {}
+        for (name, parameter), plain in zip(self.owned.items(), twin.net.parameters(), strict=True):
+            local = None if parameter.grad is None else parameter.grad.to_local()
+            expected = self._cut(grown(plain.grad, plain.detach()))
+            found[f"gradient of {name!r}"] = (grown(local, expected), expected)
+        return found
+
+    def _cut(self, whole: Tensor) -> Tensor:
+        pieces = whole.chunk(2)
+        return pieces[self.rank] if self.rank < len(pieces) else whole[:0]
+
+    def saved_against(self, form: str, state: dict[str, Any], expected: dict[str, Tensor]) -> Pieces:
+        if form == "full on rank 0" and self.rank != 0:
+            return {}
+        found: Pieces = {}
+        for key, whole in expected.items():
+            value = state.get(key)
+            is_cut = isinstance(value, DTensor)
+            found[f"{key!r} of the state dict"] = (
+                value.to_local() if isinstance(value, DTensor) else value,
+                self._cut(whole) if is_cut else whole,
+            )
+        return found
+
+    # --- calls ---
+
+    def _output(self, call: Call) -> Tensor:
+        try:
+            return super()._output(call)
+        except Exception:
+            # Nothing tells the units that it was broken off, until the same module is called again: a part of it that
+            # is called alone would meet what was gathered before.
+            self._reshard_all()
+            raise
+
+    def clip(self, call: Call) -> Tensor:
+        norm = torch.nn.utils.clip_grad_norm_(self.owned.values(), call["most"], float(call["norm"]))
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def edit(self, call: Call) -> None:
+        with torch.no_grad():
+            for parameter in self.owned.values():
+                parameter.mul_(0.5)
+        self.changed()
+
+    def apply(self, call: Call) -> None:
+        self._reshard_all()
+        self.model.apply(halve)
+        self.changed()
+
+    def _reshard_all(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def save(self, call: Call) -> dict[str, Any]:
+        options = FORMS[call["form"]]
+        if options is None:
+            # As they are: the shards themselves, which training changes.
+            state = {key: value.detach().clone() for key, value in self.model.state_dict().items()}
+        else:
+            state = dcp.get_model_state_dict(self.model, options=options)
+            state = {key: value.detach().clone() for key, value in state.items()}
+        self.saved.append((call["form"], state))
+        return state
+
+    def load(self, call: Call) -> None:
+        if not self.saved:
+            return
+        form, state = self.saved[call["index"] % len(self.saved)]
+        form = call.get("form") or form
+        state = damaged(state, call.get("damage"))
+        options, strict = FORMS[form], call.get("strict", True)
+        if options is None:
+            self.model.load_state_dict(state, strict=strict, assign=call.get("assign", False))
+        else:
+            chosen = dcp.StateDictOptions(
+                full_state_dict=options.full_state_dict, broadcast_from_rank0=form == "full on rank 0", strict=strict
+            )
+            # torch's function looks at what is shown: of a root that is gathered after an evaluation, whole tensors.
+            self._reshard_all()
+            dcp.set_model_state_dict(self.model, state, options=chosen)
+        self.changed()
+
+    def save_optimizer(self, call: Call) -> None:
+        # Without states torch's function makes some, by a step that counts.
+        if not self.optimizer.state:
+            return
+        form = call["form"]
+        state = dcp.get_optimizer_state_dict(self.model, self.optimizer, options=FORMS[form])
+        # In rows they are the optimizer's own tensors, which training changes.
+        copied = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)
+        self.saved_optimizer.append((form, copied))
+
+    def load_optimizer(self, call: Call) -> None:
+        if not self.saved_optimizer:
+            return
+        form, state = self.saved_optimizer[call["index"] % len(self.saved_optimizer)]
+        full = form.startswith("full")
+        options = dcp.StateDictOptions(full_state_dict=full, broadcast_from_rank0=form == "full on rank 0")
+        dcp.set_optimizer_state_dict(self.model, self.optimizer, state, options=options)
+
+    def sync(self, call: Call) -> None:
+        self.at(call.get("part")).set_requires_gradient_sync(call["value"], recurse=call.get("recurse", True))
+
+    def keep(self, call: Call) -> None:
+        self.at(call.get("part")).set_reshard_after_forward(not call["value"], recurse=call.get("recurse", True))
+
+    def keep_after_backward(self, call: Call) -> None:
+        self.at(call.get("part")).set_reshard_after_backward(not call["value"], recurse=call.get("recurse", True))
+
+    def unshard(self, call: Call) -> None:
+        handle = self.at(call.get("part")).unshard(async_op=call["later"])
+        if handle is not None:
+            self.handles.append(handle)
+
+    def wait(self, call: Call) -> None:
+        while self.handles:
+            self.handles.pop(0).wait()
+
+    def reshard(self, call: Call) -> None:
+        self.at(call.get("part")).reshard()
+
+    def prefetch(self, call: Call) -> None:
+        module = self.at(call.get("part"))
+        listed = [self.at(part) for part in call["parts"]]
+        getattr(module, f"set_modules_to_{call['when']}_prefetch")(listed)
+
+    def wrong(self, call: Call) -> None:
+        WRONG_COMPOSED[call["name"]](self)

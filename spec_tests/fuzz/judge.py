@@ -1,0 +1,119 @@
+"""Sends programs to the ranks, and makes one that fails smaller.
+
+A batch of programs is one errand to the pool. If ranks hang or die in it, its programs are tried one by one. A program
+that fails is made smaller by leaving out calls and options, as long as the same kind of finding remains.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shlex
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from spec_tests.fuzz import play
+from spec_tests.fuzz.case import Case, to_json
+from spec_tests.harness import pool
+
+__all__ = ["Verdict", "judged", "kind_of", "replay_line", "simplest"]
+
+BATCH = 20
+LIMIT = 10.0  # seconds until a program that hangs is given up
+
+DEFAULTS = {
+    "strategy": "FULL_SHARD",
+    "originals": False,
+    "nested": False,
+    "uses": 1,
+    "prefetch": "pre",
+    "forward_prefetch": False,
+    "frees": None,
+    "offload": False,
+    "optimizer": "sgd",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a program went.
+
+    Attributes:
+        case: the program.
+        found: what is wrong, or ``None``.
+        log: what rank 0 says of each call.
+    """
+
+    case: Case
+    found: str | None
+    log: tuple[str, ...] = ()
+
+
+def judged(cases: list[Case]) -> Iterator[Verdict]:
+    """A verdict for each program."""
+    for start in range(0, len(cases), BATCH):
+        yield from _judged(cases[start : start + BATCH])
+
+
+def _judged(cases: list[Case]) -> list[Verdict]:
+    try:
+        return _errand(cases, LIMIT if len(cases) == 1 else 4 * LIMIT)
+    except pool.Failure as failure:
+        if len(cases) == 1:
+            return [Verdict(cases[0], f"hang or crash: {failure}")]
+    return [verdict for case in cases for verdict in _judged([case])]
+
+
+def _errand(cases: list[Case], limit: float) -> list[Verdict]:
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = {"texts": [to_json(case) for case in cases], "folder": folder}
+        pool.run(2, play.__name__, play.play_all.__name__, arguments, limit)
+        of_ranks = [json.loads(pathlib.Path(folder, str(rank)).read_text()) for rank in range(2)]
+    verdicts = []
+    for case, *results in zip(cases, *of_ranks, strict=True):
+        said = [f"--- rank {rank} ---\n{result['found']}" for rank, result in enumerate(results) if result["found"]]
+        verdicts.append(Verdict(case, "\n".join(said) or None, tuple(results[0]["log"])))
+    return verdicts
+
+
+def kind_of(found: str) -> str:
+    """The first words of a finding, to know it again."""
+    line = next(line for line in found.splitlines() if not line.startswith("---"))
+    return line.partition(":")[0]
+
+
+def simplest(case: Case) -> Case:
+    """The program without what can be left out."""
+    first = next(judged([case])).found
+    if first is None:
+        return case
+    kind = kind_of(first)
+    while True:
+        smaller = next((c for c in _smaller(case) if (f := next(judged([c])).found) and kind_of(f) == kind), None)
+        if smaller is None:
+            return case
+        case = smaller
+
+
+def _smaller(case: Case) -> Iterator[Case]:
+    half = len(case.calls) // 2
+    if half > 1:
+        yield replace(case, calls=case.calls[half:])
+        yield replace(case, calls=case.calls[:half])
+    for number in reversed(range(len(case.calls))):
+        yield replace(case, calls=case.calls[:number] + case.calls[number + 1 :])
+    for name, value in case.options.items():
+        if name in DEFAULTS and value != DEFAULTS[name]:
+            yield replace(case, options={key: kept for key, kept in case.options.items() if key != name})
+
+
+def replay_line(case: Case) -> str:
+    """What to type to see it again."""
+    return f"python -m spec_tests.fuzz --replay {shlex.quote(to_json(case))}"
+
+
+def counted(verdicts: list[Verdict]) -> Counter[str]:
+    """How the calls went, by their words."""
+    return Counter(said.partition(": ")[2] for verdict in verdicts for said in verdict.log)

@@ -1,0 +1,313 @@
+"""Where programs come from: a state machine of hypothesis whose rules write down calls.
+
+It runs nothing. What it knows of the state is only what makes programs worth running: whether something waits for its
+backward, whether a context is open, what was saved. Most rules may be drawn at any time, so the order is often wrong;
+`train` writes a whole step at once, so that much of it is right as well.
+
+Hypothesis turns rules off at random, for each program others. So programs differ in kind, not only in order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import seed as seeded
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from spec_tests.fuzz import composed, wrapped
+from spec_tests.fuzz.case import Call, Case
+from spec_tests.fuzz.net import NUM_BLOCKS
+from spec_tests.fuzz.wrong import WRONG_COMPOSED, WRONG_WRAPPED
+
+__all__ = ["drawn"]
+
+NUM_CALLS, BATCH = 14, 10
+
+batches = st.integers(0, 3)
+parts = st.none() | st.integers(0, NUM_BLOCKS - 1)
+flags = st.booleans()
+damages = st.sampled_from([None, None, None, "missing", "extra", "shape", "type", "none", "list"])
+
+
+class Programs(RuleBasedStateMachine):
+    """Writes one program; at the end it is handed to `tell`."""
+
+    door: str
+    forms: tuple[str, ...] = ()
+    wrong_calls: tuple[str, ...] = ()
+    shapes: st.SearchStrategy[dict[str, Any]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.options: dict[str, Any] = {}
+        self.num_pending = self.num_saved_optimizers = self.num_contexts = 0
+        self.saved: list[str] = []
+        self._only: int | None = None
+
+    def tell(self, case: Case) -> None:
+        """Somebody else's."""
+
+    def teardown(self) -> None:
+        if self.calls:
+            self.tell(Case(self.door, {**self.options, "door": self.door}, self.calls))
+
+    def call(self, do: str, *, together: bool = False, **arguments: Any) -> None:
+        said = {"do": do, **{name: value for name, value in arguments.items() if value is not None}}
+        if self._only is not None and not together:
+            said["on"], self._only = self._only, None
+        self.calls.append(said)
+
+    @initialize(data=st.data())
+    def begin(self, data: st.DataObject) -> None:
+        self.options = data.draw(self.shapes)
+
+    # --- training ---
+
+    @rule(batch=batches, to_none=flags, skip=parts)
+    def train(self, batch: int, to_none: bool, skip: int | None) -> None:
+        self.call("zero_grad", together=True, to_none=to_none, of_model=False)
+        self.call("forward", batch=batch, skip=skip)
+        self.call("backward", which="all")
+        self.call("step", together=True)
+        self.num_pending = 0
+
+    @rule(batch=batches, skip=parts, part=st.none() | parts)
+    def forward(self, batch: int, skip: int | None, part: int | None) -> None:
+        self.call("forward", batch=batch, skip=skip, part=part)
+        self.num_pending += 1
+
+    @precondition(lambda self: self.num_pending)
+    @rule(which=st.sampled_from(["first", "last", "all"]))
+    def backward(self, which: str) -> None:
+        self.call("backward", which=which)
+        self.num_pending = 0 if which == "all" else self.num_pending - 1
+
+    @rule(batch=batches, part=st.none() | parts)
+    def evaluate(self, batch: int, part: int | None) -> None:
+        self.call("evaluate", batch=batch, part=part)
+
+    @rule()
+    def step(self) -> None:
+        self.call("step", together=True)
+        self.num_pending = 0
+
+    @rule(to_none=flags, of_model=flags)
+    def zero_grad(self, to_none: bool, of_model: bool) -> None:
+        self.call("zero_grad", together=True, to_none=to_none, of_model=of_model)
+
+    @rule(most=st.sampled_from([0.01, 1, 1e9]), norm=st.sampled_from([1, 2.0, "inf"]))
+    def clip(self, most: float, norm: float | str) -> None:
+        self.call("clip", most=most, norm=norm)
+
+    @rule()
+    def edit(self) -> None:
+        self.call("edit", together=True)
+
+    @rule(train=flags)
+    def mode(self, train: bool) -> None:
+        self.call("mode", train=train)
+
+    # --- saving ---
+
+    @rule(data=st.data())
+    def save(self, data: st.DataObject) -> None:
+        self.saved.append(data.draw(st.sampled_from(self.forms)))
+        self.call("save", form=self.saved[-1])
+
+    @precondition(lambda self: self.saved)
+    @rule(data=st.data(), strict=flags)
+    def load(self, data: st.DataObject, strict: bool) -> None:
+        index = data.draw(st.integers(0, len(self.saved) - 1))
+        # Now and then in another form than it was written in. If it need not be strict, nothing of it would be read.
+        others = self.forms if self.door == "wrapped" else ("plain",)
+        form = data.draw(st.sampled_from([None, None, None, *others]))
+        strict = strict or form is not None or self.saved[index] == "local"
+        # Of those that torch's functions read, torch takes some for whole.
+        damage = data.draw(damages) if self.door == "wrapped" or (form or self.saved[index]) == "plain" else None
+        self.call("load", together=True, index=index, strict=strict, form=form, damage=damage)
+        self.num_pending = 0
+
+    @precondition(lambda self: len(self.forms) > 1)
+    @rule(data=st.data())
+    def save_optimizer(self, data: st.DataObject) -> None:
+        forms = [form for form in self.forms if form != "plain"]
+        self.call("save_optimizer", form=data.draw(st.sampled_from(forms)))
+        self.num_saved_optimizers += 1
+
+    @precondition(lambda self: self.num_saved_optimizers)
+    @rule(index=st.integers(0, 3))
+    def load_optimizer(self, index: int) -> None:
+        self.call("load_optimizer", together=True, index=index)
+
+    # --- wrong by itself ---
+
+    @rule(data=st.data())
+    def wrong(self, data: st.DataObject) -> None:
+        self.call("wrong", together=True, name=data.draw(st.sampled_from(self.wrong_calls)))
+
+    @rule(batch=batches, bang=st.integers(0, NUM_BLOCKS - 1), evaluates=flags)
+    def break_off(self, batch: int, bang: int, evaluates: bool) -> None:
+        self.call("evaluate" if evaluates else "forward", together=True, batch=batch, bang=bang)
+
+    @rule(given=st.sampled_from([3, "text", [1.0]]))
+    def strange_input(self, given: object) -> None:
+        self.call("strange_input", together=True, input=given)
+
+    @rule()
+    def backward_again(self) -> None:
+        self.call("backward_again", together=True)
+
+    @rule()
+    def copy(self) -> None:
+        self.call("copy", together=True)
+
+
+class Wrapped(Programs):
+    """Through ``FullyShardedDataParallel``."""
+
+    door = "wrapped"
+    forms = tuple(wrapped.FORMS)
+    wrong_calls = tuple(WRONG_WRAPPED)
+    shapes = st.fixed_dictionaries(
+        {
+            "strategy": st.sampled_from(["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]),
+            "originals": flags,
+            "nested": flags,
+            "uses": st.sampled_from([1, 1, 2]),
+            "prefetch": st.sampled_from(["pre", "post", "none"]),
+            "forward_prefetch": flags,
+            "offload": st.sampled_from([False, False, True]),
+            "optimizer": st.sampled_from(["sgd", "adam"]),
+        }
+    )
+
+    @rule()
+    def no_sync(self) -> None:
+        self.call("enter", what="no_sync")
+        self.num_contexts += 1
+
+    @rule(writeback=flags, rank0_only=flags, offload_to_cpu=flags, with_grads=flags)
+    def summon(self, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:
+        options = {"rank0_only": rank0_only, "offload_to_cpu": offload_to_cpu, "with_grads": with_grads}
+        self.call("enter", what="summon", writeback=writeback, **options)
+        self.num_contexts += 1
+
+    @precondition(lambda self: self.num_contexts)
+    @rule()
+    def leave(self) -> None:
+        self.call("leave")
+        self.num_contexts -= 1
+
+    @rule()
+    def apply(self) -> None:
+        self.call("apply", together=True)
+        self.num_pending = 0
+
+
+class Composed(Programs):
+    """Through ``fully_shard``."""
+
+    door = "composed"
+    forms = tuple(composed.FORMS)
+    wrong_calls = tuple(WRONG_COMPOSED)
+    shapes = st.fixed_dictionaries(
+        {
+            "frees": st.sampled_from([None, True, False]),
+            "nested": flags,
+            "uses": st.sampled_from([1, 1, 2]),
+            "offload": st.sampled_from([False, False, True]),
+            "optimizer": st.sampled_from(["sgd", "adam"]),
+        }
+    )
+
+    @rule(value=flags, part=parts, recurse=flags)
+    def sync(self, value: bool, part: int | None, recurse: bool) -> None:
+        self.call("sync", value=value, part=part, recurse=recurse)
+
+    @rule(value=flags, part=parts, recurse=flags, do=st.sampled_from(["keep", "keep_after_backward"]))
+    def keep(self, value: bool, part: int | None, recurse: bool, do: str) -> None:
+        self.call(do, value=value, part=part, recurse=recurse)
+
+    @rule(part=parts, later=flags)
+    def unshard(self, part: int | None, later: bool) -> None:
+        self.call("unshard", part=part, later=later)
+
+    @rule()
+    def wait(self) -> None:
+        self.call("wait")
+
+    @rule(part=parts)
+    def reshard(self, part: int | None) -> None:
+        self.call("reshard", part=part)
+
+    @rule(part=parts, listed=st.lists(parts, max_size=3), when=st.sampled_from(["forward", "backward"]))
+    def prefetch(self, part: int | None, listed: list[int | None], when: str) -> None:
+        self.call("prefetch", part=part, parts=listed, when=when)
+
+
+class _Apart(Programs):
+    """Now and then a call is made by one rank only, or a rank leaves another block out than the other."""
+
+    @rule(rank=st.integers(0, 1))
+    def alone(self, rank: int) -> None:
+        """The next call that can be made alone is."""
+        self._only = rank
+
+    @rule(batch=batches, skips=st.tuples(parts, parts))
+    def forward_by_branch(self, batch: int, skips: tuple[int | None, int | None]) -> None:
+        self.call("forward", batch=batch, skip=list(skips))
+        self.num_pending += 1
+
+
+class WrappedApart(_Apart, Wrapped):
+    pass
+
+
+class ComposedApart(_Apart, Composed):
+    # The others are torch's functions over the default group, whose time limit is long.
+    forms = ("plain",)
+
+
+MACHINES: dict[tuple[str, bool], type[Programs]] = {
+    ("wrapped", False): Wrapped,
+    ("composed", False): Composed,
+    ("wrapped", True): WrappedApart,
+    ("composed", True): ComposedApart,
+}
+
+
+def drawn(number: int, door: str, seed: int, *, is_apart: bool = False) -> list[Case]:
+    """Programs through a door, always the same for a seed, no two of them equal.
+
+    Args:
+        number: how many.
+        door: which one.
+        seed: where to begin.
+        is_apart: whether now and then a call is made by one rank only.
+    """
+    cases: list[Case] = []
+    for part in itertools.count():
+        # Hypothesis likes to vary what it has drawn; begun anew, it draws something else.
+        cases += [case for case in _some(BATCH, door, 10_000 * seed + part, is_apart) if case not in cases]
+        if len(cases) >= number:
+            break
+    return cases[:number]
+
+
+def _some(number: int, door: str, seed: int, is_apart: bool) -> list[Case]:
+    cases: list[Case] = []
+    machine: Any = type("Machine", (MACHINES[door, is_apart],), {"tell": lambda self, case: cases.append(case)})
+    chosen = settings(
+        max_examples=number,
+        stateful_step_count=NUM_CALLS,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(seeded(seed)(machine), settings=chosen)
+    return cases

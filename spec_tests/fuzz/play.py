@@ -1,0 +1,274 @@
+"""What a rank does: makes one call after the other on the sharded model and on the twin, and says what is wrong.
+
+A finding is one of these:
+
+* *differs*: an output, a parameter, a gradient or what was saved is not the twin's;
+* *bare error*: an error that passed through minifsdp, has not its words, and that the twin has not raised;
+* *refused*: an error of minifsdp where everything was in order;
+* *lenient*: the twin has raised, and the sharded model has gone on;
+* *no end*: after all calls one ordinary step does not go well;
+* *discord*: ranks have done different things, and all came to the end.
+
+Errors of minifsdp are what is asked for, where the order is wrong; they leave the twin as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import json
+import pathlib
+import re
+import traceback
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spec_tests.fuzz.case import Call, Case, from_json
+from spec_tests.fuzz.composed import Composed
+from spec_tests.fuzz.sides import Pieces, Side
+from spec_tests.fuzz.twin import Twin
+from spec_tests.fuzz.wrapped import Wrapped
+from spec_tests.oracles.compare import DOUBLE, FLOAT, Tolerance
+
+__all__ = ["TIME_LIMIT", "play_all"]
+
+SIDES: dict[str, type[Side]] = {"wrapped": Wrapped, "composed": Composed}
+# Seconds until a rank that is left alone hears of it.
+TIME_LIMIT = 1.0
+# In the words of minifsdp; torch puts words of its own before some of them.
+OURS = re.compile(r"(^|\n|\s)rank \d+: ")
+# What gloo says to a rank that waits for one that does not come, or that has gone.
+OF_GLOO = re.compile(r"[Tt]imed out|[Tt]imeout|Connection (closed|reset)|gloo|Broken pipe|Socket|recv", re.DOTALL)
+# In the words of Python, which name the function.
+PYTHONS = re.compile(r"\(\) got an unexpected keyword argument")
+END: tuple[Call, ...] = (
+    {"do": "zero_grad", "to_none": True, "of_model": False},
+    {"do": "forward", "batch": 7},
+    {"do": "backward", "which": "all"},
+    {"do": "step"},
+    {"do": "evaluate", "batch": 8},
+)
+
+
+class Player:
+    """One program on this rank.
+
+    Args:
+        case: the program.
+        group: the ranks that share.
+
+    Attributes:
+        log: for each call how it went: ``"ok"``, or the words of the error.
+    """
+
+    def __init__(self, case: Case, group: dist.ProcessGroup) -> None:
+        self.case, self.rank = case, group.rank()
+        self.side = SIDES[case.door](case.options, group)
+        self.twin = Twin(case.options, self.rank)
+        self.tolerance: Tolerance = DOUBLE
+        self.log: list[str] = []
+        self.found: str | None = None
+
+    def play(self) -> None:
+        """All calls, and an ordinary step. A finding is noted down, for the other rank goes on and so must this one."""
+        for call in self.case.calls:
+            self.make(call)
+        while self.side.contexts:
+            self.make({"do": "leave"})
+        self._end()
+
+    def _end(self) -> None:
+        if self.case.door == "composed":
+            self.make({"do": "sync", "value": True})
+            self.make({"do": "keep_after_backward", "value": False})
+        elif self.twin.waiting_units:
+            self.make(END[0])
+        self.make({"do": "backward", "which": "all"})
+        for call in END:
+            said = self.make(call)
+            if said != "ok":
+                self._note(f"no end: {call} ended in {said}")
+        if self.case.is_apart:
+            if self.twin.discord:
+                self._note("discord: the ranks have done different things, and all came to the end")
+            self._compare(self.side.parameters_against(self.twin))
+
+    def _note(self, finding: str) -> None:
+        self.found = self.found or f"{finding}\nafter {self.log}"
+
+    @property
+    def _compares(self) -> bool:
+        """Whether all is compared at once. Where ranks differ an error may come later than a wrong gradient."""
+        return not self.case.is_apart
+
+    def make(self, call: Call) -> str:
+        """One call; how it went."""
+        mine = call.get("on", self.rank) == self.rank
+        ranks = (call["on"],) if "on" in call else (0, 1)
+        given, error = self._try(self.side, call) if mine else (None, None)
+        said = "ok"
+        if error is not None:
+            said = self._judged(call, error, ranks)
+        else:
+            self._follow(call, given, ranks, mine=mine)
+        self.log.append(f"{call['do']}: {said}")
+        if self._compares and not self.side.is_summoned and self.found is None:
+            self._compare(self.side.parameters_against(self.twin))
+            self._compare(self.side.gradients_against(self.twin))
+        return said
+
+    def _try(self, side: Any, call: Call, *rest: Any) -> tuple[Any, BaseException | None]:
+        try:
+            return getattr(side, call["do"])(call, *rest), None
+        except Exception as error:
+            return None, error
+
+    def _judged(self, call: Call, error: BaseException, ranks: tuple[int, ...]) -> str:
+        """What an error is worth: its words, or a finding."""
+        text = str(error)
+        if call["do"] in ("backward", "load"):
+            # Whatever was left of the graphs is gone, or was computed from other values.
+            self.side.changed()
+            self.twin._changed()
+        if OURS.search(text):
+            entry = re.search(r"#(E-[a-z0-9-]+)", text)
+            said = entry.group(1) if entry else text.splitlines()[0]
+            if self._is_in_order(call):
+                self._note(f"refused: {call} was in order, and ended in {type(error).__name__}: {text}")
+            return said
+        if self.case.is_apart and OF_GLOO.search(text):
+            raise error
+        # A program that is wrong for any model, or a call that never came to minifsdp.
+        # PyTorch's own `load_state_dict` copies what fits before it raises.
+        leaves_traces = call["do"] in ("forward", "evaluate", "strange_input", "backward", "backward_again", "load")
+        _, expected = self._try(self.twin, call, ranks) if leaves_traces else (None, None)
+        where = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        if not any("/minifsdp/" in name for name in where):
+            return f"torch: {type(error).__name__}"
+        if PYTHONS.search(text):
+            return "of Python: a name that the function does not have"
+        if expected is not None and isinstance(error, type(expected)):
+            return f"as in one process: {type(error).__name__}"
+        shown = "".join(traceback.format_exception(error))[-3000:]
+        self._note(f"bare error: {call}: {type(error).__name__}: {text}\n{shown}")
+        return f"bare error: {type(error).__name__}"
+
+    def _is_in_order(self, call: Call) -> bool:
+        """Whether a refusal of this call is one too many."""
+        if self.side.is_summoned or self.case.is_apart:
+            return False
+        if call["do"] in ("step", "clip"):
+            return not self.twin.waiting_units
+        return call["do"] in ("forward", "evaluate", "backward", "zero_grad", "mode", "save", "edit", "apply")
+
+    def _follow(self, call: Call, given: Any, ranks: tuple[int, ...], *, mine: bool) -> None:
+        """The twin does the same."""
+        if call["do"] == "clip":
+            # The norm is computed in float32 here and there.
+            self.tolerance = FLOAT
+        expected, error = self._try(self.twin, self._in_effect(call), ranks)
+        if error is not None:
+            self._note(f"lenient: {call} went well here, and in one process: {type(error).__name__}: {error}")
+        if not self._compares or not mine:
+            return
+        if isinstance(expected, torch.Tensor):
+            self._compare({f"result of {call}": (given, expected)})
+        elif call["do"] == "save" and given is not None:
+            self._compare(self.side.saved_against(call["form"], given, self.twin.saved[-1]))
+        elif call["do"] == "enter":
+            full = dict(self.twin.net.named_parameters())
+            self._compare({f"full {name!r}": (value, full.get(name)) for name, value in self.side.sees(call).items()})
+
+    def _in_effect(self, call: Call) -> Call:
+        """The call as it counts: what is changed in a context that does not write back is gone."""
+        hides = self.side.hides_from_some
+        is_lost = {
+            "edit": hides or not self.side.keeps_edits,
+            "save": hides or (self.side.is_summoned and not self.side.keeps_edits),
+            "zero_grad": self.side.is_summoned,
+        }.get(call["do"], False)
+        return {"do": "nothing"} if is_lost else call
+
+    def _compare(self, pieces: Pieces) -> None:
+        for name, (mine, expected) in pieces.items():
+            if not isinstance(mine, torch.Tensor) or expected is None or mine.shape != expected.shape:
+                self._note(f"differs: {name}: {_shown(mine)} here, {_shown(expected)} in one process")
+                continue
+            mine, expected = mine.detach().double(), expected.detach().double()
+            if not torch.allclose(mine, expected, rtol=self.tolerance.rtol, atol=self.tolerance.atol, equal_nan=True):
+                self._note(f"differs: {name}, by up to {float((mine - expected).abs().max()):.3g}")
+
+
+def _shown(value: Any) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+# --- all programs of an errand ---
+
+
+def play_all(texts: list[str], folder: str) -> None:
+    """Runs each of these programs, given as JSON. Every rank must call it with the same ones.
+
+    Afterwards ``folder`` has a file for each rank: for each program its log and what was found, or ``null``.
+    """
+    results = []
+    for text in texts:
+        result = _result_of(from_json(text))
+        everybody: list[Any] = [None, None]
+        dist.all_gather_object(everybody, result)
+        results.append({"log": result["log"], "found": _together(from_json(text), everybody, result)})
+        gc.collect()
+    pathlib.Path(folder, str(dist.get_rank())).write_text(json.dumps(results))
+
+
+# The pool looks for the undecorated body of a test under this name.
+play_all.body_on_a_rank = play_all  # type: ignore[attr-defined]
+
+
+def _together(case: Case, everybody: list[Any], mine: dict[str, Any]) -> str | None:
+    if mine["found"] is not None:
+        # A finding that is only a consequence: another rank has been told, and its program has ended.
+        others = any(result["ended"] for result in everybody)
+        return None if others and mine["found"].startswith(("discord", "differs")) else mine["found"]
+    if (
+        not case.is_apart
+        and len({tuple(map(_is_ok, result["log"])) for result in everybody}) > 1
+        and not any(result["found"] for result in everybody)
+    ):
+        return f"the ranks were told different things: {[result['log'] for result in everybody]}"
+    return None
+
+
+def _is_ok(said: str) -> bool:
+    return said.endswith(": ok")
+
+
+def _result_of(case: Case) -> dict[str, Any]:
+    group = dist.group.WORLD
+    if case.is_apart:
+        group = dist.new_group(timeout=datetime.timedelta(seconds=TIME_LIMIT))
+    player, found, ended = None, None, None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            player = Player(case, group)
+            player.play()
+            found = player.found
+        except Exception as error:
+            ended = f"{type(error).__name__}: {error}"
+            if not case.is_apart:
+                found = "crash: " + "".join(traceback.format_exception(error))[-3000:]
+            found = found or (player.found if player is not None else None)
+        finally:
+            if player is not None and ended:
+                for _, stack in reversed(player.side.contexts):
+                    with contextlib.suppress(Exception):
+                        stack.close()
+    log = player.log if player is not None else []
+    if case.is_apart:
+        ended = ended or next((said for said in log if not _is_ok(said)), None)
+    return {"log": log, "found": found, "ended": ended}

@@ -1,0 +1,164 @@
+"""What both doors have in common: the calls of a training loop, and where this rank's pieces are looked at.
+
+A piece is compared where it lies. From the twin's whole tensors each rank cuts, by arithmetic of its own, what it
+should hold; nothing is gathered, and a library that cut and joined equally wrongly would be noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spec_tests.fuzz import net as nets
+from spec_tests.fuzz.case import Call
+from spec_tests.fuzz.twin import Twin, chosen
+
+__all__ = ["Pieces", "Side"]
+
+# By name: what this rank has, and what it should have.
+Pieces = dict[str, tuple[Tensor | None, Tensor | None]]
+
+
+class Side:
+    """The sharded model. Its methods have the names of the calls, as the twin's have.
+
+    Args:
+        options: of the case.
+        group: the ranks that share.
+    """
+
+    model: Any
+
+    def __init__(self, options: dict[str, Any], group: dist.ProcessGroup) -> None:
+        self.options, self.group, self.rank = options, group, group.rank()
+        self.pending: list[Tensor] = []
+        self.used: Tensor | None = None
+        self.saved: list[tuple[str, dict[str, Any]]] = []
+        self.saved_optimizer: list[tuple[str, dict[str, Any]]] = []
+        self.contexts: list[tuple[Call, contextlib.ExitStack]] = []
+        self.shard(nets.made(options))
+        self.optimizer = nets.optimizer_over(self.model.parameters(), options)
+
+    # --- by each door ---
+
+    def shard(self, net: nets.Net) -> None:
+        """Makes `model` of it."""
+        raise NotImplementedError
+
+    @property
+    def net(self) -> Any:
+        """The module that has ``blocks``."""
+        raise NotImplementedError
+
+    def parameters_against(self, twin: Twin) -> Pieces:
+        """What this rank's optimizer owns, against what it should be."""
+        raise NotImplementedError
+
+    def gradients_against(self, twin: Twin) -> Pieces:
+        """The same of gradients, of those units of which none waits."""
+        raise NotImplementedError
+
+    def saved_against(self, form: str, state: dict[str, Any], expected: dict[str, Tensor]) -> Pieces:
+        """The same of a state dict."""
+        raise NotImplementedError
+
+    @property
+    def is_summoned(self) -> bool:
+        return any(call["what"] == "summon" for call, _ in self.contexts)
+
+    @property
+    def keeps_edits(self) -> bool:
+        """Whether what the user does to `model.parameters()` now will stay."""
+        if self.options.get("strategy") == "NO_SHARD":
+            return True
+        return all(call.get("writeback", True) for call, _ in self.contexts if call["what"] == "summon")
+
+    @property
+    def hides_from_some(self) -> bool:
+        """Whether only the first rank sees full parameters."""
+        return any(call.get("rank0_only", False) for call, _ in self.contexts)
+
+    def at(self, part: int | None) -> Any:
+        """The whole model, or one of its blocks."""
+        return self.model if part is None else self.net.blocks[part]
+
+    # --- training ---
+
+    def forward(self, call: Call) -> Tensor:
+        output = self._output(call)
+        self.pending.append(nets.loss_of(output))
+        return output
+
+    @torch.no_grad()
+    def evaluate(self, call: Call) -> Tensor:
+        return self._output(call)
+
+    def _output(self, call: Call) -> Tensor:
+        number, part = call["batch"], call.get("part")
+        if part is not None:
+            return self.at(part)(nets.batch(number, self.rank, nets.WIDTH))
+        skip = call.get("skip")
+        skip = skip[self.rank] if isinstance(skip, list) else skip
+        return self.model(nets.batch(number, self.rank), skip=skip, bang=call.get("bang"))
+
+    def strange_input(self, call: Call) -> Any:
+        return self.model(call["input"])
+
+    def backward(self, call: Call) -> None:
+        losses = chosen(self.pending, call["which"])
+        if losses:
+            self.used = torch.stack(losses).sum()
+            self.used.backward(retain_graph=False)
+
+    def backward_again(self, call: Call) -> None:
+        if self.used is not None:
+            self.used.backward()
+
+    def step(self, call: Call) -> None:
+        self.optimizer.step()
+        self.changed()
+
+    def zero_grad(self, call: Call) -> None:
+        # Gradients are hidden while full parameters are shown, and an optimizer cannot find them.
+        if not self.is_summoned:
+            (self.model if call["of_model"] else self.optimizer).zero_grad(set_to_none=call["to_none"])
+
+    def mode(self, call: Call) -> None:
+        self.model.train(call["train"])
+
+    def changed(self) -> None:
+        """Parameters are others now; what was computed from the old ones is forgotten."""
+        self.pending.clear()
+        self.used = None
+
+    def copy(self, call: Call) -> None:
+        copy.deepcopy(self.model)
+
+    # --- contexts ---
+
+    def leave(self, call: Call) -> None:
+        if self.contexts:
+            _, stack = self.contexts.pop()
+            stack.close()
+
+    def entered(self, call: Call, context: Any) -> None:
+        stack = contextlib.ExitStack()
+        stack.enter_context(context)
+        self.contexts.append((call, stack))
+
+
+def halve(module: nn.Module) -> None:
+    """For ``apply``: what a user's function does to each module."""
+    with torch.no_grad():
+        for parameter in module.parameters(recurse=False):
+            parameter.mul_(0.5)
+
+
+def grown(gradient: Tensor | None, like: Tensor) -> Tensor:
+    """A gradient that is not there counts as zeros."""
+    return torch.zeros_like(like) if gradient is None else gradient

@@ -1,0 +1,168 @@
+"""Some hundreds of drawn programs, each wrong call by itself, and what the programs have found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minifsdp import FullStateDictConfig, StateDictType, fully_shard
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests.fuzz import judge
+from spec_tests.fuzz.case import DOORS, Case
+from spec_tests.fuzz.judge import counted, judged, replay_line, simplest
+from spec_tests.fuzz.machine import drawn
+from spec_tests.fuzz.wrong import WRONG_COMPOSED, WRONG_WRAPPED
+from spec_tests.harness import ranks
+from spec_tests.models.modules import WIDTH, Block, seeded
+from spec_tests.models.sharding import sharded, wrapped
+
+SEEDS = range(5)
+
+
+def report(cases: list[Case]) -> Iterator[str]:
+    for verdict in judged(cases):
+        if verdict.found:
+            yield f"{verdict.found}\n{replay_line(simplest(verdict.case))}"
+
+
+@pytest.mark.ranks
+@pytest.mark.cpu
+@pytest.mark.spec("FUZZ-01")
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("door", DOORS)
+def test_programs_give_what_one_process_gives_or_an_error_of_minifsdp(door: str, seed: int) -> None:
+    cases = drawn(30, door, seed)
+    verdicts = list(judged(cases))
+    assert list(report([verdict.case for verdict in verdicts if verdict.found])) == []
+    # A program of nothing but refusals would prove little.
+    said = counted(verdicts)
+    assert said["ok"] > 10 * len(cases)
+    assert sum(said.values()) - said["ok"] > len(cases)
+
+
+@pytest.mark.ranks
+@pytest.mark.cpu
+@pytest.mark.spec("FUZZ-02")
+@pytest.mark.parametrize(("door", "names"), [("wrapped", list(WRONG_WRAPPED)), ("composed", list(WRONG_COMPOSED))])
+def test_each_wrong_call_alone_is_refused_in_words_of_minifsdp_and_training_goes_on(
+    door: str, names: list[str]
+) -> None:
+    cases = [Case(door, {"door": door}, [{"do": "wrong", "name": name}]) for name in names]
+    assert list(report(cases)) == []
+
+
+@pytest.mark.ranks
+@pytest.mark.cpu
+@pytest.mark.spec("FUZZ-08")
+def test_a_mistake_is_found_made_small_and_can_be_seen_again() -> None:
+    """The twin believes that half of the batch is not trained on: whatever trains is a finding."""
+    noise = [{"do": "mode", "train": True}, {"do": "evaluate", "batch": 1}, {"do": "copy"}]
+    wrong = {"do": "zero_grad", "to_none": True, "of_model": False}
+    case = Case("wrapped", {"door": "wrapped", "broken": True, "nested": True}, [*noise, wrong, *noise])
+    small = simplest(case)
+    assert small.calls == []
+    assert small.options == {"door": "wrapped", "broken": True}
+    (again,) = judged([small])
+    assert again.found is not None
+    assert "differs" in again.found
+    assert judge.kind_of(again.found) == "differs"
+
+
+# --- each thing that was found ---
+
+
+@pytest.mark.spec("FUZZ-04")
+@ranks(2)
+def test_zero_grad_of_a_module_drops_gradients_that_full_parameters_stand_before() -> None:
+    model = sharded()
+    owned = list(model.parameters())
+    x = torch.ones(2, WIDTH)
+    for to_none in (True, False):
+        model(x).sum().backward()
+        with torch.no_grad():
+            model(x)
+        # The root is left gathered after an evaluation.
+        assert not all(one is other for one, other in zip(owned, model.parameters(), strict=True))
+        model.zero_grad(set_to_none=to_none)
+        left = [parameter.grad for parameter in owned if parameter.grad is not None]
+        assert bool(left) is not to_none
+        assert all(float(gradient.to_local().abs().sum()) == 0 for gradient in left)
+
+
+@pytest.mark.spec("FUZZ-05")
+@ranks(2)
+def test_a_rank_that_is_shown_nothing_neither_saves_nor_loads() -> None:
+    model = wrapped()
+    state = model.state_dict()
+    with FSDP.summon_full_params(model, rank0_only=True, writeback=False):
+        if dist.get_rank() == 0:
+            # It may save alone.
+            assert model.state_dict().keys() == state.keys()
+        else:
+            with pytest.raises(RuntimeError, match=r"rank 1: state_dict.. was called while .* shows them to the first"):
+                model.state_dict()
+        with pytest.raises(RuntimeError, match=r"rank 1: the unit .* expected outside of summon_full_params"):
+            model.load_state_dict(state)
+    model.load_state_dict(state)
+
+
+@pytest.mark.spec("FUZZ-06")
+@pytest.mark.parametrize("originals", [False, True])
+@ranks(2)
+def test_neither_clipping_nor_a_step_while_summoned(originals: bool) -> None:
+    model = wrapped(use_orig_params=originals)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    with FSDP.summon_full_params(model):
+        with pytest.raises(RuntimeError, match=r"rank .: clip_grad_norm_.. was called while full parameters are summ"):
+            model.clip_grad_norm_(1.0)
+        with pytest.raises(RuntimeError, match=r"rank .: SGD.step.. was called while full parameters are summoned"):
+            optimizer.step()
+        # Another model's may.
+        other = nn.Linear(2, 2)
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+    model.clip_grad_norm_(1.0)
+    optimizer.step()
+
+
+@pytest.mark.spec("FUZZ-07")
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@ranks(2)
+def test_a_unit_on_a_list_that_is_in_no_tree_is_left_to_its_own_forward(when: str) -> None:
+    model, plain = sharded(), seeded()
+    block = model.blocks[1]
+    getattr(block, f"set_modules_to_{when}_prefetch")([model, model.blocks[2]])
+    x = torch.ones(2, WIDTH)
+    y = block(x)
+    torch.testing.assert_close(y, plain.blocks[1](x))
+    y.sum().backward()
+    model.zero_grad()
+    torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.spec("FUZZ-09")
+@ranks(2)
+def test_a_full_state_dict_that_only_some_ranks_have_is_refused() -> None:
+    model = FSDP(seeded(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
+        state = {key: value + 1 for key, value in model.state_dict().items()}
+        with pytest.raises(RuntimeError, match=r"rank 1: .*expected rows, as other ranks have them, found none"):
+            model.load_state_dict(state, strict=False)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.spec("FUZZ-02")
+@ranks(2)
+def test_an_offload_policy_of_torch_is_not_taken_for_none() -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    with pytest.raises(
+        TypeError, match=r"rank .: offload_policy of fully_shard\(\) must be an OffloadPolicy of minifsdp"
+    ):
+        fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy())

@@ -1,0 +1,247 @@
+"""The same program in one process: both ranks' batches, one plain model.
+
+The twin keeps apart what ranks keep apart: which losses wait for their backward, which gradients wait for their
+reduction, and who reduces at all. Where ranks would meet in a backward it takes the mean::
+
+    backward on both, all reduce      p.grad += (waiting of rank 0 + waiting of rank 1) / 2
+    rank 0 in no_sync, rank 1 not     no two ranks can do that: `discord`
+
+Its methods have the names of the calls. What one returns is what the sharded side must return on this rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spec_tests.fuzz import net as nets
+from spec_tests.fuzz.case import Call
+
+__all__ = ["Twin", "chosen", "damaged"]
+
+RANKS = (0, 1)
+
+
+def chosen(pending: list[Any], which: str) -> list[Any]:
+    """Takes some of what is pending out of the list: the first, the last, or all."""
+    if which == "all":
+        taken, pending[:] = list(pending), []
+        return taken
+    return [pending.pop(0 if which == "first" else -1)] if pending else []
+
+
+def damaged(state: dict[str, Any], damage: str | None) -> Any:
+    """A state dict with a mistake in it; the same dict if ``damage`` is ``None``."""
+    state = dict(state)
+    victim = next((key for key in state if key != "seen"), "none")
+    changes: dict[str, Any] = {"shape": torch.zeros(1, 2, 3, dtype=torch.float64), "type": 3, "none": None}
+    if damage == "missing":
+        state.pop(victim, None)
+    elif damage == "extra":
+        state["no.such.parameter"] = torch.zeros(2)
+    elif damage == "list":
+        return list(state)
+    elif damage in changes:
+        state[victim] = changes[damage]
+    return state
+
+
+class Twin:
+    """One plain model.
+
+    Args:
+        options: of the case.
+        rank: whose results to return.
+
+    Attributes:
+        discord: some backward was such that ranks cannot have agreed.
+    """
+
+    def __init__(self, options: dict[str, Any], rank: int) -> None:
+        self.options, self.rank = options, rank
+        self.net = nets.made(options)
+        self.optimizer = nets.optimizer_over(self.net.parameters(), options)
+        self.pending: list[list[Tensor]] = [[] for _ in RANKS]
+        self.used: Tensor | None = None
+        self.saved: list[dict[str, Any]] = []
+        self.saved_optimizer: list[dict[str, Any]] = []
+        self.discord = False
+        self._contexts: list[list[Any]] = [[] for _ in RANKS]
+        paths = [name for name, module in self.net.named_modules() if isinstance(module, nets.Block)]
+        self.unit_of = {
+            name: max((path for path in paths if name.startswith(path + ".")), key=len, default="")
+            for name, _ in self.net.named_parameters()
+        }
+        self.units = list(dict.fromkeys(self.unit_of.values()))
+        self.reduces = [dict.fromkeys(self.units, True) for _ in RANKS]
+        self.waiting: list[dict[str, Tensor]] = [{} for _ in RANKS]
+
+    @property
+    def waiting_units(self) -> set[str]:
+        """Units with gradients that wait for a reduction."""
+        return {self.unit_of[name] for of_rank in self.waiting for name in of_rank}
+
+    # --- training ---
+
+    def forward(self, call: Call, ranks: Iterable[int] = RANKS) -> Tensor | None:
+        return self._each(call, ranks, keeps=True)
+
+    @torch.no_grad()
+    def evaluate(self, call: Call, ranks: Iterable[int] = RANKS) -> Tensor | None:
+        return self._each(call, ranks, keeps=False)
+
+    def _each(self, call: Call, ranks: Iterable[int], *, keeps: bool) -> Tensor | None:
+        mine, seen = None, self.net.seen.clone()
+        for rank in ranks:
+            before = seen.clone()
+            self.net.seen.copy_(before)
+            output = self._output(call, rank)
+            if keeps:
+                self.pending[rank].append(nets.loss_of(output))
+            mine = output if rank == self.rank else mine
+        if self.rank not in tuple(ranks):
+            self.net.seen.copy_(seen)
+        return mine
+
+    def _output(self, call: Call, rank: int) -> Tensor:
+        number, part = call["batch"], call.get("part")
+        if part is not None:
+            return self.net.blocks[part](nets.batch(number, rank, nets.WIDTH))
+        # A list stands for what each rank leaves out.
+        skip = call.get("skip")
+        skip = skip[rank] if isinstance(skip, list) else skip
+        return self.net(nets.batch(number, rank), skip=skip, bang=call.get("bang"))
+
+    def strange_input(self, call: Call, ranks: Iterable[int] = RANKS) -> Any:
+        return self.net(call["input"])
+
+    def backward(self, call: Call, ranks: Iterable[int] = RANKS) -> None:
+        names, parameters = zip(*self.net.named_parameters(), strict=True)
+        reducing: list[set[str]] = [set(), set()]
+        computing = [rank for rank in ranks if self.pending[rank]]
+        for rank in computing:
+            losses = chosen(self.pending[rank], call["which"])
+            total = torch.stack(losses).sum()
+            if rank == self.rank:
+                self.used = total
+            gradients = torch.autograd.grad(total, parameters, allow_unused=True)
+            for name, gradient in zip(names, gradients, strict=True):
+                if gradient is not None:
+                    held = self.waiting[rank].get(name)
+                    self.waiting[rank][name] = gradient if held is None else held + gradient
+                    if self.reduces[rank][self.unit_of[name]]:
+                        reducing[rank].add(self.unit_of[name])
+        if self.options["door"] == "composed":
+            # There a reducing backward takes along what waits in units that it has not reached.
+            for rank in computing:
+                reducing[rank] |= {self.unit_of[n] for n in self.waiting[rank] if self.reduces[rank][self.unit_of[n]]}
+        self.discord |= reducing[0] != reducing[1]
+        self._reduce(reducing[0] | reducing[1])
+
+    def _reduce(self, units: set[str]) -> None:
+        for name, parameter in self.net.named_parameters():
+            if self.unit_of[name] in units:
+                there = [of_rank.pop(name) for of_rank in self.waiting if name in of_rank]
+                # For a test of the tests, a twin that forgets to divide.
+                mean = torch.stack(there).sum(0) / (1 if self.options.get("broken") else 2)
+                parameter.grad = mean if parameter.grad is None else parameter.grad + mean
+
+    def backward_again(self, call: Call, ranks: Iterable[int] = RANKS) -> None:
+        if self.used is not None:
+            self.used.backward()
+
+    def step(self, call: Call, ranks: Iterable[int] = RANKS) -> None:
+        self.optimizer.step()
+        self._changed()
+
+    def zero_grad(self, call: Call, ranks: Iterable[int] = RANKS) -> None:
+        self.net.zero_grad(set_to_none=call["to_none"])
+        if self.options["door"] == "wrapped":
+            # What waits is in `.grad` there.
+            for of_rank in self.waiting:
+                for name in list(of_rank):
+                    of_rank[name] = torch.zeros_like(of_rank[name])
+                if call["to_none"]:
+                    of_rank.clear()
+
+    def clip(self, call: Call, ranks: Iterable[int] = RANKS) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.net.parameters(), call["most"], float(call["norm"]))
+
+    def edit(self, call: Call, ranks: Iterable[int] = RANKS) -> None:
+        with torch.no_grad():
+            for parameter in self.net.parameters():
+                parameter.mul_(0.5)
+        self._changed()
+
+    apply = edit
+
+    def mode(self, call: Call, ranks: Iterable[int] = RANKS) -> None:
+        self.net.train(call["train"])
+
+    def _changed(self) -> None:
+        # A backward through what was computed from other values is refused by autograd, or by nobody (FWD-05).
+        for of_rank in self.pending:
+            of_rank.clear()
+        self.used = None
+
+    # --- saving ---
+
+    def save(self, call: Call, ranks: Iterable[int] = RANKS) -> None:
+        self.saved.append({key: value.clone() for key, value in self.net.state_dict().items()})
+
+    def load(self, call: Call, ranks: Iterable[int] = RANKS) -> None:
+        if self.saved:
+            state = damaged(self.saved[call["index"] % len(self.saved)], call.get("damage"))
+            self.net.load_state_dict(state, strict=call.get("strict", True))
+            self._changed()
+
+    def save_optimizer(self, call: Call, ranks: Iterable[int] = RANKS) -> None:
+        if self.optimizer.state:
+            self.saved_optimizer.append(copy.deepcopy(self.optimizer.state_dict()))
+
+    def load_optimizer(self, call: Call, ranks: Iterable[int] = RANKS) -> None:
+        if self.saved_optimizer:
+            self.optimizer.load_state_dict(
+                copy.deepcopy(self.saved_optimizer[call["index"] % len(self.saved_optimizer)])
+            )
+
+    # --- switches ---
+
+    def sync(self, call: Call, ranks: Iterable[int] = RANKS) -> None:
+        for rank in ranks:
+            for unit in self.below(call):
+                self.reduces[rank][unit] = call["value"]
+
+    def below(self, call: Call) -> list[str]:
+        """The units that a call with ``part`` and ``recurse`` speaks of."""
+        part = call.get("part")
+        own = "" if part is None else f"blocks.{part}"
+        return [
+            unit
+            for unit in self.units
+            if unit == own or (call.get("recurse", True) and (not own or unit.startswith(own + ".")))
+        ]
+
+    def enter(self, call: Call, ranks: Iterable[int] = RANKS) -> None:
+        if call["what"] == "no_sync":
+            for rank in ranks:
+                before, self.reduces[rank] = self.reduces[rank], dict.fromkeys(self.units, False)
+                self._contexts[rank].append(before)
+        else:
+            for rank in ranks:
+                self._contexts[rank].append(None)
+
+    def leave(self, call: Call, ranks: Iterable[int] = RANKS) -> None:
+        for rank in ranks:
+            before = self._contexts[rank].pop() if self._contexts[rank] else None
+            if before is not None:
+                self.reduces[rank] = before
+
+    def nothing(self, call: Call, ranks: Iterable[int] = RANKS) -> None:
+        """Most switches change when memory is held, and never what comes out."""
+
+    unshard = wait = reshard = keep = keep_after_backward = prefetch = wrong = nothing

@@ -1,0 +1,189 @@
+"""The sharded model behind the first door, ``FullyShardedDataParallel``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from minifsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullStateDictConfig,
+    LocalStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests.fuzz import net as nets
+from spec_tests.fuzz.case import Call
+from spec_tests.fuzz.sides import Pieces, Side, grown, halve
+from spec_tests.fuzz.twin import Twin, damaged
+from spec_tests.fuzz.wrong import WRONG_WRAPPED
+
+__all__ = ["FORMS", "Wrapped"]
+
+FORMS: dict[str, tuple[StateDictType, Any]] = {
+    "full": (StateDictType.FULL_STATE_DICT, FullStateDictConfig()),
+    "full on rank 0": (StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)),
+    "sharded": (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()),
+    "sharded as DTensor": (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(use_dtensor=True)),
+    "local": (StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig()),
+}
+
+
+class Wrapped(Side):
+    """See `Side`."""
+
+    model: FSDP
+
+    def shard(self, net: nets.Net) -> None:
+        options = self.options
+        prefetch = options.get("prefetch", "pre")
+        self.model = FSDP(
+            net,
+            process_group=self.group,
+            sharding_strategy=ShardingStrategy[options.get("strategy", "FULL_SHARD")],
+            auto_wrap_policy=ModuleWrapPolicy({nets.Block}),
+            backward_prefetch=None if prefetch == "none" else BackwardPrefetch[f"BACKWARD_{prefetch.upper()}"],
+            forward_prefetch=options.get("forward_prefetch", False),
+            use_orig_params=options.get("originals", False),
+            cpu_offload=CPUOffload(offload_params=options.get("offload", False)),
+        )
+        # In the order of `parameters()`; of each unit what this rank owns, whole or in slices.
+        self.owned = list(self.model.named_parameters())
+
+    @property
+    def net(self) -> Any:
+        return self.model.module
+
+    # --- pieces ---
+
+    def _pieces(self, twin: Twin, which: str) -> Pieces:
+        mine: dict[str, list[Tensor]] = {}
+        for name, parameter in self.owned:
+            name = name.replace("_fsdp_wrapped_module.", "")
+            unit = twin.unit_of.get(name, name.removesuffix("_flat_param").removesuffix("."))
+            value = parameter.detach() if which == "parameter" else grown(parameter.grad, parameter.detach())
+            mine.setdefault(unit, []).append(value.reshape(-1))
+        found: Pieces = {}
+        for unit in twin.units:
+            if which == "gradient" and unit in twin.waiting_units:
+                continue
+            whole = [
+                (p if which == "parameter" else grown(p.grad, p)).detach().reshape(-1)
+                for name, p in twin.net.named_parameters()
+                if twin.unit_of[name] == unit
+            ]
+            row = torch.cat(mine[unit])
+            expected = self._cut(torch.cat(whole))
+            # What is longer is padding.
+            found[f"{which}s of unit {unit!r}"] = (row[: expected.numel()], expected)
+        return found
+
+    def _cut(self, row: Tensor) -> Tensor:
+        if self.options.get("strategy") == "NO_SHARD":
+            return row
+        half = -(-row.numel() // 2)
+        return row[half * self.rank : half * (self.rank + 1)]
+
+    def parameters_against(self, twin: Twin) -> Pieces:
+        return self._pieces(twin, "parameter")
+
+    def gradients_against(self, twin: Twin) -> Pieces:
+        return self._pieces(twin, "gradient")
+
+    def saved_against(self, form: str, state: dict[str, Any], expected: dict[str, Tensor]) -> Pieces:
+        if form == "local" or (form == "full on rank 0" and self.rank != 0):
+            return {}
+        found: Pieces = {}
+        for key, whole in expected.items():
+            value = state.get(key)
+            if isinstance(value, DTensor):
+                value, whole = value.to_local(), self._rows(whole, value.to_local().shape)
+            elif hasattr(value, "local_shards"):
+                shards = value.local_shards()
+                value = shards[0].tensor if shards else whole.new_empty(0)
+                whole = self._rows(whole, value.shape)
+            found[f"{key!r} of the state dict"] = (value, whole)
+        return found
+
+    def _rows(self, whole: Tensor, shape: torch.Size) -> Tensor:
+        pieces = whole.chunk(2)
+        return pieces[self.rank] if self.rank < len(pieces) else whole.new_empty(shape)
+
+    # --- calls ---
+
+    def clip(self, call: Call) -> Tensor:
+        return self.model.clip_grad_norm_(call["most"], call["norm"])
+
+    def edit(self, call: Call) -> None:
+        # Who sees shards would edit these, and keep it.
+        if self.hides_from_some:
+            return
+        shown = self.model.parameters() if self.is_summoned else [parameter for _, parameter in self.owned]
+        with torch.no_grad():
+            for parameter in shown:
+                parameter.mul_(0.5)
+        self.changed()
+
+    def apply(self, call: Call) -> None:
+        self.model.apply(halve)
+        self.changed()
+
+    def enter(self, call: Call) -> None:
+        if call["what"] == "no_sync":
+            self.entered(call, self.model.no_sync())
+            return
+        options = {name: call.get(name, False) for name in ("rank0_only", "offload_to_cpu", "with_grads")}
+        summoned = FSDP.summon_full_params(self.model, writeback=call.get("writeback", True), **options)
+        self.entered(call, summoned)
+
+    def sees(self, call: Call) -> dict[str, Tensor]:
+        """What a summoned model shows here."""
+        if call["what"] != "summon" or (call.get("rank0_only") and self.rank != 0):
+            return {}
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def save(self, call: Call) -> dict[str, Any] | None:
+        if self.hides_from_some:
+            # Only the first rank may.
+            if self.rank == 0:
+                self.model.state_dict()
+            return None
+        with FSDP.state_dict_type(self.model, *FORMS[call["form"]]):
+            state = self.model.state_dict()
+        if self.is_summoned and not self.keeps_edits:
+            # It has what is shown, edits that will be gone.
+            return None
+        self.saved.append((call["form"], state))
+        return state
+
+    def load(self, call: Call) -> None:
+        if not self.saved:
+            return
+        form, state = self.saved[call["index"] % len(self.saved)]
+        with FSDP.state_dict_type(self.model, *FORMS[call.get("form") or form]):
+            self.model.load_state_dict(damaged(state, call.get("damage")), strict=call.get("strict", True))
+        self.changed()
+
+    def save_optimizer(self, call: Call) -> None:
+        if not self.optimizer.state:
+            return
+        with FSDP.state_dict_type(self.model, *FORMS[call["form"]]):
+            self.saved_optimizer.append((call["form"], FSDP.optim_state_dict(self.model, self.optimizer)))
+
+    def load_optimizer(self, call: Call) -> None:
+        if not self.saved_optimizer:
+            return
+        form, state = self.saved_optimizer[call["index"] % len(self.saved_optimizer)]
+        with FSDP.state_dict_type(self.model, *FORMS[form]):
+            loadable = FSDP.optim_state_dict_to_load(self.model, self.optimizer, state)
+        self.optimizer.load_state_dict(loadable)
+
+    def wrong(self, call: Call) -> None:
+        WRONG_WRAPPED[call["name"]](self)

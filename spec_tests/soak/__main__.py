@@ -1,0 +1,52 @@
+"""``python -m spec_tests.soak``, from the root: 2,000 steps on two ranks through each door; see the package."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import pickle
+import sys
+import tempfile
+import time
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def main(arguments: list[str]) -> int:
+    """The command; returns 1 if anything has grown."""
+    # Late: ranks import this module, too, as the main one of their parent.
+    from spec_tests.harness.pool import Failure, RankPool
+    from spec_tests.harness.worker import Task
+    from spec_tests.soak import job, watch
+
+    parser = argparse.ArgumentParser(prog="python -m spec_tests.soak")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--api", choices=["wrapper", "fully_shard"], action="append")
+    parser.add_argument("--strategy", choices=["FULL_SHARD", "SHARD_GRAD_OP"], default="FULL_SHARD")
+    parser.add_argument("--leak", choices=job.LEAKS, default="none", help="to see it found")
+    chosen = parser.parse_args(arguments)
+    has_grown = False
+    for api in chosen.api or ["wrapper", "fully_shard"]:
+        begun = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            told = {"api": api, "strategy": chosen.strategy, "num_steps": chosen.steps}
+            told |= {"num_warm": chosen.steps // 4, "folder": folder, "leak": chosen.leak}
+            pool = RankPool(2)
+            try:
+                pool.run(Task(job.__name__, job.soak.__name__, pickle.dumps(told), 3600.0, ()))
+                said = "nothing has grown"
+            except Failure as failure:
+                has_grown, said = True, str(failure)
+            finally:
+                pool.close()
+            file = pathlib.Path(folder, "samples.json")
+            for sample in json.loads(file.read_text())[::10] if file.exists() else []:
+                print(watch.line(watch.Sample(**sample)))
+        print(f"{api}, {chosen.steps} steps in {time.monotonic() - begun:.0f} s: {said}", flush=True)
+    return int(has_grown)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
