@@ -165,7 +165,7 @@ def _run(script: Path, *arguments: str, fails: bool) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command = [*launcher, "--redirects", "3", "--log-dir", folder, str(script), *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MINIFSDP_LEDGER_DIR": folder}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         words = [_words_of(Path(folder), rank) for rank in range(2)]
     if bool(done.returncode) is not fails:
@@ -177,6 +177,7 @@ def _words_of(folder: Path, rank: int) -> str:
     """What a rank has said: warnings, and then what it has printed."""
     files = [path for name in ("stderr.log", "stdout.log") for path in folder.glob(f"*/attempt_0/{rank}/{name}")]
     text = "".join(path.read_text(encoding="utf-8") for path in files)
+    text = re.sub(rf"{folder}/(minifsdp-ledger)-[\w-]+-(rank\d)", r"\1-\2", text)
     return LOGGED.sub("", text).replace(f"{ROOT}/", "").strip()
 
 

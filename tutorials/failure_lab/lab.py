@@ -9,11 +9,12 @@ stays until the others have spoken, too. Without that the launcher would end the
 and a reader would see one error out of two::
 
     rank 0 says:
-      optimizer_too_early.py:33: step, in experiment
+      optimizer_too_early.py:37: raise WrongAnswerError("the loss has not fallen"), in experiment
     WrongAnswerError: the loss has not fallen
 
-*Price:* the connections of a rank that has failed stay open, so the others run into the time limit. Of a process that
-has died they would hear at once: "Connection closed by peer".
+*Price:* the connections of a rank that has failed stay open, so the others wait a while longer. Of a process that has
+died they would hear at once: "Connection closed by peer". The last words that minifsdp leaves for other ranks when a
+program ends by an error (``ledger/watcher.py``) are left here, too.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ import torch.distributed as dist
 from gpt.ranks import from_all_ranks, start_ranks, started_by_torchrun
 from torch import Tensor, nn
 
-import minifsdp
-
 __all__ = ["LIMIT", "WrongAnswerError", "batch", "from_all_ranks", "layers", "on_two_ranks"]
 
 LIMIT = timedelta(seconds=3)
 STARTING = timedelta(seconds=60)  # for a rank that imports torch more slowly than the other
+# What is to be shown of an error is shown here. minifsdp, imported by the script, adds last words for the other rank.
+sys.excepthook = lambda kind, error, trace: None
 
 
 class WrongAnswerError(Exception):
@@ -69,6 +70,8 @@ def on_two_ranks(
     if num_ranks != 2:
         sys.exit(f"an experiment has 2 ranks and was started with {num_ranks}")
     if options.debug:
+        import minifsdp
+
         minifsdp.debug()
     meet(store, "begin", rank, range(2), STARTING)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=LIMIT)
@@ -90,6 +93,9 @@ def run(experiment: Callable[[Any, int], None], part: Callable[..., Any], rank: 
         here = Path(__file__).parent
         frames = [one for one in traceback.extract_tb(error.__traceback__) if Path(one.filename).parent == here][1:]
         lines = [f"  {Path(one.filename).name}:{one.lineno}: {one.line}, in {one.name}" for one in frames]
+        if rank == 1 or "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
+            # As at the end of any program. Where rank 0 keeps the store it would stay for seconds, as it does below.
+            sys.excepthook(type(error), error, error.__traceback__)
         words = "".join(traceback.format_exception_only(error)).rstrip().removeprefix("lab.")
         return True, "\n".join([f"rank {rank} says:", *lines, words])
     return False, f"rank {rank} has ended well"

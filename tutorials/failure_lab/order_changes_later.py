@@ -1,0 +1,60 @@
+"""Runs four equal blocks, in order at first and shuffled from the second step on, so that they learn to cooperate.
+
+What will happen in the second step? All gathers are of the same size, and there are equally many on both ranks.
+
+    torchrun --nproc-per-node 2 tutorials/failure_lab/order_changes_later.py
+"""
+
+import torch
+from lab import WrongAnswerError, batch, layers, on_two_ranks
+from torch import nn
+
+from minifsdp import fully_shard
+
+
+class Shuffled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = layers(4)
+
+    def forward(self, x, order):
+        for number in order:
+            x = torch.tanh(self.blocks[number](x))
+        return x
+
+
+# ---- the place to look at, and to mend ----
+
+
+def broken(rank):
+    return torch.Generator().manual_seed(rank)
+
+
+# ---- what is tried ----
+
+
+def experiment(generator_for, rank):
+    model, plain, order, generator = Shuffled(), Shuffled(), [0, 1, 2, 3], generator_for(rank)
+    for module in (*model.blocks, model):
+        fully_shard(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in (1, 2, 3):
+        plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+        y = model(batch(rank), order)
+        y.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not torch.allclose(y, plain(batch(rank), order)):
+            raise WrongAnswerError(f"in step {step} this rank has computed with weights of other blocks")
+        order = torch.randperm(4, generator=generator).tolist()
+
+
+# ---- one way to mend it; try yours first ----
+
+
+def mended(rank):
+    return torch.Generator().manual_seed(0)  # What decides about the order must be equal everywhere.
+
+
+if __name__ == "__main__":
+    on_two_ranks(experiment, broken, mended)
