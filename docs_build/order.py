@@ -62,6 +62,8 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
             "engine/misuse.py",
             "engine/optimizer_watch.py",
             "engine/order_check.py",
+            "engine/comparison.py",
+            "engine/ledger.py",
             "engine/triggers.py",
         ],
     ),
@@ -127,6 +129,11 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
             "compat/flat_param.py",
             "compat/bfloat16.py",
         ],
+    ),
+    (
+        "The ledger",
+        "Attached to both doors: where every rank is, told when a collective fails.",
+        ["ledger/watcher.py", "ledger/board.py", "ledger/report.py", "ledger/__main__.py"],
     ),
     (
         "Debugging",
