@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from docs_build import debugcost, results
+from docs_build import debugcost, faults, results
 from docs_build.pictures import events_of
 from minifsdp.tools import formulas
 from minifsdp.tools.events import peak_gathered_bytes
@@ -133,4 +133,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "prefetch": prefetch_table,
     "bf16": bf16_table,
     "debug-cost": debugcost.table,
+    "faults": faults.table,
 }

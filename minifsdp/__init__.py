@@ -33,7 +33,7 @@ from minifsdp.fsdp2.initial import warn_if_different
 from minifsdp.fsdp2.module import FSDPModule
 from minifsdp.fsdp2.options import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fully_sharded_data_parallel import FullyShardedDataParallel
-from minifsdp.ledger import watcher as _watcher
+from minifsdp.ledger import process as _process
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -61,8 +61,8 @@ _second_door.state_class = ComposableState
 _second_door.before_cut.append(warn_if_different)
 _mesh.transports.append(_gloo.transport_between)
 _misuse.watchers.append(_optimizer_watch.watch)
-_mesh.watchers.append(_watcher.begin)
-_watcher.watch_the_end()
-_ledger.explainers.append(_watcher.explain)
+_mesh.watchers.append(_process.begin)
+_process.watch_the_end()
+_ledger.explainers.append(_process.explain)
 _rows.special_rows.append(_extension.special_row)
 _debugging.from_environment()

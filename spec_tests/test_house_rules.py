@@ -27,14 +27,14 @@ TRANSPORT, DEBUGGING, ARGUMENTS = "engine/gloo.py", "debugging/", "arguments.py"
 # table of what public calls may be given.
 APART = (TRANSPORT, DEBUGGING, ARGUMENTS, "engine/ledger.py", "engine/comparison.py", "ledger/")
 BUDGETS = {
-    "house": 6577,
-    "story": 2965,
+    "house": 6582,
+    "story": 2967,
     TRANSPORT: 105,
     DEBUGGING: 380,
     ARGUMENTS: 165,
-    "engine/ledger.py": 85,
+    "engine/ledger.py": 88,
     "engine/comparison.py": 65,
-    "ledger/": 350,
+    "ledger/": 375,
     "checkpoint/": 1425,
     "compat/": 250,
     "tools/": 410,
@@ -85,7 +85,7 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all that is imported for `fully_shard` itself, without what is attached to it.
-FULLY_SHARD = 2410
+FULLY_SHARD = 2415
 
 
 def imported_for(module: str) -> set[str]:

@@ -39,6 +39,8 @@ from typing import Any, Protocol
 
 import torch
 
+from minifsdp.engine import ledger
+
 
 class Promise(Protocol):
     """Something that was issued and will be complete once `wait` has returned."""
@@ -67,6 +69,8 @@ class _EventPromise:
 
     def __init__(self, device: torch.device, event: Any) -> None:
         self._device, self._event = device, event
+        # For the thread that notices a device on which nothing goes on.
+        ledger.on_its_way = event
 
     def wait(self) -> None:
         current_stream(self._device).wait_event(self._event)

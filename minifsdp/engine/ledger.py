@@ -49,8 +49,11 @@ unit: str | None = None
 parts: tuple[int, ...] = ()
 # How many outermost forwards have begun on this rank.
 iteration = 0
-# The collective that this rank waits for right now.
+# The collective that this rank waits for right now; chain and epoch of the last one that was issued; an accelerator's
+# event behind what was put on a lane last.
 waiting: Collective | None = None
+latest: tuple[Chain, int] | None = None
+on_its_way: Any = None
 # Asked for more words when a collective has failed, with its chain and epoch; each may return none.
 explainers: list[Callable[[Chain, int], str]] = []
 # Why no more may be sent, if another thread has found that out.
@@ -119,7 +122,7 @@ class Collective:
     __slots__ = ("_work", "about", "chain", "epoch")
 
     def __init__(self, kind: str, group: Any, num_bytes: int, issue: Callable[..., Any], *arguments: Any) -> None:
-        global waiting
+        global waiting, latest
         if verdict:
             raise verdict
         self.chain = chain = group.chain
@@ -135,7 +138,7 @@ class Collective:
         where = (inside and inside.f_code, frame and frame.f_code, frame and frame.f_lineno)
         entries.append((kind, unit, parts, num_bytes, iteration, chain.name, chain.epoch, chain.number, *where))
         chain.number += 1
-        waiting = self
+        waiting, latest = self, (chain, chain.epoch)
         try:
             self._work = issue(*arguments)
         except RuntimeError as error:

@@ -6,6 +6,7 @@
 * ``board.py``: where ranks put what they know of themselves, and how one asks all others;
 * ``report.py``: what this rank knows of itself; where two ranks part; the words for it;
 * ``watcher.py``: the thread, and the moments at which it speaks;
+* ``process.py``: when it begins, and what is done when the program ends;
 * ``python -m minifsdp.ledger FILE``: draws what was written to a file at such a moment.
 
 Nothing of it runs in a training step; the thread looks at the store twice in a second.

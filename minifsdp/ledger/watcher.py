@@ -15,23 +15,22 @@ It wakes twice in a second, or when it is called, and does one of four things:
 Worked example: rank 1 leaves out ``layers.2``, and goes on to gather ``layers.3``. Rank 0 waits for ``layers.2``, and
 rank 1 for ``layers.3``. After two seconds the first to ask finds that they part, and closes; both raise.
 
-What is found is printed in the error and written to a file, which ``python -m minifsdp.ledger`` draws. When a program
-ends, by an error or at its end, it leaves last words on the board.
+What is found is printed in the error and written to a file, which ``python -m minifsdp.ledger`` draws. When the program
+ends (``process.py``), it leaves last words on the board.
 
-An accelerator's collectives run after the CPU has gone on. There "waits" means that an event behind the last of them
-has not come. An error cannot be raised from here; the report is printed before torch's own watchdog ends the process.
+An accelerator's collectives run after the CPU has gone on. There it counts as waiting, too, if an event behind the last
+of them has not come. The reason is printed at once, and raised when the main thread issues its next collective; the
+group is aborted, so that the device comes free. This has not run on a GPU yet.
 
 *In torch:* for NCCL a watchdog in C++, with a file of each rank that is compared afterwards; for gloo nothing.
 
-Spec: LEDGER-03 to LEDGER-10.
+Spec: LEDGER-03, LEDGER-04, LEDGER-06.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
-import re
 import select
 import signal
 import sys
@@ -41,49 +40,50 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from minifsdp.engine import ledger
 from minifsdp.engine.ledger import Chain
-from minifsdp.engine.messages import MORE, message, rank_of_this_process
+from minifsdp.engine.messages import message, rank_of_this_process
 from minifsdp.ledger import report
 from minifsdp.ledger.board import LAST_WORDS, Board, State
 
 TICK = 0.5  # seconds between two looks at the board
 PATIENCE = 2.0  # seconds that the main thread may wait before this one asks
 LIMIT = 2.0  # seconds that other ranks have to answer
-# What is in the errors of backends and of the store: a rank has gone, or has not come in time.
-_OF_BACKENDS = re.compile(r"[Tt]imed out|timeout|[Cc]onnection (closed|reset)|NCCL|[Bb]roken pipe")
 _TAG = 0x6D696E6B  # of a message that is never sent
 
 Place = tuple[Chain, int] | None  # a chain and an epoch of it
 
-_watcher: Watcher | None = None
-
 
 class Watcher:
-    """One thread for each process and default group."""
+    """One thread for each process and default group.
+
+    Attributes:
+        world: the default group.
+        rung: where to write a byte to wake the thread, say the number of a signal.
+        thread: itself.
+    """
 
     def __init__(self) -> None:
         self.world = dist.group.WORLD
         self._board = Board(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
-        self._bell, self._rung = os.pipe()
-        for end in (self._bell, self._rung):
+        self._bell, self.rung = os.pipe()
+        for end in (self._bell, self.rung):
             os.set_blocking(end, False)
         self._answered = 0
         self._asking = threading.Lock()
         self._wanted: list[Place] = []
         self._found, self._is_told = "", threading.Event()
-        self._stuck_at, self._stuck_since, self._patience = 0, 0.0, PATIENCE
+        self._stuck_at: Any = None
+        self._stuck_since, self._patience = 0.0, PATIENCE
         self._ended = ""
         self._latest: tuple[float, Place, tuple[str, bool]] = (0.0, None, ("", False))
-        self._thread = threading.Thread(target=self._watch, name="minifsdp ledger", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._watch, name="minifsdp ledger", daemon=True)
+        self.thread.start()
 
     # --- called by the main thread ---
 
@@ -100,11 +100,11 @@ class Watcher:
         """The program is over; returns when the board has it, or does not answer."""
         self._ended = self._ended or ended
         self._ring()
-        self._thread.join(LIMIT)
+        self.thread.join(LIMIT)
 
     def _ring(self, byte: int = 0) -> None:
         with suppress(OSError):
-            os.write(self._rung, bytes([byte]))
+            os.write(self.rung, bytes([byte]))
 
     # --- the thread ---
 
@@ -154,23 +154,33 @@ class Watcher:
         return found
 
     def _is_stuck(self) -> bool:
-        """Whether the main thread has waited for the same collective for longer than it should."""
-        at = id(ledger.waiting)
-        if at != self._stuck_at:
+        """Whether the main thread has waited for the same collective, or the device, for longer than it should."""
+        at = self._waits_for()
+        if at is not self._stuck_at:
             self._stuck_at, self._stuck_since, self._patience = at, time.monotonic(), PATIENCE
-        return ledger.waiting is not None and time.monotonic() - self._stuck_since > self._patience
+        return at is not None and time.monotonic() - self._stuck_since > self._patience
+
+    @staticmethod
+    def _waits_for() -> Any:
+        event = ledger.on_its_way
+        return ledger.waiting or (None if event is None or event.query() else event)
 
     def _examine(self) -> None:
         """3. The main thread waits: for a slow rank, or in vain?"""
         # Who waits long asks ever more rarely.
         self._patience *= 2
-        waiting = ledger.waiting
-        if waiting is None:
+        waiting, place = ledger.waiting, ledger.latest
+        if waiting is not None:
+            place = waiting.chain, waiting.epoch
+        if place is None:
             return
-        text, is_in_vain = self._ask_all((waiting.chain, waiting.epoch))
-        if is_in_vain and ledger.waiting is waiting:
-            ledger.verdict = RuntimeError(message("waits-in-vain", ranks=list(waiting.chain.ranks), report=text))
-            close(waiting.chain.process_group)
+        text, is_in_vain = self._ask_all(place)
+        if is_in_vain and self._waits_for() is self._stuck_at:
+            ledger.verdict = RuntimeError(message("waits-in-vain", ranks=list(place[0].ranks), report=text))
+            if waiting is None:
+                # A device waits, and the main thread does not know yet.
+                print(ledger.verdict, file=sys.stderr, flush=True)
+            close(place[0].process_group)
 
     def _report_sigterm(self) -> None:
         """4. The main thread ends the process when it comes back to Python; if it does not, this one does."""
@@ -183,11 +193,15 @@ class Watcher:
 
 def close(process_group: Any) -> None:
     """Ends all that is waited for in a group, on this rank and, as connections close, on the others."""
-    with suppress(RuntimeError):
-        backend = process_group._get_backend(torch.device("cpu"))
-        # Gloo has no abort. But a wait that runs out of time closes all connections of its group.
-        other = (backend.rank() + 1) % backend.size()
-        backend.recv([torch.zeros(1)], other, _TAG).wait(timedelta(milliseconds=1))
+    for device in process_group._device_types:
+        with suppress(RuntimeError):
+            backend: Any = process_group._get_backend(device)
+            if type(backend) is dist.ProcessGroupGloo:
+                # It has no abort. But a wait that runs out of time closes all connections of its group.
+                other = (backend.rank() + 1) % backend.size()
+                backend.recv([torch.zeros(1)], other, _TAG).wait(timedelta(milliseconds=1))
+            else:
+                backend.abort()
 
 
 def _written(states: dict[int, State | None], lines: dict[int, Any], parted: dict[int, Any]) -> str:
@@ -200,87 +214,3 @@ def _written(states: dict[int, State | None], lines: dict[int, Any], parted: dic
     except OSError as error:
         return f"\n(could not be written to a file: {error})"
     return f"\nTo draw it: python -m minifsdp.ledger {path}"
-
-
-# --- beginning and end ---
-
-
-def begin() -> None:
-    """Called when a process group is met; begins to watch, once for each default group that ranks can talk in."""
-    global _watcher
-    if not dist.is_initialized() or (_watcher is not None and _watcher.world is dist.group.WORLD):
-        return
-    store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    # Others are of one process, and have no other rank to ask.
-    if dist.get_world_size() == 1 or not isinstance(store, TCPStore | FileStore):
-        return
-    _watcher = Watcher()
-    _watch_signals(_watcher)
-
-
-def explain(chain: Chain, epoch: int) -> str:
-    """For the error of a collective that has failed: where every rank is."""
-    return "" if _watcher is None else _watcher.ask((chain, epoch))
-
-
-def watch_the_end() -> None:
-    """Leaves last words when the program ends, also if it has not come to its first group."""
-    before = sys.excepthook
-
-    def last_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
-        with suppress(Exception):
-            begin()
-        if _watcher is not None:
-            if isinstance(error, RuntimeError) and _OF_BACKENDS.search(str(error)) and MORE not in str(error):
-                # Of a collective that the program, DTensor or a checkpoint has sent past this package.
-                print(message("sent-by-others", report=_watcher.ask(None)), file=sys.stderr, flush=True)
-            first = (str(error).splitlines() or [""])[0]
-            _watcher.say_last_words(f"by {kind.__name__}: {first}")
-            _let_others_read()
-
-    sys.excepthook = last_error
-    atexit.register(_at_the_end)
-
-
-def _let_others_read() -> None:
-    """The process that is the store's host stays a little longer, or others could not ask. They hear of it at once."""
-    if dist.get_rank() == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
-        for chain in list(ledger.chains.values()):
-            close(chain.process_group)
-        time.sleep(2 * LIMIT)
-
-
-def _at_the_end() -> None:
-    with suppress(Exception):
-        begin()
-    if _watcher is not None:
-        _watcher.say_last_words("at the end of its program")
-
-
-def _watch_signals(watcher: Watcher) -> None:
-    """Has SIGTERM wake the thread, unless the program has a handler of its own."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, _wait_for_report):
-        return
-    signal.signal(signal.SIGTERM, _wait_for_report)
-    signal.set_wakeup_fd(watcher._rung, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=_forget_signals)
-
-
-def _wait_for_report(number: int, frame: FrameType | None) -> None:
-    """In the main thread: the watcher ends the process when it has reported. If it is gone, there is no report."""
-    if _watcher is not None:
-        _watcher._thread.join(2 * LIMIT + 2 * TICK)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _forget_signals() -> None:
-    # A worker of a data loader is no rank. It would ring its parent's bell.
-    signal.set_wakeup_fd(-1)
-    if signal.getsignal(signal.SIGTERM) is _wait_for_report:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -99,6 +99,7 @@ LEFT_OUT = {
     "checkpoint/codec.py: collectives.gather(": "the optimizer's state begins with a barrier of all ranks",
     "engine/gloo.py: work.wait(": "between CPUs alone",
     "fsdp1/wrapper.py: initial.synchronize(": "has nothing to do with streams",
+    "ledger/process.py: ": "a thread that has nothing to do with streams",
     "ledger/watcher.py: ": "a thread that has nothing to do with streams",
     "debugging/values.py: collectives.all_reduce(": "is off, and stops the CPU on purpose",
     "engine/comparison.py: self._arrived = ": "is asked whether it has come, and then nothing is left to be waited for",
