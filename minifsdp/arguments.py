@@ -189,6 +189,8 @@ def takes(function: F, call: str, kinds: Mapping[str, Kind]) -> F:
                 raise kind.error(message("argument-type", call=call, name=name, words=kind.words, value=given[name]))
         return function(*args, **kwargs)
 
+    # Tracebacks, and the ledger, shall say what was called.
+    checked.__code__ = checked.__code__.replace(co_name=function.__name__)
     return checked  # type: ignore[return-value]
 
 

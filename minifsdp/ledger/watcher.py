@@ -196,7 +196,8 @@ def close(process_group: Any) -> None:
     for device in process_group._device_types:
         with suppress(RuntimeError):
             backend: Any = process_group._get_backend(device)
-            if type(backend) is dist.ProcessGroupGloo:
+            is_gloo = type(backend) is dist.ProcessGroupGloo
+            if is_gloo:
                 # It has no abort. But a wait that runs out of time closes all connections of its group.
                 other = (backend.rank() + 1) % backend.size()
                 backend.recv([torch.zeros(1)], other, _TAG).wait(timedelta(milliseconds=1))

@@ -71,6 +71,15 @@ def test_a_rank_that_ends_leaves_words_for_the_others(door: str, what: str, word
     assert "deviate.py:" in said_by(tmp_path, 0)
 
 
+@pytest.mark.spec("LEDGER-03")
+def test_a_device_on_which_nothing_goes_on_is_noticed_too(tmp_path: Path) -> None:
+    assert deviate(tmp_path, "wrapper", "has a stuck device") == [1, 0]
+    said = said_by(tmp_path, 0)
+    # Printed by the thread, and raised by the next collective.
+    assert said.count("what ranks [0, 1] wait for cannot come") == 2
+    assert "rank 1: has ended, at the end of its program" in said
+
+
 @pytest.mark.spec("LEDGER-08", "LEDGER-05")
 def test_an_error_of_a_collective_of_torch_is_followed_by_the_same_report(tmp_path: Path) -> None:
     codes = deviate(tmp_path, "function", "reads a DTensor")

@@ -152,9 +152,17 @@ MUTANTS = [
         "NOSYNC-06",
     ),
     Mutant(
+        "step-while-summoned",
+        "check_reduced",
+        "if not summoned.isdisjoint(chosen):",
+        "if False:",
+        "An optimizer steps on what is about to be overwritten.",
+        "FUZZ-06",
+    ),
+    Mutant(
         "step-on-unreduced-gradients",
         "check_reduced",
-        "if any(layout.has_unreduced for layout in layouts):",
+        "if any(layout.has_unreduced for layout in chosen):",
         "if False:",
         "Clipping and step() take gradients that were never reduced.",
         "NOSYNC-10",
