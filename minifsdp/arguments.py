@@ -190,7 +190,7 @@ def takes(function: F, call: str, kinds: Mapping[str, Kind]) -> F:
         return function(*args, **kwargs)
 
     # Tracebacks, and the ledger, shall say what was called.
-    checked.__code__ = checked.__code__.replace(co_name=function.__name__)
+    checked.__code__ = checked.__code__.replace(co_name=function.__name__)  # type: ignore[attr-defined]
     return checked  # type: ignore[return-value]
 
 

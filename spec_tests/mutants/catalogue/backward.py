@@ -619,7 +619,7 @@ MUTANTS = [
     Mutant(
         "every-optimizer-answers-for-all",
         "_check_gradients_of",
-        "[layout for layout in _unreduced if not held.isdisjoint(layout.local_parameters())]",
+        "[layout for layout in _unreduced | summoned if not held.isdisjoint(layout.local_parameters())]",
         "list(_unreduced)",
         "An optimizer of other parameters is refused, too.",
         "NOSYNC-10",

@@ -195,8 +195,8 @@ MUTANTS = [
     Mutant(
         "local-dict-of-another-layout",
         "_local_problems",
-        "if found is not None and ",
-        "if False and ",
+        "elif found is not None and ",
+        "elif False and ",
         "A local dict of another number of ranks is not refused by name.",
         "SD-LOCAL-04",
     ),
