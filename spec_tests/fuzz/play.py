@@ -191,6 +191,9 @@ class Player:
             "save": hides or (self.side.is_summoned and not self.side.keeps_edits),
             "zero_grad": self.side.is_summoned,
         }.get(call["do"], False)
+        if is_lost and call["do"] == "edit":
+            # Here, too, nothing waits for its backward any more.
+            self.twin._changed()
         return {"do": "nothing"} if is_lost else call
 
     def _compare(self, pieces: Pieces) -> None:
