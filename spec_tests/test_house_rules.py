@@ -27,9 +27,9 @@ TRANSPORT, DEBUGGING, ARGUMENTS = "engine/gloo.py", "debugging/", "arguments.py"
 # table of what public calls may be given.
 APART = (TRANSPORT, DEBUGGING, ARGUMENTS, "engine/ledger.py", "engine/comparison.py", "ledger/")
 BUDGETS = {
-    "house": 6582,
+    "house": 6585,
     "story": 2967,
-    TRANSPORT: 105,
+    TRANSPORT: 115,
     DEBUGGING: 380,
     ARGUMENTS: 166,
     "engine/ledger.py": 88,
@@ -85,7 +85,7 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all that is imported for `fully_shard` itself, without what is attached to it.
-FULLY_SHARD = 2415
+FULLY_SHARD = 2420
 
 
 def imported_for(module: str) -> set[str]:

@@ -60,7 +60,7 @@ _GATHER_METHOD = "all_gather_single" if _IS_RENAMED else "_allgather_base"
 _REDUCE_SCATTER_METHOD = "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
 
 
-def gather(group: Group, output: torch.Tensor, piece: torch.Tensor, kind: str = "all-gather") -> Collective:
+def gather(group: Group, output: torch.Tensor, piece: torch.Tensor) -> Collective:
     """All-gather: ``output`` becomes the pieces of all ranks, one after the other, in order of their position.
 
     Every rank of the group must call it.
@@ -69,12 +69,21 @@ def gather(group: Group, output: torch.Tensor, piece: torch.Tensor, kind: str = 
         group: who gathers.
         output: 1-D, ``group.size * piece.numel()`` elements.
         piece: 1-D, contiguous, the same number of elements on every rank.
-        kind: for the ledger.
     """
     if output.is_complex():
         output, piece = torch.view_as_real(output), torch.view_as_real(piece)
     carrier = group.process_group if group.transport is None or not output.is_cpu else group.transport
-    return Collective(kind, group, output.nbytes, getattr(carrier, _GATHER_METHOD), output, piece, _GATHER)
+    return Collective("all-gather", group, output.nbytes, getattr(carrier, _GATHER_METHOD), output, piece, _GATHER)
+
+
+def ask(group: Group, answers: torch.Tensor, mine: torch.Tensor) -> Collective:
+    """An all-gather in which ranks make sure that they do the same, apart from all others where that is possible.
+
+    Every rank of the group must call it. For a rank that does not, because it has gone another way, the others wait.
+    """
+    apart = group.transport.all_gather_apart if group.transport is not None and answers.is_cpu else None
+    method = apart or getattr(group.process_group, _GATHER_METHOD)
+    return Collective("order check", group, answers.nbytes, method, answers, mine, _GATHER)
 
 
 def gathers_each(group: Group | None, outputs: Sequence[torch.Tensor]) -> bool:

@@ -85,7 +85,7 @@ class Comparison:
                     self._asked[-1].wait()
                     mine[2] = _differ(self._answers)
                 answers = mine.repeat(group.size)
-                self._asked.append(collectives.gather(group, answers, mine, "order check"))
+                self._asked.append(collectives.ask(group, answers, mine))
                 self._answers = answers.view(group.size, 3)
                 chain.begin_epoch()
             if lane.stream is not None:

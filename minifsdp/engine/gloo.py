@@ -54,8 +54,8 @@ from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, HashS
 
 from minifsdp.engine.lanes import Promise
 
-# Any two numbers that no program uses for its own messages.
-_GATHER_TAG, _REDUCE_TAG = 0x6D696E69, 0x6D696E6A
+# Any numbers that no program uses for its own messages.
+_GATHER_TAG, _REDUCE_TAG, _QUESTION_TAG = 0x6D696E69, 0x6D696E6A, 0x6D696E6C
 # 5. In bytes, measured: `spec_tests.benchmarks` has both sides of it.
 _WORTH_A_MESSAGE = 2**18
 
@@ -78,7 +78,7 @@ class Transport:
         shown._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, sends_nothing)
         self._show_gather, self._show_reduce_scatter = _collectives_of(shown)
         self._small_gather, self._small_reduce_scatter = _collectives_of(backend)
-        self._gathers, self._reductions = _Queue(), _Queue()
+        self._gathers, self._reductions, self._questions = _Queue(), _Queue(), _Queue()
 
     def all_gather_single(self, output: torch.Tensor, piece: torch.Tensor, options: Any) -> Promise:
         """Issues an all-gather, as the method of a process group."""
@@ -87,6 +87,14 @@ class Transport:
         if piece.nbytes < self._least_bytes:
             return self._small_gather(output, piece, options)
         return self._send_to_all([output.view(self._size, *piece.shape)], [piece])
+
+    def all_gather_apart(self, output: torch.Tensor, piece: torch.Tensor, options: Any) -> Promise:
+        """Issues an all-gather that meets no other collective, whatever else the ranks have issued; unseen by modes.
+
+        With gloo's collectives a rank that issues another one than the others, of another size, ends its process.
+        """
+        outputs = [output.view(self._size, *piece.shape)]
+        return self._send_to_all(outputs, [piece], _QUESTION_TAG, self._questions)
 
     def gathers_each(self, outputs: Sequence[torch.Tensor]) -> bool:
         """Whether several tensors are better gathered one by one than side by side (5)."""
@@ -103,16 +111,22 @@ class Transport:
             self._show_gather(whole, piece, AllgatherOptions())
         return self._send_to_all(outputs, pieces)
 
-    def _send_to_all(self, outputs: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> Promise:
+    def _send_to_all(
+        self,
+        outputs: Sequence[torch.Tensor],
+        pieces: Sequence[torch.Tensor],
+        tag: int = _GATHER_TAG,
+        queue: _Queue | None = None,
+    ) -> Promise:
         works = []
         for output in outputs:
-            works += [self._backend.recv([output[other]], other, _GATHER_TAG) for other in self._others]
+            works += [self._backend.recv([output[other]], other, tag) for other in self._others]
         for output, piece in zip(outputs, pieces, strict=True):
             own = output[self._rank]
             if own.data_ptr() != piece.data_ptr():
                 own.copy_(piece)
-            works += [self._backend.send([own], other, _GATHER_TAG) for other in self._others]
-        return _Exchange(works, self._gathers)
+            works += [self._backend.send([own], other, tag) for other in self._others]
+        return _Exchange(works, queue or self._gathers)
 
     def reduce_scatter_single(self, piece: torch.Tensor, whole: torch.Tensor, options: Any) -> Promise:
         """Issues a reduce-scatter, as the method of a process group."""

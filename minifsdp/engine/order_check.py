@@ -74,6 +74,6 @@ class OrderCheck:
         # group only pretends to communicate, everybody says the same.
         with _disable_current_modes():
             numbers = torch.full((group.size,), number, device=self._device)
-            collectives.gather(group, numbers, torch.tensor([number], device=self._device), "order check").wait()
+            collectives.ask(group, numbers, torch.tensor([number], device=self._device)).wait()
             answers: list[int] = numbers.tolist()
         return answers

@@ -313,8 +313,8 @@ BREAKS = [
     Break(
         "checks-the-order-without-waiting",
         "engine/order_check.py",
-        '[number], device=self._device), "order check").wait()\n',
-        '[number], device=self._device), "order check")\n',
+        "[number], device=self._device)).wait()\n",
+        "[number], device=self._device))\n",
         "The ranks' numbers are read before they have arrived, where the backend has threads.",
         "flat_over_a_backend_with_threads",
     ),
