@@ -27,8 +27,8 @@ TRANSPORT, DEBUGGING, ARGUMENTS = "engine/gloo.py", "debugging/", "arguments.py"
 # table of what public calls may be given.
 APART = (TRANSPORT, DEBUGGING, ARGUMENTS, "engine/ledger.py", "engine/comparison.py", "ledger/")
 BUDGETS = {
-    "house": 6585,
-    "story": 2967,
+    "house": 6595,
+    "story": 2975,
     TRANSPORT: 115,
     DEBUGGING: 380,
     ARGUMENTS: 166,
@@ -85,7 +85,7 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all that is imported for `fully_shard` itself, without what is attached to it.
-FULLY_SHARD = 2420
+FULLY_SHARD = 2430
 
 
 def imported_for(module: str) -> set[str]:

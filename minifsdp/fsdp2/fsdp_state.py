@@ -96,7 +96,7 @@ class FSDPState:
         for module in modules:
             module.__dict__[ATTRIBUTE] = self
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.after_forward, prepend=False, with_kwargs=True)
+            module.register_forward_hook(self.after_forward, prepend=False, with_kwargs=True, always_call=True)
 
     # --- forward ---
 
@@ -150,6 +150,11 @@ class FSDPState:
 
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """The hook after. Returns the output as the caller shall see it."""
+        if output is None and _is_after_an_exception(sys._getframe(1)):
+            if self._has_begun:
+                # The parts of the tree may be called next, and would take themselves for a part of this forward.
+                self.break_off()
+            return None
         tree = self.current_tree()
         if self.policy.output_dtype is not None:
             output = cast_floating(self.policy.output_dtype, output)
@@ -220,6 +225,12 @@ class FSDPState:
             state.tree, state._grouped = tree, grouped
             state.is_tree_root = state is self
         return tree
+
+
+def _is_after_an_exception(caller: FrameType) -> bool:
+    """Whether ``caller``, which calls a hook, has caught an exception, so that there is no output."""
+    _, _, trace = sys.exc_info()
+    return trace is not None and trace.tb_frame is caller
 
 
 def _calls_itself(module: nn.Module) -> bool:

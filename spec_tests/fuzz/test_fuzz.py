@@ -163,6 +163,6 @@ def test_an_offload_policy_of_torch_is_not_taken_for_none() -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     with pytest.raises(
-        TypeError, match=r"rank .: offload_policy of fully_shard\(\) must be an OffloadPolicy of minifsdp"
+        TypeError, match=r"rank .: in a call of fully_shard\(\) offload_policy should be an OffloadPolicy of minifsdp"
     ):
         fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy())

@@ -66,7 +66,7 @@ MUTANTS = [
     Mutant(
         "waits-where-it-issues",
         "Transport._send_to_all",
-        "        return _Exchange(works, self._gathers)",
+        "        return _Exchange(works, queue or self._gathers)",
         "        _Exchange(works, self._gathers).wait()\n        return _Exchange([], self._gathers)",
         "A gather is over before the CPU goes on.",
         "WIRE-05",
@@ -162,7 +162,7 @@ MUTANTS = [
     Mutant(
         "one-parameter-in-all-places",
         "Transport._send_to_all",
-        "self._backend.send([own], other, _GATHER_TAG)",
+        "self._backend.send([own], other, tag)",
         "self._backend.send([outputs[0][self._rank]], other, _GATHER_TAG)",
         "Every place gets the first parameter.",
         "WIRE-10",
