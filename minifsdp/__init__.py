@@ -13,6 +13,7 @@ from minifsdp import sharded_grad_scaler as sharded_grad_scaler
 from minifsdp import wrap as wrap
 from minifsdp.api import *  # noqa: F403
 from minifsdp.arguments import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from minifsdp.batches import token_scale, token_weighted, while_all_have_data
 from minifsdp.checkpoint.state_dict_options import OptimStateKeyType
 from minifsdp.compat.bfloat16 import bf16_supported
 from minifsdp.compat.composable import ComposableState
@@ -51,6 +52,9 @@ __all__ = [
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "token_scale",
+    "token_weighted",
+    "while_all_have_data",
 ]
 __all__ += api.__all__
 __version__ = "0.1.0"

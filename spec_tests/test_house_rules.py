@@ -25,13 +25,14 @@ pytestmark = pytest.mark.pure
 TRANSPORT, DEBUGGING, ARGUMENTS = "engine/gloo.py", "debugging/", "arguments.py"
 # What makes sure that all ranks do the same has rooms of its own as well, so has what is off by default, and so has the
 # table of what public calls may be given.
-APART = (TRANSPORT, DEBUGGING, ARGUMENTS, "engine/ledger.py", "engine/comparison.py", "ledger/")
+APART = (TRANSPORT, DEBUGGING, ARGUMENTS, "batches.py", "engine/ledger.py", "engine/comparison.py", "ledger/")
 BUDGETS = {
     "house": 6595,
     "story": 2975,
     TRANSPORT: 115,
     DEBUGGING: 380,
     ARGUMENTS: 166,
+    "batches.py": 100,
     "engine/ledger.py": 88,
     "engine/comparison.py": 65,
     "ledger/": 375,

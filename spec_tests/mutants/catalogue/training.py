@@ -128,6 +128,14 @@ MUTANTS = [
         "DEBUG-07",
     ),
     Mutant(
+        "tokens-of-this-rank",
+        "token_scale",
+        "shared.process_group.allreduce, [total], options",
+        "lambda *_: None, [total], options",
+        "A token counts by how many its rank has.",
+        "BATCH-06",
+    ),
+    Mutant(
         "nothing-compared",
         "Comparison.ask",
         "if all(",

@@ -1,0 +1,186 @@
+"""Ranks with different amounts of data: ending together, and weighting by tokens.
+
+Two things go wrong when the data does not divide evenly, and neither says so.
+
+1. *One rank has fewer batches.* Its loop ends, the others go on into collectives to which it does not come. So before
+   each batch the ranks tell each other whether they have one, and all of them end with the first that has none. Two
+   ranks with 3 and 5 batches::
+
+    rank 0      b0  b1  b2  -            3 steps
+    rank 1      b0  b1  b2  (b3 b4)      3 steps, two batches are left over
+
+   What is told is one number, an all-reduce of 8 bytes. The next batch is fetched, and the number is on its way, before
+   the batch in hand is computed; so it costs no time. A loader that raises ends all ranks, with its error.
+
+2. *One rank has fewer tokens.* Gradients are averaged over ranks. If each rank's loss is a mean over its own tokens, a
+   token on a rank with few of them counts more. With 1 token on rank 0 and 3 on rank 1, whose losses sum up to L0, L1::
+
+    mean of means        (L0 / 1 + L1 / 3) / 2        rank 0's token counts three times as much
+    what was meant       (L0 + L1) / 4
+    scaled sums          (L0 * 2/4 + L1 * 2/4) / 2    the same: each sum times ranks / all tokens
+
+*In torch:* ``Join`` does the first for DDP, by letting ranks that have ended take part with zeros; it does not know
+FSDP. For the second there is nothing.
+
+Spec: BATCH-01 to BATCH-08.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllreduceOptions
+
+from minifsdp.engine.lanes import Lane
+from minifsdp.engine.ledger import Collective
+from minifsdp.engine.mesh import Group, default_group
+from minifsdp.engine.messages import message, warn
+
+__all__ = ["token_scale", "token_weighted", "while_all_have_data"]
+
+T = TypeVar("T")
+_FAILED, _HAS_NONE, _HAS_ONE = 0, 1, 2
+
+
+def while_all_have_data(
+    batches: Iterable[T], group: dist.ProcessGroup | None = None, *, count_left: bool = False
+) -> Iterator[T]:
+    """The batches of this rank, as long as all ranks of the group have one. Every rank must iterate, and break, alike.
+
+    One batch is in hand while the one before it is computed. When it ends, what a rank has in hand and what its loader
+    still has is dropped.
+
+    Args:
+        batches: a loader, or anything else that can be iterated over, once.
+        group: who ends together; by default all ranks.
+        count_left: at the end, count what is left and warn if that is anything on any rank. It is read for that.
+
+    Yields:
+        What ``batches`` has.
+
+    Raises:
+        RuntimeError: the loader of some rank has raised; on every rank, with that rank and its error.
+    """
+    talk = _Talk(Group.of(group or default_group()))
+    loader = iter(batches)
+    batch, asked = _next_and_ask(loader, talk)
+    try:
+        while talk.least(asked) == _HAS_ONE:
+            following, asked = _next_and_ask(loader, talk)
+            yield batch[0]
+            batch = following
+    except GeneratorExit:
+        # All ranks have left the loop, with a question on its way.
+        talk.least(asked)
+        raise
+    _end(batch, loader, talk, count_left)
+
+
+def _next_and_ask(loader: Iterator[T], talk: _Talk) -> tuple[list[Any], Any]:
+    """A batch in a list, an error instead, or nothing; and the question that tells the others which of these."""
+    try:
+        batch: list[Any] = [next(loader)]
+    except StopIteration:
+        return [], talk.ask(_HAS_NONE)
+    except Exception as error:
+        return [error, True], talk.ask(_FAILED)
+    return batch, talk.ask(_HAS_ONE)
+
+
+def _end(batch: list[Any], loader: Iterator[Any], talk: _Talk, count_left: bool) -> None:
+    error = batch[0] if len(batch) == 2 else None
+    left = 0
+    if count_left and error is None:
+        left = len(batch) + sum(1 for _ in loader)
+    said = talk.everybody(f"{type(error).__name__}: {error}" if error is not None else left)
+    failed = [f"rank {rank}: {text}" for rank, text in said.items() if isinstance(text, str)]
+    if failed:
+        raise RuntimeError(message("loader-failed", failed="; ".join(failed))) from error
+    counts = {rank: number for rank, number in said.items() if number}
+    if counts:
+        warn(message("batches-left", counts=", ".join(f"{number} on rank {rank}" for rank, number in counts.items())))
+
+
+class _Talk:
+    """What ranks tell each other about their loaders."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        kinds = [torch.device(kind) for kind in group.process_group._device_types]
+        self._device = next((kind for kind in kinds if kind.type == "cpu"), None) or _current(kinds[0])
+        # A lane of its own: to read the answer is to wait for it alone, and not for what is computed.
+        self._lane = Lane("batches", self._device)
+        self._options = AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+        self._options.asyncOp = False
+
+    def ask(self, mine: int) -> tuple[torch.Tensor, Any]:
+        """Tells the others; what comes back is for `least`."""
+        with self._lane as lane:
+            number = torch.full((1,), mine, device=self._device)
+            send = self._group.process_group.allreduce
+            work = Collective("while_all_have_data", self._group, 8, send, [number], self._options)
+            if lane.stream is None:
+                return number, work.wait
+            work.wait()
+            return number.to("cpu", non_blocking=True), lane.stream.record_event().synchronize
+
+    def least(self, asked: tuple[torch.Tensor, Any]) -> int:
+        """The least that any rank has told."""
+        number, wait = asked
+        wait()
+        return int(number.item())
+
+    def everybody(self, mine: Any) -> dict[int, Any]:
+        """What every rank says, by rank."""
+        said: list[Any] = [None] * self._group.size
+        dist.all_gather_object(said, mine, group=self._group.process_group)
+        return dict(zip(self._group.ranks, said, strict=True))
+
+
+def _current(device: torch.device) -> torch.device:
+    return torch.device(device.type, torch.get_device_module(device).current_device())
+
+
+def token_scale(num_tokens: int | torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """By what to multiply a *sum* of losses so that the mean over ranks is the mean over tokens.
+
+    Every rank of the group must call it, once for each optimizer step.
+
+    Args:
+        num_tokens: that this rank has in the whole step, in all of its micro-batches together; may be 0. A tensor of
+            an accelerator is added up there, and the CPU is not stopped.
+        group: the ranks over which gradients are averaged; by default all.
+
+    Returns:
+        Ranks divided by the tokens of all ranks, a float32 scalar on the device of ``num_tokens``; 0 if there are none.
+    """
+    shared = Group.of(group or default_group())
+    kinds = [torch.device(kind) for kind in shared.process_group._device_types]
+    device = num_tokens.device if isinstance(num_tokens, torch.Tensor) else torch.device("cpu")
+    if device.type not in {kind.type for kind in kinds}:
+        device = _current(kinds[0])
+    total = torch.as_tensor(num_tokens, device=device).detach().clone().to(torch.float64).reshape(1)
+    options = AllreduceOptions()
+    options.asyncOp = False
+    Collective("token_scale", shared, 8, shared.process_group.allreduce, [total], options).wait()
+    return torch.where(total > 0, shared.size / total, 0.0).float().squeeze(0)
+
+
+def token_weighted(
+    loss_sum: torch.Tensor, num_tokens: int | torch.Tensor, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """The loss to call ``backward`` on, from the sum of the losses of this rank's tokens.
+
+    Its gradient, averaged over ranks, is that of the mean over all tokens of all ranks. Its value is this rank's part:
+    the mean of it over ranks is the loss. Every rank of the group must call it. With several micro-batches in a step,
+    call `token_scale` once, with the tokens of all of them.
+
+    Args:
+        loss_sum: a scalar; 0 times something for a rank without tokens, so that backward runs there, too.
+        num_tokens, group: as for `token_scale`.
+    """
+    return loss_sum * token_scale(num_tokens, group).to(loss_sum.device, loss_sum.dtype)

@@ -1,0 +1,187 @@
+"""Ranks with different numbers of batches end together; with different numbers of tokens they weigh them alike."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import minifsdp
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import ShardingStrategy, fully_shard
+from spec_tests.harness import device, ranks
+from spec_tests.models.values import assert_same, full_gradients
+
+WIDTH = 5
+DOORS = ("wrapper", "function")
+
+
+@pytest.mark.spec("BATCH-01")
+@ranks(2)
+def test_all_ranks_end_when_the_first_has_no_more() -> None:
+    mine = range(3 if dist.get_rank() == 0 else 5)
+    assert list(minifsdp.while_all_have_data(mine)) == [0, 1, 2]
+    # Nothing is left on its way: the next loop begins anew.
+    assert list(minifsdp.while_all_have_data("ab")) == ["a", "b"]
+    assert list(minifsdp.while_all_have_data([] if dist.get_rank() else [1])) == []
+
+
+@pytest.mark.spec("BATCH-02")
+@ranks(2)
+def test_a_loader_that_raises_ends_all_ranks_with_its_error() -> None:
+    def loader() -> Iterator[int]:
+        yield 0
+        if dist.get_rank() == 1:
+            raise OSError("no such file")
+        yield 1
+
+    seen = []
+    with pytest.raises(RuntimeError, match=rf"rank {dist.get_rank()}: .*rank 1: OSError: no such file"):
+        seen.extend(minifsdp.while_all_have_data(loader()))
+    assert dist.get_rank() or seen in ([], [0])
+
+
+@pytest.mark.spec("BATCH-03")
+@ranks(2)
+def test_the_next_batch_is_fetched_and_asked_for_before_the_one_in_hand_is_given() -> None:
+    fetched: list[int] = []
+
+    def loader() -> Iterator[int]:
+        for number in range(3):
+            fetched.append(number)
+            yield number
+
+    for batch in minifsdp.while_all_have_data(loader()):
+        assert fetched == [*range(min(batch + 2, 3))]
+
+
+@pytest.mark.spec("BATCH-04")
+@ranks(2)
+def test_all_ranks_may_break_out() -> None:
+    for batch in minifsdp.while_all_have_data(range(5)):
+        if batch == 2:
+            break
+    assert list(minifsdp.while_all_have_data("xy")) == ["x", "y"]
+
+
+@pytest.mark.spec("BATCH-05")
+@ranks(2)
+def test_what_is_left_is_counted_if_asked_for() -> None:
+    mine = range(3 if dist.get_rank() == 0 else 7)
+    with pytest.warns(UserWarning, match=r"4 on rank 1"):
+        assert list(minifsdp.while_all_have_data(mine, count_left=True)) == [0, 1, 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(minifsdp.while_all_have_data(range(2), count_left=True))
+
+
+@pytest.mark.spec("BATCH-01")
+@ranks(4)
+def test_only_the_ranks_of_the_group_end_together() -> None:
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    assert list(minifsdp.while_all_have_data(range(rank + 1), groups[rank // 2])) == [*range(1 if rank < 2 else 3)]
+
+
+# ---- tokens ---------------------------------------------------------------------------------------------------------
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).to(device())
+
+
+def tokens_of(rank: int, part: int = 0) -> Tensor:
+    """Another number of them on each rank; the last rank has none in the first part."""
+    number = 0 if rank == dist.get_world_size() - 1 and part == 0 else 3 * rank + part + 1
+    return torch.randn(number, WIDTH, generator=torch.Generator().manual_seed(10 * rank + part)).to(device())
+
+
+def loss_sum(model: nn.Module, tokens: Tensor) -> Tensor:
+    total: Tensor = model(tokens).square().sum()
+    return total
+
+
+def sharded(door: str, is_hybrid: bool) -> Any:
+    model = net()
+    names = ("replicate", "shard") if is_hybrid else None
+    mesh = init_device_mesh(device().type, (2, 2) if is_hybrid else (dist.get_world_size(),), mesh_dim_names=names)
+    if door == "function":
+        return fully_shard(model, mesh=mesh)
+    strategy = ShardingStrategy.HYBRID_SHARD if is_hybrid else ShardingStrategy.FULL_SHARD
+    return FSDP(model, device_mesh=mesh, sharding_strategy=strategy, device_id=device(), use_orig_params=True)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    if not isinstance(model, FSDP):
+        return full_gradients(model)
+    with FSDP.summon_full_params(model, with_grads=True):
+        return {name: p.grad.clone() for name, p in model.module.named_parameters() if p.grad is not None}
+
+
+def expected(num_parts: int) -> dict[str, Tensor]:
+    """The gradients of one process that sees all tokens."""
+    model = net()
+    tokens = torch.cat([tokens_of(rank, part) for rank in range(dist.get_world_size()) for part in range(num_parts)])
+    (loss_sum(model, tokens) / len(tokens)).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.spec("BATCH-06")
+@pytest.mark.parametrize("door", DOORS)
+@ranks(2)
+def test_a_token_counts_the_same_on_each_rank(door: str) -> None:
+    model = sharded(door, is_hybrid=False)
+    mine = tokens_of(dist.get_rank())
+    loss = minifsdp.token_weighted(loss_sum(model, mine), len(mine))
+    loss.backward()
+    assert_same(gradients(model), expected(1), bitwise=False)
+
+
+@pytest.mark.spec("BATCH-06")
+@pytest.mark.parametrize("door", DOORS)
+@ranks(4)
+def test_with_replicas_too(door: str) -> None:
+    model = sharded(door, is_hybrid=True)
+    mine = tokens_of(dist.get_rank())
+    minifsdp.token_weighted(loss_sum(model, mine), torch.tensor(len(mine), device=device())).backward()
+    assert_same(gradients(model), expected(1), bitwise=False)
+
+
+@pytest.mark.spec("BATCH-07")
+@pytest.mark.parametrize("door", DOORS)
+@ranks(2)
+def test_with_micro_batches_the_scale_is_that_of_the_step(door: str) -> None:
+    model = sharded(door, is_hybrid=False)
+    parts = [tokens_of(dist.get_rank(), part) for part in range(2)]
+    scale = minifsdp.token_scale(sum(map(len, parts)))
+    for part in parts:
+        (loss_sum(model, part) * scale.to(device())).backward()
+    assert_same(gradients(model), expected(2), bitwise=False)
+
+
+@pytest.mark.spec("BATCH-07")
+@ranks(2)
+def test_without_any_token_the_scale_is_nothing() -> None:
+    assert minifsdp.token_scale(0).item() == 0.0
+    assert minifsdp.token_scale(dist.get_rank() * 3).item() == pytest.approx(2 / 3)
+
+
+@pytest.mark.spec("BATCH-08")
+@ranks(2)
+def test_the_mean_of_means_is_wrong_by_what_the_page_says() -> None:
+    # One token with loss 8 on rank 0, three with 2, 2 and 2 on rank 1.
+    losses = [[8.0], [2.0, 2.0, 2.0]]
+    mine = torch.tensor(losses[dist.get_rank()], device=device())
+    mean = mine.mean().reshape(1)
+    dist.all_reduce(mean)
+    assert (mean / 2).item() == 5.0
+    right = minifsdp.token_weighted(mine.sum(), len(mine)).reshape(1)
+    dist.all_reduce(right)
+    assert (right / 2).item() == 3.5
