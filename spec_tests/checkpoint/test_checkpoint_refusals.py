@@ -399,7 +399,7 @@ class Memory(TorchDispatchMode):
                 if storage._cdata not in self._before:
                     self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         now = self._alive()
-        for _ in range(50):
+        for _ in range(500):
             if now <= max(self.peak, self._limit):
                 break
             # Gloo works in a thread of its own, which lets go of a tensor a moment after it was waited for.

@@ -81,6 +81,14 @@ def per_unit(model: nn.Module) -> float:
     return (calls_by_file(warmed_up(model)).total() - plain) / NUM_UNITS
 
 
+def of_the_ledger(action: Callable[[], None]) -> float:
+    """Calls for each unit of what is always on so that all ranks do the same."""
+    from minifsdp.engine import comparison, ledger
+
+    counted = calls_by_file(action)
+    return (counted[ledger.__file__] + counted[comparison.__file__]) / NUM_UNITS
+
+
 def costly_calls(action: Callable[[], None]) -> dict[str, int]:
     """How often ``action`` does what a warm step has no need of."""
     found: Counter[str] = Counter()
@@ -122,13 +130,14 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     cpu = torch.device("cpu")
-    answer: dict[str, Any] = {"calls": {}, "costly": {"probe": costly_calls(probe)}, "trace": {}}
+    answer: dict[str, Any] = {"calls": {}, "costly": {"probe": costly_calls(probe)}, "trace": {}, "ledger": {}}
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
         for original in (False, True):
             key = f"{strategy} {'original' if original else 'flat'}"
             ours = warmed_up(model := sharded(minifsdp, strategy, use_orig_params=original))
             answer["costly"][key] = costly_calls(ours)
             answer["trace"][key] = calls_by_file(ours)[trace.__file__]
+            answer["ledger"][key] = of_the_ledger(ours)
             answer["calls"][f"minifsdp {key}"] = per_unit(model)
     for original in (False, True):
         options = {"use_orig_params": original, "device_id": cpu}
@@ -141,6 +150,7 @@ def main() -> None:
         ours = warmed_up(model := fully_sharded(minifsdp, keeps=keeps))
         answer["costly"][key] = costly_calls(ours)
         answer["trace"][key] = calls_by_file(ours)[trace.__file__]
+        answer["ledger"][key] = of_the_ledger(ours)
         answer["calls"][f"minifsdp {key}"] = per_unit(model)
         answer["calls"][f"torch {key}"] = per_unit(fully_sharded(torch_fsdp, keeps=keeps))
     with trace.record():
