@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
+import signal
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardedGradScaler, StateDictType
 from minifsdp.engine import collectives, ledger
 from minifsdp.engine.mesh import Group
+from minifsdp.ledger import process
 from minifsdp.ledger.report import Entry, lines_of_this_rank
 from spec_tests.engine.small import draw, shard_each, train_once
 from spec_tests.harness import device, ranks
@@ -91,6 +94,31 @@ def test_it_is_bounded_and_keeps_no_tensor_alive() -> None:
     gc.collect()
     assert memory() is None
     assert len(ledger.entries) == 2048
+
+
+@pytest.mark.spec("LEDGER-06")
+@ranks(2)
+def test_a_handler_of_the_programs_own_is_left_alone_and_a_forked_process_has_none() -> None:
+    FSDP(MLP(), device_id=device())
+    watcher = process._watcher
+    assert watcher is not None
+    before = signal.getsignal(signal.SIGTERM)
+    assert before is process._wait_for_report
+    child = os.fork()
+    if child == 0:
+        has_none = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and signal.set_wakeup_fd(-1) == -1
+        os._exit(0 if has_none else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+    def mine(*_: Any) -> None:
+        pass
+
+    signal.signal(signal.SIGTERM, mine)
+    try:
+        process._watch_signals(watcher)
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.spec("LEDGER-01")

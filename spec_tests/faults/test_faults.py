@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -131,3 +134,21 @@ SOME = [
 def test_all_other_ranks_end_in_time_and_say_where_every_rank_is(fault: str) -> None:
     outcomes = run_all([cell for cell in SOME if cell.fault == fault])
     assert [(outcome.cell, outcome.complaint) for outcome in outcomes if outcome.complaint] == []
+
+
+@pytest.mark.spec("LEDGER-10")
+def test_under_torchrun_a_job_goes_on_from_its_last_checkpoint(
+    tmp_path: Path,
+) -> None:
+    told = {}
+    for fault in ("none", "killed"):
+        folder = tmp_path / fault
+        folder.mkdir()
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        arguments = ["--max-restarts", "1", str(Path(__file__).with_name("restarted.py")), fault, str(folder)]
+        done = subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        told[fault] = json.loads((folder / "told").read_text())
+    assert [told[fault]["lives"] for fault in told] == [1, 2]
+    assert told["killed"]["losses"] == told["none"]["losses"]
+    assert len(told["none"]["losses"]) == 6

@@ -130,7 +130,11 @@ def joined_ranks(device: str) -> Iterator[Place]:
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    dist.init_process_group(backend, device_id=chosen if chosen.type == "cuda" else None)
+    # If torchrun has started the job again, the addresses of its life before are still there, and gloo would try them.
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"life-{life}", next(dist.rendezvous("env://"))[0])
+    device_id = chosen if chosen.type == "cuda" else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, device_id=device_id)
     try:
         yield Place(rank, num_ranks, chosen, backend, remark)
         # Whoever leaves first closes connections on which the others may still be waiting.
