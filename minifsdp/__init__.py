@@ -35,6 +35,7 @@ from minifsdp.fsdp2.module import FSDPModule
 from minifsdp.fsdp2.options import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from minifsdp.ledger import process as _process
+from minifsdp.tools.explain import explain
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -49,6 +50,7 @@ __all__ = [
     "UnshardHandle",
     "bf16_supported",
     "debug",
+    "explain",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",

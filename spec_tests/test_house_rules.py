@@ -23,11 +23,14 @@ pytestmark = pytest.mark.pure
 # Code lines of the rooms, by the folder; "story" are the modules that docs/design.md names as the story. What carries
 # tensors between CPUs has a room of its own, and "house" is all the rest.
 TRANSPORT, DEBUGGING, ARGUMENTS = "engine/gloo.py", "debugging/", "arguments.py"
+# What counts and draws is called by nothing in the house; what explains a model is a room in it, of modules that begin
+# with that name.
+TOOLS, EXPLAIN = "tools/", "tools/explain"
 # What makes sure that all ranks do the same has rooms of its own as well, so has what is off by default, and so has the
 # table of what public calls may be given.
-APART = (TRANSPORT, DEBUGGING, ARGUMENTS, "batches.py", "engine/ledger.py", "engine/comparison.py", "ledger/")
+APART = (TRANSPORT, DEBUGGING, ARGUMENTS, TOOLS, "batches.py", "engine/ledger.py", "engine/comparison.py", "ledger/")
 BUDGETS = {
-    "house": 6595,
+    "house": 6188,
     "story": 2975,
     TRANSPORT: 115,
     DEBUGGING: 380,
@@ -38,7 +41,8 @@ BUDGETS = {
     "ledger/": 375,
     "checkpoint/": 1425,
     "compat/": 250,
-    "tools/": 410,
+    TOOLS: 437,
+    EXPLAIN: 560,
 }
 LONGEST_FILE = 300  # with prose
 LONGER = {
@@ -116,7 +120,11 @@ def story() -> list[str]:
 
 @pytest.mark.parametrize("room", BUDGETS)
 def test_no_room_is_longer_than_it_was(room: str) -> None:
-    special = {"story": story(), "house": [module for module in MODULES if not module.startswith(APART)]}
+    special = {
+        "story": story(),
+        "house": [module for module in MODULES if not module.startswith(APART)],
+        TOOLS: [module for module in MODULES if module.startswith(TOOLS) and not module.startswith(EXPLAIN)],
+    }
     modules = special.get(room) or [module for module in MODULES if module.startswith(room)]
     assert sum(map(num_code_lines, modules)) <= BUDGETS[room]
 

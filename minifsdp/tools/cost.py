@@ -27,6 +27,8 @@ In words:
    gradients of the whole model wait in full size;
 4. *in the optimizer's step* the sharded gradients are there, and whatever the optimizer needs for its arithmetic.
 
+What is frozen has no gradient and no state; in a flat unit that is so only if nothing in the unit is trained.
+
 Activations are not in it. They depend on the batch and on the model's code, and are a number to be added: the
 ``activations`` of a `Job`. Neither is the memory of the transport: between CPUs a reduction among N
 ranks takes N - 2 pieces of a unit, and a gather of large parameters needs no place to sort; NCCL has buffers of its
@@ -41,7 +43,7 @@ the tables of arXiv 1910.02054 and 2304.11277 are there as tests, too. For a sli
 
 *In torch:* nothing of the kind.
 
-Spec: COST-01 to COST-10.
+Spec: COST-01 to COST-10, EXPLAIN-04.
 """
 
 from dataclasses import dataclass
@@ -95,12 +97,13 @@ def cost_of(job: Job) -> Cost:
     """
     _check(job)
     elements = sum(job.sizes) / job.width / job.shards
-    states = elements * (job.stored.itemsize + job.optimizer)
+    trained = job.num_trained / job.shards
+    states = elements * job.stored.itemsize + trained * job.optimizer
     here, host = (0.0, states) if job.offload else (states, 0.0)
     resting = here + job.buffers * (job.buffer or job.stored).itemsize
-    gradients = job.settled(sum(job.sizes))
+    gradients = job.settled(sum(job.gradients))
     # From the second micro-batch on the gradients of the first are there in forward as well.
-    earlier = sum(job.sizes) if job.no_sync else gradients
+    earlier = sum(job.gradients) if job.no_sync else gradients
     # The worst of the step's backwards is the first, one in the middle, or the last.
     backwards = {0, job.micro_batches // 2, job.micro_batches - 1}
     return Cost(
@@ -109,7 +112,7 @@ def cost_of(job: Job) -> Cost:
         after_backward=resting + gradients,
         peak_forward=resting + (earlier if job.micro_batches > 1 else 0.0) + peak_of_forward(job) + job.activations,
         peak_backward=resting + max(peak_of_backward(job, number) for number in backwards) + job.activations,
-        peak_optimizer=resting + (0.0 if job.offload else elements * (job.stored.itemsize + job.scratch)),
+        peak_optimizer=resting + (0.0 if job.offload else gradients + trained * job.scratch),
         sent=sent_bytes(job),
         num_collectives=num_collectives(job),
     )
@@ -131,7 +134,7 @@ def _gathers(job: Job) -> tuple[int, int]:
     if job.keeps:
         # Without synchronisation what is kept is kept until the last backward, the one that reduces.
         return _reductions(job), _reductions(job)
-    return 2 * job.micro_batches, job.micro_batches
+    return 2 * job.micro_batches, job.micro_batches * (2 if job.root_frees else 1)
 
 
 def _reductions(job: Job) -> int:
@@ -145,7 +148,7 @@ def sent_bytes(job: Job) -> dict[str, float]:
     times, of_root = _gathers(job)
     # What rests with fewer ranks is gathered among these for backward.
     rested = job.micro_batches * units if job.rests_with and not job.keeps else 0.0
-    reduced = _reductions(job) * (units + root) * job.reduce_width / job.width
+    reduced = _reductions(job) * sum(job.gradients) * job.reduce_width / job.width
     return {
         "AG": gather_sends(times * units + of_root * root - rested, job.shards)
         + gather_sends(rested, job.rests_with or 1),
@@ -158,7 +161,7 @@ def num_collectives(job: Job) -> dict[str, int]:
     """Collectives of a step, by kind (SHARD-16)."""
     times, of_root = _gathers(job)
     units, root = len(job.units), int(bool(job.root))
-    reductions = _reductions(job) * (units + root)
+    reductions = _reductions(job) * sum(1 for gradient in job.gradients if gradient)
     return {
         "AG": times * units + of_root * root,
         "RS": reductions if job.shards > 1 else 0,

@@ -17,6 +17,7 @@ Spec: COST-01, COST-07, COST-08.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -30,10 +31,12 @@ class Job:
     Attributes:
         units: for each unit, in the order of forward, the shapes of its parameters.
         root: the shapes of the root's own parameters.
+        trained: of these, the shapes of what is trained, the root's before all others; ``None`` for everything.
         strategy: ``FULL_SHARD``, ``SHARD_GRAD_OP``, ``NO_SHARD``, ``HYBRID_SHARD`` or ``_HYBRID_SHARD_ZERO2``.
         num_shards: ranks in the sharding group; for ``NO_SHARD`` 1 is meant, whatever is given.
         num_replicas: ranks in the replication group; with ``NO_SHARD`` all ranks.
         per_parameter: ``fully_shard``, which cuts each parameter's first dim, instead of the wrapper.
+        root_frees: the root's own parameters are freed after forward like those of any unit, and gathered again.
         rests_with: ``reshard_after_forward`` as an integer: 1/``rests_with`` of each unit is kept for backward.
         stored: dtype of weights at rest.
         compute: ``param_dtype``; ``None`` for the stored one.
@@ -52,10 +55,12 @@ class Job:
 
     units: Sequence[Sequence[Shape]]
     root: Sequence[Shape] = ()
+    trained: Sequence[Sequence[Shape]] | None = None
     strategy: str = "FULL_SHARD"
     num_shards: int = 1
     num_replicas: int = 1
     per_parameter: bool = False
+    root_frees: bool = False
     rests_with: int | None = None
     stored: torch.dtype = torch.float32
     compute: torch.dtype | None = None
@@ -85,10 +90,24 @@ class Job:
         """Elements of a unit with these parameters, padding included."""
         return (padded_per_parameter if self.per_parameter else padded_row)(shapes, self.shards)
 
-    @property
+    @cached_property
     def sizes(self) -> list[float]:
         """Bytes of each gathered unit in the order of forward, the root's own parameters before all others."""
         return [self.width * self.numel(shapes) for shapes in [self.root, *self.units]]
+
+    @cached_property
+    def gradients(self) -> list[float]:
+        """Bytes of the gradient of each unit, in the order of `sizes`; 0 of one in which nothing is trained."""
+        if self.trained is None:
+            return self.sizes
+        both = zip([self.root, *self.units], self.trained, strict=True)
+        # A flat unit has one gradient for all of its parameters, the frozen ones among them included.
+        return [self.width * self.numel(all_ if some and not self.per_parameter else some) for all_, some in both]
+
+    @property
+    def num_trained(self) -> int:
+        """Elements that the optimizer keeps a state for, on all shards together, padding included."""
+        return sum(map(self.numel, [self.root, *self.units] if self.trained is None else self.trained))
 
     @property
     def width(self) -> int:

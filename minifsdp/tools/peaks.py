@@ -45,22 +45,40 @@ def peak_of_backward(job: Job, number: int) -> float:
 
 def _moment(job: Job, units: Sequence[float], i: int, number: int) -> float:
     """Bytes, at most, while the gradient of unit ``i`` is computed and goes on its way."""
-    here, after = units[i], sum(units[i + 1 : i + 2])
-    beside = _gathered_elsewhere(job, units, i) + _gradients_elsewhere(job, units, i, number)
-    gathered = 0.0 if job.is_borrowed else here
+    gradients, last = job.gradients, _reduced_last(job, i)
+    here, after = gradients[i], sum(gradients[last : last + 1])
+    beside = _gathered_elsewhere(job, units, i) + _gradients_elsewhere(job, i, number)
+    gathered = 0.0 if job.is_borrowed else units[i]
     twice = gathered + 2 * here if job.puts_together(i) else 0.0
     if not job.reduces(number):
-        return beside + max(gathered + here, twice)
+        return beside + max(gathered + here, twice, gathered + _lingering(job, units, i))
     # While gradients are computed, the reduction of the unit before is under way. Of that a piece is left when they are
     # put together or packed, which makes them be there twice. It is completed when the reduction of this unit has been
     # issued, and cast if it rests in another dtype than it has travelled in.
     left = _piece(job, after)
     cast = job.settled(after) if job.stored.itemsize != job.reduce_width else 0.0
-    stages = [_reduction(job, after) + gathered + here, left + twice, left + _reduction(job, here) + cast]
+    stages = [
+        _reduction(job, after) + gathered + max(here, _lingering(job, units, i)),
+        left + twice,
+        left + _reduction(job, here) + cast,
+    ]
     if job.sorts or job.reduce_width != job.width:
         # Sorted by rank, or cast, into a row of its own.
         stages.append(left + here + here * job.reduce_width / job.width)
     return beside + max(stages)
+
+
+def _lingering(job: Job, units: Sequence[float], i: int) -> float:
+    """Bytes of the unit before, if nothing in it is trained and it is flat: only its inputs tell when it is over."""
+    if job.per_parameter or job.keeps or i + 1 == len(units) or job.gradients[i + 1]:
+        return 0.0
+    return units[i + 1]
+
+
+def _reduced_last(job: Job, i: int) -> int:
+    """Which unit was reduced before unit ``i``: the next one in the order of forward that has a gradient."""
+    gradients = job.gradients
+    return next((j for j in range(i + 1, len(gradients)) if gradients[j]), len(gradients))
 
 
 def _reduction(job: Job, size: float) -> float:
@@ -83,8 +101,9 @@ def _gathered_elsewhere(job: Job, units: Sequence[float], i: int) -> float:
     return units[0] + (units[i - 1] if job.backward_prefetch and i > 1 else 0.0)
 
 
-def _gradients_elsewhere(job: Job, units: Sequence[float], i: int, number: int) -> float:
+def _gradients_elsewhere(job: Job, i: int, number: int) -> float:
     """Bytes of gradients that are neither being computed nor under way, in the backward of unit ``i``."""
+    units = job.gradients
     # That of the root waits all the time for the part that was used first in forward.
     waiting = units[0] if i else 0.0
     if number and not job.no_sync:
@@ -92,4 +111,4 @@ def _gradients_elsewhere(job: Job, units: Sequence[float], i: int, number: int) 
     if not job.reduces(number):
         return waiting + sum(units if number else units[i + 1 :])
     unreduced = sum(units[: i + 1]) if number else 0.0
-    return waiting + unreduced + job.settled(sum(units[i + 2 :]))
+    return waiting + unreduced + job.settled(sum(units[_reduced_last(job, i) + 1 :]))

@@ -1,0 +1,247 @@
+"""``minifsdp.explain(model)``: what its units are, who owns which bytes, and what a step will store, need and send.
+
+::
+
+    print(minifsdp.explain(model))                  # in a notebook, the last line of a cell shows a table
+    found = minifsdp.explain(model, optimizer="SGD")
+    found.cost.peak, found.largest.name, [advice.kind for advice in found.warnings]
+
+No rank is asked and nothing is sent: the model knows how it is cut (``explain_units.py``), and the rest is arithmetic.
+So any rank may call it alone, before the first forward or between two steps, on the meta device, and even before the
+model has been sharded: then it tells what would be one unit.
+
+The arithmetic is the calculator's, ``cost.py``, which tests hold to measured bytes. Here the model is only put into the
+form in which the calculator wants it, a `Job`. Worked example, `Sequential` of two ``Linear(100, 100)``, each a unit,
+two ranks, Adam::
+
+    Job(units=[[(100, 100), (100,)]] * 2, num_shards=2, optimizer=8)
+    stored   (4 + 8) bytes * 20 200 / 2 = 121 200
+
+Where the model is not quite what a job can say (``explain_job.py``) stands in `Explanation.assumptions`.
+
+To ask what another choice would cost, change the job: ``cost_of(replace(found.job, num_shards=64))``.
+
+*In torch:* nothing of the kind.
+
+Spec: EXPLAIN-01 to EXPLAIN-12.
+"""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from torch import nn
+
+from minifsdp.engine.messages import detail, message, rank_of_this_process
+from minifsdp.tools.cost import Cost, Job, cost_of
+from minifsdp.tools.explain_advice import Advice, advice_for, size_of, some
+from minifsdp.tools.explain_job import assumptions, job_for, most_common
+from minifsdp.tools.explain_records import UnitSummary
+from minifsdp.tools.explain_units import type_of, units_of
+
+# Columns of the text, where it is prose.
+_WIDTH = 100
+# Numbers that an optimizer keeps for each element, in the dtype in which it is stored; step counters left out.
+STATES = {
+    "Adadelta": 2,
+    "Adagrad": 1,
+    "Adam": 2,
+    "AdamW": 2,
+    "Adamax": 2,
+    "NAdam": 2,
+    "RAdam": 2,
+    "RMSprop": 1,
+    "SGD": 0,
+    "SGD with momentum": 1,
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` has found. ``str()`` of it is a text, and a notebook shows it as tables.
+
+    Attributes:
+        model: class of the model.
+        rank: the rank that was asked.
+        optimizer: the name that was given.
+        units: all units, the root's own first, the others in the order in which the model has them.
+        job: the question to the calculator: sizes and choices.
+        cost: its answer, in bytes for each rank and one step with one batch: stored, peaks, sent.
+        warnings: what is worth a second look, with cause and remedy.
+        assumptions: where the arithmetic is not about this model exactly.
+    """
+
+    model: str
+    rank: int
+    optimizer: str
+    units: tuple[UnitSummary, ...]
+    job: Job
+    cost: Cost
+    warnings: tuple[Advice, ...]
+    assumptions: tuple[str, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters in units."""
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def largest(self) -> UnitSummary:
+        """The unit with the most gathered bytes."""
+        return max(self.units, key=lambda unit: unit.gathered_bytes)
+
+    @cached_property
+    def parameter_bytes(self) -> float:
+        """Bytes of parameters that a rank stores, padding included, on the device or the host."""
+        alone = cost_of(replace(self.job, optimizer=0, buffers=0))
+        return alone.stored + alone.host
+
+    @cached_property
+    def optimizer_bytes(self) -> float:
+        """Bytes of optimizer states that a rank stores."""
+        both = cost_of(replace(self.job, buffers=0))
+        return both.stored + both.host - self.parameter_bytes
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Bytes of reduced gradients that a rank has on the device between backward and the optimizer's step."""
+        return self.cost.after_backward - self.cost.stored
+
+    def __str__(self) -> str:
+        """The text for a terminal."""
+        return "\n".join(_as_text(self))
+
+    def _repr_html_(self) -> str:
+        """The tables for a notebook."""
+        import jinja2  # only here, since it takes a while
+
+        loader = jinja2.FileSystemLoader(Path(__file__).parent)
+        template = jinja2.Environment(loader=loader, autoescape=True).get_template("explain.html.jinja")
+        return template.render(found=self, headline=_headline(self), memory=_memory(self), size=size_of, dtypes=_dtypes)
+
+
+def explain(
+    model: nn.Module, *, optimizer: str = "Adam", num_shards: int | None = None, activations: float = 0
+) -> Explanation:
+    """Says of what units a model consists, who owns which bytes, and what a step will store, need and send.
+
+    Nothing is communicated, so any rank may call it alone; nothing is changed.
+
+    Args:
+        model: sharded through either door, or in parts, or not yet: what is left over is shown as the unit that it
+            would become.
+        optimizer: a name of `STATES`; ``Adam`` and others of ``torch.optim``, ``SGD with momentum``.
+        num_shards: ranks to cut a model among that is not sharded at all; by default all ranks, or 1 where there is no
+            process group.
+        activations: bytes, to be added to the peaks of forward and backward. They depend on the batch and on the
+            model's code, and are not predicted.
+
+    Returns:
+        Print it, show it in a notebook, or read its fields.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: an unknown optimizer, or a model without parameters.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(message("explain-type", type=type(model).__name__))
+    if optimizer not in STATES:
+        raise ValueError(message("explain-optimizer", optimizer=optimizer, known=", ".join(STATES)))
+    units = units_of(model, num_shards)
+    if not units:
+        raise ValueError(message("explain-nothing", type=type(model).__name__))
+    like = most_common(units)
+    job = job_for(model, units, like, states=STATES[optimizer], activations=activations)
+    return Explanation(
+        model=type_of(model),
+        rank=rank_of_this_process(),
+        optimizer=optimizer,
+        units=tuple(units),
+        job=job,
+        cost=cost_of(job),
+        warnings=tuple(advice_for(units)),
+        assumptions=tuple(assumptions(model, units, like)),
+    )
+
+
+# ---- the text -------------------------------------------------------------------------------------------------------
+
+
+def _headline(found: Explanation) -> str:
+    ranks = f"{found.job.num_shards} rank{'s' if found.job.num_shards > 1 else ''}"
+    copies = f", {found.job.num_replicas} copies" if found.job.num_replicas > 1 else ""
+    num_units = f"{len(found.units)} unit{'s' if len(found.units) > 1 else ''}"
+    return f"{found.model}: {found.numel:,} parameters in {num_units}, {found.job.strategy} on {ranks}{copies}"
+
+
+def _dtypes(unit: UnitSummary) -> str:
+    """``float32``, or what is stored, computed with and reduced, where these differ."""
+    names = [str(dtype).removeprefix("torch.") for dtype in (unit.stored, unit.compute, unit.reduce)]
+    return names[0] if len(set(names)) == 1 else " / ".join(names)
+
+
+def _memory(found: Explanation) -> list[tuple[str, float, str]]:
+    """Lines of the prediction: what, how many bytes, and what is in them."""
+    cost = found.cost
+    parts = f"parameters {size_of(found.parameter_bytes)}, {found.optimizer} {size_of(found.optimizer_bytes)}"
+    if found.job.buffers:
+        parts += f", buffers {size_of(found.job.buffers)}"
+    collectives = {"AG": "all-gather", "RS": "reduce-scatter", "AR": "all-reduce"}
+    sent = [f"{num} {collectives[kind]}{'s' if num > 1 else ''}" for kind, num in cost.num_collectives.items() if num]
+    lines = [
+        ("stored between steps", cost.stored + cost.host, parts + (", on the host" if cost.host else "")),
+        ("after backward", cost.after_backward, f"with gradients {size_of(found.gradient_bytes)}"),
+        ("at most, in forward", cost.peak_forward, ""),
+        ("at most, in backward", cost.peak_backward, ""),
+        ("at most, in the optimizer's step", cost.peak_optimizer, ""),
+        ("sent in a step", sum(cost.sent.values()), ", ".join(sent)),
+    ]
+    return [(what, num, "the worst moment" if num == cost.peak and not words else words) for what, num, words in lines]
+
+
+def _as_text(found: Explanation) -> Iterator[str]:
+    lines = list(_lines_of_units(found.units))
+    width = max(len("unit"), *(len(line[0]) for line in lines))
+    yield _headline(found)
+    yield ""
+    for name, numel, gathered, owned, dtypes in [
+        ("unit", "parameters", "gathered", "each rank owns", "dtypes"),
+        *lines,
+    ]:
+        yield f"{name:{width}}  {numel:>14}  {gathered:>9}  {owned:>20}  {dtypes}"
+    share = 100 * found.largest.numel / found.numel
+    yield from ["", f"largest unit: {found.largest.label}, {share:.0f} % of the parameters", "", "on each rank"]
+    for what, num, words in _memory(found):
+        yield f"  {what:33}{size_of(num):>9}  {words}".rstrip()
+    yield ""
+    yield from textwrap.wrap(detail("explain-not-in-it"), _WIDTH)
+    for text in found.assumptions:
+        yield from textwrap.wrap(f"Assumed: {text}.", _WIDTH, subsequent_indent="  ")
+    for advice in found.warnings:
+        yield from ["", *textwrap.wrap(f"{advice.kind}: {some(advice.units)}", _WIDTH)]
+        for words in (advice.cause, advice.remedy):
+            yield from textwrap.wrap(f"{words}.", _WIDTH, initial_indent="  ", subsequent_indent="  ")
+
+
+def _lines_of_units(units: tuple[UnitSummary, ...]) -> Iterator[tuple[str, str, str, str, str]]:
+    """A line of the table for each unit, or for several that follow each other and are alike."""
+
+    def look(unit: UnitSummary) -> tuple[str, str, str, str]:
+        planned = ", planned" if unit.is_planned else ""
+        return f"{unit.numel:,}", size_of(unit.gathered_bytes), _owned(unit), _dtypes(unit) + planned
+
+    for alike, group in itertools.groupby(units, look):
+        first, *others = group
+        label = f"{first.label} to {others[-1].label} ({len(others) + 1})" if others else first.label
+        yield label, *alike
+
+
+def _owned(unit: UnitSummary) -> str:
+    """Bytes that a rank stores of the unit: one number, or the smallest and the largest."""
+    least, most = min(unit.owned_bytes.values()), max(unit.owned_bytes.values())
+    return size_of(most) if least == most else f"{size_of(least)} to {size_of(most)}"

@@ -1,0 +1,269 @@
+"""The units of a model as they are, or would be, read off into the records of ``explain_records.py``.
+
+A model that has been sharded knows all about its units by itself, in their layouts, plans and policies. Nothing is
+communicated here and nothing is changed; not even the lazy root is looked for, so it may be asked before the first
+forward, by one rank alone, and of a model on the meta device.
+
+Worked example, ``fully_shard(block)`` for two blocks of 1000 elements, and not yet for the model around them, which has
+100 elements beside::
+
+    blocks.0    1000      there
+    blocks.1    1000      there
+    (root)       100      planned: what `fully_shard(model)` would make next, cut and cast like the others
+
+So a plain model is one planned unit, of all ranks. Once the outermost module has been sharded nothing is planned any
+more: what is left over then was ignored on purpose.
+
+*In torch:* nothing of the kind.
+
+Spec: EXPLAIN-01, EXPLAIN-02, EXPLAIN-05.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from minifsdp.engine.cut import Cut
+from minifsdp.engine.flat import FlatLayout
+from minifsdp.engine.layout import Slot, full_name, owned_parameters
+from minifsdp.engine.mesh import Group
+from minifsdp.engine.messages import rank_of_this_process
+from minifsdp.engine.partition import Partition
+from minifsdp.engine.unit import Unit, modules_of_unit
+from minifsdp.fsdp1.options import BackwardPrefetch
+from minifsdp.fsdp1.wrapper import Wrapper, clean_name, is_wrapper
+from minifsdp.fsdp2.fsdp_state import state_of, states_in
+from minifsdp.fsdp2.module import FSDPModule
+from minifsdp.tools.explain_records import ParameterSummary, UnitSummary
+from minifsdp.tools.formulas import padded_per_parameter, padded_row
+
+# What modules are called in the model.
+Names = dict[nn.Module, str]
+
+
+def units_of(model: nn.Module, num_shards: int | None = None) -> list[UnitSummary]:
+    """All units, the planned one included, in the order in which the model has them, but the root's own first.
+
+    Args:
+        model: sharded through either door, in parts, or not at all.
+        num_shards: ranks for a planned unit that is alone; by default all.
+    """
+    names: Names = {module: clean_name(name) for name, module in model.named_modules()}
+    units = [*_flat_units(model, names), *_units_in_place(model, names)]
+    if not is_sharded(model):
+        units[:0] = _planned(model, names, units[0] if units else None, num_shards)
+    return sorted(units, key=lambda unit: not unit.is_root)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether the outermost module itself has been sharded."""
+    return is_wrapper(model) or state_of(model) is not None
+
+
+def left_out(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters that belong to no unit, with their names."""
+    units = [wrapper._unit for wrapper in Wrapper.fsdp_modules(model)] + [state.unit for _, state in states_in(model)]
+    layouts = [unit.layout for unit in units if unit is not None]
+    # By the places, since what stands there changes; a flat parameter has a place that is no original's.
+    places = {(slot.module, slot.name) for layout in layouts for owned in layout.parameters for slot in owned.slots}
+    flat = {parameter for layout in layouts for parameter in layout.local_parameters()}
+    return [
+        (clean_name(full_name(prefix, name)), parameter)
+        for prefix, module in model.named_modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and (module, name) not in places and parameter not in flat
+    ]
+
+
+def type_of(module: nn.Module) -> str:
+    """The class of a module as the user has written it: not that of a wrapper around it, or made of it in place."""
+    if isinstance(module, Wrapper):
+        module = module.module
+    made = type(module)
+    return (made.__bases__[-1] if made.__bases__[0] is FSDPModule else made).__name__
+
+
+def prefetches(model: nn.Module) -> tuple[bool, bool]:
+    """Whether forward, and whether backward, asks for the next unit before this one has computed."""
+    if isinstance(model, Wrapper):
+        return model.forward_prefetch, model.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+    # The second door, unless lists for it were given by hand.
+    return False, True
+
+
+def buffer_bytes(model: nn.Module) -> int:
+    """Bytes of all buffers, in the dtypes that they have from the first forward on. They are not sharded."""
+    chosen = {
+        module: wrapper.mixed_precision.buffer_dtype
+        for wrapper in Wrapper.fsdp_modules(model)
+        for _, module in wrapper._own_modules()
+    }
+    buffers = {buffer: chosen.get(module) for module in model.modules() for buffer in module._buffers.values()}
+    return sum(
+        buffer.numel() * ((dtype if buffer.is_floating_point() else None) or buffer.dtype).itemsize
+        for buffer, dtype in buffers.items()
+        if buffer is not None
+    )
+
+
+# ---- the two doors --------------------------------------------------------------------------------------------------
+
+
+def _flat_units(model: nn.Module, names: Names) -> Iterator[UnitSummary]:
+    for wrapper in Wrapper.fsdp_modules(model):
+        unit = wrapper._unit
+        if unit is None:
+            continue
+        layout, is_root = unit.layout, wrapper is model
+        trained = [parameter.requires_grad for parameter in layout.local_parameters()]
+        if layout.hides_originals:
+            # One parameter for all.
+            trained *= len(layout.parameters)
+        numbers = _elements_in_row(layout.partition)
+        dtype, ranks = layout.owner.shard.dtype, _ranks(layout.mesh.shard)
+        parameters = [
+            ParameterSummary(
+                *_places(owned.slots, names),
+                tuple(form.shape),
+                0,
+                dtype,
+                is_trained,
+                dict(zip(ranks, each, strict=True)),
+            )
+            for owned, form, is_trained, each in zip(layout.parameters, layout.forms, trained, numbers, strict=True)
+        ]
+        # The root stays for its backward, whatever its strategy says.
+        frees = unit.policy.reshard_after_forward and not is_root
+        found = _summary(unit, parameters, names, wrapper.mixed_precision.buffer_dtype)
+        yield replace(found, name=names[wrapper], frees=frees, is_root=is_root)
+
+
+def _units_in_place(model: nn.Module, names: Names) -> Iterator[UnitSummary]:
+    for name, state in states_in(model):
+        unit = state.unit
+        if unit is None:
+            continue
+        parameters = []
+        for entry in unit.layout._entries:  # type: ignore[attr-defined]
+            cut: Cut = entry.sharding.cut
+            owned = dict(zip(_ranks(entry.sharding.table.shard), _elements_by_rank(cut), strict=True))
+            trained, dtype = entry.parameter.requires_grad, entry.piece.dtype
+            places = _places(entry.owned.slots, names)
+            parameters.append(ParameterSummary(*places, tuple(cut.shape), cut.dim, dtype, trained, owned))
+        is_root = state is state_of(model)
+        # Left open, it is decided when the first forward runs: the root stays.
+        frees = unit.policy.reshard_after_forward and not (is_root and state.reshard_after_forward is None)
+        yield replace(_summary(unit, parameters, names), name="" if is_root else name, frees=frees, is_root=is_root)
+
+
+def _ranks(group: Group | None) -> tuple[int, ...]:
+    return (rank_of_this_process(),) if group is None else group.ranks
+
+
+def _places(slots: Sequence[Slot], names: Names) -> tuple[str, tuple[str, ...]]:
+    """The name of a parameter, and those of its ties."""
+    first, *ties = [full_name(names[slot.module], slot.name) for slot in slots]
+    return first, tuple(ties)
+
+
+def _elements_in_row(partition: Partition) -> list[tuple[int, ...]]:
+    """Of each parameter of a flat row, how many elements each rank stores."""
+    pieces = [partition.slices_of_piece(index) for index in range(partition.num_shards)]
+    return [tuple(part.stop - part.start for part in parts) for parts in zip(*pieces, strict=True)]
+
+
+def _elements_by_rank(cut: Cut) -> tuple[int, ...]:
+    """The same of a parameter that is cut by itself."""
+    return tuple(cut.local_shape(index).numel() for index in range(cut.num_shards))
+
+
+def _summary(
+    unit: Unit, parameters: Sequence[ParameterSummary], names: Names, buffers: torch.dtype | None = None
+) -> UnitSummary:
+    """What both doors say of a unit in the same way."""
+    layout, mesh, resting = unit.layout, unit.plan.mesh, unit.policy.resting
+    inside = [slot.module for owned in layout.parameters for slot in owned.slots]
+    return UnitSummary(
+        name="",
+        type=type_of(unit.module),
+        parameters=tuple(parameters),
+        ranks=_ranks(mesh.shard),
+        num_replicas=mesh.num_ranks // mesh.num_shards,
+        per_parameter=not isinstance(layout, FlatLayout),
+        frees=unit.policy.reshard_after_forward,
+        rests_with=None if resting is None else resting.begin.args[0].size,  # type: ignore[attr-defined]
+        compute=layout.dtype,
+        reduce=unit.precision.reduce or layout.dtype,
+        offloads=layout.offloads,
+        gathered_bytes=layout.num_bytes,
+        low_batch_norms=_low_batch_norms(inside, layout.dtype, buffers, names),
+        is_root=False,
+    )
+
+
+def _low_batch_norms(
+    modules: Iterable[nn.Module], compute: torch.dtype, buffers: torch.dtype | None, names: Names
+) -> tuple[str, ...]:
+    low = []
+    for module in dict.fromkeys(modules):
+        if isinstance(module, _BatchNorm):
+            mean = module.running_mean
+            statistics = compute if mean is None else buffers or mean.dtype
+            if min(compute.itemsize, statistics.itemsize) < 4:
+                low.append(names[module])
+    return tuple(low)
+
+
+# ---- what is not there yet ------------------------------------------------------------------------------------------
+
+
+def _planned(model: nn.Module, names: Names, like: UnitSummary | None, num_shards: int | None) -> Iterator[UnitSummary]:
+    """What is left over, as the unit that sharding the whole model would make of it; nothing if nothing is left."""
+    owners = modules_of_unit([model], lambda module: is_wrapper(module) or state_of(module) is not None)
+    left = owned_parameters(owners, set())
+    if not left:
+        return
+    all_ranks = num_shards or (dist.get_world_size() if dist.is_initialized() else 1)
+    ranks = like.ranks if like else tuple(range(all_ranks))
+    is_flat = like is not None and not like.per_parameter
+    shapes = [tuple(parameter.shape) or (1,) for parameter in left]
+    stored = max(left, key=lambda parameter: parameter.numel()).dtype
+    compute = like.compute if like else stored
+    numel = (padded_row if is_flat else padded_per_parameter)(shapes, len(ranks))
+    parameters = tuple(
+        ParameterSummary(*_places(owned.slots, names), shape, 0, parameter.dtype, parameter.requires_grad, each)
+        for (parameter, owned), shape, each in zip(left.items(), shapes, _cut(shapes, ranks, is_flat), strict=True)
+    )
+    yield UnitSummary(
+        name="",
+        type=type_of(model),
+        parameters=parameters,
+        ranks=ranks,
+        num_replicas=like.num_replicas if like else 1,
+        per_parameter=not is_flat,
+        frees=False,
+        rests_with=None,
+        compute=compute,
+        reduce=like.reduce if like else stored,
+        offloads=like is not None and like.offloads,
+        gathered_bytes=numel * compute.itemsize,
+        low_batch_norms=_low_batch_norms((module for _, module in owners), compute, None, names),
+        is_root=True,
+        is_planned=True,
+    )
+
+
+def _cut(shapes: Sequence[tuple[int, ...]], ranks: Sequence[int], is_flat: bool) -> list[dict[int, int]]:
+    """Of parameters that are not cut yet, how many elements each rank will store."""
+    if is_flat:
+        numbers = _elements_in_row(Partition(tuple(map(prod, shapes)), len(ranks)))
+    else:
+        numbers = [_elements_by_rank(Cut(torch.Size(shape), 0, len(ranks))) for shape in shapes]
+    return [dict(zip(ranks, each, strict=True)) for each in numbers]

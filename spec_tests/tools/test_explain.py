@@ -1,0 +1,531 @@
+"""``minifsdp.explain(model)``: the units, who owns what, the warnings, and how it is told."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import io
+import re
+from dataclasses import FrozenInstanceError
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor, Shard
+
+import minifsdp
+from minifsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, explain, fully_shard, trace
+from minifsdp.fsdp1.wrapper import Wrapper
+from minifsdp.fsdp2.fsdp_state import states_in
+from minifsdp.tools.explain import Explanation
+from minifsdp.tools.explain_records import UnitSummary
+from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests.harness import device, ranks
+from spec_tests.models import MODELS
+from spec_tests.models.modules import UNITS, Block, Nested, NormedBlock, Stack, Tied, chain, seeded
+from spec_tests.models.running import iterate
+from spec_tests.models.sharding import grid_mesh, line_mesh, sharded, wrapped
+
+DOORS = {"wrapper": wrapped, "wrapper, originals": lambda m=None: wrapped(m, use_orig_params=True), "in place": sharded}
+
+
+def kinds(found: Explanation) -> list[str]:
+    return [advice.kind for advice in found.warnings]
+
+
+def by_label(found: Explanation) -> dict[str, UnitSummary]:
+    return {unit.label: unit for unit in found.units}
+
+
+# ---- it asks nobody and changes nothing -----------------------------------------------------------------------------
+
+
+def losses(door: str, *, explains: bool) -> list[float]:
+    """Of two steps, explained by the first rank alone before, between and behind them."""
+    model = DOORS[door](seeded())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found, said = [], []
+    for step in range(2):
+        if explains and dist.get_rank() == 0:
+            with trace.record() as recorder:
+                said.append(str(explain(model)))
+            assert recorder.events == []
+        found.append(iterate(model, step, optimizer))
+    if explains and dist.get_rank() == 0:
+        said.append(str(explain(model)))
+        assert said[0] == said[1] == said[2]
+    return found
+
+
+@pytest.mark.spec("EXPLAIN-01")
+@pytest.mark.parametrize("door", DOORS)
+@ranks(2)
+def test_one_rank_may_ask_alone_and_training_goes_on_as_before(door: str) -> None:
+    assert losses(door, explains=True) == losses(door, explains=False)
+
+
+@pytest.mark.spec("EXPLAIN-01")
+@ranks(2)
+def test_asking_does_not_look_for_the_root() -> None:
+    model, in_place = wrapped(seeded()), sharded(seeded())
+    explain(model)
+    explain(in_place)
+    assert all(wrapper._tree is None for wrapper in Wrapper.fsdp_modules(model))
+    assert all(state.tree is None for _, state in states_in(in_place))
+    # So another module may still become the outermost.
+    outer = FullyShardedDataParallel(nn.Sequential(model))
+    iterate(outer)
+
+
+@pytest.mark.spec("EXPLAIN-01")
+@ranks(2)
+def test_full_parameters_in_sight_do_not_confuse_it() -> None:
+    model = sharded(seeded())
+    before = str(explain(model))
+    model.unshard()
+    assert str(explain(model)) == before
+    flat = wrapped(seeded(), use_orig_params=True)
+    before = str(explain(flat))
+    with FullyShardedDataParallel.summon_full_params(flat):
+        assert str(explain(flat)) == before
+
+
+# ---- who owns what --------------------------------------------------------------------------------------------------
+
+
+def local_sizes(model: nn.Module) -> list[int]:
+    """Elements that this rank has of each parameter."""
+    found = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return [p.numel() for p in found]
+
+
+def assert_owned_as_told(model: nn.Module, originals: dict[str, int]) -> None:
+    found = explain(model)
+    told = {parameter.name: parameter for unit in found.units for parameter in unit.parameters}
+    assert {name: parameter.numel for name, parameter in told.items()} == originals
+    assert all(sum(parameter.owned.values()) == parameter.numel for parameter in told.values())
+    names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters()]
+    mine = [told[name].owned.get(dist.get_rank(), 0) for name in names]
+    assert mine == local_sizes(model)
+    width = torch.finfo(torch.float32).bits // 8
+    assert sum(unit.owned_bytes.get(dist.get_rank(), 0) for unit in found.units) == width * sum(mine)
+
+
+@ranks(2)
+def check_owned(name: str, door: str) -> None:
+    info = MODELS[name]
+    model = info.build()
+    originals = {key: parameter.numel() for key, parameter in model.named_parameters()}
+    if door == "in place":
+        for module in reversed(list(model.modules())):
+            if isinstance(module, info.unit_classes) and module is not model:
+                fully_shard(module)
+        fully_shard(model)
+    else:
+        policy = ModuleWrapPolicy(set(info.unit_classes))
+        model = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True)
+    assert_owned_as_told(model, originals)
+
+
+@pytest.mark.spec("EXPLAIN-02")
+@pytest.mark.parametrize("door", ["wrapper", "in place"])
+@pytest.mark.parametrize("name", ["mlp", "uneven", "nested", "conv", "transformer", "lstm", "tied", "batch_norm"])
+def test_each_rank_has_what_is_told(name: str, door: str) -> None:
+    check_owned(name=name, door=door)
+
+
+@pytest.mark.spec("EXPLAIN-02")
+@pytest.mark.parametrize("door", DOORS)
+@ranks(2)
+def test_units_have_their_names_their_sizes_and_their_dtypes(door: str) -> None:
+    found = explain(DOORS[door](seeded()))
+    assert [unit.name for unit in found.units] == list(UNITS)
+    assert [unit.numel for unit in found.units] == [56, 42, 42, 42, 42]
+    assert [unit.type for unit in found.units] == ["Stack", *["Block"] * 4]
+    assert found.model == "Stack"
+    assert found.numel == 56 + 4 * 42
+    assert found.largest.is_root
+    assert {unit.ranks for unit in found.units} == {(0, 1)}
+    assert {dtype for unit in found.units for dtype in (unit.stored, unit.compute, unit.reduce)} == {torch.float32}
+    assert found.rank == dist.get_rank()
+
+
+@pytest.mark.spec("EXPLAIN-02")
+@ranks(2)
+def test_gathered_bytes_are_those_of_the_gather() -> None:
+    for model in (wrapped(chain(), mixed_precision=MixedPrecision(torch.bfloat16)), sharded(seeded())):
+        told = {unit.name: unit.gathered_bytes for unit in explain(model).units}
+        with trace.record() as recorder:
+            model(torch.ones(1, 3 if "0" in told else 6, device=device()))
+        gathered = {event.unit: event.num_bytes for event in recorder.events if event.kind == "AG"}
+        assert gathered
+        assert gathered == told
+
+
+@pytest.mark.spec("EXPLAIN-02", "EXPLAIN-03")
+@ranks(2)
+def test_a_parameter_may_be_cut_along_another_dim() -> None:
+    layer = nn.Linear(6, 3, bias=False, device=device())
+    found = explain(fully_shard(layer, shard_placement_fn=lambda parameter: Shard(1)))
+    (parameter,) = found.units[0].parameters
+    assert (parameter.shape, parameter.dim, parameter.owned) == ((3, 6), 1, {0: 9, 1: 9})
+    # Three rows would have needed padding.
+    assert found.units[0].gathered_bytes == found.job.sizes[0] == 4 * 18
+
+
+@pytest.mark.spec("EXPLAIN-02", "EXPLAIN-11")
+@ranks(4)
+def test_experts_may_be_on_another_mesh() -> None:
+    info = FSDPMeshInfo(grid_mesh()["shard"], 0)
+    block = Block().to(device())
+    weight = block.linear.weight
+    place: Any = lambda p: ShardPlacementResult(None, info) if p is weight else None  # noqa: E731
+    fully_shard(block, mesh=line_mesh(), shard_placement_fn=place)
+    others = [fully_shard(Block().to(device())) for _ in range(2)]
+    found = explain(nn.Sequential(block, *others))
+    of_weight, of_bias = found.units[0].parameters
+    assert "0 has another number of ranks, mesh than most of the bytes" in found.assumptions[0]
+    pair = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}[dist.get_rank()]
+    assert of_weight.owned == dict.fromkeys(pair, 18)
+    assert of_bias.owned == {0: 2, 1: 2, 2: 2, 3: 0}
+
+
+@pytest.mark.spec("EXPLAIN-02")
+@ranks(2)
+def test_a_unit_prints_who_owns_which_elements() -> None:
+    text = str(explain(wrapped(nn.Linear(3, 5).to(device()))).units[0])
+    assert [line.split() for line in text.splitlines()[2:]] == [["weight", "10", "5"], ["bias", "0", "5"]]
+    text = str(explain(fully_shard(nn.Linear(3, 5).to(device()))).units[0])
+    assert [line.split() for line in text.splitlines()[2:]] == [["weight", "9", "6"], ["bias", "3", "2"]]
+
+
+# ---- what is not there yet ------------------------------------------------------------------------------------------
+
+
+def told(unit: UnitSummary) -> dict[str, Any]:
+    return {key: value for key, value in vars(unit).items() if key != "is_planned"}
+
+
+@pytest.mark.spec("EXPLAIN-05")
+@pytest.mark.parametrize("kind", ["cpu", "meta"])
+@ranks(2)
+def test_of_a_plain_model_the_unit_is_told_that_it_would_be(kind: str) -> None:
+    with torch.device(device() if kind == "cpu" else "meta"):
+        model = Stack()
+    planned = explain(model)
+    made = explain(fully_shard(model))
+    assert [told(unit) for unit in planned.units] == [told(unit) for unit in made.units]
+    assert planned.cost == made.cost
+    assert [unit.is_planned for unit in (*planned.units, *made.units)] == [True, False]
+    assert "planned" in str(planned)
+    assert "Stack itself is not sharded yet" in str(planned)
+    assert "not sharded yet" not in str(made)
+
+
+@pytest.mark.spec("EXPLAIN-05")
+@pytest.mark.parametrize("door", ["wrapper", "in place"])
+@ranks(2)
+def test_what_some_units_have_left_over_is_planned_like_them(door: str) -> None:
+    model = seeded()
+    for number, block in enumerate(model.blocks):
+        if door == "wrapper":
+            model.blocks[number] = FullyShardedDataParallel(block, mixed_precision=MixedPrecision(torch.bfloat16))
+        else:
+            fully_shard(block, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    planned = explain(model)
+    if door == "wrapper":
+        model = FullyShardedDataParallel(model, mixed_precision=MixedPrecision(torch.bfloat16))
+    else:
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    made = explain(model)
+    assert [told(unit) for unit in planned.units] == [told(unit) for unit in made.units]
+    assert planned.cost == made.cost
+
+
+@pytest.mark.spec("EXPLAIN-05")
+@pytest.mark.pure
+def test_without_ranks_a_model_can_be_planned_for_any_number() -> None:
+    with torch.device("meta"):
+        model = Stack()
+    assert explain(model).job.num_shards == 1
+    found = explain(model, num_shards=512)
+    assert found.job.num_shards == len(found.units[0].ranks) == 512
+    # Fewer rows than ranks: padded to a row for each.
+    assert found.units[0].owned_bytes[0] > found.units[0].owned_bytes[511] == 0
+
+
+# ---- warnings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("EXPLAIN-06")
+@ranks(2)
+def test_one_unit_for_most_of_the_model_is_warned_of() -> None:
+    (advice,) = explain(fully_shard(seeded())).warnings
+    assert (advice.kind, advice.units) == ("dominant", ("(root)",))
+    assert "100 % of the parameters" in advice.cause
+    assert "896 B of parameters at once" in advice.cause
+    assert "the 4 modules blocks.*" in advice.remedy
+    assert "dominant" not in kinds(explain(sharded(seeded())))
+
+
+@pytest.mark.spec("EXPLAIN-06")
+@ranks(2)
+def test_sixty_percent_are_the_border() -> None:
+    def with_share(first: int, second: int) -> list[str]:
+        model = nn.Sequential(nn.Linear(first, 1, bias=False), nn.Linear(second, 1, bias=False)).to(device())
+        return kinds(explain(FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))))
+
+    assert with_share(600, 400) == []
+    assert with_share(602, 398) == ["dominant"]
+
+
+@pytest.mark.spec("EXPLAIN-06")
+@ranks(1)
+def test_what_is_not_cut_is_not_gathered_and_not_warned_of() -> None:
+    assert kinds(explain(fully_shard(seeded()))) == []
+    assert kinds(explain(seeded())) == ["dominant"]
+
+
+class Wide(nn.Module):
+    """Layers of the given numbers of elements, on the meta device."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(size, 1, bias=False, device="meta") for size in sizes)
+
+
+def each_a_unit(*sizes: int) -> Explanation:
+    model = Wide(*sizes)
+    for layer in model.layers:
+        fully_shard(layer)
+    return explain(model)
+
+
+@pytest.mark.spec("EXPLAIN-07")
+@ranks(2)
+def test_units_much_smaller_than_the_largest_are_warned_of_together() -> None:
+    found = each_a_unit(1_000_000, 1_000_000, 99_998, 100_002, 64)
+    (advice,) = found.warnings
+    assert (advice.kind, advice.units) == ("small", ("layers.2", "layers.4"))
+    assert "2 unit(s) with 99,998 parameters at most" in advice.cause
+    assert "33 million" in advice.cause
+    assert "peak of memory does not grow" in advice.remedy
+
+
+@pytest.mark.spec("EXPLAIN-07")
+@ranks(2)
+def test_units_of_less_than_a_hundredth_of_the_model_are_warned_of() -> None:
+    assert kinds(each_a_unit(*[1000] * 99)) == []
+    (advice,) = each_a_unit(*[1000] * 101).warnings
+    assert len(advice.units) == 101
+    assert "layers.0, layers.1, layers.2, layers.3 and 97 more" in str(each_a_unit(*[1000] * 101))
+
+
+@pytest.mark.spec("EXPLAIN-07")
+@ranks(2)
+def test_above_the_knee_of_the_paper_no_unit_is_too_small() -> None:
+    assert kinds(each_a_unit(*[400_000_000] * 2, 33_000_002)) == []
+    assert kinds(each_a_unit(*[400_000_000] * 2, 32_999_998)) == ["small"]
+
+
+@pytest.mark.spec("EXPLAIN-07")
+@ranks(2)
+def test_what_is_left_for_the_root_may_be_small() -> None:
+    model = Wide(1000, 1000, 4)
+    for layer in model.layers[:2]:
+        fully_shard(layer)
+    assert kinds(explain(fully_shard(model))) == []
+
+
+@pytest.mark.spec("EXPLAIN-08")
+@pytest.mark.parametrize("door", [*DOORS, "none"])
+@ranks(2)
+def test_tied_weights_are_warned_of_and_counted_once(door: str) -> None:
+    model = Tied().to(device())
+    num = sum(p.numel() for p in model.parameters())
+    if door == "in place":
+        fully_shard(model.middle)
+        fully_shard(model)
+    elif door != "none":
+        model = DOORS[door](model)
+    found = explain(model)
+    (advice,) = [advice for advice in found.warnings if advice.kind == "tied"]
+    assert "first.weight is also last.weight" in advice.cause
+    assert advice.units == ("(root)",)
+    assert found.numel == num
+
+
+@pytest.mark.spec("EXPLAIN-09")
+@ranks(2)
+def test_frozen_parameters_beside_trained_ones_are_no_matter_for_fully_shard_and_are_while_it_is_not_chosen() -> None:
+    model = seeded()
+    model.blocks[1].linear.weight.requires_grad_(False)
+    model.blocks[2].requires_grad_(False)
+    (advice,) = [advice for advice in explain(model).warnings if advice.kind == "frozen"]
+    assert "3 of its parameters are frozen" in advice.cause
+    assert "frozen" not in kinds(explain(sharded(model)))
+
+
+@pytest.mark.spec("EXPLAIN-09")
+@ranks(2)
+def test_frozen_parameters_in_flat_units_of_their_own_are_no_matter() -> None:
+    model = seeded()
+    model.blocks[2].requires_grad_(False)
+    assert "frozen" not in kinds(explain(wrapped(model)))
+
+
+@pytest.mark.spec("EXPLAIN-10")
+@ranks(2)
+def test_a_batch_norm_in_low_precision_is_warned_of() -> None:
+    def of(**options: Any) -> list[str]:
+        model = nn.Sequential(NormedBlock(), NormedBlock()).to(device())
+        for block in model:
+            fully_shard(block, **options)
+        found = explain(fully_shard(model))
+        return [text for advice in found.warnings if advice.kind == "batch-norm" for text in advice.units]
+
+    assert of() == []
+    assert of(mp_policy=MixedPrecisionPolicy(torch.bfloat16)) == ["0", "1"]
+    assert of(mp_policy=MixedPrecisionPolicy(None, torch.bfloat16)) == []
+
+
+@pytest.mark.spec("EXPLAIN-10", "EXPLAIN-11")
+@ranks(2)
+def test_a_batch_norm_that_a_policy_has_put_apart_is_not_warned_of_and_said_to_differ() -> None:
+    low = MixedPrecision(param_dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match="BatchNorm1d"):
+        model = wrapped(nn.Sequential(NormedBlock(), NormedBlock()).to(device()), mixed_precision=low)
+    found = explain(model)
+    assert "batch-norm" not in kinds(found)
+    assert "0.norm has another compute dtype, reduce dtype than most" in found.assumptions[0]
+    statistics = MixedPrecision(buffer_dtype=torch.float16)
+    by_hand = FullyShardedDataParallel(NormedBlock().to(device()), mixed_precision=statistics)
+    assert "batch-norm" in kinds(explain(by_hand))
+
+
+# ---- what is assumed ------------------------------------------------------------------------------------------------
+
+
+def assumed(model: nn.Module) -> str:
+    return " ".join(explain(model).assumptions)
+
+
+@pytest.mark.spec("EXPLAIN-11")
+@ranks(2)
+def test_where_it_may_be_wrong_it_says_so() -> None:
+    assert assumed(sharded(seeded())) == assumed(wrapped(seeded())) == ""
+    nested = nn.Sequential(Nested()).to(device())
+    fully_shard(nested[0].inner)
+    fully_shard(nested[0])
+    assert "0 have other units inside" in assumed(fully_shard(nested))
+    first = seeded()
+    first.blocks[0].requires_grad_(False)
+    assert "less may be sent" in assumed(wrapped(first))
+    spared = seeded()
+    ignoring = FullyShardedDataParallel(spared, ignored_states=[spared.enter.bias, spared.leave.weight])
+    assert "enter.bias, leave.weight (72 B) belong to no unit" in assumed(ignoring)
+    kept = seeded()
+    for number, block in enumerate(kept.blocks):
+        fully_shard(block, reshard_after_forward=number > 0)
+    assert "blocks.0 has another resharding after forward than most" in assumed(fully_shard(kept))
+
+
+# ---- how it is told -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("EXPLAIN-12")
+@ranks(2)
+def test_the_text_fits_a_terminal_and_equal_units_share_a_line() -> None:
+    text = str(explain(sharded(seeded())))
+    assert max(map(len, text.splitlines())) <= 120
+    lines = text.splitlines()
+    assert lines[0] == "Stack: 224 parameters in 5 units, FULL_SHARD on 2 ranks"
+    assert [line.split("  ")[0] for line in lines[2:5]] == ["unit", "(root)", "blocks.0 to blocks.3 (4)"]
+    assert "largest unit: (root), 25 % of the parameters" in text
+    assert "Adam" in text
+    long = str(each_a_unit(*[1000] * 101))
+    assert max(map(len, long.splitlines())) <= 120
+
+
+class Reader(HTMLParser):
+    """Text of a page, and whether every tag is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.open = "", list[str]()
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag != "br":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+@pytest.mark.spec("EXPLAIN-12")
+@ranks(2)
+def test_a_notebook_shows_tables_and_escapes_names() -> None:
+    model = nn.Sequential()
+    model.add_module("<script>alert('&')</script>", Block())
+    model.add_module("tied", Tied())
+    model.to(device())
+    for part in model:
+        fully_shard(part)
+    found = explain(fully_shard(model))
+    page = found._repr_html_()
+    assert "<script" not in page
+    assert html.escape("<script>") in page
+    reader = Reader()
+    reader.feed(page)
+    assert reader.open == []
+    for unit in found.units:
+        assert unit.label in reader.words
+    for advice in found.warnings:
+        assert advice.cause in reader.words
+        assert advice.remedy in reader.words
+    for parameter in found.units[0].parameters:
+        assert parameter.name in reader.words
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "tools" / "explain.md"
+
+
+@pytest.mark.spec("EXPLAIN-12")
+@ranks(2)
+def test_the_examples_of_the_page_are_what_its_lines_print() -> None:
+    blocks = re.findall(r"^```(python|text)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (_, plain), (_, before), (_, shards), (_, after), *_ = blocks
+    names: dict[str, Any] = {}
+    for code, expected in [(plain, before), (shards, after)]:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(code, names)
+        assert printed.getvalue() == expected
+
+
+@pytest.mark.spec("EXPLAIN-12")
+@pytest.mark.pure
+def test_the_result_cannot_be_changed() -> None:
+    found = explain(Stack())
+    for record, field in [(found, "units"), (found.units[0], "name"), (found.warnings[0], "cause")]:
+        with pytest.raises(FrozenInstanceError):
+            setattr(record, field, None)
+
+
+@pytest.mark.spec("EXPLAIN-13")
+@pytest.mark.pure
+def test_what_cannot_be_explained_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"takes a model, an nn.Module, and was given an object of type list"):
+        explain([Stack()])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"knows no optimizer 'adam'; it knows .*Adam, AdamW"):
+        explain(Stack(), optimizer="adam")
+    with pytest.raises(ValueError, match="Tanh has no parameters"):
+        explain(nn.Tanh())
+    assert minifsdp.explain is explain
