@@ -156,14 +156,17 @@ class Watcher:
     def _is_stuck(self) -> bool:
         """Whether the main thread has waited for the same collective, or the device, for longer than it should."""
         at = self._waits_for()
-        if at is not self._stuck_at:
+        if at != self._stuck_at:
             self._stuck_at, self._stuck_since, self._patience = at, time.monotonic(), PATIENCE
         return at is not None and time.monotonic() - self._stuck_since > self._patience
 
     @staticmethod
     def _waits_for() -> Any:
-        event = ledger.on_its_way
-        return ledger.waiting or (None if event is None or event.query() else event)
+        waiting, event = ledger.waiting, ledger.on_its_way
+        if waiting is not None:
+            # Its place, and not itself: it would keep tensors alive.
+            return waiting.chain.name, waiting.chain.epoch, waiting.chain.number
+        return None if event is None or event.query() else event
 
     def _examine(self) -> None:
         """3. The main thread waits: for a slow rank, or in vain?"""
@@ -175,7 +178,7 @@ class Watcher:
         if place is None:
             return
         text, is_in_vain = self._ask_all(place)
-        if is_in_vain and self._waits_for() is self._stuck_at:
+        if is_in_vain and self._waits_for() == self._stuck_at:
             ledger.verdict = RuntimeError(message("waits-in-vain", ranks=list(place[0].ranks), report=text))
             if waiting is None:
                 # A device waits, and the main thread does not know yet.

@@ -60,7 +60,7 @@ def test_the_argument_takes_two_members_or_none_and_nothing_else() -> None:
         model = wrapped(backward_prefetch=setting)
         assert {unit.backward_prefetch for unit in FullyShardedDataParallel.fsdp_modules(model)} == {setting}
     for wrong in ("BACKWARD_PRE", 1, True, False, object()):
-        with pytest.raises(TypeError, match=r"backward_prefetch must be one of BackwardPrefetch\.BACKWARD_PRE"):
+        with pytest.raises(TypeError, match=r"backward_prefetch should be one of BackwardPrefetch\.BACKWARD_PRE"):
             wrapped(backward_prefetch=wrong)
 
 
