@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
+from minifsdp.engine import collectives
 from minifsdp.engine.lanes import Lane
 from minifsdp.engine.ledger import Collective
 from minifsdp.engine.mesh import Group, default_group
@@ -137,7 +138,7 @@ class _Talk:
     def everybody(self, mine: Any) -> dict[int, Any]:
         """What every rank says, by rank."""
         said: list[Any] = [None] * self._group.size
-        dist.all_gather_object(said, mine, group=self._group.process_group)
+        collectives.call(dist.all_gather_object, self._group, said, mine)
         return dict(zip(self._group.ranks, said, strict=True))
 
 

@@ -272,11 +272,13 @@ def place_of(rank: int, local_rank: int, patch: pytest.MonkeyPatch) -> Any:
     patch.setattr(torch.cuda, "device_count", lambda: 8)
     for module, name in [
         (torch.cuda, "set_device"),
+        (dist, "PrefixStore"),
         (dist, "init_process_group"),
         (dist, "barrier"),
         (dist, "destroy_process_group"),
     ]:
         patch.setattr(module, name, mock.Mock())
+    patch.setattr(dist, "rendezvous", mock.Mock(return_value=iter([(dist.HashStore(), rank, 16)])))
     places: list[Any] = []
     importlib.import_module("common").on_ranks(places.append)
     torch.cuda.set_device.assert_called_once_with(places[0].device)  # type: ignore[attr-defined]

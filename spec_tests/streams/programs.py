@@ -32,6 +32,8 @@ from minifsdp import (
     MixedPrecisionPolicy,
     ShardingStrategy,
     fully_shard,
+    token_weighted,
+    while_all_have_data,
 )
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.checkpoint import agreement
@@ -990,6 +992,19 @@ def each_saved() -> Any:
     saved = [value.full_tensor() for value in model.state_dict().values()]
     train(model, 1, optimizer)
     return [*shown(model), *saved]
+
+
+@program(2)
+def each_in_batches_of_tokens() -> Any:
+    """As many batches as all ranks have, and as much weight as there are tokens."""
+    model = each()
+    optimizer = sgd(model)
+    for number in while_all_have_data([3, 2]):
+        tokens = torch.full((), number, device=DEVICE)
+        token_weighted(loss_of(model), tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
 
 
 # --- both ---

@@ -1,4 +1,4 @@
-"""Mutants of LEGACY, COST, STREAM and the myths; streams have a catalogue of their own, in ``spec_tests/streams``."""
+"""Mutants of LEGACY, COST, EXPLAIN, STREAM and the myths; those of streams are in ``spec_tests/streams``."""
 
 from __future__ import annotations
 
@@ -265,5 +265,45 @@ MUTANTS = [
         "return self.shape.numel() * self._unit.plan.mesh.num_shards",
         "What stands for a flat parameter counts all elements of the unit.",
         "NAMES-11",
+    ),
+    Mutant(
+        "a-hundred-percent-are-the-border",
+        "_dominant",
+        "unit.numel > DOMINANT * total",
+        "unit.numel > total",
+        "One unit that holds nearly all of a model is not warned of by explain().",
+        "EXPLAIN-06",
+    ),
+    Mutant(
+        "small-beside-a-small-one",
+        "_small",
+        "min(KNEE, max(largest / 10, total / 100))",
+        "KNEE",
+        "explain() warns of small units where every unit is small.",
+        "EXPLAIN-07",
+    ),
+    Mutant(
+        "a-tie-has-one-name",
+        "_places",
+        "return first, tuple(ties)",
+        "return first, ()",
+        "explain() does not see that a parameter is used in several places.",
+        "EXPLAIN-08",
+    ),
+    Mutant(
+        "frozen-parts-have-states",
+        "job_for",
+        "[root.trained_shapes if root else [], *(unit.trained_shapes for unit in others)]",
+        "[root.shapes if root else [], *(unit.shapes for unit in others)]",
+        "explain() prices an optimizer's state for parameters that are frozen.",
+        "EXPLAIN-04",
+    ),
+    Mutant(
+        "the-last-rank-owns-what-the-first-does",
+        "_elements_in_row",
+        "partition.slices_of_piece(index) for index",
+        "partition.slices_of_piece(0) for index",
+        "explain() tells of each rank what rank 0 stores.",
+        "EXPLAIN-02",
     ),
 ]

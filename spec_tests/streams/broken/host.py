@@ -12,6 +12,7 @@ LAYOUT = "engine/layout.py"
 FLAT_COPY = "        return piece.to(dtype).to(self.owner.shard.device, non_blocking=True)\n"
 EACH_COPY = "        return piece.to(dtypes.pop()).to(self._entries[0].piece.device, non_blocking=True)\n"
 HOOKED, GIVEN = "self.has_gradient_hooks", "any(p.grad is not None for p in self.local_parameters())"
+ANSWER = '            return number.to("cpu", non_blocking=True), lane.stream.record_event().synchronize\n'
 
 BREAKS = [
     # --- copies to the device ---
@@ -32,6 +33,30 @@ BREAKS = [
         "each_offload_evaluated_and_changed",
     ),
     # --- copies to the host ---
+    Break(
+        "batches-told-before-they-arrive",
+        "batches.py",
+        "            work.wait()\n" + ANSWER,
+        ANSWER,
+        "Whether all ranks have a batch is copied to the CPU while it arrives.",
+        "each_in_batches_of_tokens",
+    ),
+    Break(
+        "batches-given-before-the-answer",
+        "batches.py",
+        "        wait()\n",
+        "        pass\n",
+        "The CPU reads whether all ranks have a batch before that was copied.",
+        "each_in_batches_of_tokens",
+    ),
+    Break(
+        "tokens-read-before-they-arrive",
+        "batches.py",
+        "[total], options).wait()",
+        "[total], options)",
+        "The loss is weighted with a number of tokens that is being added up.",
+        "each_in_batches_of_tokens",
+    ),
     Break(
         "gradients-read-before-they-arrive",
         REDUCE,
