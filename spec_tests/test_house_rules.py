@@ -30,7 +30,7 @@ TOOLS, EXPLAIN = "tools/", "tools/explain"
 # table of what public calls may be given.
 APART = (TRANSPORT, DEBUGGING, ARGUMENTS, TOOLS, "batches.py", "engine/ledger.py", "engine/comparison.py", "ledger/")
 BUDGETS = {
-    "house": 6188,
+    "house": 6192,
     "story": 2975,
     TRANSPORT: 115,
     DEBUGGING: 380,
@@ -39,7 +39,7 @@ BUDGETS = {
     "engine/ledger.py": 88,
     "engine/comparison.py": 65,
     "ledger/": 380,
-    "checkpoint/": 1425,
+    "checkpoint/": 1431,
     "compat/": 250,
     TOOLS: 437,
     EXPLAIN: 560,

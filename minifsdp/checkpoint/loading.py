@@ -19,6 +19,7 @@ Spec: FS2-SD-04, FS2-SD-05, FS2-SD-14, NEW-21.
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from minifsdp.checkpoint.agreement import some
 from minifsdp.engine.messages import message
 from minifsdp.engine.unit import Unit
+from minifsdp.fsdp2.fsdp_state import states_in
 from minifsdp.fsdp2.module import FSDPModuleState
 
 
@@ -48,25 +50,32 @@ class SavedState(FSDPModuleState):
 def check_before_load(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
 ) -> None:
-    """A hook before ``load_state_dict``.
+    """A hook before ``load_state_dict``. All units of ``module`` show their sharded parameters.
+
+    Also those of which a dict has nothing: one rank may refuse what another one takes, and both gather the same next.
 
     Raises:
         RuntimeError: whole tensors for a sharded model, a model on the meta device without ``assign=True``, or DTensors
             that are cut otherwise.
     """
-    sharded = {
-        prefix + name: parameter
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if isinstance(parameter, DTensor) and prefix + name in state
-    }
+    shown = {prefix + name: parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
+    for _, one in states_in(module):
+        if one.unit is not None:
+            one.unit.reshard()
+    now = {key: module.get_parameter(key.removeprefix(prefix)) for key in shown if key in state}
+    sharded = {key: parameter for key, parameter in now.items() if isinstance(parameter, DTensor)}
     assigns = metadata.get("assign_to_params_buffers", False)
     _refuse_other_cuts(sharded, state, with_placements=assigns)
     on_meta = [key for key, parameter in sharded.items() if parameter.device.type == "meta"]
     if on_meta and not assigns:
         raise RuntimeError(message("load-into-meta", parameters=some([repr(key) for key in on_meta], 3)))
     whole = [key for key in sharded if not isinstance(state[key], DTensor)]
-    if whole and get_debug_level() != DebugLevel.DETAIL:
-        raise RuntimeError(message("load-whole", tensors=some([repr(key) for key in whole], 3)))
+    # After an evaluation the root is shown whole, and PyTorch's functions make a full state dict like what is shown.
+    helps = get_debug_level() == DebugLevel.DETAIL
+    may_be_whole = {key for key in whole if helps or not isinstance(shown[key], DTensor)}
+    refused = [repr(key) for key in whole if key not in may_be_whole or not isinstance(state[key], torch.Tensor)]
+    if refused:
+        raise RuntimeError(message("load-whole", tensors=some(refused, 3)))
     for key in whole:
         parameter = sharded[key]
         value = state[key].to(parameter.device)

@@ -31,7 +31,7 @@ import minifsdp
 from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.fsdp2.subject import fully_shard
 from spec_tests.harness import device, plain_tensor, ranks
-from spec_tests.models.modules import Block, Stack, seeded
+from spec_tests.models.modules import WIDTH, Block, Stack, seeded
 from spec_tests.models.running import iterate
 from spec_tests.models.sharding import grid_mesh, sharded
 from spec_tests.models.values import assert_same, full_values, named
@@ -192,6 +192,19 @@ def test_plain_tensors_are_refused_with_a_word_on_what_to_use() -> None:
     with pytest.raises((RuntimeError, ValueError), match="set_model_state_dict"):
         model.load_state_dict(seeded().state_dict())
     assert {type(p.data) for p in model.parameters()} == {DTensor}
+
+
+@pytest.mark.spec("FS2-SD-15")
+@pytest.mark.parametrize("from_rank_0", [False, True])
+@ranks(2)
+def test_full_state_dicts_are_loaded_after_an_evaluation(from_rank_0: bool) -> None:
+    model, expected = other(), named(seeded())
+    with torch.no_grad():
+        model(torch.ones(2, WIDTH, device=device()))
+    assert any(not isinstance(parameter, DTensor) for parameter in model.parameters()), "the root was kept"
+    state = {} if from_rank_0 and dist.get_rank() else seeded().state_dict()
+    set_model_state_dict(model, state, options=FROM_RANK_0 if from_rank_0 else FULL)
+    assert_same(full_values(model), expected)
 
 
 @pytest.mark.spec("FS2-SD-14")

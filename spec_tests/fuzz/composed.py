@@ -144,8 +144,6 @@ class Composed(Side):
             chosen = dcp.StateDictOptions(
                 full_state_dict=options.full_state_dict, broadcast_from_rank0=form == "full on rank 0", strict=strict
             )
-            # torch's function looks at what is shown: of a root that is gathered after an evaluation, whole tensors.
-            self._reshard_all()
             dcp.set_model_state_dict(self.model, state, options=chosen)
         self.changed()
 

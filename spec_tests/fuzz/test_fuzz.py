@@ -157,6 +157,19 @@ def test_a_full_state_dict_that_only_some_ranks_have_is_refused() -> None:
     assert all(map(torch.equal, before, model.parameters()))
 
 
+@pytest.mark.spec("FUZZ-10")
+@ranks(2)
+def test_after_a_dict_that_one_rank_has_refused_all_ranks_gather_the_same() -> None:
+    model, plain = sharded(), seeded()
+    model.blocks[1].unshard(async_op=True)
+    # Whole tensors are refused at once; of an empty dict it is only said at the end that everything is missing.
+    state = plain.state_dict() if dist.get_rank() == 0 else {}
+    with pytest.raises(RuntimeError, match="whole tensors" if dist.get_rank() == 0 else "Missing key"):
+        model.load_state_dict(state)
+    x = torch.ones(2, WIDTH)
+    torch.testing.assert_close(model(x), plain(x))
+
+
 @pytest.mark.spec("FUZZ-02")
 @ranks(2)
 def test_an_offload_policy_of_torch_is_not_taken_for_none() -> None:

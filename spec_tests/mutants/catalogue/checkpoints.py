@@ -275,10 +275,26 @@ MUTANTS = [
     Mutant(
         "whole-tensors-in-spite-of-help",
         "check_before_load",
-        "if whole and get_debug_level() != DebugLevel.DETAIL:",
-        "if whole:",
+        "if helps or not",
+        "if not",
         "Whole tensors are refused also while debugging helps.",
         "NEW-21",
+    ),
+    Mutant(
+        "whole-tensors-after-an-evaluation",
+        "check_before_load",
+        "helps or not isinstance(shown[key], DTensor)",
+        "helps",
+        "set_model_state_dict fails while the root is left gathered.",
+        "FS2-SD-15",
+    ),
+    Mutant(
+        "gathered-where-it-is-refused",
+        "check_before_load",
+        "            one.unit.reshard()",
+        "            pass",
+        "A rank that refuses its dict keeps gathered units.",
+        "FUZZ-10",
     ),
     Mutant(
         "saved-while-gathered",

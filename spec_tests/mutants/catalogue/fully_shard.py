@@ -198,7 +198,7 @@ MUTANTS = [
     Mutant(
         "whole-tensors-are-loaded",
         "check_before_load",
-        "if whole and get_debug_level() != DebugLevel.DETAIL:",
+        "if refused:",
         "if False:",
         "Full tensors are sharded on loading without being asked to.",
         "FS2-SD-05",
