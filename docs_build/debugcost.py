@@ -1,4 +1,4 @@
-"""What the checks of ``minifsdp.debug()`` cost, as a table made of `RECORD` while the site is built.
+"""What checks cost, always on or of ``minifsdp.debug()``, as a table made of `RECORD` while the site is built.
 
 ``python -m spec_tests.benchmarks.debug_cost --record`` measures and writes the record.
 """
@@ -14,6 +14,8 @@ __all__ = ["RECORD", "table"]
 
 RECORD = ROOT / "docs" / "data" / "debug-cost.json"
 
+NAMES = {"ledger": "what is always on", "all": "all of them"}
+
 
 def table() -> str:
     """A row for each check, in Markdown, and under it what was measured where."""
@@ -26,7 +28,7 @@ def table() -> str:
     first, *_ = doors.values()
     for check in first["step"]:
         cells = [_cell(measured[what].get(check)) for measured in doors.values() for what in ("step", "start")]
-        lines.append(f"| {'all of them' if check == 'all' else f'`{check}`'} | " + " | ".join(cells) + " |")
+        lines.append(f"| {NAMES.get(check, f'`{check}`')} | " + " | ".join(cells) + " |")
     off = [f"{measured[f'{what}_ms']:,.0f} ms" for measured in doors.values() for what in ("step", "start")]
     lines += ["| with all off | " + " | ".join(off) + " |", "", f"{record['model']}; two ranks on gloo. Medians of"]
     lines += [f"{record['steps']} pairs of steps and {record['starts']} pairs of starts.", "", *record["circumstances"]]

@@ -30,7 +30,7 @@ TOOLS, EXPLAIN = "tools/", "tools/explain"
 # table of what public calls may be given.
 APART = (TRANSPORT, DEBUGGING, ARGUMENTS, TOOLS, "batches.py", "engine/ledger.py", "engine/comparison.py", "ledger/")
 BUDGETS = {
-    "house": 6192,
+    "house": 6195,
     "story": 2975,
     TRANSPORT: 115,
     DEBUGGING: 380,
@@ -47,7 +47,7 @@ BUDGETS = {
 LONGEST_FILE = 300  # with prose
 LONGER = {
     "engine/flat.py": 350,
-    "engine/hooks.py": 305,
+    "engine/hooks.py": 308,
     "engine/per_param.py": 330,
     "engine/reduce.py": 350,
     "fsdp2/module.py": 317,

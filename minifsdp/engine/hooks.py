@@ -267,20 +267,26 @@ class Cycle:
         for unit in self.units:
             if unit.state is not State.SHARDED:
                 self._close(unit)
-            unit.phase, unit.awaits_backward, unit.num_uses, unit.num_pending = Phase.IDLE, False, 0, 0
         self.schedule.end_iteration()
         self._forget_backward()
 
     def _end_of_partial_backward(self) -> None:
         for unit in self.units:
-            unit.phase = Phase.IDLE
             unit.num_pending = max(0, unit.num_pending - 1)
             unit.awaits_backward = unit.num_pending > 0
-        self._spans.clear()
-        self.in_backward = False
+        self._leave_backward()
 
     def _forget_backward(self) -> None:
+        for unit in self.units:
+            unit.awaits_backward, unit.num_uses, unit.num_pending = False, 0, 0
         self._lingering = None
+        self._leave_backward()
+
+    def _leave_backward(self) -> None:
+        for unit in self.units:
+            # The user may look at one's full parameters while others compute.
+            if unit.phase is not Phase.SUMMONED:
+                unit.phase = Phase.IDLE
         self._spans.clear()
         self.in_backward = False
 
@@ -296,7 +302,6 @@ class Cycle:
         self.reducer.drop()
         for unit in self.units:
             unit.layout.take_gradient(with_unreduced=False)
-            unit.phase, unit.awaits_backward, unit.num_uses, unit.num_pending = Phase.IDLE, False, 0, 0
             unit.reshard()
             unit.limiter.clear()
         self.schedule.abandon_iteration()

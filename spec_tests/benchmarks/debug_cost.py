@@ -1,4 +1,4 @@
-"""What each check of ``minifsdp.debug()`` costs: a step with the check on, divided by the step beside it with it off.
+"""What checks cost, always on or of ``minifsdp.debug()``: a step with one, divided by the step beside it without.
 
     python -m spec_tests.benchmarks.debug_cost
 
@@ -37,6 +37,7 @@ from torch import nn
 import minifsdp
 from minifsdp.debugging import switch
 from spec_tests.benchmarks.page import circumstances
+from spec_tests.benchmarks.without_ledger import without_ledger
 from spec_tests.benchmarks.workloads import WORKLOADS, Workload, adamw
 from spec_tests.oracles.gathering import wrap_units
 
@@ -45,11 +46,14 @@ __all__ = ["CHECKS", "DOORS", "RECORD", "measure"]
 RECORD = Path(__file__).resolve().parents[2] / "docs" / "data" / "debug-cost.json"
 CPU = torch.device("cpu")
 DOORS = ("FullyShardedDataParallel", "fully_shard")
-CHECKS: dict[str, tuple[str, ...]] = {**{name: (name,) for name in switch.CHECKS}, "all": ()}
+ALWAYS_ON = "ledger"
+CHECKS: dict[str, tuple[str, ...]] = {ALWAYS_ON: (), **{name: (name,) for name in switch.CHECKS}, "all": ()}
 AT_START = ("weights", "meta", "all")
 CLOCKS = ("wall", "cpu")
 NUM_RANKS = 2
 NUM_WARM = 3
+# What is always on costs so little that it takes more pairs to see it.
+TIMES_MORE = 4
 
 
 def measure(workload: Workload, *, steps: int, starts: int) -> dict[str, Any]:
@@ -92,7 +96,8 @@ def _ratios(
     ratios: dict[str, dict[str, float]] = {}
     plain: list[float] = []
     for name in names:
-        found = [_pair(action_of(name), CHECKS[name], number % 2 == 0, repeats) for number in range(pairs)]
+        numbers = range(pairs * TIMES_MORE if name == ALWAYS_ON else pairs)
+        found = [_pair(action_of(name), name, number % 2 == 0, repeats) for number in numbers]
         plain += [off[0] for _, off in found]
         ratios[name] = {
             clock: round(statistics.median(on[index] / off[index] for on, off in found), 3)
@@ -101,17 +106,23 @@ def _ratios(
     return ratios, round(1000 * statistics.median(plain), 1)
 
 
-def _pair(
-    action: Callable[[], Any], checks: tuple[str, ...], on_first: bool, repeats: bool
-) -> tuple[tuple[float, float], ...]:
+def _pair(action: Callable[[], Any], name: str, on_first: bool, repeats: bool) -> tuple[tuple[float, float], ...]:
     """Seconds of both clocks, on and off; of the second time, if there is one: at the first, some checks begin."""
     found = {}
     for is_on in (on_first, not on_first):
-        with minifsdp.debug(*checks) if is_on else nullcontext():
+        with _with(name) if is_on else _without(name):
             if repeats:
                 action()
             found[is_on] = _seconds(action)
     return found[True], found[False]
+
+
+def _with(name: str) -> Any:
+    return nullcontext() if name == ALWAYS_ON else minifsdp.debug(*CHECKS[name])
+
+
+def _without(name: str) -> Any:
+    return without_ledger() if name == ALWAYS_ON else nullcontext()
 
 
 def _seconds(action: Callable[[], Any]) -> tuple[float, float]:

@@ -152,6 +152,9 @@ class Composed(Side):
         if not self.optimizer.state:
             return
         form = call["form"]
+        if form == "full on rank 0" and len(self.optimizer.state) < len(self.owned):
+            # Of a dict in which a parameter has no state torch's function tells rank 0 alone, and the others wait.
+            return
         state = dcp.get_optimizer_state_dict(self.model, self.optimizer, options=FORMS[form])
         # In rows they are the optimizer's own tensors, which training changes.
         copied = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)

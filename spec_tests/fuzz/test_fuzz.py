@@ -170,6 +170,25 @@ def test_after_a_dict_that_one_rank_has_refused_all_ranks_gather_the_same() -> N
     torch.testing.assert_close(model(x), plain(x))
 
 
+@pytest.mark.spec("FUZZ-11")
+@ranks(2)
+def test_what_is_summoned_stays_so_whatever_else_runs_or_is_refused() -> None:
+    model, x = wrapped(), torch.ones(2, WIDTH)
+    first, second, *_ = model.module.blocks
+    with torch.no_grad():
+        # The outermost module of its own tree, until the model is called.
+        first(x)
+    with FSDP.summon_full_params(first):
+        for called in (model, first):
+            with pytest.raises(RuntimeError, match="while its full parameters are summoned"):
+                called(x)
+        second(x).sum().backward()
+        with pytest.raises(RuntimeError, match="while its full parameters are summoned"):
+            first(x)
+    model.zero_grad()
+    torch.testing.assert_close(model(x), seeded()(x))
+
+
 @pytest.mark.spec("FUZZ-02")
 @ranks(2)
 def test_an_offload_policy_of_torch_is_not_taken_for_none() -> None:

@@ -538,9 +538,9 @@ MUTANTS = [
     ),
     Mutant(
         "uses-of-frozen-units-are-never-forgotten",
-        "Cycle.end_backward",
-        "unit.num_uses, unit.num_pending = Phase.IDLE, False, 0, 0",
-        "unit.num_pending = Phase.IDLE, False, 0",
+        "Cycle._forget_backward",
+        "unit.num_uses, unit.num_pending = False, 0, 0",
+        "unit.num_pending = False, 0",
         "From the second step on a frozen unit is freed only at the end of backward.",
         "ORIG-14",
     ),

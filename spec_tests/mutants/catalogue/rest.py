@@ -1,4 +1,4 @@
-"""Mutants of LEGACY, COST, EXPLAIN, STREAM and the myths; those of streams are in ``spec_tests/streams``."""
+"""Mutants of LEGACY, COST, EXPLAIN, FUZZ, STREAM and the myths; those of streams are in ``spec_tests/streams``."""
 
 from __future__ import annotations
 
@@ -265,6 +265,14 @@ MUTANTS = [
         "return self.shape.numel() * self._unit.plan.mesh.num_shards",
         "What stands for a flat parameter counts all elements of the unit.",
         "NAMES-11",
+    ),
+    Mutant(
+        "summoned-until-something-runs",
+        "Cycle._leave_backward",
+        "if unit.phase is not Phase.SUMMONED:",
+        "if True:",
+        "The end of any iteration lets a unit forget that it is summoned.",
+        "FUZZ-11",
     ),
     Mutant(
         "a-hundred-percent-are-the-border",
