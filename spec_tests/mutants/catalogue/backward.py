@@ -578,7 +578,7 @@ MUTANTS = [
     ),
     Mutant(
         "backward-never-ends",
-        "Cycle._forget_backward",
+        "Cycle._leave_backward",
         "        self.in_backward = False\n",
         "        pass\n",
         "After its first backward a tree counts as broken off.",
