@@ -122,6 +122,7 @@ class Wrapped(Side):
         return self.model.clip_grad_norm_(call["most"], call["norm"])
 
     def edit(self, call: Call) -> None:
+        self.changed()
         # Who sees shards would edit these, and keep it.
         if self.hides_from_some:
             return
@@ -129,7 +130,6 @@ class Wrapped(Side):
         with torch.no_grad():
             for parameter in shown:
                 parameter.mul_(0.5)
-        self.changed()
 
     def apply(self, call: Call) -> None:
         self.model.apply(halve)
