@@ -123,7 +123,8 @@ class _Talk:
         with self._lane as lane:
             number = torch.full((1,), mine, device=self._device)
             send = self._group.process_group.allreduce
-            work = Collective("while_all_have_data", self._group, 8, send, [number], self._options)
+            how = (send, [number], self._options)
+            work = Collective("while_all_have_data", self._group, 8, *how, on_cpu=number.is_cpu)
             if lane.stream is None:
                 return number, work.wait
             work.wait()
@@ -167,7 +168,8 @@ def token_scale(num_tokens: int | torch.Tensor, group: dist.ProcessGroup | None 
     total = torch.as_tensor(num_tokens, device=device).detach().clone().to(torch.float64).reshape(1)
     options = AllreduceOptions()
     options.asyncOp = False
-    Collective("token_scale", shared, 8, shared.process_group.allreduce, [total], options).wait()
+    send = shared.process_group.allreduce
+    Collective("token_scale", shared, 8, send, [total], options, on_cpu=total.is_cpu).wait()
     return torch.where(total > 0, shared.size / total, 0.0).float().squeeze(0)
 
 

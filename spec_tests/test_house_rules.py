@@ -30,13 +30,13 @@ TOOLS, EXPLAIN = "tools/", "tools/explain"
 # table of what public calls may be given.
 APART = (TRANSPORT, DEBUGGING, ARGUMENTS, TOOLS, "batches.py", "engine/ledger.py", "engine/comparison.py", "ledger/")
 BUDGETS = {
-    "house": 6195,
-    "story": 2975,
-    TRANSPORT: 115,
+    "house": 6206,
+    "story": 2980,
+    TRANSPORT: 122,
     DEBUGGING: 380,
     ARGUMENTS: 166,
     "batches.py": 100,
-    "engine/ledger.py": 88,
+    "engine/ledger.py": 110,
     "engine/comparison.py": 65,
     "ledger/": 380,
     "checkpoint/": 1431,
@@ -90,7 +90,7 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all that is imported for `fully_shard` itself, without what is attached to it.
-FULLY_SHARD = 2430
+FULLY_SHARD = 2470
 
 
 def imported_for(module: str) -> set[str]:

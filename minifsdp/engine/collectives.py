@@ -73,7 +73,8 @@ def gather(group: Group, output: torch.Tensor, piece: torch.Tensor) -> Collectiv
     if output.is_complex():
         output, piece = torch.view_as_real(output), torch.view_as_real(piece)
     carrier = group.process_group if group.transport is None or not output.is_cpu else group.transport
-    return Collective("all-gather", group, output.nbytes, getattr(carrier, _GATHER_METHOD), output, piece, _GATHER)
+    method = getattr(carrier, _GATHER_METHOD)
+    return Collective("all-gather", group, output.nbytes, method, output, piece, _GATHER, on_cpu=output.is_cpu)
 
 
 def ask(group: Group, answers: torch.Tensor, mine: torch.Tensor) -> Collective:
@@ -105,7 +106,8 @@ def gather_each(group: Group, outputs: Sequence[torch.Tensor], pieces: Sequence[
     if outputs[0].is_complex():
         outputs, pieces = ([torch.view_as_real(each) for each in tensors] for tensors in (outputs, pieces))
     num_bytes = sum(output.nbytes for output in outputs)
-    return Collective("all-gather", group, num_bytes, group.transport.all_gather_each, outputs, pieces)
+    send = group.transport.all_gather_each
+    return Collective("all-gather", group, num_bytes, send, outputs, pieces, on_cpu=True)
 
 
 def reduce_scatter(group: Group, piece: torch.Tensor, whole: torch.Tensor) -> Collective:
@@ -118,14 +120,16 @@ def reduce_scatter(group: Group, piece: torch.Tensor, whole: torch.Tensor) -> Co
         piece, whole = torch.view_as_real(piece), torch.view_as_real(whole)
     carrier = group.process_group if group.transport is None or not whole.is_cpu else group.transport
     method = getattr(carrier, _REDUCE_SCATTER_METHOD)
-    return Collective("reduce-scatter", group, whole.nbytes, method, piece, whole, _REDUCE_SCATTER)
+    how = (method, piece, whole, _REDUCE_SCATTER)
+    return Collective("reduce-scatter", group, whole.nbytes, *how, on_cpu=whole.is_cpu)
 
 
 def all_reduce(group: Group, tensor: torch.Tensor) -> Collective:
     """All-reduce: ``tensor`` becomes, in place, the sum over the group. Every rank of the group must call it."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    return Collective("all-reduce", group, tensor.nbytes, group.process_group.allreduce, [tensor], _ALL_REDUCE)
+    send = group.process_group.allreduce
+    return Collective("all-reduce", group, tensor.nbytes, send, [tensor], _ALL_REDUCE, on_cpu=tensor.is_cpu)
 
 
 def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
@@ -134,12 +138,15 @@ def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
     options.rootRank = source
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    Collective("broadcast", group, tensor.nbytes, group.process_group.broadcast, [tensor], options).wait()
+    send = group.process_group.broadcast
+    Collective("broadcast", group, tensor.nbytes, send, [tensor], options, on_cpu=tensor.is_cpu).wait()
 
 
 def call(function: Callable[..., Any], group: Group, *arguments: Any, **options: Any) -> None:
     """Calls a collective function of ``torch.distributed``, which waits, for ``group``. Every rank must call it."""
-    Collective(function.__name__, group, 0, partial(function, *arguments, **options, group=group.process_group)).wait()
+    issue = partial(function, *arguments, **options, group=group.process_group)
+    # Objects travel between CPUs wherever the group can do that.
+    Collective(function.__name__, group, 0, issue, on_cpu=True).wait()
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,8 @@ class Comparison:
             RuntimeError: the ranks have not sent the same in the iteration before.
         """
         ledger.iteration += 1
+        # An iteration that was broken off may have left something.
+        ledger.about(None)
         if self._arrived is not None and self._arrived.query():
             self._read(is_late=True)
 

@@ -51,11 +51,12 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, HashStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from minifsdp.engine.lanes import Promise
 
 # Any numbers that no program uses for its own messages.
-_GATHER_TAG, _REDUCE_TAG, _QUESTION_TAG = 0x6D696E69, 0x6D696E6A, 0x6D696E6C
+_GATHER_TAG, _REDUCE_TAG, _QUESTION_TAG, _SIZES_TAG = 0x6D696E69, 0x6D696E6A, 0x6D697100, 0x6D697200
 # 5. In bytes, measured: `spec_tests.benchmarks` has both sides of it.
 _WORTH_A_MESSAGE = 2**18
 
@@ -88,13 +89,24 @@ class Transport:
             return self._small_gather(output, piece, options)
         return self._send_to_all([output.view(self._size, *piece.shape)], [piece])
 
-    def all_gather_apart(self, output: torch.Tensor, piece: torch.Tensor, options: Any) -> Promise:
+    def all_gather_apart(
+        self, output: torch.Tensor, piece: torch.Tensor, options: Any, tag: int = _QUESTION_TAG
+    ) -> Promise:
         """Issues an all-gather that meets no other collective, whatever else the ranks have issued; unseen by modes.
 
         With gloo's collectives a rank that issues another one than the others, of another size, ends its process.
         """
         outputs = [output.view(self._size, *piece.shape)]
-        return self._send_to_all(outputs, [piece], _QUESTION_TAG, self._questions)
+        # Questions of different sizes must not meet either.
+        return self._send_to_all(outputs, [piece], tag + piece.nbytes, self._questions)
+
+    def numbers_of_all(self, number: int) -> list[int]:
+        """What each rank has given, at once and apart from all else. Every rank must call it."""
+        with _disable_current_modes():
+            answers = torch.empty(self._size, dtype=torch.int64)
+            self.all_gather_apart(answers, torch.tensor([number]), None, _SIZES_TAG).wait()
+            numbers: list[int] = answers.tolist()
+        return numbers
 
     def gathers_each(self, outputs: Sequence[torch.Tensor]) -> bool:
         """Whether several tensors are better gathered one by one than side by side (5)."""

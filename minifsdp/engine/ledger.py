@@ -12,6 +12,11 @@ one can lay side by side what each rank has sent. So every collective of this pa
 3. *In which epoch.* Chains are compared at the end of each backward (``order_check.py``) and begin anew then. What was
    equal once is never looked at again, and a rank that is merely slow has the beginning of the other's chain.
 
+4. *Asked before, where that is needed.* Between CPUs a message that is larger than what was expected ends the process
+   that receives it, in C++. So each rank knows which sizes have followed each other before, on all ranks, and asks the
+   others before it sends anything else. Of two ranks that part at least one does something new, so sizes never differ.
+   What repeats itself, as steps do, is asked about once.
+
 Worked example, two ranks in the group ``0``, one unit each that the other has not::
 
     rank 0      #0 all-gather a      #1 all-gather b      chain (2, 5f1d...)
@@ -37,6 +42,7 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 from minifsdp.engine.messages import NOT_THE_PROGRAM, message, way_out_of_main_thread
 
@@ -47,6 +53,10 @@ entries: deque[tuple[Any, ...]] = deque(maxlen=2048)
 # parameters have a gradient, if each has its own.
 unit: str | None = None
 parts: tuple[int, ...] = ()
+# 4. How many of the last ones count. Their order has a number: a polynomial of their shapes, modulo a prime.
+_NUM_RECENT, _BASE, _PRIME = 16, 1_000_003, 2**61 - 1
+_OLDEST = pow(_BASE, _NUM_RECENT, _PRIME)
+_MOST_KNOWN = 8192
 # How many outermost forwards have begun on this rank.
 iteration = 0
 # The collective that this rank waits for right now; chain and epoch of the last one that was issued; an accelerator's
@@ -72,14 +82,18 @@ class Chain:
         number: entries since then.
         hash: of all of them.
         last_epoch: epoch, number and digest of the one before.
+        ask: tells a number to all ranks, and returns those of all; ``None`` where it need not be asked (4).
+        recent, context: kinds and sizes of the last ones between CPUs, and one number for their order.
+        known: what has followed an order, the last time that all ranks said so.
     """
-
-    __slots__ = ("epoch", "hash", "last_epoch", "name", "number", "process_group", "ranks")
 
     def __init__(self, name: str, ranks: tuple[int, ...], process_group: Any) -> None:
         self.name, self.ranks, self.process_group = name, ranks, process_group
         self.epoch, self.number, self.hash = 0, 0, blake2b(digest_size=7)
         self.last_epoch = (-1, 0, 0)
+        self.ask: Callable[[int], list[int]] | None = None
+        self.recent, self.context = deque([0] * _NUM_RECENT, maxlen=_NUM_RECENT), 0
+        self.known: dict[int, int] = {}
 
     def begin_epoch(self) -> None:
         """What was issued so far was found equal on all ranks, or was reported."""
@@ -110,18 +124,21 @@ class Collective:
         group: whose ranks must all issue the same.
         issue: the function that sends; what it returns is waited for, if it returns anything.
         arguments: for ``issue``.
+        on_cpu: whether it is sent from the memory of a CPU, by the process group.
 
     Attributes:
         about: kind and unit.
         chain, epoch: its place.
 
     Raises:
-        RuntimeError: it cannot be sent: another rank has gone, or is known to have sent something else.
+        RuntimeError: it cannot be sent: another rank has gone, has sent something else, or is about to.
     """
 
     __slots__ = ("_work", "about", "chain", "epoch")
 
-    def __init__(self, kind: str, group: Any, num_bytes: int, issue: Callable[..., Any], *arguments: Any) -> None:
+    def __init__(
+        self, kind: str, group: Any, num_bytes: int, issue: Callable[..., Any], *arguments: Any, on_cpu: bool = False
+    ) -> None:
         global waiting, latest
         if verdict:
             raise verdict
@@ -139,11 +156,37 @@ class Collective:
         entries.append((kind, unit, parts, num_bytes, iteration, chain.name, chain.epoch, chain.number, *where))
         chain.number += 1
         waiting, latest = self, (chain, chain.epoch)
+        if on_cpu and chain.ask is not None:
+            # 2. Nothing is sent to a rank that expects another size.
+            shape, recent = crc32(kind.encode()) + (num_bytes << 32), chain.recent
+            if chain.known.get(chain.context) != shape:
+                self._ask(chain.ask, shape)
+            chain.context = (chain.context * _BASE + shape - recent[0] * _OLDEST) % _PRIME
+            recent.append(shape)
         try:
             self._work = issue(*arguments)
         except RuntimeError as error:
             raise failed(self, error) from error
         waiting = None
+
+    def _ask(self, numbers_of_all: Callable[[int], list[int]], shape: int) -> None:
+        """Makes sure that all ranks are about to send as much in the same way, and remembers it.
+
+        If they do, and mean another unit, it is the comparison that tells.
+        """
+        chain = self.chain
+        try:
+            numbers = numbers_of_all((chain.context * _BASE + shape) % _PRIME)
+        except RuntimeError as error:
+            raise failed(self, error) from error
+        if len({*numbers}) > 1:
+            # All ranks know, and may begin again together.
+            chain.begin_epoch()
+            raise RuntimeError(message("about-to-part", ranks=list(chain.ranks), report=explained(chain, self.epoch)))
+        if len(chain.known) >= _MOST_KNOWN:
+            # At the same place on all ranks.
+            chain.known.clear()
+        chain.known[chain.context] = shape
 
     def wait(self) -> None:
         """Until this returns, what was promised must not be used on the compute stream.

@@ -73,7 +73,10 @@ class Group:
     @cached_property
     def chain(self) -> Chain:
         """The order of what this rank has issued in the process group."""
-        return chain_of(self.process_group, self.ranks)
+        chain = chain_of(self.process_group, self.ranks)
+        if self.transport is not None:
+            chain.ask = self.transport.numbers_of_all
+        return chain
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup) -> Group:

@@ -63,10 +63,13 @@ class OrderCheck:
         if group is not None:
             numbers = self._ask(group, self._units.index(unit))
             if len(set(numbers)) > 1:
-                names = [f"rank {rank}: {self._units[n].name!r}" for rank, n in zip(group.ranks, numbers, strict=True)]
+                names = [f"rank {rank}: {self._name(n)}" for rank, n in zip(group.ranks, numbers, strict=True)]
                 before = [earlier.name for earlier in self._agreed]
                 raise RuntimeError(message("different-order", about_to=", ".join(names), before=before))
         self._agreed[unit] = None
+
+    def _name(self, number: int) -> str:
+        return repr(self._units[number].name) if number < len(self._units) else "a unit of another model"
 
     def _ask(self, group: Group, number: int) -> list[int]:
         """What each rank of ``group`` says."""

@@ -28,20 +28,21 @@ TIMEOUT = timedelta(minutes=5)
 
 
 class Pair(nn.Module):
-    """Two equal layers, of which the first can be left out."""
+    """Two layers, which run in the order that it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, are_equal: bool) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8, bias=are_equal)
 
-    def forward(self, x: Tensor, leaves_out: bool = False) -> Tensor:
-        y: Tensor = self.b(x if leaves_out else self.a(x))
-        return y
+    def forward(self, x: Tensor, order: str = "ab") -> Tensor:
+        for name in order:
+            x = getattr(self, name)(x)
+        return x
 
 
-def sharded(door: str, keeps: bool) -> Any:
+def sharded(door: str, keeps: bool, are_equal: bool) -> Any:
     torch.manual_seed(0)
-    model: Any = Pair()
+    model: Any = Pair(are_equal)
     if door == "function":
         for part in (model.a, model.b, model):
             fully_shard(part, reshard_after_forward=not keeps)
@@ -51,25 +52,27 @@ def sharded(door: str, keeps: bool) -> Any:
     return FSDP(model, sharding_strategy=strategy)
 
 
-def micro_batch(model: Any, door: str, syncs: bool, leaves_out: bool) -> None:
+def micro_batch(model: Any, door: str, syncs: bool, order: str) -> None:
     x = torch.ones(2, 8)
     if door == "function":
         model.set_requires_gradient_sync(syncs)
     elif not syncs:
         with model.no_sync():
-            model(x, leaves_out).sum().backward()
+            model(x, order).sum().backward()
         return
-    model(x, leaves_out).sum().backward()
+    model(x, order).sum().backward()
 
 
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
     door, what = sys.argv[1:]
-    model = sharded(door, keeps=what == "keeps and no_sync")
+    model = sharded(door, keeps=what == "keeps and no_sync", are_equal="of other sizes" not in what)
+    # Late enough that everything has been there before.
+    last = 11 if what.endswith("late") else 3
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(4):
-        deviates = step == 2 and dist.get_rank() == 1
+    for step in range(last + 1):
+        deviates = step == last - 1 and dist.get_rank() == 1
         if what == "ends" and deviates:
             return
         if what == "fails" and deviates:
@@ -91,7 +94,8 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         for number in range(2):
             no_sync = "no_sync" in what and deviates and number == 0
-            micro_batch(model, door, not no_sync, what == "leaves out" and deviates)
+            order = {"leaves out": "b", "swaps layers": "ba"}.get(what.partition(" of ")[0], "ab") if deviates else "ab"
+            micro_batch(model, door, not no_sync, order)
         optimizer.step()
         optimizer.zero_grad()
     time.sleep(0.1)

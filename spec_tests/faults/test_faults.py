@@ -51,6 +51,19 @@ def test_ranks_that_wait_in_vain_are_told_within_seconds(door: str, tmp_path: Pa
     assert "what ranks [0, 1] wait for cannot come" in said_by(tmp_path, 0) + said_by(tmp_path, 1)
 
 
+@pytest.mark.spec("ORDER-10")
+@pytest.mark.parametrize("when", ["early", "late"])
+@pytest.mark.parametrize("door", DOORS)
+def test_nothing_is_sent_to_a_rank_that_expects_another_size(door: str, when: str, tmp_path: Path) -> None:
+    assert deviate(tmp_path, door, f"swaps layers of other sizes {when}") == [1, 1]
+    for rank in range(2):
+        said = said_by(tmp_path, rank)
+        assert "gloo::EnforceNotMet" not in said
+        assert "are about to send each other" in said or "wait for cannot come" in said or "has failed" in said
+        assert "rank 0: all-gather of 'a' in forward" in said
+        assert "rank 1: all-gather of 'b' in forward" in said
+
+
 @pytest.mark.spec("ORDER-06", "LEDGER-03")
 @pytest.mark.parametrize("what", ["no_sync", "keeps and no_sync"])
 @pytest.mark.parametrize("door", DOORS)

@@ -38,7 +38,11 @@ class Case:
     @property
     def is_apart(self) -> bool:
         """Whether ranks do different things."""
-        return any("on" in call for call in self.calls)
+        return any("on" in call or _skips_differ(call.get("skip")) for call in self.calls)
+
+
+def _skips_differ(skip: Any) -> bool:
+    return isinstance(skip, list) and skip[0] != skip[1]
 
 
 def to_json(case: Case) -> str:

@@ -90,7 +90,7 @@ class Player:
         self.make({"do": "backward", "which": "all"})
         for call in END:
             said = self.make(call)
-            if said != "ok":
+            if said != "ok" and not (self.case.is_apart and said.startswith("E-")):
                 self._note(f"no end: {call} ended in {said}")
         if self.case.is_apart:
             if self.twin.discord:
@@ -171,7 +171,8 @@ class Player:
             # The norm is computed in float32 here and there.
             self.tolerance = FLOAT
         expected, error = self._try(self.twin, self._in_effect(call), ranks)
-        if error is not None:
+        # What another rank has saved alone, this one does not have.
+        if error is not None and not (self.case.is_apart and call["do"].startswith("load")):
             self._note(f"lenient: {call} went well here, and in one process: {type(error).__name__}: {error}")
         if not self._compares or not mine:
             return

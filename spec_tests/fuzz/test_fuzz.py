@@ -58,6 +58,15 @@ def test_each_wrong_call_alone_is_refused_in_words_of_minifsdp_and_training_goes
 
 @pytest.mark.ranks
 @pytest.mark.cpu
+@pytest.mark.spec("FUZZ-03")
+@pytest.mark.parametrize("door", DOORS)
+def test_where_ranks_do_different_things_each_is_told_and_none_hangs_or_dies(door: str) -> None:
+    cases = [case for case in drawn(12, door, seed=8, is_apart=True) if case.is_apart]
+    assert list(report(cases)) == []
+
+
+@pytest.mark.ranks
+@pytest.mark.cpu
 @pytest.mark.spec("FUZZ-08")
 def test_a_mistake_is_found_made_small_and_can_be_seen_again() -> None:
     """The twin believes that half of the batch is not trained on: whatever trains is a finding."""

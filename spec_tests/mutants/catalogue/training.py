@@ -130,7 +130,7 @@ MUTANTS = [
     Mutant(
         "tokens-of-this-rank",
         "token_scale",
-        "shared.process_group.allreduce, [total], options",
+        "send, [total], options",
         "lambda *_: None, [total], options",
         "A token counts by how many its rank has.",
         "BATCH-06",
@@ -142,6 +142,22 @@ MUTANTS = [
         "if True or all(",
         "Ranks that have sent something else are not told.",
         "ORDER-01",
+    ),
+    Mutant(
+        "sizes-not-asked-about",
+        "Collective.__init__",
+        "if on_cpu and chain.ask is not None:",
+        "if False:",
+        "Ranks send each other what is larger than the other expects, and gloo ends the process.",
+        "ORDER-10 FUZZ-03",
+    ),
+    Mutant(
+        "sizes-asked-about-once",
+        "Collective.__init__",
+        "chain.known.get(chain.context) != shape",
+        "chain.context not in chain.known",
+        "What was once in a place is taken for what is always there.",
+        "ORDER-10",
     ),
     Mutant(
         "replicas-not-told",

@@ -431,8 +431,8 @@ BREAKS = [
     Break(
         "broadcast-not-waited-for",
         "engine/collectives.py",
-        "group.process_group.broadcast, [tensor], options).wait()\n",
-        "group.process_group.broadcast, [tensor], options)\n",
+        "send, [tensor], options, on_cpu=tensor.is_cpu).wait()\n",
+        "send, [tensor], options, on_cpu=tensor.is_cpu)\n",
         "Initial values are used before they have arrived, where the backend has threads.",
         "flat_over_a_backend_with_threads",
     ),

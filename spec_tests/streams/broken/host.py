@@ -52,8 +52,8 @@ BREAKS = [
     Break(
         "tokens-read-before-they-arrive",
         "batches.py",
-        "[total], options).wait()",
-        "[total], options)",
+        "[total], options, on_cpu=total.is_cpu).wait()",
+        "[total], options, on_cpu=total.is_cpu)",
         "The loss is weighted with a number of tokens that is being added up.",
         "each_in_batches_of_tokens",
     ),
