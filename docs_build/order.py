@@ -160,6 +160,8 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
             "tools/job.py",
             "tools/peaks.py",
             "tools/cost.py",
+            "tools/activations.py",
+            "tools/links.py",
             "tools/explain.py",
             "tools/explain_units.py",
             "tools/explain_records.py",

@@ -146,15 +146,22 @@ def sent_bytes(job: Job) -> dict[str, float]:
     """Bytes that each rank sends in a step, by kind of collective (COST-06 to COST-08)."""
     root, units = job.sizes[0], sum(job.sizes[1:])
     times, of_root = _gathers(job)
-    # What rests with fewer ranks is gathered among these for backward.
-    rested = job.micro_batches * units if job.rests_with and not job.keeps else 0.0
     reduced = _reductions(job) * sum(job.gradients) * job.reduce_width / job.width
     return {
-        "AG": gather_sends(times * units + of_root * root - rested, job.shards)
-        + gather_sends(rested, job.rests_with or 1),
+        "AG": gather_sends(times * units + of_root * root - _rested(job), job.shards) + sent_for_rested(job),
         "RS": ring_reduce_scatter_sends(reduced, job.shards),
         "AR": ring_all_reduce_sends(reduced / job.shards, job.num_replicas),
     }
+
+
+def _rested(job: Job) -> float:
+    """Bytes of what rests with fewer ranks, and is gathered among these for backward."""
+    return job.micro_batches * sum(job.sizes[1:]) if job.rests_with and not job.keeps else 0.0
+
+
+def sent_for_rested(job: Job) -> float:
+    """Of the bytes that each rank sends in gathers, those of gathers among ``rests_with`` ranks."""
+    return gather_sends(_rested(job), job.rests_with or 1)
 
 
 def num_collectives(job: Job) -> dict[str, int]:

@@ -1,13 +1,27 @@
 """Tests that build the whole site, or open it in a browser, run only when asked for.
 
 ``python -m pytest spec_tests/docs -m docs``
+
+The site is built once for all of them, and one browser opens it.
 """
 
 from __future__ import annotations
 
+import http.server
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
 import pytest
 
 from spec_tests.conftest import leave_out
+from spec_tests.docs import offline
+from spec_tests.docs.browser import Tab, chromium, find_chromium
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -17,3 +31,39 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "docs" not in (config.option.markexpr or ""):
         leave_out(config, items, "docs tests not run (no -m docs)", lambda item: item.get_closest_marker("docs"))
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; a build with a warning fails here."""
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
+    done = offline.run(command, ROOT, environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        return None
+
+
+@pytest.fixture(scope="session")
+def address(site: Path) -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(site)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture(scope="session")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    command = find_chromium()
+    if command is None:
+        pytest.skip("no chromium is installed (Debian: apt-get install chromium)")
+    with chromium(command, str(tmp_path_factory.mktemp("profile"))) as tab:
+        yield tab

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
-import os
-import sys
-import threading
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,47 +9,9 @@ import pytest
 from docs_build import links
 from docs_build.messages import Message, messages
 from minifsdp.engine.messages import PAGE
-from spec_tests.docs import offline
-from spec_tests.docs.browser import Tab, chromium, find_chromium
+from spec_tests.docs.browser import Tab
 
 pytestmark = [pytest.mark.docs, pytest.mark.needs("mkdocs")]
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site; a build with a warning fails here."""
-    folder = tmp_path_factory.mktemp("docs") / "site"
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
-    done = offline.run(command, ROOT, environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return folder
-
-
-class _Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        return None
-
-
-@pytest.fixture(scope="module")
-def address(site: Path) -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(site)))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-@pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
-    command = find_chromium()
-    if command is None:
-        pytest.skip("no chromium is installed (Debian: apt-get install chromium)")
-    with chromium(command, str(tmp_path_factory.mktemp("profile"))) as tab:
-        yield tab
 
 
 def pages_of(site: Path) -> list[str]:

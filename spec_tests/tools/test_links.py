@@ -1,0 +1,129 @@
+"""Which links the bytes take, counted hop by hop in recorded collectives, and how long a step is at least."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minifsdp import trace
+from minifsdp.cost import Cluster, Job, Sent, cost_of, sent_by_link, step_time
+from spec_tests.harness import ranks
+from spec_tests.tools.test_cost import JOB, one_step, wrapped
+
+PER_MACHINE = 2
+
+
+def hops(recorder: trace.Recorder) -> list[tuple[str, int, int, float]]:
+    """Kind, sender, receiver and bytes of what this rank sends, if each collective is a ring in the order of ranks."""
+    found, rank = [], dist.get_rank()
+    for event in recorder.events:
+        if event.kind in ("AG", "RS", "AR"):
+            size = len(event.ranks)
+            following = event.ranks[(event.ranks.index(rank) + 1) % size]
+            times = 2 if event.kind == "AR" else 1
+            found.append((event.kind, rank, following, times * event.num_bytes * (size - 1) / size))
+    return found
+
+
+def measured(job: Job) -> dict[str, Sent]:
+    """The mean over all ranks of what is sent within machines and between them, by kind."""
+    model = wrapped(job)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with trace.record() as recorder:
+        one_step(model, optimizer, job, lambda phase: None)
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, hops(recorder))
+    links: Counter[tuple[str, bool]] = Counter()
+    for kind, sender, receiver, num_bytes in itertools.chain.from_iterable(of_all):
+        links[kind, sender // PER_MACHINE != receiver // PER_MACHINE] += num_bytes / len(of_all)
+    return {kind: Sent(links[kind, False], links[kind, True]) for kind in ("AG", "RS", "AR")}
+
+
+def job_on_four(strategy: str, **options: Any) -> Job:
+    shards = {"NO_SHARD": 1, "FULL_SHARD": 4, "SHARD_GRAD_OP": 4}.get(strategy, 2)
+    return replace(JOB, strategy=strategy, num_shards=shards, num_replicas=4 // shards, **options)
+
+
+@pytest.mark.spec("COST-15")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@ranks(4)
+def test_what_crosses_between_two_machines_of_two_is_what_was_priced(strategy: str) -> None:
+    job = job_on_four(strategy, micro_batches=2)
+    assert measured(job) == sent_by_link(job, PER_MACHINE)
+
+
+@pytest.mark.spec("COST-15")
+@ranks(4)
+def test_what_rests_within_a_machine_is_gathered_there_for_backward() -> None:
+    job = job_on_four("FULL_SHARD", per_parameter=True, rests_with=2)
+    found = sent_by_link(job, PER_MACHINE)
+    assert measured(job) == found
+    # A half of the hops of a ring through both machines leaves one; those for backward stay at home.
+    assert 0 < found["AG"].between < found["AG"].within
+    assert found["RS"].between == found["RS"].within
+
+
+@pytest.mark.spec("COST-15")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
+def test_both_together_are_all_that_is_sent_and_one_machine_sends_nothing_away(strategy: str) -> None:
+    job = replace(JOB, strategy=strategy, num_shards=4, num_replicas=3)
+    sent = cost_of(job).sent
+    for per_machine in (1, 3, 4, 12):
+        links = sent_by_link(job, per_machine)
+        assert {kind: one.within + one.between for kind, one in links.items()} == pytest.approx(sent)
+        if per_machine == 1:
+            assert {kind: one.within for kind, one in links.items()} == dict.fromkeys(sent, 0.0)
+        if per_machine == 12:
+            assert {kind: one.between for kind, one in links.items()} == dict.fromkeys(sent, 0.0)
+
+
+@pytest.mark.spec("COST-15")
+def test_sharding_within_machines_sends_nearly_as_much_in_all_and_less_between_them() -> None:
+    units = [[(1000, 1000)]] * 8
+    full = Job(units=units, num_shards=64)
+    hybrid = Job(units=units, strategy="HYBRID_SHARD", num_shards=8, num_replicas=8)
+    assert sum(cost_of(hybrid).sent.values()) > 0.95 * sum(cost_of(full).sent.values())
+    between = [sum(sent.between for sent in sent_by_link(job, 8).values()) for job in (full, hybrid)]
+    model = 4 * 8_000_000
+    # Three rings through all 64, of which one hop in eight leaves a machine; and the all-reduce of an eighth among 8.
+    assert between == pytest.approx([3 * model * 63 / 64 / 8, 2 * model / 8 * 7 / 8])
+    assert between[1] < 0.6 * between[0]
+
+
+SLOW = Cluster(per_machine=2, operations=1e6, within=1e4, between=1e3)
+
+
+@pytest.mark.spec("COST-18")
+def test_a_step_takes_at_least_the_slowest_of_its_parts_or_their_sum() -> None:
+    # Of 4000 bytes on 4 ranks each sends 3000 in a collective, half of it away: 1.5 seconds there, 0.15 at home.
+    job = Job(units=[[(1000,)]], num_shards=4)
+    assert sent_by_link(job, 2)["RS"] == Sent(1500, 1500)
+    time = step_time(job, 2e6, SLOW)
+    # Two gathers and one reduce-scatter.
+    assert (time.compute, time.communication) == pytest.approx((2.0, 4.5))
+    assert (time.overlapped, time.apart) == pytest.approx((4.5, 6.5))
+    busy = step_time(job, 9e6, SLOW)
+    assert (busy.overlapped, busy.apart) == pytest.approx((9.0, 13.5))
+
+
+@pytest.mark.spec("COST-18")
+def test_what_goes_over_different_links_overlaps_and_what_is_one_ring_does_not() -> None:
+    # A hybrid's gathers stay at home and its all-reduce leaves: 3 * 2000 bytes there, and 2 * 2000 / 2 between.
+    job = Job(units=[[(1000,)]], strategy="HYBRID_SHARD", num_shards=2, num_replicas=2)
+    time = step_time(job, 0.0, SLOW)
+    assert time.communication == pytest.approx(0.6 + 2.0)
+    assert time.overlapped == pytest.approx(2.0)
+
+
+@pytest.mark.spec("COST-18")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
+@pytest.mark.parametrize("count", [1.0, 1e7])
+def test_overlap_saves_time_and_never_more_than_there_is(strategy: str, count: float) -> None:
+    time = step_time(job_on_four(strategy), count, SLOW)
+    assert time.compute <= time.overlapped <= time.apart == time.compute + time.communication
