@@ -7,6 +7,8 @@ here, while the site is built::
     {{ timeline fsdp1-pre-4 | A caption. }}    a picture of a recorded run
     {{ simulated prefetch | A caption. }}      a picture of a step that was logged on the simulated accelerator
     {{ proof SHARD-04 PREF-02 }}               rows of the spec, their tests, and how these went last
+    {{ asset timeline | A caption. }}          a picture that is checked in
+    {{ evidence }}                             the figures of the first page
     {{ wrong shared_streams }}                 a case in which torch is wrong, and its program
     {{ failure slow_rank }}                    a script of the failure lab, and what it has said
     {{ exercise zero_stage_3 }}                a question, and an answer that a function has computed
@@ -35,6 +37,9 @@ The rooms, from the bottom up:
 ``failures``     the scripts of the failure lab, and what they say
 ``wrong``        cases in which torch is wrong
 ``verbs``        the table of verbs and layouts; the way of one parameter through a training step
+``glossary``     the glossary's words on other pages
+``descriptions`` a sentence about each page
+``evidence``     figures of the first page, computed from the records
 ``directives``   the lines in double braces
 ``links``        follows every link of the built site
 ``hook``         what mkdocs calls

@@ -8,8 +8,21 @@ from html import escape
 
 from mkdocs.utils import get_relative_url
 
-from docs_build import exercises, failures, fragments, growth, pictures, races, results, streams, values, wrong
+from docs_build import (
+    evidence,
+    exercises,
+    failures,
+    fragments,
+    growth,
+    pictures,
+    races,
+    results,
+    streams,
+    values,
+    wrong,
+)
 from docs_build.markup import to_html
+from docs_build.order import ROOT
 
 __all__ = ["badges", "counted", "expand", "put_back"]
 
@@ -110,6 +123,13 @@ def _simulated(rest: str, _: str) -> str:
     return _raw(streams.figure(name.strip(), caption.strip()))
 
 
+def _asset(rest: str, _: str) -> str:
+    """A picture that is checked in; inside of the page, so that it follows light and dark."""
+    name, _, caption = rest.partition(" | ")
+    svg = (ROOT / "docs" / "assets" / f"{name.strip()}.svg").read_text(encoding="utf-8")
+    return _raw(pictures.figure(svg, caption.strip(), ""))
+
+
 def _growth(rest: str, _: str) -> str:
     name, _, caption = rest.partition(" | ")
     return _raw(growth.figure(name.strip(), caption.strip()))
@@ -158,6 +178,8 @@ VERBS: dict[str, Callable[[str, str], str]] = {
     "picture": _picture,
     "table": _table,
     "simulated": _simulated,
+    "asset": _asset,
+    "evidence": lambda rest, start: _raw(evidence.figures()),
     "growth": _growth,
     "large": lambda rest, start: growth.large(),
     "raced": _raced,

@@ -2,9 +2,11 @@
 
 1. on_config: the navigation gets a page for each module of the package, and one for each tutorial.
 2. on_files: pages and scripts that nobody wrote by hand are added.
-3. on_page_markdown: lines in double braces are replaced.
+3. on_page_markdown: lines in double braces are replaced, each page gets a sentence about itself, and words of the
+   glossary are marked.
 4. on_page_content: pages of modules and of the spec get their HTML; rows of the spec and names of modules become links.
-5. on_post_build: the index of the search is written as a script, too. Then every link and anchor of the finished site
+5. on_post_page: a link to the repository, if there is one, asks nobody how many stars it has.
+6. on_post_build: the index of the search is written as a script, too. Then every link and anchor of the finished site
    is followed; one that leads nowhere is a warning, and a warning ends a strict build.
 """
 
@@ -23,7 +25,19 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.toc import get_toc
 from mkdocs.utils import get_relative_url
 
-from docs_build import directives, lessonpage, lessons, links, markup, pages, recordings, results, specpage
+from docs_build import (
+    descriptions,
+    directives,
+    glossary,
+    lessonpage,
+    lessons,
+    links,
+    markup,
+    pages,
+    recordings,
+    results,
+    specpage,
+)
 from docs_build.order import all_modules, reading_order
 from docs_build.source import read_module
 
@@ -71,13 +85,20 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """3."""
+    about = descriptions.description(page.file.src_uri, page.meta, page.title)
+    if about:
+        page.meta["description"] = about
     if page.file.src_uri == "spec.md":
         return specpage.expand(markdown)
     if page.file.src_uri.startswith(("learn/", "lab/", "benchmarks")):
         # Hardly a headline inside of a page; pictures and wide tables can have the room.
         page.meta["hide"] = ["toc"]
+    if glossary.is_for(page.file.src_uri, page.file.generated_by is not None):
+        markdown += glossary.definitions()
+    if page.is_homepage:
+        markdown = markdown.replace("{{ repository }}", _repository(config.repo_url))
     if "{{ " not in markdown:
         return markdown
     return directives.expand(markdown, page.file.url)
@@ -99,10 +120,16 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     if lesson:
         html = lessonpage.lesson_page(lesson)
         page.toc = get_toc(pages.toc_of(read_module(lesson)))
-    html = _NUMBERS.sub("<table data-numbers>", directives.put_back(html))
+    html = directives.put_back(glossary.first_places(html))
+    html = _NUMBERS.sub("<table data-numbers>", html)
     if page.file.src_uri != "spec.md":
         html = markup.link_words(html, results.ROW_ID, lambda word: _spec_address(word, start))
     return markup.link_words(html, _MODULE_PATH, lambda word: _module_address(word, start))
+
+
+def _repository(address: str | None) -> str:
+    """A button, where ``mkdocs.yml`` or the environment names a repository; else nothing."""
+    return f"[The repository]({address}){{ .md-button }}" if address else ""
 
 
 def _spec_address(word: str, start: str) -> str | None:
@@ -119,8 +146,14 @@ def _module_address(word: str, start: str) -> str | None:
     return pages.address(start, fits[0])
 
 
-def on_post_build(config: Any) -> None:
+def on_post_page(output: str, **_: Any) -> str:
     """5."""
+    # What the theme finds by this name it decorates with what it fetches from the repository's host.
+    return output.replace(' data-md-component="source"', "")
+
+
+def on_post_build(config: Any) -> None:
+    """6."""
     site = Path(config.site_dir)
     _index_as_script(site / "search")
     for problem in links.problems(site):

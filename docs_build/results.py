@@ -19,12 +19,24 @@ from typing import Any
 
 from docs_build.order import ROOT
 
-__all__ = ["BACKENDS", "KINDS", "ROW_ID", "SpecRow", "all_rows", "css_class", "machine", "recorded", "sections"]
+__all__ = [
+    "BACKENDS",
+    "KINDS",
+    "ROW_ID",
+    "WHERE",
+    "SpecRow",
+    "all_rows",
+    "css_class",
+    "machine",
+    "recorded",
+    "sections",
+]
 
 SPEC = ROOT / "docs" / "spec.md"
 FRESH = ROOT / "build" / "spec-results.json"
 RECORD = ROOT / "docs" / "data" / "spec-results.json"
-BACKENDS = ("cpu-gloo", "simulated", "cuda-nccl")
+WHERE = {"cpu-gloo": "CPU, gloo", "simulated": "simulated accelerator", "cuda-nccl": "CUDA, NCCL"}
+BACKENDS = tuple(WHERE)
 ROW_ID = re.compile(r"\b(?:[A-Z][A-Z0-9]*-)+\d{2}\b")
 KINDS = ("behaviour", "order only", "arithmetic", "text")
 WORSE = ("passed", *(f"passed ({kind})" for kind in KINDS[1:]), "skipped", "not run", "failed")

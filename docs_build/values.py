@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from docs_build import debugcost, faults, results
+from docs_build import debugcost, evidence, faults, results
 from docs_build.pictures import events_of
 from minifsdp.tools import formulas
 from minifsdp.tools.events import peak_gathered_bytes
@@ -125,6 +125,9 @@ VALUES: dict[str, Callable[[], str]] = {
     "proven-cpu": lambda: _proven("cpu-gloo"),
     "proven-simulated": lambda: _proven("simulated"),
     "proven-cuda": lambda: _proven("cuda-nccl"),
+    "noticed-mutants": lambda: str(evidence.mutants()[0]),
+    "num-mutants": lambda: str(evidence.mutants()[1]),
+    "mutated-rows": lambda: str(evidence.mutants()[2]),
 }
 TABLES: dict[str, Callable[[], str]] = {
     "zero": zero_table,
@@ -134,4 +137,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "bf16": bf16_table,
     "debug-cost": debugcost.table,
     "faults": faults.table,
+    "torch-tests": evidence.torch_tests_table,
+    "where": evidence.where_table,
 }

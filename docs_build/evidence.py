@@ -1,0 +1,95 @@
+"""Why one should believe any of it: figures of the first page and of the page on evidence, computed from the records.
+
+``docs/data/torch-tests.json`` is the record of a run of PyTorch's own FSDP tests, made by hand from a harness that is
+no part of this project: when, where, of which commit, how many tests ran and passed, file by file.
+"""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from typing import Any
+
+from docs_build import results
+from docs_build.order import ROOT
+
+__all__ = ["figures", "mutants", "torch_tests", "torch_tests_table", "where_table"]
+
+DATA = ROOT / "docs" / "data"
+
+
+def figures() -> str:
+    """Four figures, each with a link to where it is explained."""
+    cells = "".join(
+        f'<li><a href="{address}"><b>{escape(figure)}</b> <span>{escape(words)}</span></a></li>'
+        for figure, words, address in (_torch_tests(), _beside_torch(), _where(), _breaks())
+    )
+    return f'<ul class="evidence">{cells}</ul>'
+
+
+def _read(name: str) -> Any:
+    return json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def torch_tests() -> tuple[int, int]:
+    """How many of PyTorch's own tests passed, and how many ran."""
+    files = _read("torch-tests")["files"].values()
+    return sum(passed for passed, _ in files), sum(ran for _, ran in files)
+
+
+def _torch_tests() -> tuple[str, str, str]:
+    passed, ran = torch_tests()
+    words = "of PyTorch's own FSDP tests pass with minifsdp in torch's place, on CPUs"
+    return f"{passed} of {ran}", words, "evidence.html#torchs-own-tests"
+
+
+def _beside_torch() -> tuple[str, str, str]:
+    ratios = _read("benchmarks")["ratios"]
+    ours = [one["median"] for rows in ratios.values() for name, one in rows.items() if name.startswith("minifsdp")]
+    words = f"the time of torch's fastest FSDP, equal losses, in {len(ratios)} workloads on two CPU cores"
+    return f"{min(ours):.2f} to {max(ours):.2f} \N{MULTIPLICATION SIGN}", words, "benchmarks.html"
+
+
+def _where() -> tuple[str, str, str]:
+    rows = results.recorded()["rows"].values()
+    cpu, simulated, cuda = (sum(row["results"].get(name) == "proven" for row in rows) for name in results.BACKENDS)
+    gpus = f"{cuda} on GPUs" if cuda else "none on a GPU yet"
+    return f"{cpu} of {len(rows)}", f"rows of the spec proven on CPUs, {simulated} simulated, {gpus}", "spec.html"
+
+
+def mutants() -> tuple[int, int, int]:
+    """How many breaks of the package were noticed, of how many, and by how many rows of the spec."""
+    known = _read("mutants")["mutants"].values()
+    return sum(bool(one["red"]) for one in known), len(known), len({row for one in known for row in one["red"]})
+
+
+def _breaks() -> tuple[str, str, str]:
+    noticed, total, _ = mutants()
+    return (
+        f"{noticed} of {total}",
+        "breaks of the package, made on purpose, turn a row of the spec red",
+        "evidence.html#broken-on-purpose",
+    )
+
+
+def torch_tests_table() -> str:
+    """PyTorch's files, with what ran and passed of each, as Markdown."""
+    record = _read("torch-tests")
+    rows = "\n".join(f"| `{name}` | {passed} | {ran} |" for name, (passed, ran) in sorted(record["files"].items()))
+    passed, ran = torch_tests()
+    head = f"| file of PyTorch {record['tests_of']} | passed | ran |\n|---|--:|--:|\n"
+    return (
+        f"{head}{rows}\n| all | {passed} | {ran} |\n\n"
+        f"Run on {record['date']} at commit `{record['commit'][:10]}`; {record['machine']}."
+    )
+
+
+def where_table() -> str:
+    """What was proven on which backend, and when that was seen, as Markdown."""
+    record = results.recorded()
+    lines = ["| where | rows proven | when | machine |", "|---|--:|---|---|"]
+    for backend, words in results.WHERE.items():
+        proven = sum(row["results"].get(backend) == "proven" for row in record["rows"].values())
+        run = record["runs"].get(backend, {"date": "never run", "machine": ""})
+        lines.append(f"| {words} | {proven} of {len(record['rows'])} | {run['date']} | {run['machine']} |")
+    return "\n".join(lines)

@@ -1,0 +1,77 @@
+"""The glossary's words on all other pages: pointed at, or reached by the Tab key, they say what they mean.
+
+``docs/glossary.md`` has a headline for each term and below it the definition. Behind the Markdown of a page go lines
+that the extension ``abbr`` understands::
+
+    ### Rank                               *[rank]: One of the processes that train together, and its number.
+                                    -->    *[Rank]: One of ...
+    One of the processes that train        *[ranks]: One of ...
+    together, and its number. Usually ...  *[Ranks]: One of ...
+
+It marks *every* place but those in code. A page that is dotted all over is hard to read, so only the first place of
+each term in the running text stays marked.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from docs_build.order import ROOT
+
+__all__ = ["definitions", "first_places", "is_for", "terms"]
+
+PAGE = ROOT / "docs" / "glossary.md"
+# Who reads these looks things up, or reads the glossary itself.
+WITHOUT = ("glossary.md", "spec.md", "api.md")
+
+_ENTRY = re.compile(r"^### (.+)\n\n((?:.+\n)+)", re.MULTILINE)
+_MARKED = re.compile(r'<abbr title="([^"]*)">(.*?)</abbr>')
+_NOT_RUNNING_TEXT = re.compile(r"<(h[1-6]|a|th|summary)\b.*?</\1>", re.DOTALL)
+
+
+@cache
+def terms() -> dict[str, str]:
+    """The headlines of the glossary, and the first sentence below each, without any markup."""
+    found = {}
+    for title, paragraph in _ENTRY.findall(PAGE.read_text(encoding="utf-8") + "\n"):
+        text = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", " ".join(paragraph.split()))
+        found[title] = re.sub(r"[`*]", "", re.split(r"(?<=[.!?]) (?=[A-Z`*\[])", text)[0])
+    return found
+
+
+def is_for(uri: str, is_generated: bool) -> bool:
+    """Whether a page's words are explained."""
+    return not is_generated and uri not in WITHOUT
+
+
+def definitions() -> str:
+    """The lines for the end of a page."""
+    lines = [f"*[{form}]: {text}" for title, text in terms().items() for form in _forms(title)]
+    return "\n\n" + "\n".join(lines) + "\n"
+
+
+def _forms(title: str) -> list[str]:
+    """How the names of an entry are spelt in a text; ``Mesh`` also as ``mesh``, ``meshes`` and ``Meshes``."""
+    found = []
+    for name in title.split(", "):
+        # `DTensor` and `ZeRO` are always written so, `Rank` only where a sentence begins.
+        is_name = any(letter.isupper() for letter in name[1:])
+        for one in {name} if is_name else {name[0].lower() + name[1:], name[0].upper() + name[1:]}:
+            found += [one, one + ("es" if one.endswith(("sh", "ch", "x")) else "s")]
+    return found
+
+
+def first_places(html: str) -> str:
+    """A converted page with only the first place of each term marked, and none in headlines and links."""
+    html = _NOT_RUNNING_TEXT.sub(lambda found: _MARKED.sub(r"\2", found[0]), html)
+    seen: set[str] = set()
+
+    def mark(found: re.Match[str]) -> str:
+        text, word = found.groups()
+        if text in seen:
+            return word
+        seen.add(text)
+        return f'<abbr title="{text}" tabindex="0">{word}</abbr>'
+
+    return _MARKED.sub(mark, html)

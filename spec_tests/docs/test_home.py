@@ -1,0 +1,80 @@
+"""The first page, and the page on evidence: figures come from records, a repository from whoever publishes the site."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytestmark = pytest.mark.needs("mkdocs")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_figures_are_those_of_the_records() -> None:
+    from docs_build import evidence
+
+    shown = re.findall(r"<b>(.*?)</b>", evidence.figures())
+    files = json.loads((ROOT / "docs" / "data" / "torch-tests.json").read_text())["files"]
+    assert shown[0] == f"{sum(passed for passed, _ in files.values())} of {sum(ran for _, ran in files.values())}"
+    ratios = json.loads((ROOT / "docs" / "data" / "benchmarks.json").read_text())["ratios"]
+    medians = [one["median"] for rows in ratios.values() for name, one in rows.items() if name[:8] == "minifsdp"]
+    assert shown[1].split() == [f"{min(medians):.2f}", "to", f"{max(medians):.2f}", "\N{MULTIPLICATION SIGN}"]
+    rows = json.loads((ROOT / "docs" / "data" / "spec-results.json").read_text())["rows"].values()
+    assert shown[2] == f"{sum(row['results']['cpu-gloo'] == 'proven' for row in rows)} of {len(rows)}"
+    mutants = json.loads((ROOT / "docs" / "data" / "mutants.json").read_text())["mutants"].values()
+    assert shown[3] == f"{sum(bool(one['red']) for one in mutants)} of {len(mutants)}"
+
+
+def test_it_says_that_no_gpu_has_run_it_as_long_as_none_has() -> None:
+    from docs_build import evidence, results
+
+    assert ("none on a GPU yet" in evidence.figures()) == ("cuda-nccl" not in results.recorded()["runs"])
+    assert ("never run" in evidence.where_table()) == ("cuda-nccl" not in results.recorded()["runs"])
+
+
+def test_the_readme_says_the_same_of_torchs_own_tests() -> None:
+    from docs_build import evidence
+
+    passed, ran = evidence.torch_tests()
+    assert f"{passed} of {ran} pass on CPUs" in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+
+
+def test_the_command_is_that_of_the_readme() -> None:
+    readme, home = (ROOT / name for name in ("README.md", "docs/index.md"))
+    (command,) = re.findall(r"^python -m pip install .*train_gpt\.py$", home.read_text(encoding="utf-8"), re.MULTILINE)
+    assert command in readme.read_text(encoding="utf-8").splitlines()
+
+
+def test_a_repository_is_linked_only_where_an_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mkdocs.config import load_config
+
+    from docs_build import hook
+
+    text = "[Start](x.md)\n{{ repository }}\n"
+    page = SimpleNamespace(
+        file=SimpleNamespace(src_uri="index.md", url="index.html", generated_by=None),
+        meta={},
+        title="",
+        is_homepage=True,
+    )
+    for address in (None, "https://example.org/minifsdp"):
+        if address:
+            monkeypatch.setenv("MINIFSDP_REPO_URL", address)
+        else:
+            monkeypatch.delenv("MINIFSDP_REPO_URL", raising=False)
+        config = load_config(str(ROOT / "mkdocs.yml"))
+        assert config.repo_url == address
+        written = hook.on_page_markdown(text, page, config)
+        assert "{{" not in written
+        assert ("The repository" in written) == bool(address)
+
+
+def test_a_linked_repository_is_not_asked_for_its_stars() -> None:
+    from docs_build import hook
+
+    html = hook.on_post_page('<a href="https://example.org" class="md-source" data-md-component="source">x</a>')
+    assert html == '<a href="https://example.org" class="md-source">x</a>'
