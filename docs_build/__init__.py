@@ -25,6 +25,7 @@ The rooms, from the bottom up:
 ``recordings``   reads what was recorded
 ``pictures``     timelines
 ``results``      the rows of the spec and the last results of their tests
+``badges``       what a row's proofs are worth: where, how, and what is open
 ``exercises``    questions whose answers are computed
 ``debugcost``    what the checks of ``minifsdp.debug()`` cost
 ``values``       numbers and tables of the prose

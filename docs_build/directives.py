@@ -9,6 +9,7 @@ from html import escape
 from mkdocs.utils import get_relative_url
 
 from docs_build import (
+    badges,
     evidence,
     exercises,
     failures,
@@ -24,7 +25,7 @@ from docs_build import (
 from docs_build.markup import to_html
 from docs_build.order import ROOT
 
-__all__ = ["badges", "counted", "expand", "put_back"]
+__all__ = ["counted", "expand", "put_back"]
 
 LINE = re.compile(r"^(?P<indent> *)\{\{ (?P<verb>\w+) ?(?P<rest>.*?) \}\}$", re.MULTILINE)
 INLINE = re.compile(r"\{\{ value ([\w-]+) \}\}")
@@ -65,9 +66,9 @@ def _proof(rest: str, start: str) -> str:
     """Rows of the spec as a folded table."""
     rows = [results.all_rows()[name] for name in rest.split()]
     num_tests = len({test for row in rows for test in row.tests})
-    proven = sum(not row.is_unproven for row in rows)
     body = "".join(_proof_row(row, start) for row in rows)
-    head = f"What must hold: {proven} of {len(rows)} rows proven, by {num_tests} tests"
+    head = f"What must hold: {counted(len(rows), 'row')}, {counted(num_tests, 'test')}"
+    head += f"<small>{escape(badges.where_proven(rows))}</small>"
     return _raw(
         f'<details class="proof"><summary>{head}</summary><table class="proof-rows"><thead><tr><th>row</th>'
         f"<th>statement</th><th>last result</th></tr></thead><tbody>{body}</tbody></table></details>"
@@ -78,23 +79,12 @@ def _proof_row(row: results.SpecRow, start: str) -> str:
     where = get_relative_url("spec.html", start) + f"#{row.id}"
     statement = to_html(row.statement, is_markdown=True).removeprefix("<p>").removesuffix("</p>")
     tests = f"<small>{counted(len(row.tests), 'test')}</small>" if row.tests else ""
-    return f'<tr><td><a href="{where}">{row.id}</a></td><td>{statement}</td><td>{badges(row)} {tests}</td></tr>'
+    return f'<tr><td><a href="{where}">{row.id}</a></td><td>{statement}</td><td>{badges.badges(row)} {tests}</td></tr>'
 
 
 def counted(number: int, word: str) -> str:
     """``1 test``, ``2 tests``."""
     return f"{number} {word}" + ("" if number == 1 else "s")
-
-
-def badges(row: results.SpecRow) -> str:
-    """The verdict on each backend that has one, as small labels."""
-    shown = [b for b in results.BACKENDS if row.results.get(b, "unproven") != "unproven"] or ["no backend"]
-    return " ".join(_badge(row.results.get(b, "unproven"), row.kinds.get(b, ""), b) for b in shown)
-
-
-def _badge(verdict: str, kind: str, backend: str) -> str:
-    how = f" by {kind}" if kind not in ("", results.KINDS[0]) else ""
-    return f'<span class="badge badge-{verdict}">{verdict}{how}<i>{escape(backend)}</i></span>'
 
 
 def _exercise(rest: str, start: str) -> str:

@@ -11,7 +11,7 @@ from html import escape
 from docs_build import directives
 from docs_build.markup import highlight_lines, to_html
 from docs_build.order import ROOT
-from docs_build.results import SpecRow, all_rows, css_class
+from docs_build.results import WHERE, SpecRow, all_rows, css_class
 
 __all__ = ["page"]
 
@@ -49,7 +49,7 @@ def _test(name: str, code: str, row: SpecRow) -> str:
     file, _, function = name.partition("::")
     outcomes = {test: result for test, result in row.tests.items() if test.split("[")[0] == name}
     results = sorted({(backend, outcome) for result in outcomes.values() for backend, outcome in result.items()})
-    badges = " ".join(f'<span class="badge badge-{css_class(o)}">{o}<i>{b}</i></span>' for b, o in results)
+    badges = " ".join(f'<span class="badge badge-{css_class(o)}">{o}<i>{WHERE[b]}</i></span>' for b, o in results)
     words = escape(function.removeprefix("test_").replace("_", " "))
     lines = "\n".join(highlight_lines(code))
     return (

@@ -54,6 +54,7 @@ class SpecRow:
         results: verdict on each backend: ``"proven"``, ``"failed"`` or ``"unproven"``.
         kinds: of the proof, on each backend that has one; one of `KINDS`.
         tests: outcome on each backend, for each test that carries the row.
+        is_recorded: whether the record knows it; a newer row has been seen by no recorded run.
     """
 
     id: str
@@ -62,6 +63,12 @@ class SpecRow:
     results: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     tests: dict[str, dict[str, str]] = field(default_factory=dict)
+    is_recorded: bool = True
+
+    @property
+    def needs_cuda(self) -> bool:
+        """Whether it can be seen whole on CUDA only."""
+        return any("[cuda]" in cell for cell in self.cells[1:])
 
     @property
     def statement(self) -> str:
@@ -111,9 +118,10 @@ def all_rows() -> dict[str, SpecRow]:
         found = LINE.match(line)
         if found:
             known = of_record.get(found[1], {})
+            is_recorded = found[1] in of_record
             results = {backend: known.get("results", {}).get(backend, "unproven") for backend in BACKENDS}
             cells, kinds = found[2].split(" | "), known.get("kinds", {})
-            rows[found[1]] = SpecRow(found[1], section, cells, results, kinds, known.get("tests", {}))
+            rows[found[1]] = SpecRow(found[1], section, cells, results, kinds, known.get("tests", {}), is_recorded)
     return rows
 
 
@@ -148,8 +156,8 @@ def _joined(tests: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
 
 
 def css_class(outcome: str) -> str:
-    """The end of a badge's class: ``not-run``, or ``passed`` for a test that has ``passed (text)``."""
-    return outcome.partition(" (")[0].replace(" ", "-")
+    """The end of a badge's class: ``passed``, ``not-run``, or ``part`` for a test that has ``passed (text)``."""
+    return "part" if " (" in outcome else outcome.replace(" ", "-")
 
 
 def write_record() -> None:

@@ -1,38 +1,75 @@
 /* The filter of the spec page. The choice is kept in the address, so that it can be sent to somebody. */
 (function () {
   "use strict";
-  const section = document.getElementById("spec-section");
-  if (!section) return;
-  const verdict = document.getElementById("spec-verdict");
-  const words = document.getElementById("spec-words");
+  const form = document.querySelector(".spec-filter");
+  if (!form) return;
+  // Each field, by its name in the address: spec.html?section=PREF&show=open-on-nccl&words=root
+  const fields = {
+    section: document.getElementById("spec-section"),
+    show: document.getElementById("spec-verdict"),
+    words: document.getElementById("spec-words"),
+  };
   const count = document.getElementById("spec-count");
   const rows = [...document.querySelectorAll(".spec-row")];
-  const texts = rows.map((row) => row.textContent.toLowerCase());
+  // A row is found by the words of its section's title, too.
+  const titles = new Map([...fields.section.options].map((option) => [option.value, option.text]));
+  const texts = rows.map((row) => `${titles.get(row.dataset.section)} ${row.textContent}`.toLowerCase());
+  // Each headline with what follows it, up to the next.
+  const parts = [...document.querySelectorAll("article h2")].map((head) => {
+    const inside = [];
+    for (let one = head.nextElementSibling; one && one.tagName !== "H2"; one = one.nextElementSibling) inside.push(one);
+    return { all: [head, ...inside], rows: inside.flatMap((one) => (one.matches(".spec-row") ? [one] : [...one.querySelectorAll(".spec-row")])) };
+  });
 
   function apply() {
-    const wanted = words.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const wanted = fields.words.value.toLowerCase().split(/\s+/).filter(Boolean);
     let shown = 0;
     rows.forEach((row, n) => {
       const fits =
-        (!section.value || row.dataset.section === section.value) &&
-        (!verdict.value || row.dataset.verdict === verdict.value) &&
+        (!fields.section.value || row.dataset.section === fields.section.value) &&
+        (!fields.show.value || row.dataset.tags.split(" ").includes(fields.show.value)) &&
         wanted.every((word) => texts[n].includes(word));
       row.hidden = !fits;
       shown += fits;
     });
     count.textContent = shown === rows.length ? `${shown} rows` : `${shown} of ${rows.length} rows`;
     // A headline above nothing would be noise.
-    document.querySelectorAll("article h2").forEach((head) => {
-      let one = head.nextElementSibling, inside = [];
-      while (one && one.tagName !== "H2") { inside.push(one, ...one.querySelectorAll(".spec-row")); one = one.nextElementSibling; }
-      const own = inside.filter((e) => e.classList.contains("spec-row"));
-      const hide = own.length > 0 && own.every((e) => e.hidden);
-      [head, ...inside.filter((e) => !e.classList.contains("spec-row"))].forEach((e) => { e.style.display = hide ? "none" : ""; });
-    });
+    for (const part of parts) {
+      const hide = part.rows.length > 0 && part.rows.every((row) => row.hidden);
+      part.all.filter((one) => !one.matches(".spec-row")).forEach((one) => { one.style.display = hide ? "none" : ""; });
+    }
   }
+
+  function keep() {
+    const asked = new URLSearchParams();
+    for (const [name, field] of Object.entries(fields)) if (field.value) asked.set(name, field.value);
+    const query = asked.toString() ? `?${asked}` : "";
+    history.replaceState(history.state, "", location.pathname + query + location.hash);
+  }
+
+  // The row that the address names is always shown, and below the filter, which stays in sight.
+  function toTarget() {
+    document.documentElement.style.setProperty("--spec-filter", `${form.offsetHeight}px`);
+    const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    if (!target || !target.matches(".spec-row")) return;
+    if (target.hidden) {
+      for (const field of Object.values(fields)) field.value = "";
+      apply();
+      keep();
+    }
+    target.scrollIntoView();
+  }
+
   const asked = new URLSearchParams(location.search);
-  section.value = asked.get("section") || "";
-  verdict.value = asked.get("show") || "";
-  [section, verdict, words].forEach((one) => one.addEventListener("input", apply));
+  for (const [name, field] of Object.entries(fields)) {
+    field.value = asked.get(name) || "";
+    // An option that does not exist leaves a list without any.
+    if (field.selectedIndex === -1) field.value = "";
+    field.addEventListener("input", () => { apply(); keep(); });
+  }
   apply();
+  toTarget();
+  window.addEventListener("load", toTarget);
+  window.addEventListener("hashchange", toTarget);
+  new ResizeObserver(() => document.documentElement.style.setProperty("--spec-filter", `${form.offsetHeight}px`)).observe(form);
 })();

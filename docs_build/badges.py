@@ -1,0 +1,106 @@
+"""What a row's proofs are worth, in a few words: where it was proven, how, and what is still open.
+
+Three things make a proof less than it looks, and each has words of its own:
+
+* **Where.** A row that says ``[cuda]`` can be seen whole on CUDA only. A CPU shows a weaker property (``in part``), the
+  simulated accelerator its order, memory and stops, but no kernel and no time.
+* **How.** A test may see only the ``order``, compute without the package (``arithmetic``), or read a page (``text``).
+* **Whether at all.** Where no run is recorded, the badge says ``never run`` and not merely nothing.
+
+Only what was seen whole and by its behaviour is green. Colour says nothing that the words do not say.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from html import escape
+
+from docs_build import results
+from docs_build.results import BACKENDS, KINDS, WHERE, SpecRow
+
+__all__ = ["FILTERS", "badges", "is_whole", "tags", "where_proven"]
+
+
+def _only(kind: str) -> str:
+    return kind if kind.endswith("only") else f"{kind} only"
+
+
+CPU, SIMULATED, CUDA = BACKENDS
+SHORT = {CPU: "CPU", SIMULATED: "simulated", CUDA: "CUDA"}
+ORDER = ("proven", "in part", *(_only(kind) for kind in KINDS[1:]), "failed")
+# For a row's tags, what the filter of the spec page calls them.
+FILTERS = {
+    "proven": "proven whole, by behaviour",
+    "in-part": "shown in part: needs CUDA",
+    "open-on-nccl": "open on NCCL",
+    "simulated": "proven on the simulated accelerator",
+    "order-only": "order only",
+    "arithmetic-only": "arithmetic only",
+    "text-only": "text only",
+    "unproven": "proven nowhere",
+    "not-recorded": "newer than the last recorded run",
+    "failed": "failed",
+}
+
+
+def is_whole(row: SpecRow, backend: str) -> bool:
+    """Whether a backend can show all that the row says."""
+    return backend == CUDA or not row.needs_cuda
+
+
+def badges(row: SpecRow) -> str:
+    """A small label for each backend that has something to say."""
+    shown = [backend for backend in BACKENDS if backend != SIMULATED or row.results.get(SIMULATED) != "unproven"]
+    return " ".join(_badge(*_said(row, backend), SHORT[backend]) for backend in shown)
+
+
+def _badge(words: str, tone: str, where: str) -> str:
+    return f'<span class="badge badge-{tone}">{words}<i>{escape(where)}</i></span>'
+
+
+def _said(row: SpecRow, backend: str) -> tuple[str, str]:
+    """The words and the tone of a badge."""
+    verdict, kind = row.results.get(backend, "unproven"), row.kinds.get(backend, KINDS[0])
+    if verdict == "failed":
+        return "failed", "failed"
+    if verdict == "unproven":
+        has_run = backend in results.recorded()["runs"] and row.is_recorded
+        return ("open" if has_run else "never run"), "open"
+    if kind != KINDS[0]:
+        return _only(kind), "part"
+    if backend == SIMULATED:
+        return "proven", "simulated"
+    return ("proven", "proven") if is_whole(row, backend) else ("in part", "part")
+
+
+def tags(row: SpecRow) -> list[str]:
+    """Which of the `FILTERS` let a row pass."""
+    proven = [backend for backend in BACKENDS if row.results.get(backend) == "proven"]
+    kinds = [row.kinds.get(backend, KINDS[0]) for backend in proven]
+    best = min(kinds, key=KINDS.index) if kinds else None
+    whole = any(is_whole(row, backend) and row.kinds.get(backend, KINDS[0]) == KINDS[0] for backend in proven)
+    asked = {
+        "proven": whole,
+        "in-part": bool(proven) and row.needs_cuda and CUDA not in proven,
+        "open-on-nccl": CUDA not in proven,
+        "simulated": SIMULATED in proven,
+        **{_only(kind).replace(" ", "-"): best == kind for kind in KINDS[1:]},
+        "unproven": not proven,
+        "not-recorded": not row.is_recorded,
+        "failed": "failed" in row.results.values(),
+    }
+    return [tag for tag, has in asked.items() if has]
+
+
+def where_proven(rows: Iterable[SpecRow]) -> str:
+    """Of some rows, how many were proven where and how: ``CPU: 7 proven, 1 in part; CUDA: never run``."""
+    rows = list(rows)
+    parts = []
+    for backend, where in WHERE.items():
+        said = Counter(_said(row, backend)[0] for row in rows if row.results.get(backend) != "unproven")
+        counts = ", ".join(f"{said[words]} {words}" for words in ORDER if said[words])
+        if not counts:
+            counts = "none" if backend in results.recorded()["runs"] else "never run"
+        parts.append(f"{where}: {counts}")
+    return "; ".join(parts)

@@ -1,0 +1,105 @@
+"""A badge promises no more than was seen."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytestmark = pytest.mark.needs("mkdocs")
+
+CPU, SIMULATED, CUDA = "cpu-gloo", "simulated", "cuda-nccl"
+
+
+def row(how_to_observe: str, **proofs: str):  # type: ignore[no-untyped-def]
+    """A row that was proven, as in ``cpu="text"``."""
+    from docs_build.results import SpecRow
+
+    backends = {"cpu": CPU, "simulated": SIMULATED, "cuda": CUDA}
+    kinds = {backends[name]: kind for name, kind in proofs.items()}
+    results = {backend: "proven" if backend in kinds else "unproven" for backend in backends.values()}
+    return SpecRow("X-01", "X: some", ["It works.", how_to_observe, "proj"], results, kinds)
+
+
+def shown(one) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped-def]
+    """Tone, words and place of each badge."""
+    from docs_build.badges import badges
+
+    return re.findall(r'badge-([a-z]+)">(.*?)<i>(.*?)</i>', badges(one))
+
+
+NEVER = ("open", "never run", "CUDA")
+
+
+def test_a_cpu_shows_a_row_about_cuda_in_part_and_never_in_green() -> None:
+    assert shown(row("[any]", cpu="behaviour")) == [("proven", "proven", "CPU"), NEVER]
+    assert shown(row("[cuda] ; CPU: order", cpu="behaviour")) == [("part", "in part", "CPU"), NEVER]
+    assert shown(row("[any] size; [cuda] memory", cpu="behaviour"))[0] == ("part", "in part", "CPU")
+
+
+def test_a_simulated_proof_says_so() -> None:
+    both = shown(row("[cuda] ; CPU: none", cpu="order only", simulated="behaviour"))
+    assert both == [("part", "order only", "CPU"), ("simulated", "proven", "simulated"), NEVER]
+
+
+def test_what_was_only_read_or_computed_is_not_green() -> None:
+    assert shown(row("docs text check", cpu="text"))[0] == ("part", "text only", "CPU")
+    assert shown(row("[any]", cpu="arithmetic"))[0] == ("part", "arithmetic only", "CPU")
+
+
+def test_on_cuda_such_a_row_is_seen_whole() -> None:
+    assert shown(row("[cuda]", cuda="behaviour"))[1] == ("proven", "proven", "CUDA")
+
+
+def test_a_row_that_no_recorded_run_has_seen_says_so() -> None:
+    new = row("[any]")
+    new.is_recorded = False
+    assert shown(new) == [("open", "never run", "CPU"), NEVER]
+    assert shown(row("[any]"))[0] == ("open", "open", "CPU")
+
+
+def test_no_row_about_cuda_is_green_as_long_as_none_has_run_there() -> None:
+    from docs_build import badges, results
+
+    rows = [one for one in results.all_rows().values() if one.needs_cuda]
+    assert len(rows) > 60
+    green = [one.id for one in rows if one.results[CUDA] != "proven" and 'badge-proven"' in badges.badges(one)]
+    assert green == []
+    assert all("open-on-nccl" in badges.tags(one) for one in rows if one.results[CUDA] != "proven")
+
+
+def test_the_rows_about_cuda_are_those_of_the_tests() -> None:
+    from docs_build import results
+    from spec_tests.harness.accounting import rows_of_accelerators
+
+    rows = results.all_rows().values()
+    assert {one.id for one in rows if one.needs_cuda} == {one for one in rows_of_accelerators() if one[:4] != "SIM-"}
+
+
+@pytest.mark.parametrize(
+    ("how", "proofs", "expected"),
+    [
+        ("[any]", {"cpu": "behaviour"}, {"proven", "open-on-nccl"}),
+        ("[cuda]", {"cpu": "behaviour"}, {"in-part", "open-on-nccl"}),
+        ("[cuda]", {"cpu": "text", "simulated": "behaviour"}, {"in-part", "open-on-nccl", "simulated"}),
+        ("[cuda]", {"cuda": "behaviour"}, {"proven"}),
+        ("text", {"cpu": "text"}, {"text-only", "open-on-nccl"}),
+        ("[any]", {}, {"unproven", "open-on-nccl"}),
+    ],
+)
+def test_the_filters_find_what_they_say(how: str, proofs: dict[str, str], expected: set[str]) -> None:
+    from docs_build.badges import FILTERS, tags
+
+    found = set(tags(row(how, **proofs)))
+    assert found == expected
+    assert found <= FILTERS.keys()
+
+
+def test_a_footer_says_where_and_how() -> None:
+    from docs_build.badges import where_proven
+
+    rows = [row("[any]", cpu="behaviour"), row("[cuda]", cpu="behaviour", simulated="behaviour"), row("", cpu="text")]
+    said = where_proven(rows)
+    assert said == (
+        "CPU, gloo: 1 proven, 1 in part, 1 text only; simulated accelerator: 1 proven; CUDA, NCCL: never run"
+    )
