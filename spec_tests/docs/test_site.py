@@ -156,27 +156,6 @@ def test_the_search_works_from_a_disk(site: Path, tab: Tab) -> None:
     find_the_error_of_mixed_tensors(tab)
 
 
-def test_the_calculator_answers_mouse_and_keys(address: str, tab: Tab) -> None:
-    tab.open(address + "tools/calculator.html")
-    stored = "document.querySelector('.calc-bar b').textContent"
-    before = tab.look(stored)
-    tab.look("document.getElementById('calc-ranks').select()")
-    tab.click("#calc-ranks")
-    tab.look("document.getElementById('calc-ranks').select()")
-    tab.type("16")
-    half = tab.look(stored)
-    assert float(half.split()[0]) == pytest.approx(float(before.split()[0]) / 2, rel=1e-2)
-    tab.click("#calc-offload")
-    assert tab.look(stored) == "0 B"
-    tab.choose("#calc-preset", "four equal units")
-    assert "4,000 parameters in 4 units" in tab.look("document.querySelector('.calc-facts').textContent")
-    tab.look("document.getElementById('calc-model').select()")
-    tab.look("document.getElementById('calc-model').focus()")
-    tab.type("nonsense")
-    assert "line 1" in tab.look("document.querySelector('.calc-trouble').textContent")
-    assert tab.complaints() == []
-
-
 def test_the_spec_can_be_filtered(address: str, tab: Tab) -> None:
     tab.open(address + "spec.html")
     shown = "[...document.querySelectorAll('.spec-row')].filter(e => !e.hidden).length"

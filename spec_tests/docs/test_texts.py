@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from minifsdp.cost import Job, cost_of
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 pytestmark = pytest.mark.proof("text")
@@ -75,6 +77,10 @@ def test_the_calculator_gives_the_example_and_promises_no_gain() -> None:
     page = "tools/calculator.md"
     assert says(page, r"7 billion parameters in float32 with Adam.*\*\*112 GB\*\*.*\*\*14 GB\*\*", r"not promised")
     assert says(page, r"up to 4 times, about 30 %, 2 to 10 %, are its authors' observations")
+    # What is called stored is the same in the text and in the numbers: without gradients.
+    example = cost_of(Job(units=[[(7000, 1_000_000)]], num_shards=8))
+    assert says(page, rf"Of these {example.stored / 1e9:g} GB are stored: a quarter, the gradients, goes")
+    assert example.after_backward == 14e9
 
 
 @pytest.mark.spec("NEW-18")

@@ -1,278 +1,184 @@
-/* The calculator: the formulas of minifsdp/tools (formulas.py, peaks.py, cost.py), and a form around them.
-   A test runs both on the same jobs and compares every number. */
-(function (root, factory) {
+/* The calculator on its page: the form, the errors beside its fields, and what is drawn of the answers.
+   What is asked and answered is calculator-inputs.js. */
+(function (root) {
   "use strict";
-  const cost = factory();
-  if (typeof module === "object" && module.exports) module.exports = cost;
-  else { root.minifsdpCost = cost; cost.form(root.document); }
-})(typeof self !== "undefined" ? self : this, function () {
-  "use strict";
-  const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
-  const numelOf = (shape) => shape.reduce((a, b) => a * b, 1);
-  const up = (n, multiple) => Math.ceil(n / multiple) * multiple;
-  const DTYPES = { float32: 4, bfloat16: 2, float16: 2 };
-  const STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"];
+  const { document, location, history, minifsdpCost: cost, minifsdpModels: models, minifsdpInputs: inputs } = root;
+  const place = document.getElementById("calculator");
+  if (!place) return;
+  const { GB, GIB, FIELDS, GROUPS } = inputs;
 
-  // --- stored ---
-  const paddedRow = (shapes, numShards) => up(sum(shapes.map(numelOf)), numShards);
-  const paddedPerParameter = (shapes, numShards) => sum(shapes.map((shape) => up(shape[0], numShards) * numelOf(shape.slice(1))));
-
-  // --- at the worst moment ---
-  function peakOfForward(sizes, rootSize, { keeps, ahead, sorts }) {
-    const twice = sorts ? 2 : 1;
-    const moments = [twice * rootSize];
-    sizes.forEach((size, i) => {
-      const there = keeps ? sum(sizes.slice(0, i + 1)) : size;
-      moments.push(rootSize + there + sum(sizes.slice(i + 1, i + 1 + ahead)) + (sorts ? size : 0));
-    });
-    return Math.max(...moments);
+  // --- small things ---
+  function make(tag, props = {}, ...children) {
+    const one = document.createElement(tag);
+    for (const [key, value] of Object.entries(props)) key in one ? (one[key] = value) : one.setAttribute(key, value);
+    one.append(...children);
+    return one;
   }
-
-  function gatheredElsewhere(units, i, keeps, ahead, hasRoot) {
-    if (keeps) return sum(units.slice(0, i));
-    const first = hasRoot ? 1 : 0;
-    return sum(units.slice(Math.max(first, i - ahead), Math.max(i, 0))) + (hasRoot && i ? units[0] : 0);
-  }
-
-  function gradientsAtRest(units, i, { numShards, gradient, stored, held, reduces }) {
-    if (held === "reduced") return (stored * sum(units)) / numShards;
-    if (!reduces) return gradient * sum(held === "unreduced" ? units : units.slice(i + 1));
-    const waiting = held === "unreduced" ? gradient * sum(units.slice(0, i + 1)) : 0;
-    return waiting + (stored * sum(units.slice(i + 2))) / numShards;
-  }
-
-  function peakOfBackward(sizes, rootSize, o) {
-    const units = rootSize ? [rootSize, ...sizes] : [...sizes];
-    const share = o.numShards > 1 ? 1 / o.numShards : 0;
-    let most = 0;
-    for (let i = units.length - 1; i >= 0; i--) {
-      const here = units[i], after = i + 1 < units.length ? units[i + 1] : 0;
-      const elsewhere = o.isReplicated ? 0 : gatheredElsewhere(units, i, o.keeps, o.ahead, rootSize > 0);
-      const waiting = i ? o.gradient * rootSize : 0;
-      const gathered = o.isReplicated ? 0 : here;
-      const joins = o.joins[rootSize ? i : i + 1];
-      const twice = joins ? gathered + 2 * o.gradient * here : 0;
-      const underWay = o.reduces ? o.reduction * after * (1 + share) : 0;
-      const stages = [underWay + gathered + (o.sorts ? here : 0), underWay + gathered + o.gradient * here, twice];
-      if (o.reduces) {
-        // Of the reduction of the unit before a piece is left when this gradient is put together or packed.
-        const left = (o.reduction * after) / o.numShards;
-        const cast = o.stored !== o.reduction ? (o.stored * after) / o.numShards : 0;
-        stages.push(left + twice, left + o.reduction * here * (1 + share) + cast);
-        if (o.sorts || o.reduction !== o.gradient) stages.push(left + (o.gradient + o.reduction) * here);
-      }
-      most = Math.max(most, elsewhere + gradientsAtRest(units, i, o) + waiting + Math.max(...stages));
-    }
-    return most;
-  }
-
-  // --- sent ---
-  const gatherSends = (bytes, ranks) => (bytes * (ranks - 1)) / ranks;
-  const allReduceSends = (bytes, ranks) => 2 * gatherSends(bytes, ranks);
-
-  // --- all together ---
-  const DEFAULTS = {
-    root: [], strategy: "FULL_SHARD", numShards: 1, numReplicas: 1, perParameter: false, restsWith: null, stored: "float32",
-    compute: null, reduce: null, optimizer: 8, scratch: 0, buffers: 0, buffer: null, offload: false, forwardPrefetch: false,
-    backwardPrefetch: true, microBatches: 1, noSync: false, activations: 0,
+  const inWords = (n, steps) => {
+    const [unit, factor] = steps.find(([, f]) => n >= f) || steps[steps.length - 1];
+    return (n / factor).toLocaleString("en", { maximumSignificantDigits: 3 }) + " " + unit;
   };
+  const bytes = (n) => (n < 1000 ? Math.round(n) + " B" : inWords(n, [["TB", 1e12], ["GB", GB], ["MB", 1e6], ["kB", 1e3]]));
+  const gib = (n) => (n / GIB).toLocaleString("en", { maximumFractionDigits: 1 }) + " GiB";
+  const seconds = (n) => (n ? inWords(n, [["s", 1], ["ms", 1e-3], ["µs", 1e-6]]) : "0 s");
+  // Less than a tenth of the memory is soon gone: an allocator keeps more than it needs.
+  const fits = ({ left }, memory) => (left < 0 ? `no, ${gib(-left)} too many` : left < memory / 10 ? `tight, ${gib(left)} left` : `yes, ${gib(left)} left`);
 
-  function costOf(given) {
-    const job = { ...DEFAULTS, ...given };
-    if (!STRATEGIES.includes(job.strategy)) throw new Error("strategy must be one of " + STRATEGIES.join(", "));
-    if (Math.min(job.numShards, job.numReplicas, job.microBatches) < 1) throw new Error("numbers of ranks and batches begin at 1");
-    const shards = job.strategy === "NO_SHARD" ? 1 : job.numShards;
-    const keeps = ["SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2"].includes(job.strategy) || shards === 1;
-    const numel = (shapes) => (job.perParameter ? paddedPerParameter : paddedRow)(shapes, shards);
-    const atRest = DTYPES[job.stored], width = DTYPES[job.compute || job.stored];
-    const travel = DTYPES[job.reduce || job.compute || job.stored] / width;
-    const numels = job.units.map(numel), rootNumel = numel(job.root);
-    const elements = (sum(numels) + rootNumel) / shards;
-    const sizes = numels.map((n) => n * width), rootSize = rootNumel * width;
-    const borrowed = shards === 1 && (job.compute || job.stored) === job.stored && !job.offload;
-    // Of the root and of each unit: whether its gradient is put together from those of its parameters.
-    const joins = [job.root, ...job.units].map(
-      (shapes, i) => !job.perParameter && (shapes.length > 1 || [rootNumel, ...numels][i] > sum(shapes.map(numelOf))));
-    const sorts = job.perParameter && job.units.some((shapes) => shapes.length > 1);
-    const buffers = job.buffers * DTYPES[job.buffer || job.stored];
-    const states = elements * (atRest + job.optimizer);
-    const here = job.offload ? 0 : states, host = job.offload ? states : 0;
-    const gradients = job.offload ? 0 : elements * atRest;
-    const rests = job.restsWith ? sum(sizes) / job.restsWith : 0;
-    const many = job.microBatches > 1;
+  // --- the form ---
+  const controls = {}, parts = {};
+  function control(name, field) {
+    const id = "calc-" + name;
+    if (field.kind === "choice") return make("select", { id }, ...Object.entries(field.options).map(([value, text]) => make("option", { value, textContent: text, disabled: name === "preset" && !value })));
+    if (field.kind === "box") return make("input", { id, type: "checkbox" });
+    if (field.kind === "lines") return make("textarea", { id, rows: 4, spellcheck: false });
+    return make("input", { id, type: "number", step: field.whole ? 1 : "any", min: field.min ?? 0, inputMode: "decimal" });
+  }
+  function row(name, field) {
+    controls[name] = control(name, field);
+    const hint = field.hint ? [make("small", { id: `calc-${name}-hint`, textContent: field.hint })] : [];
+    const error = make("span", { id: `calc-${name}-error`, className: "calc-error", role: "alert" });
+    const all = make("div", { className: "calc-field calc-is-" + field.kind }, make("label", { htmlFor: "calc-" + name, textContent: field.label }), controls[name], ...hint, error);
+    parts[name] = { all, error, hint: hint.length ? hint[0].id : "" };
+    return all;
+  }
+  const form = make("form", { className: "calc-form", onsubmit: () => false }, ...Object.entries(GROUPS).map(([title, fields]) =>
+    make("fieldset", {}, make("legend", { textContent: title }), ...Object.entries(fields).map(([name, field]) => row(name, field)))));
+  const facts = make("p", { className: "calc-facts" });
+  const verdict = make("p", { className: "calc-verdict", role: "status" });
+  const result = make("div", { className: "calc-result" });
+  const link = make("a", { textContent: "Link to these inputs" });
+  place.replaceChildren(form, facts, verdict, make("p", { className: "calc-link" }, link, " (the address above is the same)"), result);
 
-    const forward = borrowed ? 0 : rests + peakOfForward(sizes, rootSize, { keeps, ahead: Number(job.forwardPrefetch), sorts });
-    const backwardWith = (held, reduces) => rests + peakOfBackward(sizes, rootSize, {
-      numShards: shards, keeps, ahead: Number(job.backwardPrefetch), gradient: 1, reduction: travel,
-      stored: job.offload ? 0 : atRest / width, held, reduces, joins, sorts, isReplicated: borrowed,
-    });
-    let backward;
-    if (!many) backward = backwardWith("nothing", true);
-    else if (!job.noSync) backward = Math.max(backwardWith("nothing", true), backwardWith("reduced", true));
-    else {
-      const middle = job.microBatches > 2 ? [backwardWith("unreduced", false)] : [];
-      backward = Math.max(backwardWith("nothing", false), ...middle, backwardWith("unreduced", true));
-    }
-    const carried = many && !job.noSync ? gradients : 0;
-    const unreduced = many && job.noSync ? sum(sizes) + rootSize : 0;
-    const resting = here + buffers;
-
-    let times = 0, ofRoot = 0;
-    if (shards > 1) {
-      times = keeps ? (job.noSync ? 1 : job.microBatches) : 2 * job.microBatches;
-      ofRoot = keeps ? times : job.microBatches;
-    }
-    const reductions = job.noSync ? 1 : job.microBatches;
-    const gathered = times * sum(sizes) + ofRoot * rootSize;
-    let gather = gatherSends(gathered, shards);
-    if (job.restsWith && !keeps) {
-      const away = job.microBatches * sum(sizes);
-      gather = gatherSends(gathered - away, shards) + gatherSends(away, job.restsWith);
-    }
-    const reduced = reductions * travel * (sum(sizes) + rootSize);
-    const numUnits = job.units.length, hasRoot = job.root.length ? 1 : 0;
-    const numReductions = reductions * (numUnits + hasRoot);
-    return {
-      stored: resting, host, afterBackward: resting + gradients,
-      peakForward: resting + carried + unreduced + forward + job.activations,
-      peakBackward: resting + backward + job.activations,
-      peakOptimizer: resting + (job.offload ? 0 : elements * (atRest + job.scratch)),
-      sent: { AG: gather, RS: gatherSends(reduced, shards), AR: allReduceSends(reduced / shards, job.numReplicas) },
-      numCollectives: {
-        AG: times * numUnits + ofRoot * hasRoot, RS: shards > 1 ? numReductions : 0, AR: job.numReplicas > 1 ? numReductions : 0,
-      },
-    };
+  const texts = () => Object.fromEntries(Object.entries(controls).map(([name, one]) => [name, FIELDS[name].kind === "box" ? one.checked : one.value]));
+  function fill(values) {
+    for (const [name, one] of Object.entries(controls)) FIELDS[name].kind === "box" ? (one.checked = values[name]) : (one.value = values[name]);
   }
 
-  // --- the model, from a few lines of text ---
-  function parseModel(text) {
-    const units = [];
-    let rootShapes = [];
-    text.split("\n").map((line) => line.replace(/#.*/, "").trim()).filter(Boolean).forEach((line, n) => {
-      const found = /^(?:(root)\s*:|(\d+)\s*\*)?\s*(.+)$/i.exec(line);
-      const shapes = found[3].split(",").map((part) => part.trim().split(/\s*x\s*/i).map((s) => (/^\d+$/.test(s) ? Number(s) : NaN)));
-      if (shapes.some((shape) => shape.some((s) => !(s > 0)))) throw new Error(`line ${n + 1}: write shapes as 4096x1024, 4096`);
-      if (found[1]) rootShapes = rootShapes.concat(shapes);
-      else for (let i = 0; i < Number(found[2] || 1); i++) units.push(shapes);
-    });
-    if (!units.length && !rootShapes.length) throw new Error("give at least one unit");
-    return { units, root: rootShapes };
+  // The error of a field stands beside it, and is read aloud with it.
+  function showErrors(errors, read) {
+    for (const [name, { all, error, hint }] of Object.entries(parts)) {
+      all.hidden = Boolean(FIELDS[name].when && !FIELDS[name].when(read));
+      if (error.textContent !== (errors[name] || "")) error.textContent = errors[name] || "";
+      controls[name].setAttribute("aria-invalid", String(Boolean(errors[name])));
+      const described = [hint, errors[name] ? error.id : ""].filter(Boolean).join(" ");
+      described ? controls[name].setAttribute("aria-describedby", described) : controls[name].removeAttribute("aria-describedby");
+    }
   }
 
-  const gpt = (layers, d, vocabulary, context) =>
-    `root: ${vocabulary}x${d}, ${context}x${d}, ${d}, ${d}\n${layers} * ${3 * d}x${d}, ${3 * d}, ${d}x${d}, ${d}, ${4 * d}x${d}, ${4 * d}, ${d}x${4 * d}, ${d}, ${d}, ${d}, ${d}, ${d}`;
-  const llama = (layers, d, hidden, kv, vocabulary) =>
-    `root: ${vocabulary}x${d}, ${d}, ${vocabulary}x${d}\n${layers} * ${d}x${d}, ${kv}x${d}, ${kv}x${d}, ${d}x${d}, ${hidden}x${d}, ${hidden}x${d}, ${d}x${hidden}, ${d}, ${d}`;
-  const PRESETS = {
-    "GPT, 124 M": gpt(12, 768, 50257, 1024),
-    "GPT, 1.6 B": gpt(48, 1600, 50257, 1024),
-    "7 B, gated": llama(32, 4096, 11008, 4096, 32000),
-    "70 B, gated": llama(80, 8192, 28672, 1024, 32000),
-    "four equal units": "4 * 1000",
-  };
-  const OPTIMIZERS = { "Adam, float32 averages": 8, "SGD": 0, "SGD with momentum": 4, "Adam with a float32 copy": 12 };
-
-  function bytes(n) {
-    const units = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]];
-    const [unit, factor] = units.find(([, f]) => n >= f) || ["B", 1];
-    return (n / factor).toLocaleString("en", { maximumFractionDigits: unit === "B" ? 0 : 2 }) + " " + unit;
-  }
-
-  function form(document) {
-    const place = document.getElementById("calculator");
-    if (!place) return;
-    const make = (tag, props = {}, ...children) => {
-      const one = document.createElement(tag);
-      Object.entries(props).forEach(([k, v]) => (k === "class" ? (one.className = v) : k in one ? (one[k] = v) : one.setAttribute(k, v)));
-      one.append(...children);
-      return one;
-    };
-    const select = (id, options, value) => {
-      const one = make("select", { id: "calc-" + id }, ...Object.entries(options).map(([v, text]) => make("option", { value: v, textContent: text })));
-      one.value = value;
-      return one;
-    };
-    const number = (id, value, min = 1) => make("input", { id: "calc-" + id, type: "number", min, value, step: 1 });
-    const same = (list) => Object.fromEntries(list.map((name) => [name, name]));
-    const dtypes = same(Object.keys(DTYPES));
-    const fields = {
-      preset: select("preset", same(Object.keys(PRESETS)), "7 B, gated"),
-      door: select("door", { wrapper: "FullyShardedDataParallel", place: "fully_shard" }, "place"),
-      strategy: select("strategy", same(STRATEGIES), "FULL_SHARD"),
-      ranks: number("ranks", 8), nodes: number("nodes", 1),
-      stored: select("stored", dtypes, "float32"),
-      compute: select("compute", { "": "as stored", ...dtypes }, "bfloat16"),
-      reduce: select("reduce", { "": "as computed", ...dtypes }, ""),
-      optimizer: select("optimizer", Object.fromEntries(Object.entries(OPTIMIZERS).map(([k, v]) => [v, k])), "8"),
-      batches: number("batches", 1), noSync: make("input", { id: "calc-nosync", type: "checkbox" }),
-      offload: make("input", { id: "calc-offload", type: "checkbox" }),
-      activations: number("activations", 0, 0),
-    };
-    const model = make("textarea", { id: "calc-model", rows: 4, spellcheck: false });
-    const label = (text, field) => make("label", {}, make("span", {}, text), field);
-    const trouble = make("p", { class: "calc-trouble", role: "alert" });
-    const facts = make("p", { class: "calc-facts" });
-    const bars = make("div", { class: "calc-bars" });
-    const result = make("div", { class: "calc-result" });
-    place.replaceChildren(
-      make("form", { class: "calc-form", onsubmit: () => false },
-        label("Model", fields.preset), label("Front door", fields.door), label("Strategy", fields.strategy), label("Ranks", fields.ranks),
-        label("Nodes", fields.nodes), label("Stored in", fields.stored), label("Computed in", fields.compute), label("Reduced in", fields.reduce),
-        label("Optimizer", fields.optimizer), label("Micro-batches", fields.batches), label("Reduce only the last", fields.noSync),
-        label("Offload to the CPU", fields.offload), label("Activations, GB", fields.activations),
-        make("label", { class: "calc-wide" }, make("span", {}, "The units, one in a line: the shapes of its parameters. \"32 *\" in front repeats the line; \"root:\" is what belongs to no block."), model)),
-      trouble, facts, bars, result);
-
-    function jobFor(strategy, parsed) {
-      const ranks = Math.max(1, Number(fields.ranks.value) || 1), nodes = Math.max(1, Number(fields.nodes.value) || 1);
-      const hybrid = strategy.includes("HYBRID");
-      if (hybrid && ranks % nodes) throw new Error(`${ranks} ranks do not divide over ${nodes} nodes`);
-      return {
-        ...parsed, strategy, perParameter: fields.door.value === "place",
-        numShards: strategy === "NO_SHARD" ? 1 : hybrid ? ranks / nodes : ranks,
-        numReplicas: strategy === "NO_SHARD" ? ranks : hybrid ? nodes : 1,
-        stored: fields.stored.value, compute: fields.compute.value || null, reduce: fields.reduce.value || null,
-        optimizer: Number(fields.optimizer.value), microBatches: Math.max(1, Number(fields.batches.value) || 1),
-        noSync: fields.noSync.checked, offload: fields.offload.checked, activations: 1e9 * (Number(fields.activations.value) || 0),
-      };
-    }
-    function update() {
-      trouble.textContent = "";
-      try { draw(parseModel(model.value)); } catch (error) { trouble.textContent = error.message; result.replaceChildren(); bars.replaceChildren(); facts.textContent = ""; }
-    }
-    function draw(parsed) {
-      const num = sum([...parsed.units, parsed.root].map((shapes) => sum(shapes.map(numelOf))));
-      const chosen = fields.strategy.value;
-      const costs = STRATEGIES.map((strategy) => {
-        try { return [strategy, costOf(jobFor(strategy, parsed))]; } catch (error) { if (strategy === chosen) throw error; return null; }
-      }).filter(Boolean);
-      const own = costs.find(([strategy]) => strategy === chosen)[1];
-      const largest = Math.max(...parsed.units.map((shapes) => sum(shapes.map(numelOf))), 0);
-      facts.textContent = `${num.toLocaleString("en")} parameters in ${parsed.units.length} units; the largest unit has ${largest.toLocaleString("en")}.`;
-      const parts = [["stored", own.stored], ["after backward", own.afterBackward], ["peak of forward", own.peakForward], ["peak of backward", own.peakBackward], ["peak of the optimizer's step", own.peakOptimizer]];
-      if (own.host) parts.push(["on the host", own.host]);
-      const most = Math.max(...parts.map(([, n]) => n), 1);
-      bars.replaceChildren(...parts.map(([name, n]) => {
-        const fill = make("span", { class: "calc-fill" });
-        fill.style.width = (100 * n) / most + "%";
-        return make("div", { class: "calc-bar" }, make("span", { class: "calc-name" }, name), make("span", { class: "calc-room" }, fill), make("b", {}, bytes(n)));
+  // --- what is drawn ---
+  // Bars, one for each row, of parts that differ in pattern as well as in colour; a number stands behind each bar.
+  function chart(title, partNames, rows, limit) {
+    const totals = rows.map((one) => cost.sum(one.parts));
+    // What is far beyond the limit is cut, or else nothing could be told of what is below it.
+    const most = Math.min(1.02 * Math.max(...totals, limit || 0), 3 * limit || Infinity) || 1;
+    const width = (n) => (100 * Math.min(n, most)) / most + "%";
+    const legend = partNames.map((name, i) => (name ? make("span", {}, make("i", { className: "calc-part calc-part-" + i }), name) : ""));
+    if (limit) legend.push(make("span", {}, make("i", { className: "calc-limit" }), gib(limit)));
+    return make("figure", { className: "calc-chart" }, make("figcaption", {}, title), make("p", { className: "calc-legend", "aria-hidden": "true" }, ...legend),
+      ...rows.map((one, number) => {
+        let before = 0;
+        const room = make("span", { className: "calc-room" + (totals[number] > most ? " is-cut" : ""), "aria-hidden": "true" }, ...one.parts.map((n, i) => {
+          const part = make("i", { className: "calc-part calc-part-" + i });
+          part.style.width = width(Math.min(n, most - before));
+          before += Math.min(n, most - before);
+          return part;
+        }));
+        for (const [at, className] of [[limit, "calc-limit"], [one.mark, "calc-mark"]]) {
+          if (at) room.append(make("i", { className }));
+          if (at) room.lastChild.style.left = width(at);
+        }
+        return make("div", { className: "calc-bar" + (one.chosen ? " is-chosen" : "") }, make("span", { className: "calc-name" }, (one.chosen ? "▸ " : "") + one.name), room, make("b", {}, one.text));
       }));
-      const row = (name, pick) => make("tr", {}, make("th", { scope: "row" }, name), ...costs.map(([s, c]) => make("td", { class: s === chosen ? "is-chosen" : "" }, pick(c))));
-      result.replaceChildren(make("table", { class: "calc-table" },
-        make("thead", {}, make("tr", {}, make("th", {}, "per rank"), ...costs.map(([s]) => make("th", { class: s === chosen ? "is-chosen" : "" }, s)))),
-        make("tbody", {},
-          row("stored", (c) => bytes(c.stored)),
-          row("peak", (c) => bytes(Math.max(c.peakForward, c.peakBackward, c.peakOptimizer))),
-          row("sent in a step", (c) => bytes(c.sent.AG + c.sent.RS + c.sent.AR)),
-          row("all-gathers (sent)", (c) => `${c.numCollectives.AG} (${bytes(c.sent.AG)})`),
-          row("reduce-scatters (sent)", (c) => `${c.numCollectives.RS} (${bytes(c.sent.RS)})`),
-          row("all-reduces (sent)", (c) => `${c.numCollectives.AR} (${bytes(c.sent.AR)})`))));
-    }
-    fields.preset.addEventListener("input", () => { model.value = PRESETS[fields.preset.value]; update(); });
-    [...Object.values(fields), model].forEach((field) => field.addEventListener("input", update));
-    model.value = PRESETS[fields.preset.value];
-    update();
   }
 
-  return { costOf, parseModel, form };
-});
+  function charts({ strategies, memory, cluster }, own) {
+    const each = (pick) => strategies.map((one) => ({ name: one.strategy, chosen: one === own, ...pick(one) }));
+    const { priced } = own;
+    const moments = [["stored", priced.stored], ["after backward", priced.afterBackward], ["peak of forward", priced.peakForward], ["peak of backward", priced.peakBackward], ["peak of the optimizer's step", priced.peakOptimizer]];
+    if (priced.host) moments.push(["on the host", priced.host]);
+    return [
+      chart(`Memory of a rank with ${own.strategy}, moment by moment`, ["all that is there"], moments.map(([name, n]) => ({ name, parts: [n], text: bytes(n) })), memory),
+      chart("Memory of a rank at the worst moment", ["stored", "gathered units and gradients", "activations"],
+        each((one) => ({ parts: [one.priced.stored, one.peak - one.priced.stored - one.activations, one.activations], text: `${bytes(one.peak)}: ${fits(one, memory)}` })), memory),
+      chart("Sent by a rank in a step", ["within its machine", "to other machines"],
+        each((one) => ({ parts: [one.within, one.between], text: `${bytes(one.within)} + ${bytes(one.between)}` }))),
+      // The second part once more, on a scale of its own: the link is slower, so its bytes weigh more.
+      ...(own.job.numShards * own.job.numReplicas > cluster.perMachine
+        ? [chart("Of these, sent to other machines", ["", "to other machines"], each((one) => ({ parts: [0, one.between], text: bytes(one.between) })))] : []),
+      chart("Time of a step, at least: the thick mark if all overlaps, the whole bar if nothing does", ["compute", "communication"],
+        each((one) => ({ parts: [one.time.compute, one.time.communication], mark: one.time.overlapped, text: `${seconds(one.time.overlapped)} to ${seconds(one.time.apart)}` }))),
+    ];
+  }
+
+  function table({ strategies, memory }, own) {
+    const line = (name, pick) => make("tr", {}, make("th", { scope: "row" }, name), ...strategies.map((one) => make("td", { className: one === own ? "is-chosen" : "" }, pick(one))));
+    const kind = (name, key) => line(name, ({ priced, links }) => (priced.numCollectives[key] ? `${priced.numCollectives[key]}: ${bytes(links[key].within)} + ${bytes(links[key].between)}` : "none"));
+    return make("div", { className: "calc-scroll", tabIndex: 0, role: "region", "aria-label": "All numbers by strategy" }, make("table", { className: "calc-table" },
+      make("caption", {}, "For each rank and step. Sent bytes are those within a machine + those to other machines."),
+      make("thead", {}, make("tr", {}, make("td", {}), ...strategies.map((one) => make("th", { scope: "col", className: one === own ? "is-chosen" : "" }, (one === own ? "▸ " : "") + one.strategy)))),
+      make("tbody", {},
+        line("stored", (one) => bytes(one.priced.stored)),
+        line("after backward", (one) => bytes(one.priced.afterBackward)),
+        line("activations", (one) => bytes(one.job.activations)),
+        line("peak", (one) => bytes(one.peak)),
+        line("fits in " + gib(memory), (one) => fits(one, memory)),
+        line("sent in all", (one) => bytes(one.within + one.between)),
+        line("sent within a machine", (one) => bytes(one.within)),
+        line("sent to other machines", (one) => bytes(one.between)),
+        kind("all-gathers", "AG"), kind("reduce-scatters", "RS"), kind("all-reduces", "AR"),
+        line("step, if all overlaps", (one) => seconds(one.time.overlapped)),
+        line("step, if nothing does", (one) => seconds(one.time.apart)))));
+  }
+
+  // The sums behind the chosen strategy's time, with their numbers in.
+  function sums(own, cluster) {
+    const { time, links, count } = own, speed = (n) => `${(n / GB).toLocaleString("en")} GB/s`;
+    const lines = [`compute = ${count.toExponential(2)} operations / ${cluster.operations.toExponential(2)} a second = ${seconds(time.compute)}`];
+    for (const [kind, name] of [["AG", "all-gathers"], ["RS", "reduce-scatters"], ["AR", "all-reduces"]]) {
+      const { within, between } = links[kind];
+      if (within + between) lines.push(`${name} = max(${bytes(within)} / ${speed(cluster.within)}, ${bytes(between)} / ${speed(cluster.between)}) = ${seconds(Math.max(within / cluster.within, between / cluster.between))}`);
+    }
+    lines.push(`if all overlaps: max(compute, ${bytes(own.within)} / ${speed(cluster.within)}, ${bytes(own.between)} / ${speed(cluster.between)}) = ${seconds(time.overlapped)}`);
+    lines.push(`if nothing does: compute + collectives = ${seconds(time.apart)}`);
+    return make("details", {}, make("summary", {}, `The sums behind the time of ${own.strategy}`), make("pre", {}, make("code", {}, lines.join("\n"))));
+  }
+
+  function draw(read) {
+    const shapes = [...read.model.units, read.model.root], answer = inputs.answer(read);
+    const own = answer.strategies.find((one) => one.strategy === read.strategy);
+    const numel = cost.sum(shapes.map((unit) => cost.sum(unit.map(cost.numelOf))));
+    const largest = Math.max(...read.model.units.map((unit) => cost.sum(unit.map(cost.numelOf))), 0);
+    facts.textContent = `${numel.toLocaleString("en")} parameters in ${read.model.units.length} units; the largest unit has ${largest.toLocaleString("en")}.`
+      + (own.count ? "" : " It has no matrices, so activations and compute are not estimated.");
+    const all = gib(answer.memory), beside = own.left < 0 ? `does not fit in ${all}: ${gib(-own.left)} too many` : `fits in ${all}${own.left < answer.memory / 10 ? ", tightly" : ""}: ${gib(own.left)} left`;
+    verdict.textContent = `${read.strategy} on ${read.ranks.toLocaleString("en")} ranks ${beside} at the worst moment, in ${own.worst}. `
+      + `A step takes at least ${seconds(own.time.overlapped)} if all overlaps, ${seconds(own.time.apart)} if nothing does.`;
+    result.replaceChildren(...charts(answer, own), table(answer, own), sums(own, answer.cluster));
+  }
+
+  function update() {
+    controls.preset.value = models.nameOf(controls.lines.value);
+    const said = texts(), { read, errors } = inputs.readAll(said), wrong = Object.keys(errors);
+    showErrors(errors, read);
+    link.href = "#" + inputs.toAddress(said);
+    // Nothing but what is behind the # changes, so this is allowed on a page from a disk, too.
+    if (link.hash !== location.hash) history.replaceState(null, "", link.hash || location.pathname + location.search);
+    if (!wrong.length) return draw(read);
+    facts.textContent = "";
+    verdict.textContent = "Nothing is computed before this is mended: " + wrong.map((name) => FIELDS[name].label).join(", ") + ".";
+    result.replaceChildren();
+  }
+
+  form.addEventListener("input", (event) => {
+    if (event.target === controls.preset) controls.lines.value = models.PRESETS[controls.preset.value];
+    update();
+  });
+  // An address of this page's headings is none of the calculator's.
+  const isOurs = () => location.hash === "" || location.hash.includes("=");
+  root.addEventListener("hashchange", () => {
+    if (isOurs() && location.hash !== link.hash) { fill(inputs.fromAddress(location.hash)); update(); }
+  });
+  fill(inputs.fromAddress(isOurs() ? location.hash : ""));
+  if (isOurs()) update();
+  else { const there = location.hash; update(); history.replaceState(null, "", there); }
+})(window);
