@@ -30,13 +30,13 @@ In words:
 What is frozen has no gradient and no state; in a flat unit that is so only if nothing in the unit is trained.
 
 Activations are not in it. They depend on the batch and on the model's code, and are a number to be added: the
-``activations`` of a `Job`. Neither is the memory of the transport: between CPUs a reduction among N
-ranks takes N - 2 pieces of a unit, and a gather of large parameters needs no place to sort; NCCL has buffers of its
-own. On a GPU the CPU runs ahead, and up to two units are in
-flight where forward is said to have one.
+``activations`` of a `Job`; ``activations.py`` has an estimate. Neither is the memory of the transport: between CPUs a
+reduction among N ranks takes N - 2 pieces of a unit, and a gather of large parameters needs no place to sort; NCCL has
+buffers of its own. On a GPU the CPU runs ahead, and up to two units are in flight where forward is said to have one.
 
 Sent bytes are those of the ring algorithms. In units of P * b * (N - 1) / N, for P parameters of b bytes on N ranks:
-DDP 2, ``SHARD_GRAD_OP`` 2, ``FULL_SHARD`` 3, or a little less, since the root's own parameters are gathered once.
+DDP 2, ``SHARD_GRAD_OP`` 2, ``FULL_SHARD`` 3, or a little less, since the root's own parameters are gathered once. Which
+links they take, and how long that lasts at least, is in ``links.py``.
 
 Measured: live storages on the CPU and recorded collectives equal these numbers, in ``spec_tests/tools/test_cost.py``;
 the tables of arXiv 1910.02054 and 2304.11277 are there as tests, too. For a slip in the second see `hybrid_cross_host`.
