@@ -15,7 +15,7 @@ from typing import Any
 from docs_build import pictures
 from docs_build.order import ROOT
 
-__all__ = ["RECORD", "figure", "large"]
+__all__ = ["RECORD", "calls", "calls_by_ranks", "calls_for_a_parameter", "figure", "large"]
 
 RECORD = ROOT / "docs" / "data" / "growth.json"
 AXES = {"units": "units", "ranks": "ranks", "parameters": "parameters in a unit"}
@@ -27,6 +27,8 @@ COSTS = {
     "state_dict": "state_dict(), ms",
 }
 KINDS = {"flat": "flat", "orig": "orig", "FSDP2": "func"}
+# Of the points of that axis, the one that is told in words.
+UNITS = 48
 LEFT, TOP, WIDTH, HEIGHT = 64, 70, 560, 240
 
 _STYLE = """
@@ -110,6 +112,27 @@ def _ticks(costs: Sequence[float]) -> list[float]:
 def _shares(values: Sequence[float], low: float, high: float) -> list[float]:
     """Where values lie between two others, on a logarithmic scale: 10 between 1 and 100 in the middle."""
     return [math.log(value / low) / math.log(high / low) for value in values]
+
+
+def calls(library: str) -> str:
+    """Python calls for a unit of two parameters, forward and backward: the least and the most of a library's kinds."""
+    record = _load()
+    point = record["axes"]["units"].index(UNITS)
+    found = [points[point]["calls"] for who, points in record["units"].items() if who.split()[0] == library]
+    return f"{min(found):.0f} to {max(found):.0f}"
+
+
+def calls_by_ranks(who: str) -> str:
+    """The same of one contender, in the smallest world and in the largest."""
+    first, *_, last = _load()["ranks"][who]
+    return f"{first['calls']:.0f} to {last['calls']:.0f}"
+
+
+def calls_for_a_parameter(who: str) -> str:
+    """What one more parameter in a unit adds."""
+    record = _load()
+    (fewest, *_, most), (first, *_, last) = record["axes"]["parameters"], record["parameters"][who]
+    return f"{(last['calls'] - first['calls']) / (most - fewest):.0f}"
 
 
 def large() -> str:

@@ -1,4 +1,4 @@
-"""The reading order: the two doors first, then every other module, each once.
+"""The reading order: FSDP2 and FSDP1 first, then every other module, each once.
 
 A module is named by its path inside the package: ``engine/unit.py``. So are the tutorials, which are pages of the same
 make, by their path in the repository: ``tutorials/overlap.py``.
@@ -17,7 +17,7 @@ PACKAGE = ROOT / "minifsdp"
 # its folder.
 SECTIONS: list[tuple[str, str, list[str]]] = [
     (
-        "The second door: `fully_shard`",
+        "FSDP2: `fully_shard`",
         "Eleven modules, a complete FSDP2. Start here.",
         [
             "engine/layout.py",
@@ -34,7 +34,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
         ],
     ),
     (
-        "The first door: `FullyShardedDataParallel`",
+        "FSDP1: `FullyShardedDataParallel`",
         "The same engine with another layout, and the wrapper in front.",
         ["engine/flat.py", "fsdp1/wrapper.py", "checkpoint/state_dict.py", "checkpoint/optim_state.py"],
     ),
@@ -68,7 +68,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
         ],
     ),
     (
-        "Behind the second door",
+        "Behind FSDP2",
         "What is around `fully_shard`.",
         [
             "fsdp2/module.py",
@@ -79,7 +79,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
         ],
     ),
     (
-        "Behind the first door",
+        "Behind FSDP1",
         "What is around the wrapper.",
         [
             "fsdp1/options.py",
@@ -98,7 +98,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
     ),
     (
         "Checkpoints",
-        "Attached to both doors: state dicts of models and optimizers.",
+        "Attached to FSDP1 and FSDP2: state dicts of models and optimizers.",
         [
             "checkpoint/state_dict_options.py",
             "checkpoint/state_dict_methods.py",
@@ -120,7 +120,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
     ),
     (
         "Older spellings and frameworks",
-        "Attached to both doors: names that programs and libraries look for.",
+        "Attached to FSDP1 and FSDP2: names that programs and libraries look for.",
         [
             "compat/legacy.py",
             "compat/optim_state_legacy.py",
@@ -132,7 +132,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
     ),
     (
         "The ledger",
-        "Attached to both doors: where every rank is, told when a collective fails.",
+        "Attached to FSDP1 and FSDP2: where every rank is, told when a collective fails.",
         ["ledger/watcher.py", "ledger/board.py", "ledger/report.py", "ledger/__main__.py"],
     ),
     (

@@ -180,7 +180,7 @@ def index_page() -> str:
         "",
         f"There are {len(_steps()[0])} modules with {_num_lines():,} lines, prose included. The first {_num(0)} are a "
         f"complete FSDP2; with {_num(1)} more you",
-        "have read both doors. What each of them promises is tested in the file of the same name under `spec_tests/`;",
+        "have read FSDP1, too. What each of them promises is tested in the file of the same name under `spec_tests/`;",
         "[Break it](../learn/index.md#break-it) shows how to see that.",
         "",
     ]

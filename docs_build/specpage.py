@@ -58,9 +58,11 @@ def _summary() -> str:
         "|---" * (len(results.KINDS) + 5) + "|",
     ]
     lines += [_summary_of(backend, list(rows)) for backend in results.BACKENDS]
+    runs = results.recorded()["runs"]
+    lines += ["", *(f"* {results.WHERE[backend]}: {runs[backend]['machine']}" for backend in runs)]
     new = sum(not row.is_recorded for row in rows)
     if new:
-        lines += ["", f"{new} rows are newer than the last recorded run and count as open."]
+        lines.append(f"* {new} rows are newer than the last recorded run and count as open")
     return "\n".join(lines)
 
 
@@ -72,7 +74,7 @@ def _summary_of(backend: str, rows: list[SpecRow]) -> str:
     whole = sum(badges.is_whole(row, backend) for row in behaviour)
     counts = [whole, len(behaviour) - whole, *(kinds[kind] for kind in results.KINDS[1:])]
     run = results.recorded()["runs"].get(backend)
-    when = f"{run['date']}; {run['machine']}" if run else "**never run**"
+    when = run["date"] if run else "**never run**"
     cells = [results.WHERE[backend], *map(str, counts), str(verdicts["failed"]), str(verdicts["unproven"]), when]
     return f"| {' | '.join(cells)} |"
 

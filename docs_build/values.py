@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from docs_build import debugcost, evidence, faults, results
+from docs_build import debugcost, evidence, faults, growth, results
 from docs_build.pictures import events_of
 from minifsdp.tools import formulas
 from minifsdp.tools.events import peak_gathered_bytes
@@ -125,6 +125,11 @@ VALUES: dict[str, Callable[[], str]] = {
     "proven-cpu": lambda: _proven("cpu-gloo"),
     "proven-simulated": lambda: _proven("simulated"),
     "proven-cuda": lambda: _proven("cuda-nccl"),
+    "calls-torch": lambda: growth.calls("torch"),
+    "calls-minifsdp": lambda: growth.calls("minifsdp"),
+    "calls-by-ranks": lambda: growth.calls_by_ranks("torch FSDP1 flat"),
+    "calls-for-a-parameter-torch": lambda: growth.calls_for_a_parameter("torch FSDP2"),
+    "calls-for-a-parameter-minifsdp": lambda: growth.calls_for_a_parameter("minifsdp FSDP2"),
     "noticed-mutants": lambda: str(evidence.mutants()[0]),
     "num-mutants": lambda: str(evidence.mutants()[1]),
     "mutated-rows": lambda: str(evidence.mutants()[2]),

@@ -63,3 +63,44 @@ def test_the_page_draws_what_is_recorded_of_every_axis_and_of_the_large_model() 
     built = directives.put_back(directives.expand(page, "benchmarks.html"))
     assert built.count('class="growth"') == len(plots)
     assert len(re.findall(r"^\| (?:torch|minifsdp) \S+(?: \S+)? \| [\d.]+ \| 401\.6 \|", built, re.MULTILINE)) == 6
+
+
+def test_the_readme_the_page_and_the_tests_count_the_same_calls() -> None:
+    from docs_build import growth, values
+    from docs_build.order import ROOT
+    from spec_tests.engine.test_lean import MOST
+
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    gpt = page.partition("### `gpt`:")[2].partition("### ")[0]
+    counted = [[cell.strip() for cell in line.split("|")] for line in gpt.splitlines() if line.count("|") == 11]
+    in_gpt = {
+        library: [float(cells[6]) for cells in counted if cells[1].split()[:1] == [library]]
+        for library in ("torch", "minifsdp")
+    }
+    in_a_small_unit = {
+        library: [float(number) for number in growth.calls(library).split(" to ")] for library in ("torch", "minifsdp")
+    }
+    in_a_small_unit["minifsdp"] += [float(MOST["flat"]), float(MOST["frees"])]
+    assert {values.value("calls-torch"), values.value("calls-minifsdp")} == set(map(growth.calls, in_gpt))
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    about = r"about (\d+) to (\d+)"
+    lines = re.findall(rf"^\| {about} (?:Python calls )?for .*? \| {about} \|", readme, re.MULTILINE)
+    for said, figures in zip(lines, (in_a_small_unit, in_gpt), strict=True):
+        torchs, ours = [float(number) for number in said[:2]], [float(number) for number in said[2:]]
+        for (low, high), found in ((torchs, figures["torch"]), (ours, figures["minifsdp"])):
+            # "About" is within a twentieth.
+            assert low == pytest.approx(min(found), rel=0.05)
+            assert high == pytest.approx(max(found), rel=0.05)
+
+
+def test_what_the_page_says_in_words_is_computed_from_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from docs_build import growth
+
+    monkeypatch.setattr(growth, "RECORD", tmp_path / "growth.json")
+    recorded(growth.RECORD, (100.0, 10.0))
+    assert growth.calls("minifsdp") == "10 to 10"
+    assert growth.calls_by_ranks("torch FSDP2") == "100 to 10"
+    assert growth.calls_for_a_parameter("torch FSDP2") == f"{-90 / 63:.0f}"

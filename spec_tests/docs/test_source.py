@@ -25,6 +25,13 @@ def test_the_two_doors_come_first_and_in_this_order() -> None:
     assert first[-4:] == ["engine/flat.py", "fsdp1/wrapper.py", "checkpoint/state_dict.py", "checkpoint/optim_state.py"]
 
 
+def test_the_navigation_names_fsdp2_and_fsdp1() -> None:
+    titles = [title.replace("`", "") for title, _, _ in reading_order()]
+    assert titles[:2] == ["FSDP2: fully_shard", "FSDP1: FullyShardedDataParallel"]
+    assert {"Behind FSDP2", "Behind FSDP1"} <= set(titles)
+    assert [title for title in titles if "door" in title] == []
+
+
 def test_the_design_and_the_readme_give_the_same_reading_order() -> None:
     first = [name for _, _, names in reading_order()[:2] for name in names]
     design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").partition("## Reading order")[2]
