@@ -21,8 +21,9 @@ A step takes, at least and on paper::
     overlapped       max(compute, all bytes within / bandwidth, all bytes between / bandwidth)
     apart            compute + the sum over the collectives
 
-No step is faster than the first of the two last lines. A step in which nothing runs beside anything else is not faster
-than the second. Latency is not in it, nor are the optimizer's step and whatever is bound by the memory's bandwidth.
+No step that sends by rings is faster than the first of the two last lines; switches that add up by themselves send
+less. One in which nothing runs beside anything else is not faster than the second. Latency is not in it, nor are the
+optimizer's step and whatever is bound by the memory's bandwidth.
 
 *In torch:* nothing of the kind.
 

@@ -10,6 +10,8 @@ __all__ = ["contrasts"]
 
 # A canvas turns every notation of a colour into numbers.
 _CODE = """((selector) => {
+    // A link changes its colour slowly; what counts is what it becomes.
+    document.getAnimations().filter((one) => one instanceof CSSTransition).forEach((one) => one.finish());
     const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
     const numbers = (colour) => {
         canvas.clearRect(0, 0, 1, 1);
