@@ -22,7 +22,7 @@ The rooms, from the bottom up:
 ``fragments``    one function, found by its name
 ``models``       the small models of the recorded runs
 ``record``       runs them on two and on four ranks, and writes what happened
-``recordings``   reads what was recorded
+``recordings``   reads what was recorded, and ``arrivals`` when its data came
 ``pictures``     timelines
 ``results``      the rows of the spec and the last results of their tests
 ``badges``       what a row's proofs are worth: where, how, and what is open

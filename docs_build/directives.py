@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from html import escape
 
 from mkdocs.utils import get_relative_url
@@ -42,13 +43,16 @@ def expand(markdown: str, start: str) -> str:
         KeyError: a line asks for what does not exist (any more).
     """
     markdown = INLINE.sub(lambda found: values.value(found[1]), markdown)
-    return LINE.sub(lambda found: _one(found["verb"], found["rest"], start), markdown)
+    # All timelines of a page have one axis.
+    keys = [re.split(r"[ |]", found["rest"])[0] for found in LINE.finditer(markdown) if found["verb"] == "timeline"]
+    verbs = {**VERBS, "timeline": partial(_timeline, pictures.longest(keys))}
+    return LINE.sub(lambda found: _one(verbs, found["verb"], found["rest"], start), markdown)
 
 
-def _one(verb: str, rest: str, start: str) -> str:
-    if verb not in VERBS:
-        raise KeyError(f"{start}: there is no {{{{ {verb} }}}}; there are {', '.join(VERBS)}")
-    return "\n" + VERBS[verb](rest, start) + "\n"
+def _one(verbs: Mapping[str, Callable[[str, str], str]], verb: str, rest: str, start: str) -> str:
+    if verb not in verbs:
+        raise KeyError(f"{start}: there is no {{{{ {verb} }}}}; there are {', '.join(verbs)}")
+    return "\n" + verbs[verb](rest, start) + "\n"
 
 
 def _code(rest: str, start: str) -> str:
@@ -56,10 +60,10 @@ def _code(rest: str, start: str) -> str:
     return _raw(fragments.fragment(name, qualified, start))
 
 
-def _timeline(rest: str, _: str) -> str:
+def _timeline(seconds: float | None, rest: str, _: str) -> str:
     key, _, caption = rest.partition(" | ")
     key, _, num = key.strip().partition(" ")
-    return _raw(pictures.timeline_figure(key, caption.strip(), int(num or 1)))
+    return _raw(pictures.timeline_figure(key, caption.strip(), int(num or 1), seconds))
 
 
 def _proof(rest: str, start: str) -> str:
@@ -162,7 +166,7 @@ def put_back(html: str) -> str:
 
 VERBS: dict[str, Callable[[str, str], str]] = {
     "code": _code,
-    "timeline": _timeline,
+    "timeline": partial(_timeline, None),
     "proof": _proof,
     "exercise": _exercise,
     "picture": _picture,

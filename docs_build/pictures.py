@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from html import escape
 
 import torch
@@ -11,7 +12,7 @@ from docs_build import recordings
 from minifsdp.tools import timeline
 from minifsdp.trace import Event
 
-__all__ = ["events_of", "figure", "timeline_figure"]
+__all__ = ["events_of", "figure", "longest", "timeline_figure"]
 
 
 def events_of(key: str) -> list[list[Event]]:
@@ -20,23 +21,38 @@ def events_of(key: str) -> list[list[Event]]:
 
 
 def _event(
-    kind: str, unit: str, start: float, end: float, num_bytes: int, ranks: list[int], dtype: str, lane: str
+    kind: str,
+    unit: str,
+    start: float,
+    end: float,
+    num_bytes: int,
+    ranks: list[int],
+    dtype: str,
+    lane: str,
+    arrived: float | None,
 ) -> Event:
     known = None if dtype == "None" else getattr(torch, dtype.removeprefix("torch."))
-    return Event(kind, unit, start, end, num_bytes, tuple(ranks), known, lane)
+    return Event(kind, unit, start, end, num_bytes, tuple(ranks), known, lane, arrived)
 
 
-def timeline_figure(key: str, caption: str, num_ranks: int = 1) -> str:
+def longest(keys: Iterable[str]) -> float | None:
+    """The seconds of the longest of these runs: what compares itself to another shares its axis."""
+    return max((event.end for key in keys for events in events_of(key) for event in events), default=None)
+
+
+def timeline_figure(key: str, caption: str, num_ranks: int = 1, seconds: float | None = None) -> str:
     """The timeline of a run, of its first ranks, with a caption that says where it was recorded.
 
     Args:
         key: the run.
         caption: begins with a few words and a colon, period or comma; these words are the headline of the picture.
         num_ranks: how many ranks are drawn.
+        seconds: the length of the axis; by default that of the run.
     """
     run = recordings.find(key)
     events = events_of(key)[:num_ranks]
-    picture = timeline.svg(events, origins=[0.0] * len(events), title=re.split(r"[:.,]( |$)", caption)[0], width=840)
+    title = re.split(r"[:.,]( |$)", caption)[0]
+    picture = timeline.svg(events, origins=[0.0] * len(events), title=title, width=840, seconds=seconds)
     return figure(picture, caption, _source_of(run, num_ranks))
 
 

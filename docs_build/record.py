@@ -1,14 +1,21 @@
-"""Runs small trainings on two and on four ranks and writes what happened.
+"""Runs small trainings on two and on four ranks and writes what happened, for the pages, into the repository.
 
-    python -m docs_build.record build/docs/recordings.json
+    python -m docs_build.record
 
-Each run trains a few steps and records the last ones; the quickest of them is kept, because other programs on the
-machine can only make a step slower. Beside the package's own events every *moment* is noted, the begin or end of an
-event, together with what the rank held right then and which functions of the package were running.
+takes a few minutes, and wants a machine on which nothing else runs. Of runs for pictures, which are about time, the
+quickest of many steps is kept, because other programs can only make a step slower. A step in which equal blocks take
+times that differ by more than `EVEN` is not taken at all: if there is none other, nothing is written::
+
+    F 0   3.1 ms    F 1   2.9 ms    F 2   3.0 ms    F 3   3.2 ms        even
+    F 0   2.7 ms    F 1   29. ms    F 2   2.9 ms    F 3   3.1 ms        another program was at work
+
+Of runs for the step player every *moment* is noted, the begin or end of an event, with what the rank held and which
+functions of the package were running. They are about order; ``--player`` records only these anew, on any machine.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -29,9 +36,11 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from docs_build import arrivals, recordings
 from docs_build.models import Block, Net, Stage, batch
 from docs_build.order import PACKAGE
 from docs_build.results import machine
+from docs_build.source import read_module
 from minifsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard, trace
 from minifsdp.fsdp2.fsdp_state import states_in
 from minifsdp.wrap import ModuleWrapPolicy
@@ -52,6 +61,9 @@ PREFETCH = {
     "forward": BackwardPrefetch.BACKWARD_PRE,
 }
 HOME = PACKAGE.as_posix() + "/"
+EVEN = 2.0  # the longest of equal blocks over the shortest
+MOST_STEPS = 150  # after which no even one is hoped for
+ENOUGH_STEPS = 12
 WRAPS: dict[str, type[nn.Module] | None] = {"block": Block, "stage": Stage, "whole": None}
 
 
@@ -227,14 +239,15 @@ def _size(value: Any) -> int:
     return int(local.numel() * local.element_size())
 
 
-def _stack() -> list[tuple[str, str, int]]:
-    """The functions of the package that are running, the innermost first."""
-    found: list[tuple[str, str, int]] = []
+def _stack() -> list[tuple[str, str, str]]:
+    """The functions of the package that are running, the innermost first: file, name, and row of the page."""
+    found: list[tuple[str, str, str]] = []
     frame = sys._getframe(2)
     while frame is not None and len(found) < 5:
         path = frame.f_code.co_filename
         if path.startswith(HOME) and not path.endswith("/trace.py"):
-            found.append((path[len(HOME) :], frame.f_code.co_qualname, frame.f_lineno))
+            name = path[len(HOME) :]
+            found.append((name, frame.f_code.co_qualname, read_module(name).anchor_of(frame.f_lineno)))
         frame = frame.f_back  # type: ignore[assignment]
     return found
 
@@ -255,31 +268,18 @@ def _step(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, step: in
 
 
 def perform(run: Run) -> dict[str, Any] | None:
-    """Trains, records, and brings all ranks' recordings to rank 0; the others get ``None``."""
+    """Trains, records, and brings all ranks' recordings to rank 0; the others get ``None``.
+
+    Raises:
+        RuntimeError: no step was even.
+    """
     model = build(run)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    tries = 6 if run.width > 64 else 1
-    best: tuple[float, trace.Recorder, float] | None = None
     for step in range(2):
         _step(run, model, optimizer, step, None)
-    for step in range(2, 2 + tries):
-        # Looking at everything takes time, so for pictures, which are about time, only the package's own recorder runs.
-        watcher = Watcher(units_of(model), optimizer) if run.width <= 64 else trace.Recorder()
-        dist.barrier()
-        origin = time.perf_counter()
-        trace.recorder = watcher
-        try:
-            _step(run, model, optimizer, step, watcher if isinstance(watcher, Watcher) else None)
-        finally:
-            trace.recorder = None
-        # All ranks must keep the same step.
-        took = torch.tensor(time.perf_counter() - origin)
-        dist.all_reduce(took, dist.ReduceOp.MAX)
-        if best is None or took.item() < best[0]:
-            best = (took.item(), watcher, origin)
-    assert best is not None
+    kept = _quickest_even(run, model, optimizer) if run.width > 64 else _watched(run, model, optimizer)
     everybody: list[Any] = [None] * run.ranks
-    dist.all_gather_object(everybody, _as_data(best[1], best[2]))
+    dist.all_gather_object(everybody, kept)
     if dist.get_rank() != 0:
         return None
     layouts = [
@@ -289,31 +289,78 @@ def perform(run: Run) -> dict[str, Any] | None:
     return {"run": asdict(run), "key": run.key, "units": layouts, "ranks": everybody}
 
 
-def _as_data(watcher: trace.Recorder, origin: float) -> dict[str, Any]:
+def _watched(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """For the player: one step, with all that can be seen."""
+    watcher = Watcher(units_of(model), optimizer)
+    origin = _recorded(watcher, lambda: _step(run, model, optimizer, 2, watcher))
+    return _as_data(watcher, origin)
+
+
+def _quickest_even(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """For a picture. Looking at everything takes time, so only the package's own recorder runs."""
+    best: tuple[float, dict[str, Any]] | None = None
+    num_even, least = 0, float("inf")
+    for step in range(2, MOST_STEPS):
+        recorder = trace.Recorder()
+        with arrivals.noted(recorder):
+            origin = _recorded(recorder, lambda step=step: _step(run, model, optimizer, step, None))
+        # All ranks must keep the same step.
+        of_all = torch.tensor([time.perf_counter() - origin, unevenness(recorder.events)])
+        dist.all_reduce(of_all, dist.ReduceOp.MAX)
+        took, uneven = of_all.tolist()
+        least = min(least, uneven)
+        if uneven > EVEN:
+            continue
+        num_even += 1
+        if best is None or took < best[0]:
+            best = took, _as_data(recorder, origin)
+        if num_even >= ENOUGH_STEPS:
+            break
+    if best is None:
+        raise RuntimeError(f"{run.key}: of equal blocks one takes at least {least:.1f} times as long: a busy machine?")
+    return best[1]
+
+
+def unevenness(events: list[trace.Event]) -> float:
+    """Of equal blocks the longest forward, or backward, over the shortest; the greater of the two ratios."""
+    ratios = [1.0]
+    for kind in "FB":
+        lengths = [event.end - event.start for event in events if event.kind == kind and "block" in event.unit]
+        ratios += [max(lengths) / min(lengths)] if lengths else []
+    return max(ratios)
+
+
+def _recorded(recorder: trace.Recorder, action: Callable[[], None]) -> float:
+    """Does it with ``recorder`` installed; returns when it began, which all ranks do together."""
+    dist.barrier()
+    origin = time.perf_counter()
+    trace.recorder = recorder
+    try:
+        action()
+    finally:
+        trace.recorder = None
+    return origin
+
+
+def _as_data(recorder: trace.Recorder, origin: float) -> dict[str, Any]:
+    def since(seconds: float | None) -> float | None:
+        return None if seconds is None else round(seconds - origin, 7)
+
     events = [
-        [
-            e.kind,
-            e.unit,
-            round(e.start - origin, 7),
-            round(e.end - origin, 7),
-            e.num_bytes,
-            e.ranks,
-            str(e.dtype),
-            e.lane,
-        ]
-        for e in watcher.events
+        [e.kind, e.unit, since(e.start), since(e.end), e.num_bytes, e.ranks, str(e.dtype), e.lane, since(e.arrived)]
+        for e in recorder.events
     ]
-    noted = watcher.moments if isinstance(watcher, Watcher) else []
+    noted = recorder.moments if isinstance(recorder, Watcher) else []
     moments = [[*m[:3], round(1e3 * (m[3] - origin), 4), *m[4:]] for m in noted]
     return {"events": events, "moments": moments}
 
 
-def work(rank: int, ranks: int, store: str, out: str) -> None:
+def work(rank: int, ranks: int, store: str, out: str, only_player: bool) -> None:
     """What one process does: all runs with this many ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     try:
-        found = [perform(run) for run in runs_of(ranks)]
+        found = [perform(run) for run in runs_of(ranks) if run.width <= 64 or not only_player]
         if rank == 0:
             Path(out).write_text(json.dumps(found))
         # Whoever leaves first closes connections on which the others may still be waiting.
@@ -322,20 +369,30 @@ def work(rank: int, ranks: int, store: str, out: str) -> None:
         dist.destroy_process_group()
 
 
-def main(out: Path) -> None:
+def main() -> None:
     """Records everything into one file."""
+    parser = argparse.ArgumentParser(prog="python -m docs_build.record")
+    parser.add_argument("--player", action="store_true", help="keep the pictures, which want a calm machine")
+    only_player = parser.parse_args().player
     # Loopback is enough, and the only thing there is where the network is cut.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    begun = time.monotonic()
     found: list[Any] = []
+    when = datetime.now(UTC).strftime("%Y-%m-%d")
+    facts = {"date": when, "machine": machine()}
+    if only_player:
+        before = recordings.load()
+        facts = {name: before[name] for name in facts}
+        found += [run for run in before["runs"].values() if run["run"]["width"] > 64]
     with tempfile.TemporaryDirectory() as folder:
         for ranks in (2, 4):
             part = f"{folder}/{ranks}.json"
-            mp.spawn(work, (ranks, f"{folder}/store{ranks}", part), nprocs=ranks)
+            mp.spawn(work, (ranks, f"{folder}/store{ranks}", part, only_player), nprocs=ranks)
             found += json.loads(Path(part).read_text())
-    when = datetime.now(UTC).strftime("%Y-%m-%d")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"date": when, "machine": machine(), "runs": found}))
+    recordings.write({**facts, "runs": found})
+    print(f"{len(found)} runs in {time.monotonic() - begun:.0f} s, in {recordings.FILE.relative_to(recordings.ROOT)}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

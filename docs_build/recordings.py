@@ -1,52 +1,32 @@
-"""Reads what was recorded; records it first if the package has changed since.
+"""Recorded runs: they are in the repository, so that every build shows the same, however busy its machine is.
 
-Recording takes most of a build's time. Who only works on the prose can set ``MINIFSDP_DOCS_RECORDINGS`` to a file with
-earlier recordings, which is then used as it is.
+``python -m docs_build.record`` writes them. They are packed, for most of it are numbers that nobody reads.
 """
 
 from __future__ import annotations
 
-import hashlib
+import gzip
 import json
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from docs_build.order import PACKAGE, ROOT
+from docs_build.order import ROOT
 
-__all__ = ["find", "load", "player_scripts"]
+__all__ = ["FILE", "find", "load", "player_scripts", "write"]
 
-FOLDER = ROOT / "build" / "docs"
-KEEP = 3
-
-
-def _fingerprint() -> str:
-    digest = hashlib.sha256()
-    rooms = [Path(__file__).with_name(name) for name in ("models.py", "record.py")]
-    for path in [*sorted(PACKAGE.rglob("*.py")), *rooms]:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+FILE = ROOT / "docs" / "data" / "recordings.json.gz"
 
 
 @cache
 def load() -> dict[str, Any]:
-    """All recorded runs by key, and when and where they were recorded.
-
-    Raises:
-        subprocess.CalledProcessError: a recorded training failed.
-    """
-    given = os.environ.get("MINIFSDP_DOCS_RECORDINGS")
-    path = Path(given) if given else FOLDER / f"recordings-{_fingerprint()}.json"
-    if not path.exists():
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        subprocess.run([sys.executable, "-m", "docs_build.record", str(path)], cwd=ROOT, env=environment, check=True)
-        for old in sorted(FOLDER.glob("recordings-*.json"), key=os.path.getmtime)[:-KEEP]:
-            old.unlink()
-    data = json.loads(path.read_text())
+    """All recorded runs by key, and when and where they were recorded."""
+    data = json.loads(gzip.decompress(FILE.read_bytes()))
     return {**data, "runs": {run["key"]: run for run in data["runs"]}}
+
+
+def write(data: dict[str, Any]) -> None:
+    """The reverse, of runs in a list; the same data gives the same bytes."""
+    FILE.write_bytes(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0))
 
 
 def find(key: str) -> dict[str, Any]:

@@ -64,6 +64,10 @@ class Module:
     imported: dict[str, tuple[str, str]]
     defined: set[str]
 
+    def anchor_of(self, line: int) -> str:
+        """Of the row in which a line of the file is; empty above the first."""
+        return next((row.anchor for row in reversed(self.rows) if row.lines and row.lines[0] <= line), "")
+
     @property
     def title(self) -> str:
         """The first sentence of the essay, without its full stop."""

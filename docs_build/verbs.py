@@ -169,11 +169,8 @@ def _frame(frame: list[object], start: str) -> str:
 
 
 def frame_address(frame: list[object], start: str) -> str:
-    """The address of the row of code in which a recorded function was running."""
-    name, _, line = frame
-    assert isinstance(name, str)
-    assert isinstance(line, int)
-    for row in reversed(read_module(name).rows):
-        if row.lines and row.lines[0] <= line:
-            return address(start, name, row.anchor)
-    return address(start, name) if (PACKAGE / name).exists() else ""
+    """The address of the row of code in which a recorded function was running; of the file if it is there no more."""
+    name, _, anchor = map(str, frame)
+    if not (PACKAGE / name).exists():
+        return ""
+    return address(start, name, anchor if anchor in {row.anchor for row in read_module(name).rows} else "")

@@ -62,6 +62,7 @@ class Event:
         ranks: global ranks of the group that communicated; empty where nothing was sent.
         dtype: what travelled, or ``None``.
         lane: the lane it ran on: ``"compute"``, ``"gather"``, ``"reduce"`` or ``"all_reduce"``.
+        arrived: seconds; when a collective's data was there, if whoever recorded has looked for that.
     """
 
     kind: str
@@ -72,6 +73,7 @@ class Event:
     ranks: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
     lane: str = "compute"
+    arrived: float | None = None
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ TOOLS, EXPLAIN = "tools/", "tools/explain"
 # table of what public calls may be given.
 APART = (TRANSPORT, DEBUGGING, ARGUMENTS, TOOLS, "batches.py", "engine/ledger.py", "engine/comparison.py", "ledger/")
 BUDGETS = {
-    "house": 6208,
+    "house": 6209,
     "story": 2980,
     TRANSPORT: 122,
     DEBUGGING: 380,
@@ -41,7 +41,7 @@ BUDGETS = {
     "ledger/": 380,
     "checkpoint/": 1431,
     "compat/": 250,
-    TOOLS: 510,
+    TOOLS: 514,
     EXPLAIN: 560,
 }
 LONGEST_FILE = 300  # with prose

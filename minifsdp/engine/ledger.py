@@ -83,8 +83,8 @@ class Chain:
         hash: of all of them.
         last_epoch: epoch, number and digest of the one before.
         ask: tells a number to all ranks, and returns those of all; ``None`` where it need not be asked (4).
-        recent, context: kinds and sizes of the last ones between CPUs, and one number for their order.
         known: what has followed an order, the last time that all ranks said so.
+        recent, context: kinds and sizes of the last ones of this epoch between CPUs, and one number for their order.
     """
 
     def __init__(self, name: str, ranks: tuple[int, ...], process_group: Any) -> None:
@@ -92,13 +92,15 @@ class Chain:
         self.epoch, self.number, self.hash = 0, 0, blake2b(digest_size=7)
         self.last_epoch = (-1, 0, 0)
         self.ask: Callable[[int], list[int]] | None = None
-        self.recent, self.context = deque([0] * _NUM_RECENT, maxlen=_NUM_RECENT), 0
         self.known: dict[int, int] = {}
+        self.recent, self.context = deque([0] * _NUM_RECENT, maxlen=_NUM_RECENT), 0
 
     def begin_epoch(self) -> None:
         """What was issued so far was found equal on all ranks, or was reported."""
         self.last_epoch = (self.epoch, self.number, self.digest)
         self.epoch, self.number, self.hash = self.epoch + 1, 0, blake2b(digest_size=7)
+        # All ranks are at this place, so what follows it may be known from the last epoch already.
+        self.recent, self.context = deque([0] * _NUM_RECENT, maxlen=_NUM_RECENT), 0
 
     @property
     def digest(self) -> int:

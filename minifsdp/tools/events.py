@@ -58,10 +58,12 @@ def from_zero(events_per_rank: EventsPerRank, origins: Sequence[float] | None) -
         origins = [min((event.start for event in events), default=0.0) for events in events_per_rank]
     if len(origins) != len(events_per_rank):
         raise ValueError(message("timeline-origins", ranks=len(events_per_rank), origins=len(origins)))
-    return [
-        [replace(event, start=event.start - zero, end=event.end - zero) for event in events]
-        for events, zero in zip(events_per_rank, origins, strict=True)
-    ]
+    return [[_earlier(event, zero) for event in events] for events, zero in zip(events_per_rank, origins, strict=True)]
+
+
+def _earlier(event: Event, seconds: float) -> Event:
+    arrived = None if event.arrived is None else event.arrived - seconds
+    return replace(event, start=event.start - seconds, end=event.end - seconds, arrived=arrived)
 
 
 def rows_of(events: Sequence[Event], tolerance: float) -> list[int]:

@@ -104,6 +104,7 @@ def svg(
     origins: Sequence[float] | None = None,
     title: str = "What each rank did",
     width: int = 1200,
+    seconds: float | None = None,
 ) -> str:
     """The events as a picture, a complete SVG document that needs nothing from outside.
 
@@ -112,6 +113,7 @@ def svg(
         origins: what each rank's clock showed, in seconds, at one shared moment; by default that of its first event.
         title: a headline.
         width: in pixels; the height follows from the number of lanes.
+        seconds: the time that the width stands for, so that pictures can be compared; by default as much as there is.
 
     Raises:
         ValueError: there is not one origin for each rank, or the width leaves no room for a lane.
@@ -121,12 +123,14 @@ def svg(
     ranks = from_zero(events_per_rank, origins)
     everything = [event for events in ranks for event in events]
     # A recording without events, or of a single moment, still has a width.
-    seconds = max((event.end for event in everything), default=0.0) or 1e-3
+    seconds = max((event.end for event in everything), default=0.0) or 1e-3 if seconds is None else seconds
     sheet = _Sheet(width, seconds, max(map(peak_gathered_bytes, ranks), default=0))
     lanes = [lane for lane in LANES if lane != "all_reduce" or any(event.lane == lane for event in everything)]
     zero = "each rank's own first event" if origins is None else "the end of a barrier that all ranks shared"
     clock = f"Milliseconds of the CPU clock since {zero}."
     spans = "A collective lasts from its issue until it was waited for."
+    if any(event.arrived is not None for event in everything):
+        spans += " Where its box turns pale, its data was there."
     top = y = _draw_heading(sheet, everything, title, clock, spans)
     for rank, events in enumerate(ranks):
         y = _draw_rank(sheet, y, f"rank {rank}", events, lanes)
@@ -177,7 +181,8 @@ def _draw_lane(sheet: _Sheet, y: float, name: str, events: Sequence[Event]) -> f
     for event, row in zip(boxes, rows, strict=True):
         x = sheet.x(event.start)
         width = max(sheet.x(event.end) - x, 1.0)
-        sheet.shapes.append(_SHAPES.box(event, x, y + _ROW * row, width, _label(event, width)))
+        there = None if event.arrived is None else sheet.x(event.arrived)
+        sheet.shapes.append(_SHAPES.box(event, x, y + _ROW * row, width, _label(event, width), there))
     for event in marks:
         sheet.mark(event, y + strip + _STRIP / 2)
     return y + height + _GAP

@@ -18,7 +18,9 @@ from minifsdp.engine.ledger import Collective
 __all__ = ["without_ledger"]
 
 
-def _issue(self: Collective, kind: str, group: Any, _: int, issue: Callable[..., Any], *arguments: Any) -> None:
+def _issue(
+    self: Collective, kind: str, group: Any, _: int, issue: Callable[..., Any], *arguments: Any, **__: Any
+) -> None:
     self.about, self.chain, self.epoch = kind, group.chain, 0
     self._work = issue(*arguments)
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from minifsdp.engine import collectives, gloo
+from minifsdp.engine.ledger import Collective
 from minifsdp.engine.mesh import Group
 from spec_tests.harness import ranks
 from spec_tests.harness.programs import output_of_ranks
@@ -155,11 +156,18 @@ def test_who_issues_goes_on_although_no_other_rank_has_come() -> None:
     group, output, piece = world(), torch.zeros(2_000_000), torch.full((1_000_000,), 1.0 + dist.get_rank())
     store = dist.distributed_c10d._get_default_store()
     store.delete_key("rank 0 has issued")
+
+    def issue() -> tuple[Collective, Collective]:
+        group.chain.begin_epoch()
+        gathered = collectives.gather(group, output, piece)
+        return gathered, collectives.reduce_scatter(group, torch.empty_like(piece), torch.ones(2_000_000))
+
+    for promise in issue():  # the first time all ranks are asked whether they are about to send as much
+        promise.wait()
     dist.barrier()
     if group.rank == 1:
         store.wait(["rank 0 has issued"])
-    gathered = collectives.gather(group, output, piece)
-    summed = collectives.reduce_scatter(group, torch.empty_like(piece), torch.ones(2_000_000))
+    gathered, summed = issue()
     if group.rank == 0:
         store.set("rank 0 has issued", "")
     gathered.wait()
@@ -276,8 +284,13 @@ def test_where_torch_compares_collectives_there_are_collectives_to_compare() -> 
 @pytest.mark.spec("WIRE-08")
 @ranks(2)
 def test_a_rank_that_never_comes_ends_it_after_the_time_limit_of_the_group() -> None:
-    process_group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
-    if dist.get_rank() == 0:
-        promise = collectives.gather(Group.of(process_group), torch.zeros(4), torch.zeros(2))
+    group, new = (Group.of(dist.new_group([0, 1], timeout=timedelta(seconds=1))) for _ in range(2))
+    collectives.gather(group, torch.zeros(4), torch.zeros(2)).wait()
+    group.chain.begin_epoch()
+    if group.rank == 0:
+        promise = collectives.gather(group, torch.zeros(4), torch.zeros(2))
         with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
             promise.wait()
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            # The first time it asks whether the others are about to send as much.
+            collectives.gather(new, torch.zeros(4), torch.zeros(2))

@@ -20,6 +20,7 @@ from minifsdp.engine import collectives, ledger
 from minifsdp.engine.mesh import Group
 from minifsdp.ledger import process
 from minifsdp.ledger.report import Entry, lines_of_this_rank
+from spec_tests.benchmarks.without_ledger import without_ledger
 from spec_tests.engine.small import draw, shard_each, train_once
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import MLP, chain
@@ -27,6 +28,10 @@ from spec_tests.models.modules import MLP, chain
 
 def entries() -> list[Entry]:
     return [Entry(*fields) for fields in ledger.entries]
+
+
+def gradients(model: Any) -> list[torch.Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters()]
 
 
 def line_of(word: str) -> int:
@@ -128,3 +133,17 @@ def test_an_entry_is_nothing_that_the_garbage_collector_must_look_at() -> None:
     assert len(fields) == len(Entry._fields)
     gc.collect()
     assert not gc.is_tracked(fields)
+
+
+@pytest.mark.spec("LEDGER-01")
+@ranks(2)
+def test_the_engine_without_a_ledger_to_measure_against_writes_nothing_down_and_trains_alike() -> None:
+    model = shard_each(chain(2))
+    train_once(model)
+    expected = gradients(model)
+    model.zero_grad()
+    ledger.entries.clear()
+    with without_ledger():
+        train_once(model)
+    assert not ledger.entries
+    assert all(map(torch.equal, expected, gradients(model)))

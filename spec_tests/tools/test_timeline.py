@@ -133,6 +133,21 @@ def test_a_wait_of_the_rate_limiter_is_a_bar_of_its_length() -> None:
     assert "h100.0" in bars[1]
 
 
+def test_two_pictures_can_share_an_axis() -> None:
+    short = [Event("F", "", 1.0, 1.1)]
+    _, left, _, width, _ = boxes(svg([short], width=1128, seconds=0.4))[0]
+    assert (left, width) == (104.0, 250.0)
+
+
+def test_a_box_is_pale_from_where_its_data_was_there() -> None:
+    gather = Event("AG", "0", 1.0, 1.1, 8, (0, 1), torch.float32, "gather", 1.06)
+    picture = ET.fromstring(svg([[gather]], width=1128, seconds=0.1))
+    pale = [rect for rect in picture.iter(f"{SVG}rect") if rect.get("class") == "there"]
+    assert [(rect.get("x"), rect.get("width")) for rect in pale] == [("704.0", "399.5")]
+    assert any("pale" in text for text in texts(svg([[gather]])))
+    assert not any("pale" in text for text in texts(svg([step_of_two_units()])))
+
+
 def test_the_axis_counts_in_round_milliseconds() -> None:
     axis = [
         text.text

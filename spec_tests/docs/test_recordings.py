@@ -1,0 +1,74 @@
+"""The recorded runs of the pages: calm ones, of this engine, on one axis where they are compared."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from docs_build import pictures, record, recordings
+from docs_build.directives import expand, put_back
+from docs_build.source import read_module
+from minifsdp.trace import Event
+from spec_tests.harness import ranks
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+LAST_TICK = re.compile(r'<text x="([\d.]+)"[^>]*>([\d.]+)</text>(?!.*mid">[\d.]+<)', re.DOTALL)
+
+
+@pytest.mark.parametrize("key", [key for key in recordings.load()["runs"] if key.endswith("-wide")])
+def test_equal_blocks_take_about_the_same_time(key: str) -> None:
+    assert all(record.unevenness(events) <= record.EVEN for events in pictures.events_of(key))
+
+
+def test_a_step_in_which_another_program_was_at_work_is_not_even() -> None:
+    lengths = {"0": 2.7, "1": 29.0, "2": 2.9}
+    events = [Event("F", f"stage.block{name}", 0.0, length) for name, length in lengths.items()]
+    assert record.unevenness(events) == pytest.approx(29.0 / 2.7)
+
+
+def test_each_collective_of_a_picture_knows_when_its_data_arrived() -> None:
+    for events in pictures.events_of("fsdp1-full-pre-block-2-wide"):
+        collectives = [event for event in events if event.kind in ("AG", "RS")]
+        assert collectives
+        for event in collectives:
+            assert event.arrived is not None
+            assert event.start < event.arrived <= event.end
+
+
+@pytest.mark.parametrize("door", ["fsdp1", "fsdp2"])
+@ranks(2)
+def test_the_engine_does_what_was_recorded(door: str) -> None:
+    run = record.Run(door, "full", "pre", "block", 2)
+    found = record.perform(run)
+    if found is None:
+        assert dist.get_rank() == 1
+        return
+    for mine, of_record in zip(found["ranks"], recordings.find(run.key)["ranks"], strict=True):
+        kinds = [(moment[0], moment[1], moment[2], moment[4], moment[6:8]) for moment in mine["moments"]]
+        before = [(moment[0], moment[1], moment[2], moment[4], moment[6:8]) for moment in of_record["moments"]]
+        # As in the file, where tuples are lists.
+        assert [str(kind).replace("(", "[").replace(")", "]") for kind in kinds] == [
+            str(kind).replace("(", "[").replace(")", "]") for kind in before
+        ], "the engine has changed: python -m docs_build.record, on a machine on which nothing else runs"
+
+
+def test_rows_of_recorded_functions_are_there() -> None:
+    for run in recordings.load()["runs"].values():
+        frames = {tuple(frame) for rank in run["ranks"] for moment in rank["moments"] for frame in moment[6]}
+        for name, _, anchor in frames:
+            assert anchor in {row.anchor for row in read_module(name).rows}
+
+
+def test_timelines_of_one_page_share_an_axis() -> None:
+    text = "{{ timeline fsdp1-full-pre-block-2-wide | A }}\n\n{{ timeline fsdp1-full-off-block-2-wide | B }}\n"
+    page = put_back(expand(text, "learn/x.html"))
+    longest = pictures.longest(["fsdp1-full-pre-block-2-wide", "fsdp1-full-off-block-2-wide"])
+    assert longest is not None
+    last = [found.rpartition(">")[2] for found in re.findall(r'soft mid">[\d.]+', page)]
+    ends = [float(tick) for tick, following in zip(last, [*last[1:], "0"], strict=True) if float(following or 0) == 0]
+    assert len(ends) == 2
+    assert ends[0] == ends[1]
+    assert ends[0] <= 1e3 * longest
