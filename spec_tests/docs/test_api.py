@@ -1,0 +1,53 @@
+"""The API's page has every name that a program can import."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import minifsdp
+from docs_build.order import ROOT
+
+# What the package offers is in its modules of the first level; ``arguments`` only checks what they are given.
+MODULES = ["minifsdp", *(f"minifsdp.{m.name}" for m in pkgutil.iter_modules(minifsdp.__path__) if not m.ispkg)]
+PUBLIC = [name for name in MODULES if name != "minifsdp.arguments"]
+
+
+def names_of(name: str) -> list[str]:
+    """What a module offers: its ``__all__``; without one, what can be imported from it and is the package's."""
+    module = importlib.import_module(name)
+    found = [one for one in vars(module) if not one.startswith("_")]
+    own = [one for one in found if getattr(vars(module)[one], "__module__", "").startswith("minifsdp")]
+    return list(getattr(module, "__all__", own))
+
+
+def named_on_the_page() -> set[str]:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    described = re.findall(r"^::: [\w.]*?(\w+)$", text, re.MULTILINE)
+    return {*described, *re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_is_on_the_page(module: str) -> None:
+    names = names_of(module)
+    assert names
+    assert [name for name in names if name not in named_on_the_page()] == []
+
+
+def test_the_public_modules_are_those_that_one_expects() -> None:
+    assert {"minifsdp.cost", "minifsdp.checkpoint_wrapper", "minifsdp.wrap", "minifsdp.trace"} < set(PUBLIC)
+    assert "cost_of" in names_of("minifsdp.cost")
+
+
+@pytest.mark.docs
+@pytest.mark.needs("mkdocs")
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_can_be_linked_to_on_the_built_page(site: Path, module: str) -> None:
+    page = (site / "api.html").read_text(encoding="utf-8")
+    anchors = {anchor.rpartition(".")[2] for anchor in re.findall(r'id="(minifsdp\.[\w.]+)"', page)}
+    in_tables = set(re.findall(r"<td><code>(\w+)</code></td>", page))
+    assert [name for name in names_of(module) if name not in anchors | in_tables] == []
