@@ -178,16 +178,13 @@ def _wait_for_all(group: Group, call: str, raises_hand: bool) -> bool:
 
 
 def _wait(store: Any, key: str, limit: timedelta) -> None:
-    """Waits for ``key``, in short spells: once it is known that it will not come, there is no need to go on."""
-    until = time.monotonic() + limit.total_seconds()
-    while True:
-        left = max(until - time.monotonic(), 0.001)
-        try:
-            store.wait([key], timedelta(seconds=min(left, 1.0)))
-            return
-        except RuntimeError as error:
-            if time.monotonic() > until or ledger.verdict:
-                raise TimeoutError from error
+    """Waits for ``key``; not in the store, which would write a warning, and could not be told that it will not come."""
+    until, pause = time.monotonic() + limit.total_seconds(), 0.001
+    while not store.check([key]):
+        if time.monotonic() > until or ledger.verdict:
+            raise TimeoutError
+        time.sleep(pause)
+        pause = min(2 * pause, 0.2)
 
 
 def _time_limit(group: Group) -> timedelta:

@@ -9,7 +9,6 @@ import pytest
 import torch.distributed as dist
 
 from docs_build import pictures, record, recordings
-from docs_build.directives import expand, put_back
 from docs_build.source import read_module
 from minifsdp.trace import Event
 from spec_tests.harness import ranks
@@ -62,7 +61,10 @@ def test_rows_of_recorded_functions_are_there() -> None:
             assert anchor in {row.anchor for row in read_module(name).rows}
 
 
+@pytest.mark.needs("mkdocs")
 def test_timelines_of_one_page_share_an_axis() -> None:
+    from docs_build.directives import expand, put_back
+
     text = "{{ timeline fsdp1-full-pre-block-2-wide | A }}\n\n{{ timeline fsdp1-full-off-block-2-wide | B }}\n"
     page = put_back(expand(text, "learn/x.html"))
     longest = pictures.longest(["fsdp1-full-pre-block-2-wide", "fsdp1-full-off-block-2-wide"])

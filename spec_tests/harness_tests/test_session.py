@@ -246,3 +246,27 @@ def test_a_test_that_is_gone_or_carries_the_row_no_more_proves_nothing(
     row = account(tmp_path, "cpu", dict.fromkeys(now, "passed"), now)["CTOR-01"]
     assert row["tests"] == {}
     assert row["results"]["cpu-gloo"] == "unproven"
+
+
+def test_every_test_module_imports_with_the_test_extra_alone(tmp_path: pathlib.Path) -> None:
+    absent = ("mkdocs", "markdown", "mkdocstrings", "transformers", "sklearn", "pytest_benchmark")
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({absent!r}))\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    arguments = (
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        str(ROOT / "spec_tests"),
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments],
+        env=ENVIRONMENT | {"PYTHONPATH": path},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "tests not run (mkdocs is not installed)" in done.stdout
