@@ -7,6 +7,7 @@ here, while the site is built::
     {{ timeline fsdp1-pre-4 | A caption. }}    a picture of a recorded run
     {{ simulated prefetch | A caption. }}      a picture of a step that was logged on the simulated accelerator
     {{ proof SHARD-04 PREF-02 }}               rows of the spec, their tests, and how these went last
+    {{ sketch holdings | A caption. }}         a drawing of a learning page, its numbers computed
     {{ asset timeline | A caption. }}          a picture that is checked in
     {{ evidence }}                             the figures of the first page
     {{ wrong shared_streams }}                 a case in which torch is wrong, and its program
@@ -30,6 +31,10 @@ The rooms, from the bottom up:
 ``debugcost``    what the checks of ``minifsdp.debug()`` cost
 ``values``       numbers and tables of the prose
 ``shardmaps``    who holds which elements
+``sketch``       what drawings of the learning pages are made of; ``sketches`` finds one by its name
+``holdings``     who holds what under the stages of ZeRO; ``oneweight``, one weight from its cut to its gradient
+``linkbytes``    what a step sends within machines and between them
+``hooksteps``    one unit after each of its four hooks, as recorded
 ``messages``     every message of the package; ``troubles`` makes entries of them
 ``myths``        wrong claims, what is true, and the tests that show it
 ``player``       recorded runs as scripts for the step player

@@ -108,6 +108,13 @@ def _picture(rest: str, _: str) -> str:
     return _raw(pictures.figure(shardmaps.draw(name.strip()), caption.strip(), "Drawn from the package's own layouts."))
 
 
+def _sketch(rest: str, _: str) -> str:
+    from docs_build import sketches
+
+    name, _, caption = rest.partition(" | ")
+    return _raw(sketches.draw(name.strip(), caption.strip()))
+
+
 def _table(rest: str, start: str) -> str:
     return values.table(rest.strip())
 
@@ -170,6 +177,7 @@ VERBS: dict[str, Callable[[str, str], str]] = {
     "proof": _proof,
     "exercise": _exercise,
     "picture": _picture,
+    "sketch": _sketch,
     "table": _table,
     "simulated": _simulated,
     "asset": _asset,

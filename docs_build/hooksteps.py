@@ -1,0 +1,122 @@
+"""One unit after each of its four hooks, and after the end of backward, as a recorded run has it.
+
+What a hook has done are the moments of the record while it ran: for ``pre_forward`` of a block, without prefetch ::
+
+    AG issued, AG waited for, F begins         afterwards the whole row is there
+
+They may be of another unit: while this one's gradient is handed over, the reduction of the one before is completed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from docs_build import recordings
+from docs_build.sketch import Panel, bar, box, figure, label, size_of
+
+__all__ = ["RUN", "STEPS", "UNIT", "Step", "after"]
+
+RUN, UNIT = "fsdp1-full-off-block-2", "stage1.block2"
+TITLES = {
+    "pre_forward": "After pre-forward",
+    "post_forward": "After post-forward",
+    "pre_backward": "After pre-backward",
+    "post_backward": "After post-backward",
+    "end_backward": "After the end of backward",
+}
+WORDS = {
+    ("AG", True): "the all-gather of {unit} is issued ({size})",
+    ("AG", False): "the all-gather of {unit} is waited for",
+    ("F", True): "the forward of {unit} begins",
+    ("F", False): "the forward of {unit} is over",
+    ("FREE", True): "the full parameters of {unit} are freed ({size})",
+    ("B", True): "the gradient of {unit}'s output is there",
+    ("B", False): "the gradients of {unit} are complete",
+    ("RS", True): "the reduce-scatter of {unit} is issued ({size})",
+    ("RS", False): "the reduce-scatter of {unit} is complete",
+}
+LEFT, TOP, WHOLE, HEIGHT = 84, 24, 92, 20
+
+
+class Step:
+    """What a hook of `UNIT` has done, and what there is afterwards; all of it as rank 0 has recorded it.
+
+    Attributes:
+        happened: kind, unit, whether it begins, bytes.
+        is_whole: all ranks have the full parameters.
+        is_reducing: a reduce-scatter of the gradient has been issued and is not complete.
+        gradient: bytes of the reduced gradient.
+    """
+
+    def __init__(self, hook: str) -> None:
+        moments = recordings.find(RUN)["ranks"][0]["moments"]
+        here = _while(hook, moments)
+        self.happened = [
+            (kind, unit, begins, size) for kind, unit, begins, _, size, *_ in moments[here.start : here.stop]
+        ]
+        # A moment is noted before it changes anything, so what a hook leaves is seen in the next one.
+        state, _, self.gradient = moments[here.stop][7][_place()]
+        self.is_whole = state != "S"
+        reductions = [one[2] for one in moments[: here.stop] if one[0] == "RS" and one[1] == UNIT]
+        self.is_reducing = reductions == [True]
+
+
+def _place() -> int:
+    return next(place for place, unit in enumerate(recordings.find(RUN)["units"]) if unit["name"] == UNIT)
+
+
+def _while(hook: str, moments: list[Any]) -> range:
+    """The moments while ``hook`` of `UNIT` ran."""
+
+    def runs(moment: Any) -> bool:
+        return any(function == f"Cycle.{hook}" for _, function, _ in moment[6])
+
+    # The end of backward is that of all units.
+    first = next(n for n, one in enumerate(moments) if runs(one) and (one[1] == UNIT or hook == "end_backward"))
+    last = next(n for n in range(first, len(moments)) if not runs(moments[n]))
+    return range(first, last)
+
+
+def after(hook: str) -> Step:
+    """The step of a hook."""
+    return Step(hook)
+
+
+def _draw(hook: str, caption: str) -> str:
+    step, data = after(hook), recordings.load()
+    unit = recordings.find(RUN)["units"][_place()]
+    parts = []
+    for rank in range(2):
+        parts.append(label(f"rank {rank}", LEFT + rank * (WHOLE + 12) + WHOLE / 2, 16, "mid soft"))
+    for row, name in enumerate(("parameters", "gradient")):
+        parts.append(label(name, LEFT - 8, TOP + row * (HEIGHT + 10) + 15, "end"))
+        for rank in range(2):
+            x, y = LEFT + rank * (WHOLE + 12), TOP + row * (HEIGHT + 10)
+            parts.append(box(x, y, WHOLE, HEIGHT))
+            parts += _held(step, name, x, y, rank)
+    words = "; ".join(_said(*one) for one in step.happened)
+    held = f"Each rank has {size_of(unit['bytes'] if step.is_whole else unit['shard'])} of its parameters"
+    held += {True: ", and the whole gradient is on its way.", False: "."}[step.is_reducing]
+    if step.gradient:
+        held = f"{held.removesuffix('.')}, and {size_of(step.gradient)} of the mean gradient."
+    source = f"From a run recorded on {data['date']} with 2 gloo ranks; the unit has {size_of(unit['bytes'])}."
+    panel = Panel(TITLES[hook], parts, LEFT + 2 * (WHOLE + 12), TOP + 2 * (HEIGHT + 10), f"Recorded: {words}. {held}")
+    return figure([panel], caption, source)
+
+
+def _held(step: Step, name: str, x: float, y: float, rank: int) -> list[str]:
+    part = x + rank * WHOLE / 2
+    if name == "parameters":
+        return [bar("p", x, y, WHOLE, HEIGHT) if step.is_whole else bar("p", part, y, WHOLE / 2, HEIGHT)]
+    if step.is_reducing:
+        return [bar("g", x, y, WHOLE, HEIGHT)]
+    return [bar("g", part, y, WHOLE / 2, HEIGHT)] if step.gradient else []
+
+
+def _said(kind: str, unit: str, begins: bool, num_bytes: int) -> str:
+    return WORDS[kind, begins].format(unit=unit.rpartition(".")[2] or "the root", size=size_of(num_bytes))
+
+
+STEPS: dict[str, Callable[[str], str]] = {hook: partial(_draw, hook) for hook in TITLES}

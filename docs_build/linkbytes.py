@@ -1,0 +1,95 @@
+"""What a step sends over each link: within a machine, and between two of them.
+
+Four ranks on two machines. A collective is a ring through its ranks, so it sends over the links from each to the next::
+
+    FULL_SHARD     0 > 1 > 2 > 3 > 0            one ring through everybody; 1 > 2 and 3 > 0 cross the network
+    HYBRID_SHARD   0 > 1 > 0 and 2 > 3 > 2      gathers and reduce-scatters stay inside
+                   0 > 2 > 0 and 1 > 3 > 1      all-reduces of a half each are all that crosses
+
+The bytes are those of the package's cost functions. `links` lays them on links, and the sums over links are equal to
+what `sent_by_link` says of a rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from docs_build.sketch import Panel, bar, box, figure, label, size_of
+from minifsdp.tools.cost import cost_of, sent_bytes
+from minifsdp.tools.job import Job
+from minifsdp.tools.links import sent_by_link
+
+__all__ = ["NUM_RANKS", "PER_MACHINE", "STRATEGIES", "Link", "draw", "job_of", "links", "totals"]
+
+Link = tuple[int, int]
+NUM_PARAMETERS, NUM_RANKS, PER_MACHINE = 10**9, 4, 2
+STRATEGIES = ["FULL_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"]
+# Ranks 0 and 1 stand left, 2 and 3 right.
+PLACES = [(70, 50), (70, 120), (210, 50), (210, 120)]
+RADIUS, THICKEST, BAR = 13, 14, 150
+SOURCE = "Computed by minifsdp.tools.links for 1 billion parameters, Adam and float32, while this page was built."
+
+
+def job_of(strategy: str) -> Job:
+    """One unit of all parameters, on the four ranks."""
+    shards = {"NO_SHARD": 1, "FULL_SHARD": NUM_RANKS}.get(strategy, PER_MACHINE)
+    return Job([[(NUM_PARAMETERS,)]], strategy=strategy, num_shards=shards, num_replicas=NUM_RANKS // shards)
+
+
+def links(strategy: str) -> Counter[Link]:
+    """Bytes of a step over each link, from a rank to another."""
+    job, found = job_of(strategy), Counter[Link]()
+    for kind, num_bytes in sent_bytes(job).items():
+        size, apart = (job.num_replicas, job.shards) if kind == "AR" else (job.shards, 1)
+        for rank in range(NUM_RANKS):
+            # The ring of a rank begins at a multiple of what it spans; from its last rank it goes back to the first.
+            first = rank // (size * apart) * size * apart + rank % apart
+            following = first + (rank - first + apart) % (size * apart)
+            if num_bytes and following != rank:
+                found[rank, following] += int(num_bytes)
+    return found
+
+
+def totals(strategy: str) -> tuple[float, float]:
+    """Bytes that a rank sends in a step within its machine, and to the other one; the mean over the ranks."""
+    sent = sent_by_link(job_of(strategy), PER_MACHINE).values()
+    return sum(one.within for one in sent), sum(one.between for one in sent)
+
+
+def draw(caption: str) -> str:
+    """A panel for each strategy; all have one scale."""
+    most = max(max(_both_ways(links(strategy)).values()) for strategy in STRATEGIES)
+    widest = max(max(totals(strategy)) for strategy in STRATEGIES)
+    return figure([_panel(strategy, most, widest) for strategy in STRATEGIES], caption, SOURCE)
+
+
+def _panel(strategy: str, most: float, widest: float) -> Panel:
+    parts = [box(30, 22, 80, 130), box(170, 22, 80, 130)]
+    parts += [label("machine 0", 70, 15, "mid soft"), label("machine 1", 210, 15, "mid soft")]
+    parts += [_link(link, THICKEST * num_bytes / most) for link, num_bytes in _both_ways(links(strategy)).items()]
+    for rank, (x, y) in enumerate(PLACES):
+        parts.append(f'<circle class="rank" cx="{x}" cy="{y}" r="{RADIUS}"/>{label(str(rank), x, y + 4, "mid")}')
+    within, between = totals(strategy)
+    for y, name, kind, num_bytes in ((166, "within", "p", within), (188, "between", "g", between)):
+        parts.append(label(name, 52, y + 12, "end"))
+        width = BAR * num_bytes / widest
+        if width:
+            parts.append(bar(kind, 58, y, width, 16))
+        parts.append(label(size_of(num_bytes), 64 + width, y + 12))
+    stored = size_of(cost_of(job_of(strategy)).stored)
+    text = f"For each rank and step: {size_of(within)} within its machine, {size_of(between)} between machines."
+    return Panel(strategy, parts, 280, 210, f"{text} Between steps a rank stores {stored}.")
+
+
+def _both_ways(found: Counter[Link]) -> Counter[Link]:
+    """There and back is one line, as thick as both together: a ring of two ranks would be drawn on itself."""
+    together: Counter[Link] = Counter()
+    for (a, b), num_bytes in found.items():
+        together[min(a, b), max(a, b)] += num_bytes
+    return together
+
+
+def _link(link: Link, width: float) -> str:
+    (x1, y1), (x2, y2) = (PLACES[rank] for rank in link)
+    kind = "within" if link[0] // PER_MACHINE == link[1] // PER_MACHINE else "between"
+    return f'<line class="link {kind}" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke-width="{width:.2f}"/>'

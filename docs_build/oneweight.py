@@ -1,0 +1,70 @@
+"""One weight on four ranks: cut, gathered, used, let go; and in backward its gradient.
+
+The weight that is drawn is `DRAWN`, that of which the numbers speak `REAL`; where both are cut, the package's own
+arithmetic says.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from docs_build.sketch import Panel, bar, box, figure, label, size_of
+from minifsdp.engine.cut import Cut
+from minifsdp.tools.formulas import gather_sends, ring_reduce_scatter_sends
+
+__all__ = ["DRAWN", "NUM_RANKS", "REAL", "draw"]
+
+NUM_RANKS = 4
+DRAWN, REAL = torch.Size((4, 6)), torch.Size((4096, 4096))
+CELL, GAP, LEFT, TOP = 12, 8, 6, 24
+WHOLE = 4 * REAL.numel()
+SOURCE = "Drawn from the cut that fully_shard makes; the bytes are those of minifsdp's own formulas."
+
+
+def rows_of(rank: int) -> list[int]:
+    """The rows of the drawn weight that a rank stores."""
+    cut = Cut(DRAWN, 0, NUM_RANKS)
+    rows = torch.arange(DRAWN[0]).view(-1, 1).expand(DRAWN)
+    return sorted(set(cut.local_part(rows, rank).flatten().tolist()))
+
+
+def stored() -> int:
+    """Bytes of the real weight that a rank stores."""
+    return 4 * Cut(REAL, 0, NUM_RANKS).local_part(torch.empty(REAL, device="meta"), 0).numel()
+
+
+def draw(caption: str) -> str:
+    """The six moments."""
+    sent = gather_sends(WHOLE, NUM_RANKS)
+    reduced = ring_reduce_scatter_sends(WHOLE, NUM_RANKS)
+    part, whole = size_of(stored()), size_of(WHOLE)
+    cut, gathered = [rows_of(rank) for rank in range(NUM_RANKS)], [list(range(DRAWN[0]))] * NUM_RANKS
+    mean = f"A reduce-scatter: each rank sends {size_of(reduced)}, and has its rows of the mean, {part}."
+    panels = [
+        _panel("1. Cut", cut, f"Each rank stores its rows: {part} of {whole}."),
+        _panel("2. Gathered", gathered, f"An all-gather: each rank sends {size_of(sent)}, and has all {whole}."),
+        _panel("3. Used", gathered, "Each rank computes with the whole weight, on its own batch.", "x"),
+        _panel("4. Let go", cut, f"Forward of this layer is over: back to {part}. In backward, 2 comes again."),
+        _panel("5. Its gradient", gathered, f"Each rank has a whole one, {whole}, of its own batch.", gradient=True),
+        _panel("6. Reduced", cut, mean, gradient=True),
+    ]
+    return figure(panels, caption, SOURCE)
+
+
+def _panel(title: str, rows: list[list[int]], text: str, batch: str = "", *, gradient: bool = False) -> Panel:
+    num_rows, num_columns = DRAWN
+    width, height, parts = num_columns * CELL, num_rows * CELL, []
+    for rank, there in enumerate(rows):
+        x = LEFT + rank * (width + GAP)
+        parts.append(label(f"rank {rank}", x + width / 2, 16, "mid soft"))
+        parts.append(box(x, TOP, width, height))
+        for row in there:
+            # A rank's rows carry its number, wherever they are; a gradient is striped as everywhere.
+            owner = next(one for one in range(NUM_RANKS) if row in rows_of(one))
+            y = TOP + row * CELL
+            parts.append(bar("g" if gradient else f"r{owner}", x, y, width, CELL))
+            parts.append(label(str(owner), x + width / 2, y + CELL - 2, "mid cell"))
+        if batch:
+            below = TOP + height
+            parts.append(label(f"x{rank} \N{RIGHTWARDS ARROW} y{rank}", x + width / 2, below + 14, "mid"))
+    return Panel(title, parts, LEFT + NUM_RANKS * (width + GAP), TOP + height + 20, text)

@@ -1,0 +1,26 @@
+"""The drawings of the learning pages, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from docs_build import holdings, hooksteps, linkbytes, oneweight
+
+__all__ = ["SKETCHES", "draw"]
+
+SKETCHES: dict[str, Callable[[str], str]] = {
+    "holdings": holdings.draw_holdings,
+    "bars": holdings.draw_bars,
+    "weight": oneweight.draw,
+    "links": linkbytes.draw,
+    **hooksteps.STEPS,
+}
+
+
+def draw(name: str, caption: str) -> str:
+    """A drawing as a figure.
+
+    Raises:
+        KeyError: there is none of that name.
+    """
+    return SKETCHES[name](caption)

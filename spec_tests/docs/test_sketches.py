@@ -1,0 +1,140 @@
+"""The drawings of the learning pages say what the package computes, and can be read everywhere."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from docs_build import holdings, hooksteps, linkbytes, oneweight
+from docs_build.order import ROOT
+from docs_build.sketch import bar, size_of
+from docs_build.sketches import SKETCHES, draw
+from minifsdp.tools.formulas import zero_bytes
+from spec_tests.docs.browser import Tab
+from spec_tests.docs.contrast import contrasts
+
+GB = 10**9
+# Each drawing with the page on which it is.
+PAGES = {
+    "learn/why": ["weight", "holdings", "bars"],
+    "learn/hooks": list(hooksteps.STEPS),
+    "learn/strategies": ["links"],
+}
+
+
+def bars_of(html: str, kind: str) -> list[tuple[float, float]]:
+    """Where each bar of a kind begins, and how wide it is."""
+    found = re.findall(rf'<rect class="{kind}" x="([\d.]+)" y="[\d.]+" width="([\d.]+)"', html)
+    return [(float(x), float(width)) for x, width in found]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4, 64])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_a_rank_holds_is_what_zeros_formula_says(stage: int, num_ranks: int) -> None:
+    held = holdings.bytes_held(stage, num_ranks)
+    assert sum(held.values()) == zero_bytes(GB, num_ranks, stage, low=4, optimizer=8)
+    assert held["p"] == 4 * GB / (num_ranks if stage == 3 else 1)
+
+
+def test_the_parts_of_all_ranks_put_together_are_the_whole() -> None:
+    *_, last = draw("holdings", "Held.").split('class="sketch-panel"')
+    for kind in "pgo":
+        parts = bars_of(last, kind)
+        # Each rank's part begins, in its own room, where that of the rank before has ended.
+        room = parts[1][0] - parts[0][0] - parts[0][1]
+        assert len(parts) == 4
+        assert all(x == pytest.approx(parts[0][0] + rank * (room + width)) for rank, (x, width) in enumerate(parts))
+        assert sum(width for _, width in parts) == 72
+
+
+def test_the_rows_of_the_drawn_weight_are_those_that_torch_would_cut() -> None:
+    rows = torch.arange(4).chunk(oneweight.NUM_RANKS)
+    assert [oneweight.rows_of(rank) for rank in range(4)] == [part.tolist() for part in rows]
+    html = draw("weight", "A weight.")
+    # 64 MiB, a quarter of it, and what a ring sends of it.
+    assert {"67.1 MB", "16.8 MB", "50.3 MB"} <= set(re.findall(r"[\d.]+ MB", html))
+
+
+@pytest.mark.parametrize("strategy", linkbytes.STRATEGIES)
+def test_the_links_of_a_drawing_carry_what_the_package_counts(strategy: str) -> None:
+    summed = Counter[bool]()
+    for (a, b), num_bytes in linkbytes.links(strategy).items():
+        summed[a // 2 != b // 2] += num_bytes
+    within, between = linkbytes.totals(strategy)
+    assert (summed[False], summed[True]) == (4 * within, 4 * between)
+
+
+def test_full_shard_sends_more_through_the_network_than_a_hybrid_that_stores_more() -> None:
+    # Worked by hand, 4 GB: three times 3/4 around the ring, of which half crosses; twice a half of a half.
+    assert linkbytes.totals("FULL_SHARD") == (4.5 * GB, 4.5 * GB)
+    assert linkbytes.totals("HYBRID_SHARD") == (6 * GB, 2 * GB)
+    html = draw("links", "Links.")
+    assert "4.5 GB between machines. Between steps a rank stores 3 GB" in html
+    assert "2 GB between machines. Between steps a rank stores 6 GB" in html
+
+
+def test_the_steps_of_a_unit_are_those_of_the_recorded_run() -> None:
+    steps = {hook: hooksteps.after(hook) for hook in hooksteps.STEPS}
+    own = {hook: [kind for kind, unit, begins, _ in step.happened if unit == hooksteps.UNIT and begins]
+           for hook, step in steps.items()}  # fmt: skip
+    assert own == {
+        "pre_forward": ["AG", "F"],
+        "post_forward": ["FREE"],
+        "pre_backward": ["B", "AG"],
+        "post_backward": ["FREE", "RS"],
+        "end_backward": [],
+    }
+    assert [step.is_whole for step in steps.values()] == [True, False, True, False, False]
+    assert [step.is_reducing for step in steps.values()] == [False, False, False, True, False]
+    assert [bool(step.gradient) for step in steps.values()] == [False] * 4 + [True]
+
+
+def test_a_step_draws_the_whole_or_each_ranks_own_half() -> None:
+    assert [width for _, width in bars_of(draw("pre_forward", "Whole."), "p")] == [hooksteps.WHOLE] * 2
+    (first, half), (second, same) = bars_of(draw("post_forward", "Cut."), "p")
+    assert half == same == hooksteps.WHOLE / 2
+    assert second - first == hooksteps.WHOLE + 12 + half
+    assert [width for _, width in bars_of(draw("end_backward", "Cut."), "g")] == [hooksteps.WHOLE / 2] * 2
+
+
+def test_kinds_of_bytes_differ_in_more_than_colour() -> None:
+    stripes = [re.findall(r"[vh]", bar(kind, 0, 0, 40, 40).partition(' d="')[2])[:1] for kind in "pgo"]
+    assert stripes == [[], ["v"], ["h"]]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "said"),
+    [(12, "12 bytes"), (66304, "66.3 kB"), (999_999, "1 MB"), (16e9, "16 GB"), (5e12, "5,000 GB")],
+)
+def test_a_size_has_three_figures(num_bytes: float, said: str) -> None:
+    assert size_of(num_bytes) == said
+
+
+def test_every_drawing_is_on_a_page() -> None:
+    for page, names in PAGES.items():
+        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        assert re.findall(r"^\{\{ sketch (\w+) \| .+ \}\}$", text, re.MULTILINE) == names
+    assert sorted(name for names in PAGES.values() for name in names) == sorted(SKETCHES)
+
+
+@pytest.mark.docs
+@pytest.mark.needs("mkdocs")
+@pytest.mark.parametrize("page", PAGES)
+def test_drawings_can_be_read_on_a_phone_and_in_the_dark(site: Path, tab: Tab, page: str) -> None:
+    tab.resize(390, 844)
+    tab.open((site / f"{page}.html").as_uri())
+    panels = "[...document.querySelectorAll('.sketch-panel svg')]"
+    assert tab.look(f"{panels}.length") >= len(PAGES[page])
+    # No panel is wider than the window, and no letter smaller than 9 pixels.
+    assert tab.look(f"{panels}.every(e => e.getBoundingClientRect().right <= 390)")
+    size = "parseFloat(getComputedStyle(t).fontSize) * t.getScreenCTM().a"
+    assert tab.look(f"Math.min(...[...document.querySelectorAll('.sketch text')].map(t => {size}))") >= 9
+    for scheme in ("default", "slate"):
+        tab.look(f"document.body.setAttribute('data-md-color-scheme', '{scheme}')")
+        ratio, name = contrasts(tab, ".sketch p, .sketch li, .sketch figcaption, .sketch small")[0]
+        assert ratio >= 4.5, (scheme, name)
+    tab.resize(1280, 900)
