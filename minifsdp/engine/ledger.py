@@ -9,7 +9,7 @@ one can lay side by side what each rank has sent. So every collective of this pa
 2. *Which place in its group.* Collectives of one process group pair up by their order. So each group has a *chain*: a
    number, and a hash of all that was issued in it so far. Equal chains, equal order; where two chains part, the two
    ranks send each other the wrong thing.
-3. *In which epoch.* Chains are compared at the end of each backward (``order_check.py``) and begin anew then. What was
+3. *In which epoch.* Chains are compared at the end of each backward (``comparison.py``) and begin anew then. What was
    equal once is never looked at again, and a rank that is merely slow has the beginning of the other's chain.
 
 4. *Asked before, where that is needed.* Between CPUs a message that is larger than what was expected ends the process

@@ -54,7 +54,8 @@ def taken(step: int) -> Sample:
     everything = gc.get_objects()
     tensors = [one for one in everything if issubclass(type(one), torch.Tensor)]
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors if _is_plain(one)}
-    ours = [one for one in everything if type(one).__module__.partition(".")[0] == "minifsdp"]
+    # Of some classes that is no text.
+    ours = [one for one in everything if str(type(one).__module__).partition(".")[0] == "minifsdp"]
     return Sample(
         step=step,
         tensors=len(tensors),

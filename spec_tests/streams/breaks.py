@@ -94,7 +94,6 @@ ORDERS = re.compile(
 )
 # Not broken, and why.
 LEFT_OUT = {
-    "checkpoint/agreement.py: store.wait(": "waits for other ranks, which are invented here",
     "checkpoint/chunks.py: collectives.gather(": "loading a sharded state dict begins with a barrier of all ranks",
     "checkpoint/codec.py: collectives.gather(": "the optimizer's state begins with a barrier of all ranks",
     "engine/gloo.py: work.wait(": "between CPUs alone",
