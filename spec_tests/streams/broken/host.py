@@ -12,7 +12,6 @@ LAYOUT = "engine/layout.py"
 FLAT_COPY = "        return piece.to(dtype).to(self.owner.shard.device, non_blocking=True)\n"
 EACH_COPY = "        return piece.to(dtypes.pop()).to(self._entries[0].piece.device, non_blocking=True)\n"
 HOOKED, GIVEN = "self.has_gradient_hooks", "any(p.grad is not None for p in self.local_parameters())"
-ANSWER = '            return number.to("cpu", non_blocking=True), lane.stream.record_event().synchronize\n'
 
 BREAKS = [
     # --- copies to the device ---
@@ -34,11 +33,11 @@ BREAKS = [
     ),
     # --- copies to the host ---
     Break(
-        "batches-told-before-they-arrive",
+        "batches-answered-without-an-event",
         "batches.py",
-        "            work.wait()\n" + ANSWER,
-        ANSWER,
-        "Whether all ranks have a batch is copied to the CPU while it arrives.",
+        'number.to("cpu", non_blocking=True), lane.stream.record_event().synchronize\n',
+        'number.to("cpu", non_blocking=True), bool\n',
+        "Nobody knows when the answer, whether all ranks have a batch, has been copied.",
         "each_in_batches_of_tokens",
     ),
     Break(
@@ -47,14 +46,6 @@ BREAKS = [
         "        wait()\n",
         "        pass\n",
         "The CPU reads whether all ranks have a batch before that was copied.",
-        "each_in_batches_of_tokens",
-    ),
-    Break(
-        "tokens-read-before-they-arrive",
-        "batches.py",
-        "[total], options, on_cpu=total.is_cpu).wait()",
-        "[total], options, on_cpu=total.is_cpu)",
-        "The loss is weighted with a number of tokens that is being added up.",
         "each_in_batches_of_tokens",
     ),
     Break(
