@@ -36,6 +36,7 @@ The rooms, from the bottom up:
 ``linkbytes``    what a step sends within machines and between them
 ``hooksteps``    one unit after each of its four hooks, as recorded
 ``messages``     every message of the package; ``troubles`` makes entries of them
+``paste``        the box that knows messages again: what it looks for
 ``myths``        wrong claims, what is true, and the tests that show it
 ``player``       recorded runs as scripts for the step player
 ``specpage``     the page of the spec

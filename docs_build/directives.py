@@ -147,6 +147,18 @@ def _wrong(rest: str, start: str) -> str:
     return wrong.prose(case) + _raw(wrong.program(case)) + _proof(" ".join(case.rows), start)
 
 
+def _paste(rest: str, _: str) -> str:
+    from docs_build import paste
+
+    return _raw(paste.box())
+
+
+def _quoted(is_first: bool, rest: str, _: str) -> str:
+    from docs_build import paste
+
+    return _raw(paste.quoted(rest, is_first))
+
+
 def _html(name: str) -> Callable[[str, str], str]:
     def make(rest: str, start: str) -> str:
         from docs_build import myths, troubles, verbs
@@ -195,4 +207,7 @@ VERBS: dict[str, Callable[[str, str], str]] = {
     "path": _html("path"),
     "myths": _html("myths"),
     "troubles": _html("troubles"),
+    "paste": _paste,
+    "says": partial(_quoted, True),
+    "follows": partial(_quoted, False),
 }

@@ -1,0 +1,128 @@
+"""The box on the page "Troubleshoot": what it knows, for the script that searches pasted text for it.
+
+Two sources, and no list beside them that could go stale:
+
+* each message of the package, from its template in ``messages.toml``: the fixed words between braces, in their order;
+* each entry of ``docs/troubleshoot.md`` that quotes what torch says, with a line in double braces below its headline::
+
+      {{ says CUDA out of memory | HIP out of memory }}            either of these means this entry
+      {{ follows Watchdog caught collective operation timeout }}   so does this, but it follows from another error
+
+An ellipsis in a quoted text stands for what differs. The script (``docs/assets/js/paste.js``) compares without regard
+to white space, quotes and capitals, so a message is known again however a terminal has wrapped it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from html import escape
+from string import Formatter
+
+from docs_build.messages import Message, messages
+from docs_build.order import ROOT
+from minifsdp.engine.messages import texts
+
+__all__ = ["Known", "box", "known", "of_the_page", "quoted"]
+
+PAGE = ROOT / "docs" / "troubleshoot.md"
+ENTRY = re.compile(r"^### (?P<title>.+?) \{ #(?P<id>E-[\w-]+)[^}]*\}$(?P<body>.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
+QUOTED = re.compile(r"^\{\{ (?P<verb>says|follows) (?P<texts>.*) \}\}$", re.MULTILINE)
+
+# Messages whose lines are made elsewhere: which of the catalogue's lines they can have. One alone is known, too.
+LINES = {
+    "initial-weights-differ": ["rank-differs"],
+    "not-finite": ["parameter-not-finite", "output-not-finite", "gradient-not-finite"],
+    "optimizer-parameters": ["own-count", "own-names", "foreign-parameters"],
+}
+NOT_IN_STATE_DICTS = {name for names in LINES.values() for name in names}
+
+
+@dataclass(frozen=True)
+class Known:
+    """An entry that pasted text can lead to.
+
+    Attributes:
+        id: its address on the page.
+        title: its headline.
+        door: who says it, ``minifsdp`` or ``PyTorch``.
+        kind: ``error``; ``warning``, after which a program goes on; ``follows``, mostly from another error.
+        wholes: texts that lead here, each as its fixed pieces in order.
+        lines: the same for single lines of the message, which lead here where nothing else does.
+    """
+
+    id: str
+    title: str
+    door: str
+    kind: str
+    wholes: list[list[str]]
+    lines: list[list[str]]
+
+
+def known() -> list[Known]:
+    """All entries that can be found, those of the page first."""
+    return [*of_the_page(), *(_of_message(message) for message in messages())]
+
+
+def of_the_page() -> list[Known]:
+    """The entries of the page that quote what torch says."""
+    found = []
+    for entry in ENTRY.finditer(PAGE.read_text(encoding="utf-8")):
+        quotes = list(QUOTED.finditer(entry["body"]))
+        if quotes:
+            kind = "follows" if any(quote["verb"] == "follows" for quote in quotes) else "error"
+            wholes = [text.split("…") for quote in quotes for text in _texts(quote["texts"])]
+            found.append(Known(entry["id"], re.sub(r"[\\`]", "", entry["title"]), "PyTorch", kind, wholes, []))
+    return found
+
+
+def _of_message(message: Message) -> Known:
+    name = message.id.removeprefix("E-")
+    details = texts()["detail"]
+    lines = [_pieces(details[line]) for line in LINES.get(name, [])]
+    if name == "state-dict-refused":
+        others = [line for line in details if line not in NOT_IN_STATE_DICTS and not line.startswith("explain-")]
+        lines = [_pieces(details[line]) for line in others]
+    whole = _pieces(texts()["message"][name])
+    # A message that has no words but those of its lines.
+    wholes, lines = ([whole], lines) if whole else (lines, [])
+    kind = "warning" if message.kind.endswith("Warning") else "error"
+    return Known(message.id, message.text, "minifsdp", kind, wholes, lines)
+
+
+def _pieces(template: str) -> list[str]:
+    """The fixed words of a template, between what is filled in."""
+    return [words for words, _, _, _ in Formatter().parse(template) if words.strip()]
+
+
+def _texts(quotes: str) -> list[str]:
+    return [text.strip() for text in quotes.split(" | ")]
+
+
+def quoted(rest: str, is_first: bool) -> str:
+    """A line of an entry: the words by which the box, the search and a reader know the message again."""
+    codes = ", ".join(f"<code>{escape(text, quote=False)}</code>" for text in _texts(rest))
+    how = "Read as" if is_first else "Mostly it follows from another error, so look for that one first. Read as"
+    return f'<p class="quoted">{how} {codes}</p>'
+
+
+def box() -> str:
+    """The box as HTML, and what it knows as JSON beside it; ``docs/assets/js/paste.js`` brings it to life."""
+    # "</" would end the script.
+    facts = json.dumps([asdict(one) for one in known()], ensure_ascii=False, separators=(",", ":")).replace(
+        "</", "<\\/"
+    )
+    return (
+        '<link rel="stylesheet" href="assets/css/paste.css">'
+        '<form id="paste" class="paste" data-search-exclude><label for="paste-text">Paste your traceback</label>'
+        '<p id="paste-hint" class="paste-hint">All of it, from all ranks, or a few words. It is compared here, in your '
+        "browser, and goes nowhere.</p>"
+        '<textarea id="paste-text" rows="7" spellcheck="false" autocomplete="off" aria-describedby="paste-hint">'
+        '</textarea><p class="paste-buttons"><button type="button" id="paste-example">Show an example</button>'
+        '<button type="reset">Empty the box</button></p><p id="paste-status" role="status" aria-live="polite"></p>'
+        '<ol id="paste-found"></ol><noscript>The box needs JavaScript; a browser finds headlines below without it.'
+        "</noscript></form>"
+        f'<script type="application/json" id="paste-known">{facts}</script>'
+        '<script src="assets/js/paste.js"></script>'
+    )
