@@ -42,9 +42,9 @@ def links(strategy: str) -> Counter[Link]:
     for kind, num_bytes in sent_bytes(job).items():
         size, apart = (job.num_replicas, job.shards) if kind == "AR" else (job.shards, 1)
         for rank in range(NUM_RANKS):
-            # The ring of a rank begins at a multiple of what it spans; from its last rank it goes back to the first.
-            first = rank // (size * apart) * size * apart + rank % apart
-            following = first + (rank - first + apart) % (size * apart)
+            # Rings span a multiple of their distance; beyond that they go back to where they began.
+            span = size * apart
+            following = rank // span * span + (rank + apart) % span
             if num_bytes and following != rank:
                 found[rank, following] += int(num_bytes)
     return found
