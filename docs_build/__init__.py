@@ -48,6 +48,8 @@ The rooms, from the bottom up:
 ``descriptions`` a sentence about each page
 ``evidence``     figures of the first page, computed from the records
 ``directives``   the lines in double braces
+``lessons``      runs the tutorials and records what they say; ``busy`` tells what others did meanwhile
+``lessonpage``   a tutorial as a page, and the index of all
 ``links``        follows every link of the built site
 ``hook``         what mkdocs calls
 """

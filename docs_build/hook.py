@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
@@ -53,7 +54,11 @@ def on_config(config: Any) -> Any:
             entry["Read the code"] = [index, *more, *groups]
         if "Tutorials" in entry:
             index, *more = entry["Tutorials"]
-            entry["Tutorials"] = [index, *[_entry(lesson.name) for lesson in lessons.LESSONS], *more]
+            entry["Tutorials"] = [
+                index,
+                *[{lesson.title: _source_uri(lesson.name)} for lesson in lessons.LESSONS],
+                *more,
+            ]
     return config
 
 
@@ -76,8 +81,8 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, _source_uri(name), content=head))
     files.append(File.generated(config, "read/index.md", content=pages.index_page()))
     for lesson in lessons.LESSONS:
-        title = Path(lesson.name).name
-        head = f"---\ntitle: {title}\nhide: [navigation, toc]\nminifsdp_lesson: {lesson.name}\n---\n# {title}\n"
+        head = f"---\ntitle: {json.dumps(lesson.title)}\nhide: [navigation, toc]\nminifsdp_lesson: {lesson.name}\n---\n"
+        head += f"# {lesson.title}\n"
         files.append(File.generated(config, _source_uri(lesson.name), content=head))
     files.append(File.generated(config, "tutorials/index.md", content=lessonpage.index_page()))
     for name, text in recordings.player_scripts().items():

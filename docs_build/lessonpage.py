@@ -34,7 +34,7 @@ def _what_it_said(lesson: Lesson) -> str:
     return (
         f'<section class="lesson-run"><h2 id="run">A run of it</h2><pre><code>$ {escape(lesson.command)}\n\n'
         f"{escape(run['output'].rstrip())}\n</code></pre>{pictures}"
-        f"<p><small>{run['date']}, {run['seconds']} seconds; {escape(run['machine'])}</small></p></section>"
+        f"<p><small>{run['date']}, {_time(lesson)}; {escape(run['machine'])}</small></p></section>"
     )
 
 
@@ -45,18 +45,40 @@ def _scalable(svg: str) -> str:
 
 
 def index_page() -> str:
-    """All lessons with their first sentences."""
-    lines = [
-        "# Tutorials",
-        "",
-        "Each is a script that reads like a lesson: an essay first, then code, and at the end assertions of all that",
-        "was said. A page shows the script beside its prose, and what a run of it has printed and drawn. They run on",
-        "two CPU cores or on GPUs, whichever is there.",
-        "",
-        '<ol class="read-list">',
-    ]
-    for lesson in LESSONS:
-        page = Path(lesson.name).with_suffix(".html").name
-        sentence = to_html(read_module(lesson.name).title).removeprefix("<p>").removesuffix("</p>")
-        lines.append(f'<li><a href="{page}"><code>{Path(lesson.name).name}</code></a> <span>{sentence}.</span></li>')
-    return "\n".join([*lines, "</ol>", ""])
+    """All lessons: their first sentences, what they need, how long they take and what comes out."""
+    cards = "".join(_card(lesson) for lesson in LESSONS)
+    return (
+        "# Tutorials\n\n"
+        "Each is a script that reads like a lesson: an essay first, then code, and at the end assertions of all that "
+        "was said. A page shows the script beside its prose, and what a run of it has printed and drawn. They run on "
+        "two CPU cores or on GPUs, whichever is there.\n\n"
+        "Times are those of recorded runs, from the start of the launcher to its end, and depend on the machine and "
+        "on what else it does; so each says how many cores other programs used meanwhile.\n\n"
+        f'<ol class="lessons">{cards}</ol>\n\n'
+        f"<p><small>{escape(_where())}</small></p>\n"
+    )
+
+
+def _card(lesson: Lesson) -> str:
+    page = Path(lesson.name).with_suffix(".html").name
+    sentence = to_html(read_module(lesson.name).title).removeprefix("<p>").removesuffix("</p>")
+    out = to_html(lesson.comes_out).removeprefix("<p>").removesuffix("</p>")
+    extras = ", ".join(lesson.extras) or "nothing else"
+    return (
+        f'<li><p><a href="{page}">{escape(lesson.title)}</a> <code>{Path(lesson.name).name}</code></p>'
+        f"<p>{sentence}.</p>"
+        f"<dl><dt>ranks</dt><dd>{lesson.num_ranks}</dd><dt>time</dt><dd>{_time(lesson)}</dd>"
+        f"<dt>needs</dt><dd>{escape(extras)}</dd><dt>out comes</dt><dd>{out}</dd></dl></li>"
+    )
+
+
+def _time(lesson: Lesson) -> str:
+    run = recorded()[lesson.name]
+    others = "unknown" if run["others"] is None else f"{run['others']:g} cores"
+    return f"{run['seconds']} seconds (other programs: {others})"
+
+
+def _where() -> str:
+    runs = [recorded()[lesson.name] for lesson in LESSONS]
+    dates, machines = sorted({run["date"] for run in runs}), sorted({run["machine"] for run in runs})
+    return f"Recorded from {dates[0]} to {dates[-1]}; {'; '.join(machines)}."

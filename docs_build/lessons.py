@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -20,8 +21,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from docs_build.busy import Others
 from docs_build.order import ROOT
 from docs_build.results import machine
+from docs_build.source import read_module
 
 __all__ = ["LESSONS", "Lesson", "record", "recorded"]
 
@@ -46,6 +49,31 @@ class Lesson:
     def command(self) -> str:
         """What a reader types."""
         return f"torchrun --standalone --nproc-per-node {self.num_ranks} {self.name} {self.arguments}".rstrip()
+
+    @property
+    def title(self) -> str:
+        """The first words of its first sentence: ``Mixed precision and batch norm``."""
+        words = re.match(r"[^:;,?]+\??", re.sub(r"[`*]", "", read_module(self.name).title))
+        assert words
+        return words[0]
+
+    @property
+    def extras(self) -> list[str]:
+        """The packages that its essay says to install."""
+        found = re.search(r"python -m pip install (.+)", read_module(self.name).essay)
+        return found[1].split() if found else []
+
+    @property
+    def comes_out(self) -> str:
+        """What its essay says of its output.
+
+        Raises:
+            ValueError: it says nothing.
+        """
+        found = re.search(r"^Out comes: (.+?)\n\n", read_module(self.name).essay, re.MULTILINE | re.DOTALL)
+        if not found:
+            raise ValueError(f"the docstring of {self.name} has no paragraph that begins with 'Out comes:'")
+        return " ".join(found[1].split())
 
 
 LESSONS = [
@@ -82,7 +110,7 @@ def _run(lesson: Lesson) -> dict[str, Any]:
     launcher = [sys.executable, "-m", "torch.distributed.run", *shlex.split(lesson.command)[1:]]
     with tempfile.TemporaryDirectory() as folder:
         command = [part.replace("FOLDER", folder) for part in launcher]
-        begin = time.monotonic()
+        begin, others = time.monotonic(), Others()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -92,6 +120,7 @@ def _run(lesson: Lesson) -> dict[str, Any]:
             "output": done.stdout.replace(folder, "FOLDER"),
             "pictures": pictures,
             "seconds": round(time.monotonic() - begin),
+            "others": others.cores(),
             "date": datetime.now(UTC).date().isoformat(),
             "machine": machine(),
         }

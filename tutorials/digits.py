@@ -3,6 +3,8 @@
     python -m pip install scikit-learn
     torchrun --standalone --nproc-per-node 2 tutorials/digits.py
 
+Out comes: the dtype of each layer, batch statistics that differ between ranks, and the share of images read right.
+
 It takes about a quarter of a minute on two CPU cores. The data, 1797 images of 8 x 8 pixels, come with scikit-learn.
 
 What is learned:

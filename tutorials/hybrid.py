@@ -2,6 +2,8 @@
 
     torchrun --standalone --nproc-per-node 4 tutorials/hybrid.py
 
+Out comes: a table of bytes for each strategy: stored, within a machine, between machines, and on every link.
+
 It takes some seconds on two CPU cores. Four ranks play two machines with two GPUs each::
 
                     near: shard
@@ -20,10 +22,10 @@ The bill for a model of M bytes, N = 4 ranks in rows of G = 2, as each rank stor
 =====================  ============  =============================  ======================
 strategy               stored        sent, to the next in the row   sent, across
 =====================  ============  =============================  ======================
-``FULL_SHARD``         M / 4         one ring through everybody: 3 * (3 / 4) M over each link
+``FULL_SHARD``         M / 4         3 * (3 / 4) M, over each link  the same: it is a ring
 ``HYBRID_SHARD``       M / 2         3 * (1 / 2) M                  2 * (1 / 2) * (M / 2)
 ``_HYBRID_..._ZERO2``  M / 2         2 * (1 / 2) M                  2 * (1 / 2) * (M / 2)
-``NO_SHARD``           M             one ring through everybody: 2 * (3 / 4) M over each link
+``NO_SHARD``           M             2 * (3 / 4) M, over each link  the same: it is a ring
 =====================  ============  =============================  ======================
 
 So hybrid sharding buys a quiet network with memory: what a rank stores is halved and not quartered. Choose it if the

@@ -2,6 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 tutorials/overlap.py --folder /tmp
 
+Out comes: the order of gathers and reductions under each setting, and a timeline of each.
+
 It takes a few seconds on two CPU cores, and draws each variant as an SVG picture into the folder.
 
 All variants compute the same numbers. They differ in *when they ask*. A gather that is asked for at the moment when it

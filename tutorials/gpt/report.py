@@ -19,7 +19,22 @@ from .data import Corpus
 from .model import GPT
 from .ranks import Place, from_all_ranks
 
-__all__ = ["Progress", "Stored", "count", "fact", "introduce", "mean_over_ranks", "measure", "print_stored", "readable"]
+__all__ = [
+    "PACE",
+    "Progress",
+    "Stored",
+    "count",
+    "duration",
+    "fact",
+    "introduce",
+    "machine_now",
+    "mean_over_ranks",
+    "measure",
+    "print_stored",
+    "readable",
+]
+
+PACE = 6  # steps after which the pace is known
 
 
 def fact(name: str, text: str) -> None:
@@ -47,6 +62,7 @@ def introduce(options: Namespace, corpus: Corpus, place: Place, model: GPT) -> N
     print(f"A GPT over bytes on {ranks} ({place.device.type}, {place.backend})\n")
     if place.remark:
         fact("device", place.remark)
+    fact("machine", machine_now())
     fact("text", f"{corpus.num_files} files of Python's standard library, {corpus.num_bytes:,} bytes")
     fact("sha256", corpus.sha256)
     fact(
@@ -59,6 +75,13 @@ def introduce(options: Namespace, corpus: Corpus, place: Place, model: GPT) -> N
     fact("steps", f"{options.steps}, of {ranks} x {options.batch} windows x {options.context} bytes\n")
 
 
+def machine_now() -> str:
+    """How many cores there are and how busy they have been in the last minute, before this run."""
+    cores = f"{os.cpu_count()} cores"
+    # Not every system counts.
+    return f"{cores}, load {os.getloadavg()[0]:.1f} before this run" if hasattr(os, "getloadavg") else cores
+
+
 def count(module: nn.Module) -> int:
     """Elements of all parameters, each parameter once."""
     return sum(parameter.numel() for parameter in module.parameters())
@@ -66,6 +89,9 @@ def count(module: nn.Module) -> int:
 
 class Progress:
     """A bar with the loss and the tokens per second; where nobody watches a terminal, a dozen plain lines instead.
+
+    After `PACE` steps it says how long the others will take. The first step is not counted: it is slower than all
+    others, since memory is asked for and connections are made.
 
     Args:
         num_steps: steps in all.
@@ -77,6 +103,7 @@ class Progress:
     def __init__(self, num_steps: int, num_done: int, tokens_per_step: int, *, shown: bool) -> None:
         self.num_steps, self.num_done, self.tokens_per_step = num_steps, num_done, tokens_per_step
         self.shown, self.started = shown, time.perf_counter()
+        self.second_began = self.started
         # Some pseudo-terminals say that they have no lines at all, and a bar would stay invisible on them.
         watched = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).lines > 1
         form = "training    {bar:32} {n_fmt}/{total_fmt} steps{postfix}, {remaining} left"
@@ -86,12 +113,19 @@ class Progress:
         """Step ``step``, counted from 0, is done and had this loss."""
         if not self.shown:
             return
-        speed = self.tokens_per_step * (step + 1 - self.num_done) / (time.perf_counter() - self.started)
+        now, done = time.perf_counter(), step + 1 - self.num_done
+        speed = self.tokens_per_step * done / (now - self.started)
         if self.bar is not None:
             self.bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
             self.bar.update()
         elif step == 0 or step == self.num_steps - 1 or (step + 1) % max(1, self.num_steps // 10) == 0:
             fact("training", f"step {step + 1:>5} of {self.num_steps}   loss {loss:6.3f}   {speed:>9,.0f} tokens/s")
+        if done == 1:
+            self.second_began = now
+        elif done == PACE and step + 1 < self.num_steps:
+            left = (self.num_steps - step - 1) * (now - self.second_began) / (PACE - 1)
+            self.remark("will take", f"about {duration(left)} more, as fast as steps 2 to {PACE} of this run; "
+                        "longer if others use the machine, too")  # fmt: skip
 
     def remark(self, name: str, text: str) -> None:
         """Prints a line of the report, as `fact` does, without tearing the bar."""
@@ -105,6 +139,15 @@ class Progress:
         if self.bar is not None:
             self.bar.close()
         return time.perf_counter() - self.started
+
+
+def duration(seconds: float) -> str:
+    """``40 seconds``, ``3 minutes``: no more figures than an estimate has."""
+    if seconds < 1.5:
+        return "a second"
+    if seconds < 90:
+        return f"{round(seconds) if seconds < 10 else 5 * round(seconds / 5)} seconds"
+    return f"{seconds / 60:.0f} minutes"
 
 
 @dataclass(frozen=True)
