@@ -46,6 +46,7 @@ The rooms, from the bottom up:
 ``verbs``        the table of verbs and layouts; the way of one parameter through a training step
 ``glossary``     the glossary's words on other pages
 ``descriptions`` a sentence about each page
+``searching``    what the search knows of a page
 ``evidence``     figures of the first page, computed from the records
 ``directives``   the lines in double braces
 ``lessons``      runs the tutorials and records what they say; ``busy`` tells what others did meanwhile

@@ -4,10 +4,11 @@
 2. on_files: pages and scripts that nobody wrote by hand are added.
 3. on_page_markdown: lines in double braces are replaced, each page gets a sentence about itself, and words of the
    glossary are marked.
-4. on_page_content: pages of modules and of the spec get their HTML; rows of the spec and names of modules become links.
+4. on_page_content: pages of modules and of the spec get their HTML; rows of the spec and names of modules become links;
+   a page gets the scripts that it needs, and what the search shall not read is marked.
 5. on_post_page: a link to the repository, if there is one, asks nobody how many stars it has.
-6. on_post_build: the index of the search is written as a script, too. Then every link and anchor of the finished site
-   is followed; one that leads nowhere is a warning, and a warning ends a strict build.
+6. on_post_build: the index of the search is cut in two. Then every link and anchor of the finished site is followed;
+   one that leads nowhere is a warning, and a warning ends a strict build.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from docs_build import (
     pages,
     recordings,
     results,
+    searching,
     specpage,
 )
 from docs_build.order import all_modules, reading_order
@@ -114,7 +116,7 @@ _NUMBERS = re.compile(r"<table>(?=\s*<thead>\s*<tr>(?:\s*<th[^>]*>[^<]*</th>){8}
 _MODULE_PATH = re.compile(r"\b(?:engine/|fsdp1/|fsdp2/|tutorials/)?[a-z0-9_]+\.py\b")
 
 
-def on_page_content(html: str, page: Any, **_: Any) -> str:
+def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:
     """4."""
     start = page.file.url
     name = page.meta.get("minifsdp_module")
@@ -129,7 +131,15 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     html = _NUMBERS.sub("<table data-numbers>", html)
     if page.file.src_uri != "spec.md":
         html = markup.link_words(html, results.ROW_ID, lambda word: _spec_address(word, start))
-    return markup.link_words(html, _MODULE_PATH, lambda word: _module_address(word, start))
+    html = markup.link_words(html, _MODULE_PATH, lambda word: _module_address(word, start))
+    return searching.leave_out(html) + _scripts(html, start, config.extra["scripts"])
+
+
+def _scripts(html: str, start: str, known: dict[str, list[str]]) -> str:
+    """The scripts of the elements that a page has; as if they stood at its end, after the theme's."""
+    classes = {name for found in re.findall(r'\bclass="([^"]*)"', html) for name in found.split()}
+    needed = [script for name, scripts in known.items() if name in classes for script in scripts]
+    return "".join(f'<script defer src="{get_relative_url(script, start)}"></script>' for script in needed)
 
 
 def _repository(address: str | None) -> str:
@@ -160,14 +170,6 @@ def on_post_page(output: str, **_: Any) -> str:
 def on_post_build(config: Any) -> None:
     """6."""
     site = Path(config.site_dir)
-    _index_as_script(site / "search")
+    searching.cut_index(site / "search")
     for problem in links.problems(site):
         log.warning(problem)
-
-
-def _index_as_script(folder: Path) -> None:
-    """A page from a disk may not fetch the index of the search, but may load a script; the theme looks for this one."""
-    index = folder / "search_index.json"
-    if index.exists():
-        text = index.read_text(encoding="utf-8")
-        (folder / "search_index.js").write_text(f"var __index = {text}", encoding="utf-8")

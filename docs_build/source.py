@@ -165,7 +165,8 @@ class _Cutter:
                 self.starts[line] = Row(anchor, kind, node.name, self._drop_docstring(node))
                 last_kind = "function"
             else:
-                name = (_targets(node) or ["data"])[0]
+                # No function can have this name, so none can ask for the same anchor.
+                name = (_targets(node) or ["top-level"])[0]
                 self.starts[line] = Row(self._free(name), "data", name)
                 last_kind = "data"
 

@@ -100,9 +100,8 @@ def _key(section: str) -> str:
 
 def _row(row: SpecRow) -> str:
     more = "".join(f"<span>{_small(cell)}</span>" for cell in row.cells[1:] if cell)
-    tests = "".join(_test(name, outcomes) for name, outcomes in sorted(row.tests.items()))
     head = directives.counted(len(row.tests), "test")
-    folded = f"<details><summary>{head}</summary><ul>{tests}</ul></details>" if tests else ""
+    folded = f'<details class="spec-tests"><summary>{head}</summary>{_tests(row)}</details>' if row.tests else ""
     tags = " ".join(badges.tags(row))
     return (
         f'<div class="spec-row" id="{row.id}" data-section="{_key(row.section)}" data-tags="{tags}">'
@@ -116,11 +115,26 @@ def _small(cell: str) -> str:
     return to_html(cell, is_markdown=True).removeprefix("<p>").removesuffix("</p>")
 
 
-def _test(name: str, outcomes: dict[str, str]) -> str:
-    file, _, test = name.partition("::")
-    words = escape(test.removeprefix("test_").replace("_", " "))
-    shown = " ".join(
-        f'<span class="badge badge-{results.css_class(o)}">{o}<i>{results.WHERE[b]}</i></span>'
-        for b, o in outcomes.items()
+def _tests(row: SpecRow) -> str:
+    """The names of a row's tests, together those that went the same way, and of these those of one file."""
+    together: dict[str, dict[str, list[str]]] = {}
+    for name, outcomes in sorted(row.tests.items()):
+        file, _, test = name.partition("::")
+        names = together.setdefault(_outcomes(outcomes), {}).setdefault(file, [])
+        names.append(escape(test.removeprefix("test_").replace("_", " ")))
+    lists = {outcomes: "".join(_file(*item) for item in files.items()) for outcomes, files in together.items()}
+    return "".join(f"<p>{outcomes}</p><ul>{items}</ul>" for outcomes, items in lists.items())
+
+
+def _file(name: str, tests: list[str]) -> str:
+    return f"<li><small>{escape(name)}</small><br>{'<br>'.join(tests)}</li>"
+
+
+def _outcomes(outcomes: dict[str, str]) -> str:
+    """A badge for each backend on which a test ran; the row's own badges say where nothing did."""
+    ran = {backend: outcome for backend, outcome in outcomes.items() if outcome != "not run"}
+    shown = ran or outcomes
+    return " ".join(
+        f'<span class="badge badge-{results.css_class(outcome)}">{outcome}<i>{results.WHERE[backend]}</i></span>'
+        for backend, outcome in shown.items()
     )
-    return f"<li>{words} {shown}<br><small>{escape(file)}</small></li>"
