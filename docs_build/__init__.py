@@ -17,8 +17,14 @@ here, while the site is built::
 The rooms, from the bottom up:
 
 ``order``        the reading order of the package's modules
+``notebook``     notes on the code, kept beside it in ``notes/``
+``tracing``      which statements only record
 ``source``       a module's text, cut into rows of prose and code
 ``markup``       the light markup of docstrings, as Markdown and as HTML
+``codeblock``    the code of a row: numbers of lines, and what only records folded away
+``breaks``       what turns red when a line is broken
+``mentions``     which pages of Learn show a function
+``asides``       both of these, below the prose of a row
 ``pages``        a module as a page, prose left and code right
 ``fragments``    one function, found by its name
 ``models``       the small models of the recorded runs

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from html import escape
+from itertools import groupby
 
 import markdown
 from pygments.lexers import PythonLexer
@@ -18,6 +19,8 @@ from pygments.token import STANDARD_TYPES, Token
 __all__ = ["highlight_lines", "link_words", "to_html", "to_markdown"]
 
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields|Worked example):$")
+# Styles that no theme colours: names of all kinds, and blanks.
+PLAIN = ("", "n", "w")
 EXTENSIONS = ["tables", "fenced_code", "sane_lists", "attr_list"]
 
 
@@ -171,24 +174,32 @@ def highlight_lines(text: str, link: Callable[[str, str], str | None] = lambda o
         text: the source.
         link: the address of a name, given what stood before its dot (or ``""``); ``None`` for no link.
     """
-    lines, current = [], ""
+    lines: list[str] = []
+    current: list[tuple[str, str]] = []
     last = ["", "", ""]
     for kind, value in PythonLexer(stripnl=False, ensurenl=True).get_tokens(text):
         style = _style(kind)
         for n, part in enumerate(value.split("\n")):
             if n:
-                lines.append(current)
-                current = ""
+                lines.append(_joined(current))
+                current = []
             if not part:
                 continue
             shown = escape(part, quote=False)
             address = _address(link, last, part) if kind in Token.Name else None
-            if address:
-                shown = f'<a href="{escape(address)}">{shown}</a>'
-            current += f'<span class="{style}">{shown}</span>' if style else shown
+            current.append((style, f'<a href="{escape(address)}">{shown}</a>' if address else shown))
         if value.strip():
             last = [*last[1:], value]
-    return [*lines, current] if current else lines
+    return [*lines, _joined(current)] if current else lines
+
+
+def _joined(pieces: list[tuple[str, str]]) -> str:
+    """A line; neighbours of one style share an element, and what looks like the text around it needs none."""
+    shown = []
+    for style, group in groupby(pieces, lambda piece: piece[0]):
+        text = "".join(part for _, part in group)
+        shown.append(text if style in PLAIN else f'<span class="{style}">{text}</span>')
+    return "".join(shown)
 
 
 def _address(link: Callable[[str, str], str | None], last: list[str], name: str) -> str | None:

@@ -8,6 +8,8 @@ from html import escape
 
 from mkdocs.utils import get_relative_url
 
+from docs_build.asides import around_module, beside_row
+from docs_build.codeblock import code_block
 from docs_build.markup import highlight_lines, to_html
 from docs_build.order import PACKAGE, reading_order
 from docs_build.source import Module, Row, read_module
@@ -97,18 +99,21 @@ def side_by_side(module: Module, way: str, between: str = "") -> str:
     parts = [
         # The room for two columns. `:has` in the style sheet would do it, too, but makes large pages slow to load.
         "<style>.md-grid{max-width:88rem}.md-content{max-width:none}.md-content__inner{margin:0 1rem}</style>",
+        f'<link rel="stylesheet" href="{get_relative_url("assets/css/read.css", start)}">',
         '<div class="sbs-page">',
         way,
         f'<header class="sbs-head"><h1 id="top"><code>{name}</code></h1>',
         f'<p class="sbs-title">{title}</p></header>',
         f'<div class="sbs-essay">{essay}</div>',
         between,
+        around_module(module, start),
         _contents(module),
         '<div class="sbs">',
         *[_row(module, row, code) for row in module.rows],
         "</div>",
         way,
         "</div>",
+        f'<script src="{get_relative_url("assets/js/read.js", start)}" defer></script>',
     ]
     return "\n".join(parts)
 
@@ -143,12 +148,11 @@ def _contents(module: Module) -> str:
 def _row(module: Module, row: Row, code: list[str]) -> str:
     if row.kind == "banner":
         return f'<div class="sbs-banner" id="{row.anchor}"><span>{escape(row.name)}</span></div>'
-    shown = "\n".join(code[n - 1] for n in row.lines)
     lines = f"{row.lines[0]}" if row.lines else ""
-    block = f'<div class="highlight"><pre><code>{shown}\n</code></pre></div>' if shown else ""
+    block = code_block(row.lines, code, module.recording)
     if row.kind == "imports":
         block = f"<details><summary>imports</summary>{block}</details>"
-    prose = _prose(row)
+    prose = _prose(row) + beside_row(module, row, page_of(module.name))
     mark = f'<a class="sbs-mark" href="#{row.anchor}" title="Link to this row, line {lines}">#</a>'
     return (
         f'<section class="sbs-row sbs-{row.kind}" id="{row.anchor}"><div class="sbs-prose">{mark}{prose}</div>'
@@ -166,6 +170,8 @@ def _prose(row: Row) -> str:
         parts.append(to_html(row.docstring))
     if row.comment:
         parts.append(f'<div class="sbs-why">{to_html(row.comment)}</div>')
+    if row.note:
+        parts.append(f'<div class="sbs-note">{to_html(row.note)}</div>')
     return "".join(parts)
 
 
@@ -175,8 +181,11 @@ def index_page() -> str:
     parts = [
         "# Read the code",
         "",
-        "The package is written to be read. Each page below shows one module: docstrings and comments on the left, the",
-        "code they speak about on the right. Names in the code lead to where they are defined.",
+        "The package is written to be read. Each page below shows one module: docstrings and comments on the left,",
+        "the code they speak about on the right. Names in the code lead to where they are defined. In the modules",
+        "that carry a training step, notes on a dotted line say more than the file does. What only records, for",
+        "pictures and for the ledger, is folded away. The number of a line is a link to it; a click copies it. Below",
+        "a block stands which rows of the [spec](../spec.md) turned red when it was broken on purpose.",
         "",
         f"There are {len(_steps()[0])} modules with {_num_lines():,} lines, prose included. The first {_num(0)} are a "
         f"complete FSDP2; with {_num(1)} more you",

@@ -4,7 +4,8 @@ A row begins where a reader takes a breath: at a top-level statement, at a class
 each comment that stands alone above a statement. Docstrings and such comments go to the left, all other text stays.
 
 Every row has an anchor. A function's is its qualified name (``Unit.wait``), a row inside of it adds a number
-(``Unit.wait-2``), so links survive edits elsewhere in the file.
+(``Unit.wait-2``), so links survive edits elsewhere in the file. A note (``notebook.py``) begins a row as well; these
+have numbers of their own (``Unit.wait-n1``), and a new note changes nobody's address.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import tokenize
 from dataclasses import dataclass, field
 from functools import cache
 
+from docs_build.notebook import notes_of, place_notes
 from docs_build.order import PACKAGE, path_of
+from docs_build.tracing import recording_lines
 
 __all__ = ["Module", "Row", "find_function", "read_module"]
 
@@ -33,6 +36,7 @@ class Row:
         name: what the row defines, without its class; empty for a step.
         docstring: of what is defined.
         comment: lines that stood above the code, without ``#``.
+        note: what is said of it beside the file.
         lines: numbers of the code lines, from 1.
     """
 
@@ -41,6 +45,7 @@ class Row:
     name: str = ""
     docstring: str = ""
     comment: str = ""
+    note: str = ""
     lines: list[int] = field(default_factory=list)
 
 
@@ -55,6 +60,7 @@ class Module:
         rows: in order.
         imported: names that come from the package: name to (module, attribute or ``""``).
         defined: top-level names that have a row of their own.
+        recording: numbers of the lines that only record.
     """
 
     name: str
@@ -63,10 +69,12 @@ class Module:
     rows: list[Row]
     imported: dict[str, tuple[str, str]]
     defined: set[str]
+    recording: set[int]
 
     def anchor_of(self, line: int) -> str:
-        """Of the row in which a line of the file is; empty above the first."""
-        return next((row.anchor for row in reversed(self.rows) if row.lines and row.lines[0] <= line), "")
+        """Of the row in which a line of the file is, notes aside, for what is recorded outlives them; empty above all."""
+        lasting = [row for row in self.rows if row.lines and (row.kind != "step" or row.comment)]
+        return next((row.anchor for row in reversed(lasting) if row.lines[0] <= line), "")
 
     @property
     def title(self) -> str:
@@ -79,10 +87,9 @@ def read_module(name: str) -> Module:
     """Reads and cuts ``name``, a path inside the package, or a tutorial's."""
     text = path_of(name).read_text(encoding="utf-8")
     tree = ast.parse(text)
-    cutter = _Cutter(text, tree)
-    rows = cutter.rows()
+    rows = _Cutter(text, tree, place_notes(text, tree, notes_of(name))).rows()
     defined = {row.name for row in rows if row.kind in ("class", "function", "data")}
-    return Module(name, ast.get_docstring(tree) or "", text, rows, _imported(tree), defined)
+    return Module(name, ast.get_docstring(tree) or "", text, rows, _imported(tree), defined, recording_lines(tree))
 
 
 def _imported(tree: ast.Module) -> dict[str, tuple[str, str]]:
@@ -109,9 +116,9 @@ def _imported(tree: ast.Module) -> dict[str, tuple[str, str]]:
 class _Cutter:
     """Finds where rows begin and which lines are prose."""
 
-    def __init__(self, text: str, tree: ast.Module) -> None:
+    def __init__(self, text: str, tree: ast.Module, notes: dict[int, str]) -> None:
         self.lines = text.splitlines()
-        self.tree = tree
+        self.tree, self.notes = tree, notes
         self.comments = self._lonely_comments(text)
         self.statements = {_first_line(node) for node in ast.walk(tree) if isinstance(node, ast.stmt)}
         self.prose: set[int] = set()
@@ -130,6 +137,7 @@ class _Cutter:
         self._drop_docstring(self.tree)
         self._top_level()
         self._place_comments()
+        self._place_notes()
         return self._assemble()
 
     def _drop_docstring(self, node: ast.AST) -> str:
@@ -214,6 +222,17 @@ class _Cutter:
                 counts[owner] = counts.get(owner, 0) + 1
                 self.starts[following] = Row(f"{owner}-{counts[owner]}", "step")
             self.starts[following].comment = text
+
+    def _place_notes(self) -> None:
+        """A note begins a row where none begins."""
+        counts: dict[str, int] = {}
+        for line in sorted(self.notes):
+            if line not in self.starts:
+                above = max(start for start, row in self.starts.items() if start <= line and row.kind != "step")
+                owner = self.starts[above].anchor
+                counts[owner] = counts.get(owner, 0) + 1
+                self.starts[line] = Row(f"{owner}-n{counts[owner]}", "step")
+            self.starts[line].note = self.notes[line]
 
     def _assemble(self) -> list[Row]:
         order = sorted(self.starts)

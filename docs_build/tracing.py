@@ -1,0 +1,83 @@
+"""Which statements of a module only record: for a picture, for the ledger, and for nothing that is computed.
+
+A reader who asks how a gather works need not read how it gets into a timeline. What only records is told by its form:
+
+1. an ``if`` about ``trace.recorder`` with nothing for the other case;
+2. a call of ``ledger.about`` or ``ledger.skip``, or of a method of ``trace.recorder``, whose result nobody takes;
+3. something put where the ledger looks, ``ledger.unit = ...`` or ``ledger.on_its_way = ...``;
+4. anything about an attribute that is annotated with a class of ``trace``, such as ``self._event``;
+5. a call of a function of the module that is annotated to return an event of ``trace``, and that whole function;
+6. a loop over such statements alone.
+"""
+
+from __future__ import annotations
+
+import ast
+
+__all__ = ["recording_lines"]
+
+NOTED = {"ledger.about", "ledger.skip"}
+LOOKED_AT = {"ledger.unit", "ledger.on_its_way"}
+
+
+def recording_lines(tree: ast.Module) -> set[int]:
+    """The numbers of all lines of statements that only record."""
+    judge = _Judge(tree)
+    return {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.stmt) and judge.only_records(node)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+
+
+class _Judge:
+    def __init__(self, tree: ast.Module) -> None:
+        nodes = list(ast.walk(tree))
+        # 4. and 5. Fields of a dataclass have a name for a target, attributes are set in a method.
+        self.attributes = {
+            node.target.attr if isinstance(node.target, ast.Attribute) else node.target.id
+            for node in nodes
+            if isinstance(node, ast.AnnAssign)
+            and "trace." in ast.unparse(node.annotation)
+            and isinstance(node.target, ast.Attribute | ast.Name)
+        }
+        self.functions = {
+            node.name
+            for node in nodes
+            if isinstance(node, ast.FunctionDef) and node.returns and "trace." in ast.unparse(node.returns)
+        }
+
+    def only_records(self, node: ast.stmt) -> bool:
+        """Whether the statement could go without a change to what is computed."""
+        match node:
+            case ast.If(test=test, orelse=[]):
+                return "trace.recorder is not None" in ast.unparse(test)
+            case ast.For(body=body, orelse=[]):
+                return all(map(self.only_records, body))
+            case ast.FunctionDef(name=name):
+                return name in self.functions
+            case ast.Expr(value=ast.Call(func=called)):
+                return self._is_recorder(ast.unparse(called))
+            case ast.AnnAssign(target=target, annotation=annotation):
+                return "trace." in ast.unparse(annotation) and isinstance(target, ast.Attribute | ast.Name)
+            case ast.Assign(targets=targets, value=value):
+                return any(map(self._is_kept_for_it, targets)) or self._makes_an_event(value)
+        return False
+
+    def _is_recorder(self, called: str) -> bool:
+        parts = called.split(".")
+        return called in NOTED or called.startswith("trace.recorder.") or not self.attributes.isdisjoint(parts[1:])
+
+    def _is_kept_for_it(self, target: ast.expr) -> bool:
+        parts = target.elts if isinstance(target, ast.Tuple) else [target]
+        places = [part for part in parts if isinstance(part, ast.Attribute)]
+        return any(ast.unparse(place) in LOOKED_AT or place.attr in self.attributes for place in places)
+
+    def _makes_an_event(self, value: ast.expr) -> bool:
+        if isinstance(value, ast.IfExp):
+            return self._makes_an_event(value.body)
+        if not isinstance(value, ast.Call):
+            return False
+        called = ast.unparse(value.func)
+        return called in self.functions or called.startswith("trace.recorder.")

@@ -1,0 +1,236 @@
+"""The pages that show the code: notes, what only records, numbers of lines, and what turns red if a line is broken."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from docs_build.breaks import RECORD, breaks_of, first_changed_line
+from docs_build.codeblock import code_block
+from docs_build.mentions import pages_on_function, pages_on_module
+from docs_build.notebook import NOTES, notes_of, place_notes
+from docs_build.order import PACKAGE, all_modules
+from docs_build.source import read_module
+from docs_build.tracing import recording_lines
+from spec_tests.mutants.catalogue import MUTANTS
+from spec_tests.mutants.mutant import definitions
+
+CORE = [f"engine/{name}.py" for name in ("unit", "hooks", "schedule", "flat", "row", "lanes", "reduce", "root")]
+
+# --- notes ---
+
+
+@pytest.mark.parametrize("name", all_modules())
+def test_every_note_finds_its_line(name: str) -> None:
+    notes = notes_of(name)
+    text = (PACKAGE / name).read_text(encoding="utf-8")
+    placed = place_notes(text, ast.parse(text), notes)
+    assert sorted(placed.values()) == sorted(words for _, _, words in notes)
+    shown = {row.lines[0]: row.note for row in read_module(name).rows if row.note}
+    assert shown == placed
+    assert all(placed.values())
+
+
+def test_every_file_of_notes_belongs_to_a_module_and_has_some() -> None:
+    written = {path.relative_to(NOTES).with_suffix(".py").as_posix() for path in NOTES.rglob("*.md")}
+    assert set(CORE) <= written <= set(all_modules())
+    assert [name for name in written if len(notes_of(name)) < 3] == []
+
+
+def body_without_words(name: str) -> list[tuple[int, str]]:
+    """Of each row of a function, how many lines of its body there are, without what is folded, and its anchor."""
+    module = read_module(name)
+    lines = module.text.splitlines()
+    heads = {
+        line
+        for node in ast.walk(ast.parse(module.text))
+        if isinstance(node, ast.FunctionDef)
+        for line in range(node.lineno, node.body[0].lineno)
+    }
+    rows = [row for row in module.rows if row.kind in ("function", "method", "step")]
+    silent = module.recording | heads
+    return [(sum(1 for n in row.lines if n not in silent and lines[n - 1].strip()), row.anchor) for row in rows]
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_core_methods_are_told_every_few_lines(name: str) -> None:
+    assert [row for row in body_without_words(name) if row[0] > 9] == []
+
+
+SNIPPET = """
+class C:
+    def f(self):
+        x = 1
+        # Why.
+        y = 2
+        if x:
+            y = 2
+        return y
+"""
+
+
+def test_a_note_whose_statement_is_gone_or_not_alone_is_an_error() -> None:
+    tree = ast.parse(SNIPPET)
+    assert place_notes(SNIPPET, tree, [("C.f", "x = 1", "One.")]) == {4: "One."}
+    for function, statement, number in (("C.f", "z = 3", 0), ("C.g", "x = 1", 0), ("C.f", "y = 2", 2)):
+        with pytest.raises(KeyError, match=f"{number} statements of {function}"):
+            place_notes(SNIPPET, tree, [(function, statement, "Gone.")])
+    with pytest.raises(KeyError):
+        place_notes(SNIPPET, tree, [("C.f", "x = 1", "One."), ("C.f", "x = 1", "Another.")])
+
+
+def test_a_note_is_read_with_its_function_and_its_statement(tmp_path: Path) -> None:
+    text = "## C.f\n\n    x = 1\n\nOne,\nor two.\n\n    if x:\n\nElse.\n\n## g\n\n    pass\n\nNothing.\n"
+    (tmp_path / "m.md").write_text(text)
+    told = [("C.f", "x = 1", "One,\nor two."), ("C.f", "if x:", "Else."), ("g", "pass", "Nothing.")]
+    assert notes_of("m.py", tmp_path) == told
+    assert notes_of("n.py", tmp_path) == []
+
+
+def test_a_note_takes_nobodys_address() -> None:
+    anchors = {row.anchor: row for row in read_module("engine/unit.py").rows}
+    assert anchors["Unit.unshard-1"].comment.startswith("On a user's list")
+    assert anchors["Unit.unshard-n1"].note.startswith("The rate limiter.")
+    # What was recorded before there was a note.
+    assert read_module("engine/unit.py").anchor_of(anchors["Unit.unshard-n1"].lines[0]) == "Unit.unshard-1"
+
+
+# --- what only records ---
+
+
+def test_what_only_records_is_told_by_its_form() -> None:
+    text = textwrap.dedent("""
+        class C:
+            _event: trace.Event | None = None
+
+            def f(self):
+                if trace.recorder is not None:
+                    trace.recorder.finish(self._event)
+                if trace.recorder is None:
+                    self.work()
+                else:
+                    self.play()
+                ledger.about(self.name)
+                ledger.unit = self.name
+                for group in self.groups:
+                    ledger.skip("x", group)
+                event = self.free()
+                ledger.Collective(event)
+                event, self._event = self._event, None
+                mark = noted(self)
+                return event
+
+        def noted(item) -> trace.Event:
+            return trace.recorder.begin(item)
+    """)
+    lines = text.splitlines()
+    kept = [lines[n - 1].strip() for n in range(1, len(lines) + 1) if n not in recording_lines(ast.parse(text))]
+    assert list(filter(None, kept)) == [
+        "class C:",
+        "def f(self):",
+        "if trace.recorder is None:",
+        "self.work()",
+        "else:",
+        "self.play()",
+        "event = self.free()",
+        "ledger.Collective(event)",
+        "return event",
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in all_modules() if read_module(name).recording])
+def test_the_rest_needs_nothing_of_what_only_records(name: str) -> None:
+    """No name or attribute that is given a value only there is read by a line that stays in sight."""
+    module = read_module(name)
+    for function in ast.walk(ast.parse(module.text)):
+        if isinstance(function, ast.FunctionDef) and function.lineno not in module.recording:
+            names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+            stored = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+            stays = {node.id for node in names if node.lineno not in module.recording}
+            kept = {
+                node.id for node in names if isinstance(node.ctx, ast.Store) and node.lineno not in module.recording
+            }
+            assert stays & (stored - kept) == set(), function.name
+
+
+def test_the_recorders_are_out_of_sight_in_the_core() -> None:
+    for name in CORE:
+        module = read_module(name)
+        lines = enumerate(module.text.splitlines(), 1)
+        seen = [line for n, line in lines if "trace.recorder" in line and n not in module.recording]
+        assert seen == [], name
+
+
+# --- numbers of lines ---
+
+
+def test_each_line_has_a_number_and_what_records_is_folded() -> None:
+    html = code_block([3, 4, 7], ["", "", "a", "b", "", "", "c"], {4})
+    assert re.findall(r'<a id="L(\d+)" href="#L\1" data-n="\1"></a>(\w)', html) == [("3", "a"), ("4", "b"), ("7", "c")]
+    before, fold, after = re.split(r"<details class=\"sbs-fold\">|</details>", html)
+    assert "<summary>line 4 only records</summary>" in fold
+    assert 'id="L4"' in fold
+    assert 'id="L3"' in before
+    assert 'id="L7"' in after
+
+
+# --- what turns red, and Learn ---
+
+
+def test_a_break_stands_at_a_line_of_its_function() -> None:
+    for mutant in MUTANTS.values():
+        name, line = first_changed_line(mutant)
+        module = read_module(name)
+        passages = [text for path, text in definitions()[mutant.place] if path == PACKAGE / name]
+        assert any(module.text.splitlines()[line - 1] in passage.splitlines() for passage in passages), mutant.name
+        assert any(line in row.lines for row in module.rows), mutant.name
+
+
+def test_the_break_of_the_limiter_stands_where_the_limiter_is_asked() -> None:
+    lines = read_module("engine/unit.py").text.splitlines()
+    found = {lines[line - 1].strip(): ones for line, ones in breaks_of("engine/unit.py").items()}
+    assert list(found["self.limiter.admit(self.name)"][0].red) == ["LIM-02"]
+
+
+def links_to_rows(html: str) -> dict[str, set[str]]:
+    """Of each row of a page the rows of the spec that stand below its prose."""
+    found: dict[str, set[str]] = {}
+    for section in html.split("<section ")[1:]:
+        anchor = section.partition('id="')[2].partition('"')[0]
+        _, has, red = section.partition('class="sbs-red"')
+        found[anchor] = set(re.findall(r"spec\.html#([\w-]+)", red.partition("</p>")[0])) if has else set()
+    return found
+
+
+@pytest.mark.needs("mkdocs")
+def test_every_row_that_the_record_names_for_a_function_is_linked_beside_it() -> None:
+    from docs_build import pages
+
+    linked = {name: links_to_rows(pages.module_page(name)) for name in all_modules() if breaks_of(name)}
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))["mutants"]
+    for known_as, entry in recorded.items():
+        name, line = first_changed_line(MUTANTS[known_as])
+        row = next(row for row in read_module(name).rows if line in row.lines)
+        assert set(entry["red"]) <= linked[name][row.anchor], known_as
+    assert sum(len(rows) for page in linked.values() for rows in page.values()) > 400
+
+
+def test_a_function_knows_which_page_of_learn_shows_it() -> None:
+    assert pages_on_function("engine/unit.py", "Unit.wait") == [("learn/unit.html", "The unit")]
+    assert pages_on_function("engine/unit.py", "Unit.choose") == []
+    assert ("learn/schedule.html", "Who is next") in pages_on_module("engine/schedule.py")
+
+
+@pytest.mark.parametrize("name", CORE)
+@pytest.mark.needs("mkdocs")
+def test_a_core_module_leads_to_learn_and_to_its_tests(name: str) -> None:
+    from docs_build.asides import around_module
+
+    above = around_module(read_module(name), f"read/{name.removesuffix('.py')}.html")
+    assert "../../learn/" in above
+    assert f"spec_tests/engine/test_{Path(name).name}" in above
