@@ -72,7 +72,7 @@ class Module:
     recording: set[int]
 
     def anchor_of(self, line: int) -> str:
-        """Of the row in which a line of the file is, notes aside, for what is recorded outlives them; empty above all."""
+        """Of the row in which a line of the file is, notes aside, for records outlive them; empty above all."""
         lasting = [row for row in self.rows if row.lines and (row.kind != "step" or row.comment)]
         return next((row.anchor for row in reversed(lasting) if row.lines[0] <= line), "")
 
