@@ -118,6 +118,7 @@ def _wrapper(library: str, *, original: bool) -> Callable[[nn.Module, Workload],
             "device_id": torch.device("cpu"),
             "use_orig_params": original,
             "forward_prefetch": workload.prefetch,
+            "backward_prefetch": words.BackwardPrefetch.BACKWARD_PRE if workload.backward_prefetch else None,
         }
         if workload.is_hybrid:
             options["device_mesh"] = _nodes(workload.num_ranks)
@@ -165,15 +166,24 @@ TORCH, OURS = "torch.distributed.fsdp", "minifsdp"
 # For these workloads DDP does just what it does for that with FULL_SHARD.
 AS_WITH_FULL_SHARD = ("SHARD_GRAD_OP", "NO_SHARD")
 
+
+def _prefetches_by_default(workload: Workload) -> bool:
+    return workload.backward_prefetch and not workload.prefetch
+
+
+def _prefetches_in_backward(workload: Workload) -> bool:
+    return workload.backward_prefetch
+
+
 CONTENDERS = (
     Contender("single", _single, shards=False),
     Contender("DDP", _ddp, shards=False),
-    Contender("DDP + ZeRO", _ddp_zero, shards=False, never=AS_WITH_FULL_SHARD, can=lambda work: not work.prefetch),
+    Contender("DDP + ZeRO", _ddp_zero, shards=False, never=AS_WITH_FULL_SHARD, can=_prefetches_by_default),
     Contender("DeepSpeed ZeRO-3", _deepspeed, shards=False, can=zero3.can),
     Contender("torch FSDP1 flat", _wrapper(TORCH, original=False)),
     Contender("torch FSDP1 orig", _wrapper(TORCH, original=True)),
-    Contender("torch FSDP2", _function(TORCH), never=("NO_SHARD",)),
+    Contender("torch FSDP2", _function(TORCH), never=("NO_SHARD",), can=_prefetches_in_backward),
     Contender("minifsdp flat", _wrapper(OURS, original=False), peer="torch FSDP1 flat"),
     Contender("minifsdp orig", _wrapper(OURS, original=True), peer="torch FSDP1 orig"),
-    Contender("minifsdp FSDP2", _function(OURS), peer="torch FSDP2", never=("NO_SHARD",)),
+    Contender("minifsdp FSDP2", _function(OURS), peer="torch FSDP2", never=("NO_SHARD",), can=_prefetches_in_backward),
 )

@@ -46,7 +46,7 @@ Action = Callable[[], Any]
 TCP_INFO = 11
 # Where `tcpi_bytes_sent` lies in the kernel's `struct tcp_info`, since Linux 4.19.
 BYTES_SENT = 200
-MARK = "spec_tests: the measured step"
+MARKS = ("spec_tests: forward and backward", "spec_tests: the optimizer")
 NUM_PARTS = 240
 
 
@@ -88,37 +88,44 @@ class Live:
     """Bytes in live tensors; 0 is what was there before all that was watched.
 
     Attributes:
-        resting: when the measured action begins.
-        peak: the most while it runs.
-        curve: where in the action, from 0 to 1, and how many: the most in each part of it.
+        resting: when the step begins.
+        computing: the most in forward and backward.
+        peak: the most in the whole step, so with the optimizer's arithmetic.
+        curve: where in the step, from 0 to 1, and how many: the most in each part of it.
     """
 
     resting: int
+    computing: int
     peak: int
     curve: list[tuple[float, int]]
 
 
-def live_bytes(prepare: Action, measured: Action) -> Live:
-    """What is live after ``prepare`` and while ``measured`` runs.
+def live_bytes(prepare: Action, compute: Action, update: Action) -> Live:
+    """What is live after ``prepare`` and while a step runs, which is ``compute`` and then ``update``.
 
-    Every rank must call it. ``prepare`` must make all the tensors that ``measured`` may free: the allocator does not
-    know others.
+    Every rank must call it. ``prepare`` must make all the tensors that the step may free: the allocator does not know
+    others.
     """
     _count_in_all_threads()
     _settle()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         prepare()
         _settle()
-        with record_function(MARK):
-            measured()
+        for mark, action in zip(MARKS, (compute, update), strict=True):
+            with record_function(mark):
+                action()
     events = sorted(_all(profiler.profiler.kineto_results.experimental_event_tree()), key=lambda e: e.start_time_ns)
-    marked = next(number for number, event in enumerate(events) if event.name == MARK)
+    begin, middle = (next(number for number, event in enumerate(events) if event.name == mark) for mark in MARKS)
     # Each event tells how much was live in all threads together. A sum of the events would not do: what a thread
     # without profiler has freed is no event.
-    before, after = _allocations(events[:marked]), _allocations(events[marked:])
-    zero, resting = _live_before(before[0]), _live_before(after[0])
-    live = [(event.start_time_ns, event.typed[1].total_allocated - zero) for event in after]
-    return Live(resting - zero, max(value for _, value in live), highest_of_each_part(live))
+    before, computing, updating = (
+        _allocations(part) for part in (events[:begin], events[begin:middle], events[middle:])
+    )
+    zero = _live_before(before[0])
+    live = [(event.start_time_ns, event.typed[1].total_allocated - zero) for event in [*computing, *updating]]
+    values = [value for _, value in live]
+    resting = _live_before(computing[0]) - zero
+    return Live(resting, max(values[: len(computing)]), max(values), highest_of_each_part(live))
 
 
 def highest_of_each_part(points: list[tuple[int, int]]) -> list[tuple[float, int]]:

@@ -18,7 +18,7 @@ import torch
 
 import minifsdp
 from spec_tests.benchmarks.race import Outcome
-from spec_tests.benchmarks.report import best_torch, paired, table
+from spec_tests.benchmarks.report import TAKEN_APART, best_torch, paired, parts, table, where_the_time_goes
 from spec_tests.benchmarks.workloads import NODES, WORKLOADS
 
 __all__ = ["DATA", "PAGE", "circumstances", "for_pictures", "record", "sections"]
@@ -54,7 +54,7 @@ def _processor() -> str:
 
 
 def sections(results: Mapping[str, Sequence[Outcome]]) -> list[str]:
-    """A heading and a table for each workload; of rank 0's outcomes."""
+    """A heading and a table for each workload, and where the time goes in some of them; of rank 0's outcomes."""
     lines: list[str] = []
     for name, outcomes in results.items():
         workload = WORKLOADS[name]
@@ -76,13 +76,17 @@ def sections(results: Mapping[str, Sequence[Outcome]]) -> list[str]:
             *table(name, outcomes),
             "",
         ]
-    return lines
+    apart = where_the_time_goes(results)
+    return [*lines, "### Where the time goes", "", *apart, ""] if apart else lines
 
 
 def for_pictures(results: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
-    """The ratios to torch's fastest FSDP in all workloads, and memory over a step of one of them, in MiB."""
+    """The ratios to torch's fastest FSDP in all workloads, parts of a step, and memory over a step of one, in MiB."""
     return {
         "ratios": {name: _ratios(outcomes) for name, outcomes in results.items()},
+        "parts": {
+            name: {mine.contender: parts(mine) for mine in results[name]} for name in TAKEN_APART if name in results
+        },
         "memory": {outcome.contender: _curve(outcome) for outcome in results.get(CURVES_OF, [])},
     }
 

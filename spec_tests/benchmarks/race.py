@@ -12,42 +12,77 @@ happens to allocate the seven-hundredth object, and walks through the modules of
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spec_tests.benchmarks import figures
+from spec_tests.benchmarks import closed_form, figures
 from spec_tests.benchmarks.contenders import CONTENDERS, Contender, Trained
 from spec_tests.benchmarks.workloads import Batch, Workload, adamw
 
-__all__ = ["Entrant", "Lap", "Outcome", "race", "reference_losses"]
+__all__ = ["PARTS", "Entrant", "Lap", "Outcome", "Times", "race", "reference_losses"]
 
 NUM_CHECKED = 3
+PARTS = ("forward", "backward", "optimizer")
+
+
+class Times(NamedTuple):
+    """Seconds of three clocks.
+
+    Attributes:
+        wall: as a watch has it.
+        thread: CPU time of the thread that runs Python. What is missing to ``wall`` was waiting: for other ranks, for
+            what they send, or for a core.
+        process: CPU time of all threads of this rank, those that send included.
+    """
+
+    wall: float = 0.0
+    thread: float = 0.0
+    process: float = 0.0
+
+    @classmethod
+    def now(cls) -> Times:
+        """What the clocks show."""
+        return cls(time.perf_counter(), time.thread_time(), time.process_time())
+
+    def until(self, later: Times) -> Times:
+        """What has gone by."""
+        return Times(*(b - a for a, b in zip(self, later, strict=True)))
+
+    def and_(self, other: Times) -> Times:
+        """Both together."""
+        return Times(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)
 class Lap:
-    """One timed step; all in seconds.
+    """One timed step, from the end of the barrier until the optimizer is done; its `PARTS`.
 
     Attributes:
-        wall: from the end of the barrier until the optimizer is done.
-        thread: CPU time of the thread that runs Python; a busy machine hardly changes it.
-        process: CPU time of all threads of this rank, those that send included.
-        forward, backward, optimizer: parts of ``wall``.
+        forward, backward: of all micro-batches.
+        optimizer: its step, and to clear gradients.
     """
 
-    wall: float
-    thread: float
-    process: float
-    forward: float
-    backward: float
-    optimizer: float
+    forward: Times
+    backward: Times
+    optimizer: Times
+
+    @property
+    def whole(self) -> Times:
+        """All parts."""
+        return self.forward.and_(self.backward).and_(self.optimizer)
+
+    @property
+    def wall(self) -> float:
+        """Seconds of the whole step."""
+        return self.whole.wall
 
 
 @dataclass
@@ -65,7 +100,10 @@ class Outcome:
             inside of the shard group, and all others between the replicas.
         wired: bytes that this rank's sockets have sent in a step.
         resting: bytes in live tensors between two steps, above what was there before the model.
+        computing: the most in forward and backward.
         peak: the most during a step.
+        priced_computing, priced: what `minifsdp.tools.cost` says that these two are; 0 of a contender that it does not
+            know.
         curve: from the begin of a step, 0, to its end, 1: bytes in live tensors, the most in each part of it.
     """
 
@@ -78,7 +116,10 @@ class Outcome:
     inside: int = 0
     wired: int = 0
     resting: int = 0
+    computing: int = 0
     peak: int = 0
+    priced_computing: int = 0
+    priced: int = 0
     curve: list[tuple[float, int]] = field(default_factory=list)
 
 
@@ -92,40 +133,34 @@ class Entrant:
 
     def step(self, batches: list[Batch]) -> tuple[list[Tensor], Lap]:
         """One step; the loss of each micro-batch, and the times."""
-        losses = []
-        forward = 0.0
-        begin, thread, process = time.perf_counter(), time.thread_time(), time.process_time()
+        begin = Times.now()
         self.optimizer.zero_grad()
-        for number, batch in enumerate(batches):
-            if number < len(batches) - 1:
-                with self.trained.no_sync():
-                    loss, seconds = self._forward_backward(batch)
-            else:
-                loss, seconds = self._forward_backward(batch)
-            losses.append(loss)
-            forward += seconds
-        computed = time.perf_counter()
+        cleared = Times.now()
+        losses, forward, backward = self.compute(batches)
+        computed = Times.now()
         self.optimizer.step()
-        end = time.perf_counter()
-        lap = Lap(
-            wall=end - begin,
-            thread=time.thread_time() - thread,
-            process=time.process_time() - process,
-            forward=forward,
-            backward=computed - begin - forward,
-            optimizer=end - computed,
-        )
-        return losses, lap
+        end = Times.now()
+        return losses, Lap(forward, backward, begin.until(cleared).and_(computed.until(end)))
 
-    def _forward_backward(self, batch: Batch) -> tuple[Tensor, float]:
+    def compute(self, batches: list[Batch]) -> tuple[list[Tensor], Times, Times]:
+        """Forward and backward of each micro-batch; the losses, and the times of both."""
+        losses = []
+        forward = backward = Times()
+        for number, batch in enumerate(batches):
+            with self.trained.no_sync() if number < len(batches) - 1 else contextlib.nullcontext():
+                begin = Times.now()
+                loss = self._loss(batch)
+                middle = Times.now()
+                self.trained.backward(loss / self.workload.accumulate)
+                forward, backward = forward.and_(begin.until(middle)), backward.and_(middle.until(Times.now()))
+            losses.append(loss.detach())
+        return losses, forward, backward
+
+    def _loss(self, batch: Batch) -> Tensor:
         inputs, targets = batch
-        begin = time.perf_counter()
         with torch.autocast("cpu", torch.bfloat16, enabled=self.trained.autocasts):
             output = self.trained.model(inputs)
-        loss = self.workload.loss(output.float(), targets)
-        forward = time.perf_counter() - begin
-        self.trained.backward(loss / self.workload.accumulate)
-        return loss.detach(), forward
+        return self.workload.loss(output.float(), targets)
 
 
 def reference_losses(workload: Workload, num_ranks: int, num_steps: int) -> Tensor:
@@ -196,8 +231,7 @@ def race(workload: Workload, rounds: int, seed: int = 0) -> list[Outcome]:
     gc.unfreeze()
     gc.collect()
     for contender, outcome in zip(contenders, outcomes, strict=True):
-        found = _memory(contender, workload, batches)
-        outcome.resting, outcome.peak, outcome.curve = found.resting, found.peak, found.curve
+        _weigh(contender, outcome, workload, batches)
     return outcomes
 
 
@@ -217,7 +251,8 @@ def _run_rounds(entrants: list[Entrant], outcomes: list[Outcome], rounds: int, s
         gc.collect()
 
 
-def _memory(contender: Contender, workload: Workload, batches: list[Batch]) -> figures.Live:
+def _weigh(contender: Contender, outcome: Outcome, workload: Workload, batches: list[Batch]) -> None:
+    """4. What lies in memory, and what was said about it."""
     entrants: list[Entrant] = []
 
     def prepare() -> None:
@@ -226,10 +261,12 @@ def _memory(contender: Contender, workload: Workload, batches: list[Batch]) -> f
         entrants[0].step(batches)
         entrants[0].optimizer.zero_grad()
 
-    def measured() -> None:
-        entrants[0].step(batches)
-
-    found = figures.live_bytes(prepare, measured)
+    found = figures.live_bytes(prepare, lambda: entrants[0].compute(batches), lambda: entrants[0].optimizer.step())
+    outcome.resting, outcome.computing, outcome.peak = found.resting, found.computing, found.peak
+    outcome.curve = found.curve
+    if contender.peer is not None:
+        cost = closed_form.cost_of(entrants[0].trained.model, workload, batches)
+        outcome.priced_computing, outcome.priced = int(max(cost.peak_forward, cost.peak_backward)), int(cost.peak)
     entrants.clear()
     gc.collect()
     return found

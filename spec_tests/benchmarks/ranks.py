@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from spec_tests.benchmarks.race import Lap, Outcome, race
+from spec_tests.benchmarks.race import Lap, Outcome, Times, race
 from spec_tests.benchmarks.workloads import WORKLOADS
 
 __all__ = ["run_race"]
@@ -73,7 +73,9 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> None:
 
 def _read(path: Path) -> list[Outcome]:
     outcomes = json.loads(path.read_text())
-    return [Outcome(**{**outcome, "laps": [Lap(**lap) for lap in outcome["laps"]]}) for outcome in outcomes]
+    for outcome in outcomes:
+        outcome["laps"] = [Lap(**{part: Times(*times) for part, times in lap.items()}) for lap in outcome["laps"]]
+    return [Outcome(**outcome) for outcome in outcomes]
 
 
 def main() -> None:

@@ -13,28 +13,43 @@ For each workload one table, a line for each contender. What a column says:
 ``MiB between``    hybrid only: the rest, which goes from one group to the other
 ``MiB wired``      what its sockets have sent
 ``rest MiB``       live tensors between two steps
-``peak MiB``       the most during a step
+``compute MiB``    the most in forward and backward; ours with the ratio to what `minifsdp.tools` says
+``peak MiB``       the same of the whole step, in which the optimizer's arithmetic may need the most
 =================  =======================================================================================
 
 The fastest is the one with the lowest median. Of several equally fast ones that is the luckiest, so the column
 flatters torch a little; the other way round would flatter us.
+
+`where_the_time_goes` takes steps apart: of a few workloads, for each part of a step, milliseconds by the clock and how
+much of that the thread that runs Python did not compute.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from spec_tests.benchmarks.contenders import CONTENDERS
-from spec_tests.benchmarks.race import Outcome
+from spec_tests.benchmarks.race import PARTS, Outcome
 from spec_tests.benchmarks.workloads import WORKLOADS
 
-__all__ = ["Quartiles", "best_torch", "calls_per_unit", "paired", "table"]
+__all__ = [
+    "TAKEN_APART",
+    "Quartiles",
+    "best_torch",
+    "calls_per_unit",
+    "paired",
+    "parts",
+    "table",
+    "where_the_time_goes",
+]
 
 BY_NAME = {contender.name: contender for contender in CONTENDERS}
-HEAD = ("", "ms", "/ best torch", "/ peer", "CPU ms", "calls/unit", "MiB asked", "MiB wired", "rest MiB", "peak MiB")
+TIMES = ("", "ms", "/ best torch", "/ peer", "CPU ms", "calls/unit")
+HEAD = (*TIMES, "MiB asked", "MiB wired", "rest MiB", "compute MiB", "peak MiB")
 LINKS = ("MiB inside", "MiB between")
+TAKEN_APART = ("tiny", "gpt", "gpt-bf16")
 
 
 @dataclass(frozen=True)
@@ -80,6 +95,40 @@ def table(workload: str, outcomes: Sequence[Outcome]) -> list[str]:
     if WORKLOADS[workload].is_hybrid:
         head = _beside_asked(HEAD, LINKS)
         rows = [_beside_asked(row, _links(outcome)) for row, outcome in zip(rows, outcomes, strict=True)]
+    return _lines(head, rows)
+
+
+def parts(mine: Outcome) -> dict[str, dict[str, float]]:
+    """Of each part of a step milliseconds: ``wall``; ``waits``, in which the thread that runs Python does not compute;
+    and ``others``, CPU time of all other threads, which send and receive. Medians over the laps."""
+    found = {}
+    for part in PARTS:
+        times = [getattr(lap, part) for lap in mine.laps]
+        seconds = {
+            "wall": [one.wall for one in times],
+            "waits": [one.wall - one.thread for one in times],
+            "others": [one.process - one.thread for one in times],
+        }
+        found[part] = {name: round(1000 * statistics.median(values), 2) for name, values in seconds.items()}
+    return found
+
+
+def where_the_time_goes(results: Mapping[str, Sequence[Outcome]]) -> list[str]:
+    """Steps of `TAKEN_APART` in parts, of the plain model, torch's fastest FSDP and ours; of rank 0's outcomes."""
+    head = ["workload", "contender", *(word for part in PARTS for word in (part, "waits")), "other threads"]
+    rows = []
+    for workload in [name for name in TAKEN_APART if name in results]:
+        best = best_torch(results[workload])
+        for mine in results[workload]:
+            if mine is best or mine.contender == "single" or mine.contender.startswith("minifsdp"):
+                found = parts(mine)
+                cells = [f"{found[part][what]:.1f}" for part in PARTS for what in ("wall", "waits")]
+                others = sum(found[part]["others"] for part in PARTS)
+                rows.append((f"`{workload}`", mine.contender, *cells, f"{others:.1f}"))
+    return _lines(head, rows) if rows else []
+
+
+def _lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     rule = ("-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:]))
     return [_line(row, widths) for row in (head, rule, *rows)]
@@ -107,10 +156,15 @@ def _row(workload: str, outcomes: Sequence[Outcome], mine: Outcome) -> tuple[str
         f"{1000 * statistics.median(lap.wall for lap in mine.laps):.1f}",
         str(paired(mine, best_torch(outcomes))),
         "" if peer is None else str(paired(mine, peer)),
-        f"{1000 * statistics.median(lap.process for lap in mine.laps):.1f}",
+        f"{1000 * statistics.median(lap.whole.process for lap in mine.laps):.1f}",
         f"{calls_per_unit(workload, outcomes, mine):.0f}",
         f"{mine.asked / 2**20:.2f}",
         f"{mine.wired / 2**20:.2f}",
         f"{mine.resting / 2**20:.2f}",
-        f"{mine.peak / 2**20:.2f}",
+        _beside_the_price(mine.computing, mine.priced_computing),
+        _beside_the_price(mine.peak, mine.priced),
     )
+
+
+def _beside_the_price(num_bytes: int, priced: int) -> str:
+    return f"{num_bytes / 2**20:.2f}" + (f" ({num_bytes / priced:.2f})" if priced else "")

@@ -46,6 +46,7 @@ class Workload:
         strategy: by the name that FSDP1 has for it.
         num_ranks: of the race.
         prefetch: each unit is told which one comes next in forward, by the means that each FSDP has for it.
+        backward_prefetch: FSDP1's default; if not, it is told to gather nothing ahead, and FSDP2 has no word for that.
         bf16: parameters are gathered and gradients reduced in bfloat16; plain models run under autocast.
         accumulate: micro-batches in each step, all but the last without synchronisation.
         rounds: how many, unless the run is a quick one.
@@ -61,6 +62,7 @@ class Workload:
     strategy: str = "FULL_SHARD"
     num_ranks: int = 2
     prefetch: bool = False
+    backward_prefetch: bool = True
     bf16: bool = False
     accumulate: int = 1
     rounds: int = 12
@@ -143,9 +145,12 @@ WORKLOADS = {
         # Plain models compute under autocast, which rounds in other places.
         replace(GPT_14M, name="gpt-bf16", bf16=True, tolerance=5e-3),
         replace(GPT_14M, name="gpt-accumulate-4", accumulate=4, rounds=6),
+        replace(GPT_14M, name="gpt-accumulate-4-grad-op", strategy="SHARD_GRAD_OP", accumulate=4, rounds=6),
         replace(GPT_14M, name="gpt-prefetch", prefetch=True),
         GPT_3M,
         WIDE,
         replace(WIDE, name="wide-grad-op", strategy="SHARD_GRAD_OP"),
+        # It is there for its memory.
+        replace(WIDE, name="wide-no-prefetch", backward_prefetch=False, rounds=6),
     )
 }

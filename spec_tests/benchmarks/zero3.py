@@ -26,7 +26,8 @@ def can(workload: Workload) -> bool:
     It cannot leave gradients unsynchronised with parameters sharded. What it does in bfloat16 is another computation.
     """
     plain = workload.strategy == "FULL_SHARD" and workload.accumulate == 1
-    return plain and not workload.bf16 and not workload.prefetch and importlib.util.find_spec("deepspeed") is not None
+    usual = workload.backward_prefetch and not workload.prefetch
+    return plain and usual and not workload.bf16 and importlib.util.find_spec("deepspeed") is not None
 
 
 def engine_of(model: nn.Module, workload: Workload) -> Any:

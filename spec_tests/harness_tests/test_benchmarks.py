@@ -8,26 +8,31 @@ from pathlib import Path
 
 import pytest
 
-from spec_tests.benchmarks import figures, page, report
+from spec_tests.benchmarks import closed_form, figures, page, report
 from spec_tests.benchmarks.contenders import CONTENDERS
-from spec_tests.benchmarks.race import Entrant, Lap, Outcome
+from spec_tests.benchmarks.race import Entrant, Lap, Outcome, Times
 from spec_tests.benchmarks.workloads import WORKLOADS
 from spec_tests.harness import ranks
 
 MIB = 2**20
+# Of 48 layers the output, eight rows of 32 numbers; and the loss, in memory as large as what it is the mean of.
+TINY_ACTIVATIONS = 49 * 8 * 32 * 4
 
 
 def outcome(contender: str, seconds: list[float]) -> Outcome:
     return Outcome(
         contender,
         0.0,
-        [Lap(wall, wall, wall, 0.0, 0.0, 0.0) for wall in seconds],
+        [Lap(Times(), Times(wall, wall / 2, wall), Times()) for wall in seconds],
         calls=100,
         asked=5 * MIB,
         inside=3 * MIB,
         wired=6 * MIB,
         resting=7 * MIB,
+        computing=8 * MIB,
         peak=9 * MIB,
+        priced_computing=10 * MIB if contender.startswith("minifsdp") else 0,
+        priced=9 * MIB if contender.startswith("minifsdp") else 0,
         curve=[(0.0, 7 * MIB), (0.33333, 9 * MIB), (1.0, 7 * MIB)],
     )
 
@@ -48,9 +53,65 @@ def cells(workload: str) -> dict[str, str]:
 def test_what_is_asked_on_each_link_is_told_where_there_are_two() -> None:
     hybrid = cells("gpt-hybrid")
     assert (hybrid["MiB asked"], hybrid["MiB inside"], hybrid["MiB between"]) == ("5.00", "3.00", "2.00")
-    assert (hybrid["MiB wired"], hybrid["rest MiB"], hybrid["peak MiB"]) == ("6.00", "7.00", "9.00")
+    assert (hybrid["MiB wired"], hybrid["rest MiB"]) == ("6.00", "7.00")
     assert cells("gpt").keys() == hybrid.keys() - {"MiB inside", "MiB between"}
     assert "HYBRID_SHARD, 4 ranks, 2 groups of 2" in page.sections({"gpt-hybrid": OUTCOMES})[0]
+
+
+def test_beside_what_was_measured_of_ours_stands_its_ratio_to_what_the_calculator_says() -> None:
+    gpt = cells("gpt")
+    assert (gpt["compute MiB"], gpt["peak MiB"]) == ("8.00 (0.80)", "9.00 (1.00)")
+    assert "| 9.00 |" in " ".join(report.table("gpt", OUTCOMES)[2].split())
+
+
+def test_a_step_is_taken_apart_into_what_was_computed_and_what_was_waited_for() -> None:
+    lines = report.where_the_time_goes({"gpt": OUTCOMES, "wide": OUTCOMES})
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert rows[0] == [
+        "workload",
+        "contender",
+        "forward",
+        "waits",
+        "backward",
+        "waits",
+        "optimizer",
+        "waits",
+        *rows[0][8:],
+    ]
+    # Of 0.8 seconds the thread computes a half, and the others compute as long.
+    assert rows[-1] == ["`gpt`", "minifsdp flat", "0.0", "0.0", "800.0", "400.0", "0.0", "0.0", "400.0"]
+    assert [row[1] for row in rows[2:]] == [outcome.contender for outcome in OUTCOMES]
+    assert report.where_the_time_goes({"wide": OUTCOMES}) == []
+
+
+def test_times_are_of_the_parts_of_a_step() -> None:
+    lap = Lap(Times(1.0, 0.5, 0.75), Times(2.0, 1.0, 1.5), Times(4.0, 3.0, 3.5))
+    assert (lap.whole, lap.wall) == (Times(7.0, 4.5, 5.75), 7.0)
+
+
+def test_activations_are_what_a_forward_of_the_plain_model_leaves() -> None:
+    workload = WORKLOADS["tiny"]
+    assert closed_form.activation_bytes(workload, workload.batches(0, 0)[0]) == TINY_ACTIVATIONS
+    # In bfloat16 a half, but for the scores, which are float32, and what comes of them.
+    gpt, low = WORKLOADS["gpt"], WORKLOADS["gpt-bf16"]
+    full, half = (closed_form.activation_bytes(one, one.batches(0, 0)[0]) for one in (gpt, low))
+    assert 0.5 < half / full < 0.55
+
+
+@ranks(2)
+@pytest.mark.cpu
+def test_the_calculator_is_asked_about_the_step_that_the_race_takes() -> None:
+    for name, num in (("tiny", 1), ("tiny", 4)):
+        workload = replace(WORKLOADS[name], accumulate=num)
+        contender = next(one for one in CONTENDERS if one.name == "minifsdp flat")
+        model = contender.take(workload.model(), workload).model
+        found = closed_form.cost_of(model, workload, workload.batches(0, 0))
+        unit = 4 * (32 * 32 + 32)
+        assert found.stored == 3 * 48 * unit / 2
+        # A gradient and an intermediate result beside it.
+        assert found.peak_optimizer == found.stored + 2 * 48 * unit / 2
+        waiting = 48 * unit if num > 1 else 0
+        assert found.peak_forward == found.stored + waiting + unit + TINY_ACTIVATIONS
 
 
 @ranks(4)
@@ -94,7 +155,8 @@ def test_the_page_and_what_its_pictures_are_drawn_from_are_recorded_together(tmp
     assert record["ratios"]["tiny"]["minifsdp flat"] == {"low": 0.725, "median": 0.75, "high": 0.775}
     assert record["memory"]["minifsdp flat"] == [[0.0, 7.0], [0.3333, 9.0], [1.0, 7.0]]
     # Long, and of one workload only.
-    assert record.keys() == {"circumstances", "ratios", "memory"}
+    assert record.keys() == {"circumstances", "ratios", "parts", "memory"}
+    assert record["parts"]["tiny"]["minifsdp flat"]["backward"] == {"wall": 800.0, "waits": 400.0, "others": 400.0}
 
 
 def test_who_would_repeat_itself_or_is_not_installed_does_not_take_part() -> None:
@@ -104,8 +166,12 @@ def test_who_would_repeat_itself_or_is_not_installed_does_not_take_part() -> Non
         "tiny-grad-op",
         "gpt-grad-op",
         "gpt-no-shard",
+        "gpt-accumulate-4-grad-op",
         "gpt-prefetch",
         "wide-grad-op",
+        "wide-no-prefetch",
     ]
+    by_name_takes = {name for name in by_name if by_name[name].runs(WORKLOADS["wide-no-prefetch"])}
+    assert by_name_takes == {"single", "DDP", *(name for name in by_name if name.endswith(("flat", "orig")))}
     assert not any(by_name["torch FSDP2"].runs(WORKLOADS[name]) for name in ("gpt-no-shard",))
     assert all(contender.runs(WORKLOADS["gpt-hybrid"]) for contender in CONTENDERS if contender.shards)
