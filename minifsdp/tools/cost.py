@@ -30,9 +30,10 @@ In words:
 What is frozen has no gradient and no state; in a flat unit that is so only if nothing in the unit is trained.
 
 Activations are not in it. They depend on the batch and on the model's code, and are a number to be added: the
-``activations`` of a `Job`; ``activations.py`` has an estimate. Neither is the memory of the transport: between CPUs a
-reduction among N ranks takes N - 2 pieces of a unit, and a gather of large parameters needs no place to sort; NCCL has
-buffers of its own. On a GPU the CPU runs ahead, and up to two units are in flight where forward is said to have one.
+``activations`` of a `Job`; ``activations.py`` has an estimate. Neither are the buffers that NCCL and gloo have of their
+own. What minifsdp needs where it sends between CPUs by itself is in it, if the job says ``by_messages``; a gather of
+large parameters needs no place to sort then. On a GPU the CPU runs ahead, and up to two units are in flight where
+forward is said to have one.
 
 Sent bytes are those of the ring algorithms. In units of P * b * (N - 1) / N, for P parameters of b bytes on N ranks:
 DDP 2, ``SHARD_GRAD_OP`` 2, ``FULL_SHARD`` 3, or a little less, since the root's own parameters are gathered once. Which
@@ -43,7 +44,7 @@ the tables of arXiv 1910.02054 and 2304.11277 are there as tests, too. For a sli
 
 *In torch:* nothing of the kind.
 
-Spec: COST-01 to COST-10, EXPLAIN-04.
+Spec: COST-01 to COST-10, COST-19, COST-20, EXPLAIN-04.
 """
 
 from dataclasses import dataclass
@@ -110,8 +111,8 @@ def cost_of(job: Job) -> Cost:
         stored=resting,
         host=host,
         after_backward=resting + gradients,
-        peak_forward=resting + (earlier if job.micro_batches > 1 else 0.0) + peak_of_forward(job) + job.activations,
-        peak_backward=resting + max(peak_of_backward(job, number) for number in backwards) + job.activations,
+        peak_forward=resting + (earlier if job.micro_batches > 1 else 0.0) + peak_of_forward(job),
+        peak_backward=resting + max(peak_of_backward(job, number) for number in backwards),
         peak_optimizer=resting + (0.0 if job.offload else gradients + trained * job.scratch),
         sent=sent_bytes(job),
         num_collectives=num_collectives(job),

@@ -92,6 +92,7 @@ def job_for(
         offload=like.offloads,
         forward_prefetch=forward,
         backward_prefetch=backward,
+        by_messages=like.by_messages,
         activations=activations,
     )
 

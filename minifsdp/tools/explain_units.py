@@ -205,6 +205,7 @@ def _summary(
         gathered_bytes=layout.num_bytes,
         low_batch_norms=_low_batch_norms(inside, layout.dtype, buffers, names),
         is_root=False,
+        by_messages=layout.device.type == "cpu" and mesh.shard is not None and mesh.shard.transport is not None,
     )
 
 

@@ -50,7 +50,10 @@ class Job:
         backward_prefetch: backward asks for the next unit before this one's gradients are computed.
         micro_batches: backwards in a step.
         no_sync: only the last of them reduces.
-        activations: bytes, to be added to the peaks of forward and backward.
+        by_messages: between CPUs, with gloo: pieces of 256 KiB and more are sent one by one (``engine/gloo.py``), and
+            a reduction has room for those of the other ranks.
+        activations: bytes, to be added to the peaks of forward and backward; or, for each unit in the order of
+            `sizes`, what its forward keeps until its backward, and at the end what is kept after the last.
     """
 
     units: Sequence[Sequence[Shape]]
@@ -74,7 +77,8 @@ class Job:
     backward_prefetch: bool = True
     micro_batches: int = 1
     no_sync: bool = False
-    activations: float = 0
+    by_messages: bool = False
+    activations: float | Sequence[float] = 0
 
     @property
     def shards(self) -> int:
@@ -142,6 +146,12 @@ class Job:
     def rests(self) -> float:
         """Bytes of all units that are kept for backward with ``rests_with``."""
         return sum(self.sizes[1:]) / self.rests_with if self.rests_with else 0.0
+
+    def kept(self, num: int | None = None) -> float:
+        """Bytes of activations when the root and ``num`` units have computed; ``None`` for the end of forward."""
+        if not isinstance(self.activations, Sequence):
+            return self.activations
+        return sum(self.activations if num is None else self.activations[: num + 1])
 
     def reduces(self, number: int) -> bool:
         """Whether the backward of micro-batch ``number`` ends in a reduction; the first is 0."""

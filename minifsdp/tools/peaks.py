@@ -11,9 +11,15 @@ Worked example, the backward of four units of 4000 bytes on two ranks, without p
     1      4000       4000           4000 + 2000                    2000               16 000
     0      4000       4000           4000 + 2000                    4000               18 000
 
+Of what is in flight a reduction is the most. NCCL needs its input and its output. Between CPUs, where minifsdp sends by
+itself, there is room for the pieces of the others as well, until they are added; the first of them comes to where the
+result will be. The same unit of 4000 bytes on four ranks, in which a piece has 1000::
+
+    input 4000, output 1000, and of the three pieces that come two elsewhere: 2000      together 7000
+
 *In torch:* nothing of the kind; its ``_memory_viz`` draws what an allocator has done.
 
-Spec: COST-03, COST-07, COST-08.
+Spec: COST-03, COST-07, COST-08, COST-19, COST-20.
 """
 
 from collections.abc import Sequence
@@ -22,16 +28,16 @@ from minifsdp.tools.job import Job
 
 
 def peak_of_forward(job: Job) -> float:
-    """Bytes of gathered parameters, at most, in forward (COST-03). The root's own come first, and stay."""
+    """Bytes of gathered parameters, and activations, in forward (COST-03). The root's own come first, and stay."""
     if job.is_borrowed:
-        return 0.0
+        return job.kept()
     root, *sizes = job.sizes
     copies = 2 if job.sorts else 1
-    moments = [copies * root]
+    moments = [copies * root + job.kept(0), root + (sum(sizes) if job.keeps else 0.0) + job.kept()]
     for i, size in enumerate(sizes):
         earlier = sum(sizes[:i]) if job.keeps else 0.0
         coming = sum(sizes[i + 1 : i + 2]) if job.forward_prefetch else 0.0
-        moments.append(root + earlier + copies * size + coming)
+        moments.append(root + earlier + copies * size + coming + job.kept(i + 1))
     return job.rests + max(moments)
 
 
@@ -40,14 +46,14 @@ def peak_of_backward(job: Job, number: int) -> float:
     units = job.sizes
     # The root's unit comes last, if it has parameters of its own.
     at_work = range(0 if units[0] else 1, len(units))
-    return job.rests + max((_moment(job, units, i, number) for i in at_work), default=0.0)
+    return job.rests + max((_moment(job, units, i, number) for i in at_work), default=job.kept(0))
 
 
 def _moment(job: Job, units: Sequence[float], i: int, number: int) -> float:
     """Bytes, at most, while the gradient of unit ``i`` is computed and goes on its way."""
     gradients, last = job.gradients, _reduced_last(job, i)
     here, after = gradients[i], sum(gradients[last : last + 1])
-    beside = _gathered_elsewhere(job, units, i) + _gradients_elsewhere(job, i, number)
+    beside = _gathered_elsewhere(job, units, i) + _gradients_elsewhere(job, i, number) + job.kept(i)
     gathered = 0.0 if job.is_borrowed else units[i]
     twice = gathered + 2 * here if job.puts_together(i) else 0.0
     if not job.reduces(number):
@@ -82,9 +88,11 @@ def _reduced_last(job: Job, i: int) -> int:
 
 
 def _reduction(job: Job, size: float) -> float:
-    """Bytes of the reduction of a unit that has ``size`` bytes: its input and its output."""
+    """Bytes of the reduction of a unit that has ``size`` bytes: its input, its output, and what comes to be added."""
     whole = size * job.reduce_width / job.width
-    return whole + (_piece(job, size) if job.shards > 1 else 0.0)  # what is not cut is summed in place
+    if job.shards == 1:
+        return whole  # what is not cut is summed in place
+    return whole + _piece(job, size) * (job.shards - 1 if job.by_messages else 1)
 
 
 def _piece(job: Job, size: float) -> float:

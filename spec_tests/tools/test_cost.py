@@ -23,7 +23,7 @@ import minifsdp
 from minifsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, cost, trace
 from minifsdp.cost import Cost, Job, cost_of
 from minifsdp.engine.mesh import Group, default_group
-from minifsdp.tools import formulas
+from minifsdp.tools import formulas, peaks
 from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.harness import device, ranks
 from spec_tests.live_bytes import LiveBytes
@@ -393,16 +393,38 @@ def test_a_replica_needs_as_much_as_the_one_it_is_a_copy_of(strategy: str) -> No
     assert_as_priced(weighed(job), cost_of(job))
 
 
-@pytest.mark.spec("COST-02", "COST-03")
+@pytest.mark.spec("COST-02", "COST-03", "COST-19")
 @ranks(4)
 def test_on_four_ranks_a_rank_stores_half_of_what_it_does_on_two() -> None:
-    job = replace(JOB, num_shards=4)
-    found = weighed(job)
-    # The parts of the others, but for the one that has its place in the result: see ``engine/gloo.py``.
     sends_by_itself = device().type == "cpu" and Group.of(default_group()).transport is not None
-    transport = UNIT * (4 - 2) / 4 if sends_by_itself else 0
-    assert_as_priced({**found, "peak_backward": found["peak_backward"] - transport}, cost_of(job))
+    job = replace(JOB, num_shards=4, by_messages=sends_by_itself)
+    found = weighed(job)
+    assert_as_priced(found, cost_of(job))
     assert found["stored"] == pytest.approx(cost_of(JOB).stored / 2, abs=SLACK)
+    assert minifsdp.explain(wrapped(job)).job.by_messages == sends_by_itself
+
+
+@pytest.mark.spec("COST-19")
+def test_the_example_of_four_ranks_at_the_head_of_the_peaks_is_right() -> None:
+    one = Job(units=[[(1000,)]], num_shards=4)
+    assert [peaks._reduction(replace(one, by_messages=sends), 4000) for sends in (False, True)] == [5000, 7000]
+    # With two ranks the other's piece comes to where the result will be; and what is not cut is all-reduced in place.
+    assert peaks._reduction(replace(one, num_shards=2, by_messages=True), 4000) == 6000
+    assert peaks._reduction(replace(one, strategy="NO_SHARD", by_messages=True), 4000) == 4000
+
+
+@pytest.mark.spec("COST-20")
+def test_activations_of_later_units_are_gone_when_an_earlier_one_has_its_backward() -> None:
+    plain = replace(JOB, root=(), backward_prefetch=False)
+    none, whole = cost_of(plain), cost_of(replace(plain, activations=1111))
+    assert (whole.peak_forward, whole.peak_backward) == (none.peak_forward + 1111, none.peak_backward + 1111)
+    # Before the first unit, of each of them, and after the last. At the end of forward all is there.
+    by_unit = cost_of(replace(plain, activations=[1, 10, 100, 0, 0, 1000 * UNIT]))
+    assert by_unit.peak_forward == none.stored + 111 + 1000 * UNIT
+    # The worst moment of backward is the first unit's, when only its own are left, and what came before it.
+    assert by_unit.peak_backward == none.peak_backward + 11
+    borrowed = replace(plain, strategy="NO_SHARD", activations=[1, 10, 100, 0, 0, 1000])
+    assert cost_of(borrowed).peak_forward == cost_of(borrowed).stored + 1111
 
 
 @pytest.mark.spec("COST-02")
