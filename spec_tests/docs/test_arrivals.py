@@ -1,0 +1,69 @@
+"""When the data of a collective is there, though nobody has waited for it yet: what the pictures turn pale at."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from docs_build import arrivals
+from minifsdp import trace
+from minifsdp.engine import collectives
+from minifsdp.engine.mesh import Group
+from spec_tests.harness import ranks
+
+# Seconds. Rank 1 comes late, and both wait much later.
+LATE, MUCH_LATER = 0.3, 1.0
+MESSAGES, COLLECTIVES = 2**18, 2**10  # numbers of four bytes: of a piece that is sent by itself, and of a small one
+
+
+def gather(number: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    group, piece = Group.of(dist.group.WORLD), torch.full((number,), 1.0 + dist.get_rank())
+    output = torch.empty(2 * number)
+    return collectives.gather(group, output, piece), output, torch.tensor([1.0, 2.0]).repeat_interleave(number)
+
+
+def reduce_scatter(number: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    group, whole = Group.of(dist.group.WORLD), torch.full((2 * number,), 1.0 + dist.get_rank())
+    piece = torch.empty(number)
+    return collectives.reduce_scatter(group, piece, whole), piece, torch.full((number,), 3.0)
+
+
+@pytest.mark.parametrize("number", [MESSAGES, COLLECTIVES])
+@pytest.mark.parametrize(("kind", "issue"), [("AG", gather), ("RS", reduce_scatter)])
+@ranks(2)
+def test_data_has_arrived_when_the_other_rank_has_sent_it_and_not_when_it_is_waited_for(
+    kind: str, issue: Callable[[int], tuple[Any, torch.Tensor, torch.Tensor]], number: int
+) -> None:
+    recorder, rank = trace.Recorder(), dist.get_rank()
+    issue(number)[0].wait()  # connections are made once
+    with arrivals.noted(recorder):
+        dist.barrier()
+        time.sleep(LATE * rank)
+        event = recorder.begin(kind, "unit", lane="gather")
+        promise, found, expected = issue(number)
+        time.sleep(MUCH_LATER)
+        promise.wait()
+        recorder.finish(event)
+    assert torch.equal(found, expected), "what was put into the memory is gone"
+    assert event.arrived is not None
+    waited = event.arrived - event.start
+    # The one that is late finds the other's data there, or nearly so.
+    assert (0.5 * LATE if rank == 0 else 0.0) < waited < MUCH_LATER - 0.5 * LATE
+
+
+@ranks(2)
+def test_memory_that_is_given_back_after_the_wait_is_looked_at_no_more() -> None:
+    recorder = trace.Recorder()
+    with arrivals.noted(recorder):
+        for _ in range(50):
+            event = recorder.begin("AG", "unit", lane="gather")
+            promise, output, _ = gather(MESSAGES)
+            promise.wait()
+            output.untyped_storage().resize_(0)
+            recorder.finish(event)
+    assert all(event.start < event.arrived <= event.end for event in recorder.events)
