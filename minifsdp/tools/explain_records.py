@@ -77,7 +77,6 @@ class UnitSummary:
         low_batch_norms: names of batch norms in it that compute, or keep statistics, in elements of less than 4 bytes.
         is_root: it is the unit of the model itself.
         is_planned: it is not there yet.
-        by_messages: its pieces are sent from CPU to CPU by minifsdp itself, see ``engine/gloo.py``.
     """
 
     name: str
@@ -95,7 +94,6 @@ class UnitSummary:
     low_batch_norms: tuple[str, ...]
     is_root: bool
     is_planned: bool = False
-    by_messages: bool = False
 
     @property
     def label(self) -> str:

@@ -98,6 +98,13 @@ def prefetches(model: nn.Module) -> tuple[bool, bool]:
     return False, True
 
 
+def sends_by_itself(model: nn.Module) -> bool:
+    """Whether pieces go from CPU to CPU as ``engine/gloo.py`` says; not of what is only planned."""
+    units = [wrapper._unit for wrapper in Wrapper.fsdp_modules(model)] + [state.unit for _, state in states_in(model)]
+    groups = [unit.plan.mesh.shard for unit in units if unit is not None and unit.layout.device.type == "cpu"]
+    return any(group is not None and group.transport is not None for group in groups)
+
+
 def buffer_bytes(model: nn.Module) -> int:
     """Bytes of all buffers, in the dtypes that they have from the first forward on. They are not sharded."""
     chosen = {
@@ -205,7 +212,6 @@ def _summary(
         gathered_bytes=layout.num_bytes,
         low_batch_norms=_low_batch_norms(inside, layout.dtype, buffers, names),
         is_root=False,
-        by_messages=layout.device.type == "cpu" and mesh.shard is not None and mesh.shard.transport is not None,
     )
 
 
