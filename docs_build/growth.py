@@ -15,12 +15,13 @@ from typing import Any
 from docs_build import pictures
 from docs_build.order import ROOT
 
-__all__ = ["RECORD", "calls", "calls_by_ranks", "calls_for_a_parameter", "figure", "large"]
+__all__ = ["RECORD", "calls", "calls_by_ranks", "calls_for_a_parameter", "figure", "large", "overhead"]
 
 RECORD = ROOT / "docs" / "data" / "growth.json"
 AXES = {"units": "units", "ranks": "ranks", "parameters": "parameters in a unit"}
 COSTS = {
     "calls": "Python calls for each unit and step",
+    "overhead": "Above the plain model, for each unit and step, microseconds",
     "step": "A step, ms",
     "first": "The first step, ms",
     "construct": "Construction, ms",
@@ -48,7 +49,7 @@ def _load() -> Any:
 
 
 def figure(name: str, caption: str) -> str:
-    """A plot with its caption.
+    """A plot with its caption; nothing, if the record is older than what it shows.
 
     Args:
         name: the cost and what grows, as in ``calls units``.
@@ -60,9 +61,11 @@ def figure(name: str, caption: str) -> str:
     if not RECORD.exists():
         return "<p>No run is recorded.</p>"
     cost, axis = name.split()
-    record = _load()
+    record, title = _load(), f"{COSTS[cost]}, by {AXES[axis]}"
+    if not all(cost in point for points in record[axis].values() for point in points):
+        return ""
     curves = {who: [point[cost] for point in points] for who, points in record[axis].items()}
-    picture = _plot(f"{COSTS[cost]}, by {AXES[axis]}", record["axes"][axis], curves)
+    picture = _plot(title, record["axes"][axis], curves)
     facts = [fact.removeprefix("* ") for fact in record["circumstances"]]
     return pictures.figure(picture, caption, f"{facts[0].capitalize()}, on the fake backend; {facts[1]}.")
 
@@ -120,6 +123,14 @@ def calls(library: str) -> str:
     point = record["axes"]["units"].index(UNITS)
     found = [points[point]["calls"] for who, points in record["units"].items() if who.split()[0] == library]
     return f"{min(found):.0f} to {max(found):.0f}"
+
+
+def overhead(library: str) -> str:
+    """Microseconds above the plain model for that unit: flat, original, `fully_shard`."""
+    record = _load()
+    point = record["axes"]["units"].index(UNITS)
+    found = [points[point].get("overhead") for who, points in record["units"].items() if who.split()[0] == library]
+    return " / ".join("not recorded" if one is None else f"{one:.0f}" for one in found)
 
 
 def calls_by_ranks(who: str) -> str:

@@ -6,6 +6,7 @@ of torch; so commands and people beside the tests write it down, and tests compa
 * ``python -m spec_tests.streams.pictures`` draws ``docs/assets/streams``;
 * ``python -m spec_tests.streams.breaks`` writes `BREAKS`, a row for each broken engine: ``name``, ``what`` is broken in
   which ``file``, the ``program`` that notices, ``by`` what, the first line of the ``report``, and what ``replay`` said;
+* ``python -m spec_tests.streams.peaks --record`` writes `PEAKS`, minifsdp's and torch's by way to train and kind;
 * `FINDINGS` is prose.
 """
 
@@ -17,10 +18,11 @@ from html import escape
 from docs_build import pictures
 from docs_build.order import ROOT
 
-__all__ = ["breaks", "figure", "findings"]
+__all__ = ["breaks", "figure", "findings", "peaks"]
 
 PICTURES = ROOT / "docs" / "assets" / "streams"
 BREAKS = ROOT / "docs" / "data" / "stream-breaks.json"
+PEAKS = ROOT / "docs" / "data" / "stream-peaks.json"
 FINDINGS = ROOT / "spec_tests" / "streams" / "torch-findings.md"
 NOT_FOUND = "NOT FOUND"
 SOURCE = "Simulated: order and waits are those of a logged step. Nothing of this was seen on a GPU."
@@ -56,6 +58,17 @@ def _break(one: dict[str, str]) -> str:
         f"<td>{escape(one['by'])}, in <code>{escape(one['program'])}</code>"
         f"<br>{escape(one['report'])}{replay}</td></tr>"
     )
+
+
+def peaks() -> str:
+    """Bytes at the worst moment of a step, minifsdp's over torch's, as a Markdown table."""
+    known = json.loads(PEAKS.read_text(encoding="utf-8"))["peaks"]
+    kinds = list(next(iter(known.values())))
+    lines = ["| | " + " | ".join(f"{kind} | ratio" for kind in kinds) + " |", "|---|" + "--:|--:|" * len(kinds)]
+    for case, by_kind in known.items():
+        cells = [f"{ours:,} / {theirs:,} | {ours / theirs:.3f}" for ours, theirs in by_kind.values()]
+        lines.append(f"| {case} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def findings() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from docs_build import debugcost, evidence, faults, growth, results
+from docs_build import debugcost, evidence, faults, growth, results, streams
 from docs_build.pictures import events_of
 from minifsdp.tools import formulas
 from minifsdp.tools.events import peak_gathered_bytes
@@ -127,6 +127,8 @@ VALUES: dict[str, Callable[[], str]] = {
     "proven-cuda": lambda: _proven("cuda-nccl"),
     "calls-torch": lambda: growth.calls("torch"),
     "calls-minifsdp": lambda: growth.calls("minifsdp"),
+    "overhead-torch": lambda: growth.overhead("torch"),
+    "overhead-minifsdp": lambda: growth.overhead("minifsdp"),
     "calls-by-ranks": lambda: growth.calls_by_ranks("torch FSDP1 flat"),
     "calls-for-a-parameter-torch": lambda: growth.calls_for_a_parameter("torch FSDP2"),
     "calls-for-a-parameter-minifsdp": lambda: growth.calls_for_a_parameter("minifsdp FSDP2"),
@@ -144,4 +146,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "faults": faults.table,
     "torch-tests": evidence.torch_tests_table,
     "where": evidence.where_table,
+    "stream-peaks": streams.peaks,
 }

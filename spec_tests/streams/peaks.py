@@ -6,6 +6,9 @@ stays between two steps included::
 
     python -m spec_tests.streams.peaks
 
+prints them, and ``--record`` writes ``docs/data/stream-peaks.json`` too, from which the table of ``docs/streams.md`` is
+made. They are counts and the same on every machine, so a test compares the record with the engine as it is.
+
 A *kind* is a door and what it promises: a flat parameter, original parameters, or a DTensor for each parameter. `CASES`
 are the ways to train.
 
@@ -14,12 +17,15 @@ Spec: STREAM-17.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import importlib
+import json
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -31,8 +37,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from spec_tests.harness import simulated
 from spec_tests.models.modules import MLP
 
-__all__ = ["CASES", "KINDS", "Case", "network", "peaks"]
+__all__ = ["CASES", "KINDS", "RECORD", "Case", "network", "peaks"]
 
+RECORD = Path(__file__).resolve().parents[2] / "docs" / "data" / "stream-peaks.json"
 SIM = "sim:0"
 OURS, THEIRS = "minifsdp", "torch.distributed.fsdp"
 KINDS = ("flat", "original", "fully_shard")
@@ -163,20 +170,26 @@ def peaks(kind: str, case: Case) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Prints all cases."""
+    """Prints all cases, and records them if asked to."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    parser = argparse.ArgumentParser(prog="python -m spec_tests.streams.peaks")
+    parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
+    asked = parser.parse_args()
     device, store = simulated.install(), FakeStore()
+    found: dict[str, dict[str, tuple[int, int]]] = {}
     print(f"{'':32}" + "".join(f"{kind:>26}" for kind in KINDS))
     for name, case in CASES.items():
-        cells = []
+        cells, found[name] = [], {}
         for kind in KINDS:
             dist.init_process_group("simulated", rank=0, world_size=case.num_ranks, store=store, device_id=device)
             simulated.WORLD.begin()
-            ours, theirs = peaks(kind, case)
+            ours, theirs = found[name][kind] = peaks(kind, case)
             cells.append(f"{ours:>8} {theirs:>8} {ours / theirs:>8.3f}")
             dist.destroy_process_group()
         print(f"{name:32}" + " ".join(cells))
+    if asked.record:
+        RECORD.write_text(json.dumps({"torch": torch.__version__, "peaks": found}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python -m spec_tests.benchmarks.growth
 
 measures all of it and prints tables; ``--only units,large`` takes some of the parts, and ``--record`` writes
-``docs/data/growth.json``, from which the plots of ``docs/benchmarks.md`` are drawn.
+``docs/data/growth.json``, from which the plots of ``docs/benchmarks.md`` are drawn. Times want a quiet machine. Calls
+do not: ``--calls`` takes only these anew, when the engine has changed.
 
 The process group is torch's *fake* one: a world of 1024 ranks in which only rank 0 exists and nothing is sent. So what
 is left of a step is what the library itself does, and that is what may grow. Worked example, calls of Python functions

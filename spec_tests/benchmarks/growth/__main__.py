@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_tests.benchmarks.growth.llama import large
-from spec_tests.benchmarks.growth.measure import measure
+from spec_tests.benchmarks.growth.measure import count, measure
 from spec_tests.benchmarks.growth.points import AXES, FSDPS, points_of
 from spec_tests.benchmarks.page import circumstances
 
@@ -24,6 +24,7 @@ RECORD = Path(__file__).resolve().parents[3] / "docs" / "data" / "growth.json"
 PARTS = (*AXES, "large")
 WHAT = {
     "calls": "Python calls for each unit and step",
+    "overhead": "above the plain model, for each unit and step, us",
     "step": "a step, ms",
     "first": "the first step, ms",
     "construct": "construction, ms",
@@ -33,9 +34,7 @@ WHAT = {
 
 def run(parts: list[str], contenders: list[str]) -> dict[str, Any]:
     """Measures: by part and contender, one entry for each value of an axis, in its order."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([measure.__module__, large.__module__])
-    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+    with _fresh_processes() as pool:
         found: dict[str, Any] = {
             axis: {name: [_told(pool, measure, name, point) for point in points_of(axis)] for name in contenders}
             for axis in AXES
@@ -44,6 +43,21 @@ def run(parts: list[str], contenders: list[str]) -> dict[str, Any]:
         if "large" in parts:
             found["large"] = {name: _told(pool, large, name) for name in contenders}
     return found
+
+
+def count_anew(record: dict[str, Any]) -> None:
+    """Replaces the calls in a record and nothing else."""
+    with _fresh_processes() as pool:
+        for axis in AXES:
+            for name, points in record[axis].items():
+                for kept, point in zip(points, points_of(axis), strict=True):
+                    kept.update(_told(pool, count, name, point))
+
+
+def _fresh_processes() -> ProcessPoolExecutor:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([measure.__module__, large.__module__])
+    return ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1)
 
 
 def _told(pool: ProcessPoolExecutor, action: Callable[..., dict[str, float]], *given: Any) -> dict[str, float]:
@@ -74,6 +88,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {','.join(PARTS)}")
     parser.add_argument("--contenders", default=",".join(FSDPS), help="names with commas between them")
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}; not with part of the parts")
+    parser.add_argument("--calls", action="store_true", help=f"only the calls in {RECORD.name} anew; on any machine")
     asked = parser.parse_args()
     parts, contenders = asked.only.split(","), asked.contenders.split(",")
     if unknown := [*(set(parts) - set(PARTS)), *(set(contenders) - set(FSDPS))]:
@@ -82,6 +97,11 @@ def main() -> None:
         parser.error("only a whole run is recorded")
     # Before the server of the copies starts, which hands it on to them.
     os.environ["OMP_NUM_THREADS"] = "1"
+    if asked.calls:
+        record = json.loads(RECORD.read_text(encoding="utf-8"))
+        count_anew(record)
+        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        return
     begin = time.monotonic()
     found = run(parts, contenders)
     print("\n".join(tables(found)))

@@ -25,7 +25,7 @@ from spec_tests.benchmarks.growth.points import FSDPS, Point
 from spec_tests.benchmarks.workloads import Workload
 from spec_tests.engine.count_calls import calls_by_file
 
-__all__ = ["calls_per_step", "join", "measure", "timed"]
+__all__ = ["calls_per_step", "count", "join", "measure", "timed"]
 
 NUM_WARM = 3
 NUM_TIMED = 7
@@ -61,6 +61,12 @@ def calls_per_step(contender: str, point: Point) -> int:
     return _calls(_take(contender, workload).model, workload) - _calls(workload.model(), workload)
 
 
+def count(contender: str, point: Point) -> dict[str, float]:
+    """Only the ``calls`` of `measure`, which are the same however busy the machine is; in a process of its own."""
+    join(point.ranks)
+    return {"calls": calls_per_step(contender, point) / point.units}
+
+
 def _take(contender: str, workload: Workload) -> Trained:
     return FSDPS[contender].take(workload.model(), workload)
 
@@ -87,7 +93,8 @@ def measure(contender: str, point: Point) -> dict[str, float]:
     """Everything about one point; in a process of its own, because it joins a world.
 
     Returns:
-        ``construct``, ``first``, ``step`` and ``state_dict`` in milliseconds, and ``calls`` for each unit and step.
+        ``construct``, ``first``, ``step`` and ``state_dict`` in milliseconds; ``overhead``, microseconds of a step
+        above those of the plain model, and ``calls``, for each unit.
     """
     join(point.ranks)
     workload = point.workload()
@@ -99,8 +106,21 @@ def measure(contender: str, point: Point) -> dict[str, float]:
     _warm_up(model, step)
     gc.collect()
     gc.disable()
-    later = statistics.median(_later(model, step) for _ in range(NUM_TIMED))
+    later, alone = _median_step(model, step), _median_of_plain(workload)
     state_dict = statistics.median(timed(model.state_dict)[0] for _ in range(NUM_STATE_DICTS))
     gc.enable()
     calls = (calls_by_file(step).total() - _calls(workload.model(), workload)) / point.units
-    return {"construct": construct, "first": first, "step": later, "state_dict": state_dict, "calls": calls}
+    overhead = 1000 * (later - alone) / point.units
+    times = {"construct": construct, "first": first, "step": later, "state_dict": state_dict}
+    return {**times, "overhead": overhead, "calls": calls}
+
+
+def _median_step(model: nn.Module, step: Callable[[], None]) -> float:
+    return statistics.median(_later(model, step) for _ in range(NUM_TIMED))
+
+
+def _median_of_plain(workload: Workload) -> float:
+    model = workload.model()
+    step = _stepper(model, workload)
+    _warm_up(model, step)
+    return _median_step(model, step)

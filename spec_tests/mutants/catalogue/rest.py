@@ -251,6 +251,22 @@ MUTANTS = [
         "COST-18",
     ),
     Mutant(
+        "what-comes-takes-no-room",
+        "_reduction",
+        "(job.shards - 1 if job.by_messages else 1)",
+        "1",
+        "The calculator forgets what other ranks send until it is added.",
+        "COST-19",
+    ),
+    Mutant(
+        "activations-outlive-their-unit",
+        "Job.kept",
+        "self.activations[: num + 1]",
+        "self.activations",
+        "The activations of all units are counted in the backward of each.",
+        "COST-20",
+    ),
+    Mutant(
         "binary-gigabytes",
         "memory_line",
         "{allocated / GB:.4f}",
