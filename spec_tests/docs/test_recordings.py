@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -74,3 +75,37 @@ def test_timelines_of_one_page_share_an_axis() -> None:
     assert len(ends) == 2
     assert ends[0] == ends[1]
     assert ends[0] <= 1e3 * longest
+
+
+def begun_before_the_end_of(kind: str, key: str) -> list[list[bool]]:
+    """By rank: of each block of a recorded step but the first, whether its gather began while the one before computed.
+
+    Args:
+        kind: ``F`` for forward, ``B`` for backward.
+        key: of the run.
+    """
+    found = []
+    for events in pictures.events_of(key):
+        blocks = [event for event in events if event.kind == kind and "block" in event.unit]
+        gathers = [event for event in events if event.kind == "AG"]
+        begun = []
+        for earlier, later in itertools.pairwise(blocks):
+            # Of its gathers the last one before it computes.
+            gather = max(one.start for one in gathers if one.unit == later.unit and one.start < later.start)
+            begun.append(gather < earlier.end)
+        found.append(begun)
+    return found
+
+
+ALL, NONE = 2 * [3 * [True]], 2 * [3 * [False]]
+
+
+def test_the_pictures_of_prefetch_show_gathers_that_begin_while_the_unit_before_computes() -> None:
+    page = (DOCS / "learn" / "schedule.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\{\{ timeline (\S+)", page, re.MULTILINE)
+    pre, post, forward = (f"fsdp1-full-{prefetch}-block-2-wide" for prefetch in ("pre", "post", "forward"))
+    assert {pre, post, forward} <= set(shown)
+    assert begun_before_the_end_of("B", pre) == ALL
+    assert begun_before_the_end_of("F", forward) == ALL
+    # Where nothing is asked for ahead it would be seen, too.
+    assert begun_before_the_end_of("B", post) == begun_before_the_end_of("F", pre) == NONE
