@@ -35,6 +35,7 @@ The rooms, from the bottom up:
 ``badges``       what a row's proofs are worth: where, how, and what is open
 ``exercises``    questions whose answers are computed
 ``debugcost``    what the checks of ``minifsdp.debug()`` cost
+``optimizers``   what a step of the optimizer and clipping cost
 ``values``       numbers and tables of the prose
 ``shardmaps``    who holds which elements
 ``sketch``       what drawings of the learning pages are made of; ``sketches`` finds one by its name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from docs_build import debugcost, evidence, faults, growth, results, streams
+from docs_build import debugcost, evidence, faults, growth, optimizers, results, streams
 from docs_build.pictures import events_of
 from minifsdp.tools import formulas
 from minifsdp.tools.events import peak_gathered_bytes
@@ -132,6 +132,8 @@ VALUES: dict[str, Callable[[], str]] = {
     "calls-by-ranks": lambda: growth.calls_by_ranks("torch FSDP1 flat"),
     "calls-for-a-parameter-torch": lambda: growth.calls_for_a_parameter("torch FSDP2"),
     "calls-for-a-parameter-minifsdp": lambda: growth.calls_for_a_parameter("minifsdp FSDP2"),
+    "optimizer-minifsdp": lambda: optimizers.step("minifsdp FSDP2"),
+    "optimizer-torch": lambda: optimizers.step("torch FSDP2"),
     "noticed-mutants": lambda: str(evidence.mutants()[0]),
     "num-mutants": lambda: str(evidence.mutants()[1]),
     "mutated-rows": lambda: str(evidence.mutants()[2]),
@@ -147,4 +149,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "torch-tests": evidence.torch_tests_table,
     "where": evidence.where_table,
     "stream-peaks": streams.peaks,
+    "optimizer": optimizers.table,
 }

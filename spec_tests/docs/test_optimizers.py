@@ -1,0 +1,48 @@
+"""The table of what comes after backward, made of a record; and the record, of everything that is measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spec_tests.benchmarks.contenders import CONTENDERS
+from spec_tests.benchmarks.optimizer import ACTIONS, measure
+from spec_tests.benchmarks.optimizer import RECORD as WRITTEN
+from spec_tests.harness import ranks
+
+
+@pytest.mark.needs("mkdocs")
+def test_the_table_and_the_words_are_made_of_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from docs_build import optimizers
+
+    assert optimizers.RECORD == WRITTEN
+    record = json.loads(WRITTEN.read_text(encoding="utf-8"))
+    for number, action in enumerate(ACTIONS):
+        record["contenders"]["minifsdp FSDP2"][action] = {"wall": 99.0, "cpu": 10.25 * (number + 1)}
+    monkeypatch.setattr(optimizers, "RECORD", tmp_path / "record.json")
+    optimizers.RECORD.write_text(json.dumps(record))
+    assert "| `fully_shard` | 10.2 | 20.5 | 30.8 | 41.0 |" in optimizers.table()
+    assert optimizers.step("minifsdp FSDP2") == "10.2, 20.5 and 30.8"
+    assert record["circumstances"][0] in optimizers.table()
+
+
+@pytest.mark.needs("mkdocs")
+def test_the_page_shows_it_and_has_no_figures_of_its_own() -> None:
+    from docs_build.order import ROOT
+
+    page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    about = page.partition("**The optimizer of `fully_shard`.**")[2].partition("**Original parameters.**")[0]
+    assert "{{ table optimizer }}" in about
+    assert " ms" not in about.replace("}} ms", "")
+
+
+@pytest.mark.cpu
+@ranks(2)
+def test_every_fsdp_takes_every_action() -> None:
+    found = measure(1)
+    assert set(found) == {"single", *(contender.name for contender in CONTENDERS if contender.shards)}
+    for by_action in found.values():
+        assert list(by_action) == list(ACTIONS)
+        assert all(times["cpu"] > 0 for times in by_action.values())
