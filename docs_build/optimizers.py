@@ -36,8 +36,11 @@ def table() -> str:
     for contender, by_action in record["contenders"].items():
         cells = [f"{by_action[action]['cpu']:.1f}" for action in HEADS]
         lines.append(f"| {NAMES[contender]} | " + " | ".join(cells) + " |")
-    about = f"{record['model']}. Medians of {record['rounds']} rounds: milliseconds of CPU time, waiting not included."
-    return "\n".join([*lines, "", about, "", *record["circumstances"]])
+    when, machine = (fact.removeprefix("* ") for fact in record["circumstances"][:2])
+    about = (
+        f"{record['model']}, on two ranks. Medians of {record['rounds']} rounds, in milliseconds of CPU time, without"
+    )
+    return "\n".join([*lines, "", f"{about} waiting; {when}, {machine}."])
 
 
 def step(contender: str) -> str:

@@ -25,7 +25,7 @@ def test_the_table_and_the_words_are_made_of_the_record(tmp_path: Path, monkeypa
     optimizers.RECORD.write_text(json.dumps(record))
     assert "| `fully_shard` | 10.2 | 20.5 | 30.8 | 41.0 |" in optimizers.table()
     assert optimizers.step("minifsdp FSDP2") == "10.2, 20.5 and 30.8"
-    assert record["circumstances"][0] in optimizers.table()
+    assert record["circumstances"][0].removeprefix("* ") in optimizers.table()
 
 
 @pytest.mark.needs("mkdocs")
