@@ -35,6 +35,7 @@ from minifsdp.fsdp2.module import FSDPModule
 from minifsdp.fsdp2.options import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from minifsdp.ledger import process as _process
+from minifsdp.reduction_overlap import set_reduction_overlap
 from minifsdp.tools.explain import explain
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "explain",
     "fully_shard",
     "register_fsdp_forward_method",
+    "set_reduction_overlap",
     "share_comm_ctx",
     "token_scale",
     "token_weighted",

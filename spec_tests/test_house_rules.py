@@ -30,9 +30,9 @@ TOOLS, EXPLAIN = "tools/", "tools/explain"
 # table of what public calls may be given.
 APART = (TRANSPORT, DEBUGGING, ARGUMENTS, TOOLS, "batches.py", "engine/ledger.py", "engine/comparison.py", "ledger/")
 BUDGETS = {
-    "house": 6209,
-    "story": 2980,
-    TRANSPORT: 122,
+    "house": 6221,
+    "story": 2981,
+    TRANSPORT: 141,
     DEBUGGING: 380,
     ARGUMENTS: 166,
     "batches.py": 100,

@@ -1,8 +1,8 @@
-"""Gloo's own transport: gather and reduce-scatter on CPUs, by nothing but send and receive.
+"""Gloo's own transport: gather and reduce-scatter on CPUs, by the exchange of pieces and nothing else.
 
 Gloo is the backend for CPUs, and its collectives make detours. Its reduce-scatter copies the whole gradient and sums
 *all* of it on every rank, though each rank wants one piece. Every collective runs in a thread of the group, one after
-the other. So on CPUs minifsdp sends by itself, straight from the memory where the values are into the memory where
+the other. So on CPUs minifsdp sends pieces, straight from the memory where the values are into the memory where
 they will be used. Two ranks, a tensor of four elements, what goes over the wire::
 
     gather            rank 0: [1 2 . .]     --1 2-->   rank 1: [. . 3 4]       both end with [1 2 3 4]
@@ -20,15 +20,17 @@ they will be used. Two ranks, a tensor of four elements, what goes over the wire
 4. *Bits.* The parts are summed in the order of the ranks, whichever comes first. The result is the same in every run.
 
 5. *Size.* A message takes some system calls, for which the CPU stops computing; gloo's collectives make them in a
-   thread of their own. So a piece of less than 256 KiB is left to them. Of larger ones, say the parameters of a unit,
-   several are sent one by one, each straight into its own place, so that nothing has to be sorted afterwards.
+   thread of their own. So pieces of less than 256 KiB go by these: to add up, by its all-to-all, which is the exchange
+   above as one call; to gather, among two ranks by the same, among more by its all-gather. Of larger ones, say the
+   parameters of a unit, several are sent one by one, each straight into its own place, so that nothing has to be sorted
+   afterwards.
 
 6. *Order.* Receives and sends of one kind meet in the order in which they were issued, as collectives do; a tag of its
    own keeps each kind apart from the other and from what the program sends itself. A receive that went away would leave
    its message to the next one. So what was issued stays in a queue until it has come, even if the model has gone.
 
 The switch: with ``MINIFSDP_TRANSPORT=collectives`` in the environment of *every* rank, gloo's collectives are used as
-those of any other backend are; with ``MINIFSDP_TRANSPORT=messages`` none is, however small the pieces. All are left to
+those of any other backend are; with ``MINIFSDP_TRANSPORT=messages`` pieces of any size go in messages. Both are left to
 the collectives, too, if a process group is wrapped for ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, for then it is they that
 torch compares.
 
@@ -50,7 +52,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, HashStore
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, FakeProcessGroup, HashStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from minifsdp.engine.lanes import Promise
@@ -59,6 +61,7 @@ from minifsdp.engine.lanes import Promise
 _GATHER_TAG, _REDUCE_TAG, _QUESTION_TAG, _SIZES_TAG = 0x6D696E69, 0x6D696E6A, 0x6D697100, 0x6D697200
 # 5. In bytes, measured: `spec_tests.benchmarks` has both sides of it.
 _WORTH_A_MESSAGE = 2**18
+_ALL_TO_ALL = AllToAllOptions()
 
 
 class Transport:
@@ -66,7 +69,7 @@ class Transport:
 
     Args:
         backend: gloo's part of the process group, of two ranks or more.
-        least_bytes: of a piece; smaller ones are left to the backend's collectives.
+        least_bytes: of a piece that is sent in messages of its own; smaller ones go by the backend's collectives.
     """
 
     def __init__(self, backend: Any, least_bytes: int = _WORTH_A_MESSAGE) -> None:
@@ -78,16 +81,21 @@ class Transport:
         sends_nothing = FakeProcessGroup._create_internal(self._rank, self._size)
         shown._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, sends_nothing)
         self._show_gather, self._show_reduce_scatter = _collectives_of(shown)
-        self._small_gather, self._small_reduce_scatter = _collectives_of(backend)
+        self._gather_in_thread, _ = _collectives_of(backend)
         self._gathers, self._reductions, self._questions = _Queue(), _Queue(), _Queue()
 
     def all_gather_single(self, output: torch.Tensor, piece: torch.Tensor, options: Any) -> Promise:
         """Issues an all-gather, as the method of a process group."""
         if torch._C._len_torch_dispatch_stack():
             self._show_gather(output, piece, options)
-        if piece.nbytes < self._least_bytes:
-            return self._small_gather(output, piece, options)
-        return self._send_to_all([output.view(self._size, *piece.shape)], [piece])
+        if piece.nbytes >= self._least_bytes:
+            return self._send_to_all([output.view(self._size, *piece.shape)], [piece])
+        if self._size > 2:
+            return self._gather_in_thread(output, piece, options)
+        places = output.tensor_split(2)
+        if places[self._rank].data_ptr() != piece.data_ptr():
+            places[self._rank].copy_(piece)
+        return self._swap_in_thread(places[1 - self._rank], piece)
 
     def all_gather_apart(
         self, output: torch.Tensor, piece: torch.Tensor, options: Any, tag: int = _QUESTION_TAG
@@ -144,23 +152,28 @@ class Transport:
         """Issues a reduce-scatter, as the method of a process group."""
         if torch._C._len_torch_dispatch_stack():
             self._show_reduce_scatter(piece, whole, options)
-        if piece.nbytes < self._least_bytes:
-            return self._small_reduce_scatter(piece, whole, options)
         own = whole.tensor_split(self._size)
+        is_small = piece.nbytes < self._least_bytes
+        if is_small and self._size > 2:
+            received = torch.empty_like(whole)
+            work = self._backend.alltoall_base(received, whole, [], [], _ALL_TO_ALL)
+            return _Sum(work, received.tensor_split(self._size), piece)
         # 2. One of the first two summands is another rank's, and has its place already.
-        first = 1 if self._rank == 0 else 0
-        parts = {other: piece if other == first else torch.empty_like(piece) for other in self._others}
+        parts, first = list(own), 1 if self._rank == 0 else 0
+        for other in self._others:
+            parts[other] = piece if other == first else torch.empty_like(piece)
+        if is_small:
+            return _Sum(self._swap_in_thread(piece, own[first]), parts, piece)
         works = [self._backend.recv([parts[other]], other, _REDUCE_TAG) for other in self._others]
         works += [self._backend.send([own[other]], other, _REDUCE_TAG) for other in self._others]
-        parts[self._rank] = own[self._rank]
+        return _Sum(_Exchange(works, self._reductions), parts, piece)
 
-        def add() -> None:
-            # 4. By rank.
-            torch.add(parts[0], parts[1], out=piece)
-            for rank in range(2, self._size):
-                piece.add_(parts[rank])
-
-        return _Exchange(works, self._reductions, add)
+    def _swap_in_thread(self, received: torch.Tensor, sent: torch.Tensor) -> Promise:
+        """5. What two ranks give each other: an all-to-all in which none gives itself anything."""
+        length = sent.shape[0]
+        lengths = [0, length] if self._rank == 0 else [length, 0]
+        work: Promise = self._backend.alltoall_base(received, sent, lengths, lengths, _ALL_TO_ALL)
+        return work
 
     # As they were called before torch 2.13.
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
@@ -193,20 +206,34 @@ class _Queue:
 
 
 class _Exchange:
-    """The promise of all messages of one collective, and of what is to be done when they have come."""
+    """The promise of all messages of one collective."""
 
-    __slots__ = ("_finish", "_number", "_queue", "_works")
+    __slots__ = ("_number", "_queue", "_works")
 
-    def __init__(self, works: list[Any], queue: _Queue, finish: Callable[[], None] | None = None) -> None:
-        self._works, self._queue, self._finish = works, queue, finish
+    def __init__(self, works: list[Any], queue: _Queue) -> None:
+        self._works, self._queue = works, queue
         self._number = queue.add(works)
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
         self._queue.drop_until(self._number)
-        if self._finish is not None:
-            self._finish()
+
+
+class _Sum:
+    """The promise of the parts of all ranks, and of their sum in ``piece``."""
+
+    __slots__ = ("_parts", "_piece", "_work")
+
+    def __init__(self, work: Promise, parts: Sequence[torch.Tensor], piece: torch.Tensor) -> None:
+        self._work, self._parts, self._piece = work, parts, piece
+
+    def wait(self) -> None:
+        self._work.wait()
+        # 4. By rank.
+        torch.add(self._parts[0], self._parts[1], out=self._piece)
+        for part in self._parts[2:]:
+            self._piece.add_(part)
 
 
 # By process group: what is sent in a group outlives the models that are sharded over it.

@@ -20,9 +20,9 @@ Worked example, mesh of 2 x 2, a unit of four elements; ranks 0 and 1 shard, 2 a
     5. divided       2.5 everywhere: the mean of 1, 2, 3 and 4
 
 The result is not needed before the optimizer runs. So a reduction is issued and left alone while the next unit's
-backward computes; it is completed when the next reduction has been issued, or at the end of backward. One reduction in
-flight overlaps with compute; a second one would wait for the first on the same wire. Its scatter is waited for before
-the next gradient is packed: then a piece is all that stays, else two whole ones would lie in memory, and a packed copy.
+backward computes (unless a user needs the memory: `ReducePlan.overlaps`); it is completed when the next has been
+issued, or at the end of backward. A second one in flight would wait for the first on the same wire. Its scatter is
+waited for before the next gradient is packed: then a piece is all that stays, else two whole ones, and a packed copy.
 
 Where each stage runs. A thread of the CPU that waits does nothing else, so there only stages 1 to 3 are issued, and the
 rest follows at completion. A stream waits without stopping others, so on an accelerator all is issued at once::
@@ -32,15 +32,13 @@ rest follows at completion. A stream waits without stopping others, so on an acc
     all-reduce stream                    4 5 copy            4 5 copy
 
 Stages 4 and 5 have a stream of their own where there are replicas, else they stay on the reduce stream. If gradients
-live on the CPU, a copy to pinned memory follows there. The CPU stops for all of them together at the end of backward;
-earlier only if it reads a gradient, to add it to another or to give it to the user's hooks.
+live on the CPU, a copy to pinned memory follows there. The CPU stops for all together at the end of backward; earlier
+only if it reads a gradient, to add it to another or to give it to hooks.
 
 What a stream reads must not be given to others meanwhile. `_InFlight` holds the packed gradient until the compute
-stream has waited for the scatter, and all that later stages read (the piece, a partial sum that was taken along) until
-it has waited for the last.
+stream has waited for the scatter, and all that later stages read until it has waited for the last.
 
-*In torch:* FSDP1's ``_reduce_grad`` and ``_post_backward_final_callback``, FSDP2's ``foreach_reduce`` (254 lines). On
-the CPU both wait for each collective on the spot.
+*In torch:* FSDP1's ``_reduce_grad``, FSDP2's ``foreach_reduce`` (254 lines). On the CPU both wait on the spot.
 
 Spec: SHARD-04, SHARD-06, SHARD-11, HYB-04, HYB-05, MP-05 to MP-08, HOOK-02, HOOK-03, STREAM-03, STREAM-06, STREAM-09
 to STREAM-11, STREAM-17.
@@ -76,6 +74,7 @@ class ReducePlan:
         hook: a user's replacement for stages 2 to 5, called as ``hook(whole, piece)`` for a sharded unit, which must
             fill ``piece``, and as ``hook(whole)`` for a unit that is not, which must change ``whole`` in place.
         all_reduces: whether stage 4 sends; if not, it adds to `partial`.
+        overlaps: whether it is left under way while the next unit's backward computes.
         partial: what earlier backwards have left to be all-reduced: the numbers of the parameters, and the sum.
         after: a user's function that is called with the reduced piece before the layout gets it.
         after_lane: where to call it, an accelerator's stream; ``None`` for the lane of the reduction.
@@ -86,6 +85,7 @@ class ReducePlan:
     scaling: Scaling
     hook: CommHook | None = None
     all_reduces: bool = True
+    overlaps: bool = True
     partial: tuple[list[int], torch.Tensor] | None = None
     after: Callable[[torch.Tensor], None] | None = None
     after_lane: Any = None
@@ -170,8 +170,10 @@ class Reducer:
         if lane.stream is not None:
             self._issue_end(new)
         self._in_flight = new
-        if before is not None:
-            self._complete(before)
+        self._complete(before)
+        if not plan.overlaps:
+            self._in_flight = None
+            self._complete(new)
 
     def make_room(self, *_: Any) -> None:
         """Before a gradient is put together or packed, and so in memory twice: of the one in flight a piece stays."""
@@ -183,8 +185,7 @@ class Reducer:
     def finish(self) -> None:
         """Completes what is in flight; afterwards the compute stream, and the host, may read every gradient."""
         last, self._in_flight = self._in_flight, None
-        if last is not None:
-            self._complete(last)
+        self._complete(last)
         ledger.about(None)
         self._stop_cpu()
         for layout, gradient, result in self._arriving:
@@ -215,7 +216,7 @@ class Reducer:
     def _issue(self, new: _InFlight) -> Promise:
         plan, shard, replicas = new.plan, new.plan.mesh.shard, new.plan.mesh.replicate
         if plan.hook is not None:
-            _run_hook(new)
+            _run_hook(new, plan.hook)
             return NOTHING
         # 2. Before the sum.
         plan.scaling.prepare(new.whole)
@@ -246,7 +247,9 @@ class Reducer:
                     # It came from this lane, and no other one reads it.
                     new.piece = new.result
 
-    def _complete(self, old: _InFlight) -> None:
+    def _complete(self, old: _InFlight | None) -> None:
+        if old is None:
+            return
         is_ended = self._lanes.reduce.stream is not None
         (old.ended if is_ended else old.scattered).wait()
         if trace.recorder is not None:
@@ -299,7 +302,7 @@ def _end(item: _InFlight) -> None:
     item.result = item.piece
     if item.layout.offloads:
         if trace.recorder is not None:
-            trace.recorder.begin("D2H", item.name, num_bytes=item.piece.numel() * item.piece.element_size())
+            trace.recorder.begin("D2H", item.name, num_bytes=item.piece.nbytes)
         item.result = item.layout.copy_to_host(item.piece)
 
 
@@ -319,9 +322,8 @@ def _add_partial(item: _InFlight) -> None:
     if item.plan.partial is None:
         return
     _check_partial(item.name, item.plan.partial[0], item.gradient.numbers)
-    (_, row), item.plan.partial = item.plan.partial, None
-    item.piece.add_(row)
-    item.partial = row
+    (_, item.partial), item.plan.partial = item.plan.partial, None
+    item.piece.add_(item.partial)
 
 
 def _check_partial(name: str, waiting: list[int], new: list[int]) -> None:
@@ -329,9 +331,8 @@ def _check_partial(name: str, waiting: list[int], new: list[int]) -> None:
         raise RuntimeError(message("uneven-partial", name=name, waiting=len(waiting), new=len(new)))
 
 
-def _run_hook(new: _InFlight) -> None:
-    hook, shard = new.plan.hook, new.plan.mesh.shard
-    assert hook is not None
+def _run_hook(new: _InFlight, hook: CommHook) -> None:
+    shard = new.plan.mesh.shard
     # Hooks that compress give the tensor other memory, while what it had is still read.
     new.handed = new.whole.detach()
     if shard is None:
@@ -346,5 +347,4 @@ def _noted(kind: str, item: _InFlight, group: Group, lane: str) -> trace.Event |
     if trace.recorder is None:
         return None
     sent = item.whole if kind == "RS" else item.piece
-    num_bytes = sent.numel() * sent.element_size()
-    return trace.recorder.begin(kind, item.name, num_bytes=num_bytes, ranks=group.ranks, dtype=sent.dtype, lane=lane)
+    return trace.recorder.begin(kind, item.name, num_bytes=sent.nbytes, ranks=group.ranks, dtype=sent.dtype, lane=lane)

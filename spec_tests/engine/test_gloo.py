@@ -39,8 +39,9 @@ def parts(number: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [values(number * size, other, dtype).tensor_split(size)[rank] for other in range(size)]
 
 
-def check_values(number: int, dtype: torch.dtype) -> None:
+def check_values(number: int, dtype: torch.dtype, least_bytes: int) -> None:
     group, piece = world(), values(number, dist.get_rank(), dtype)
+    vars(group)["transport"] = gloo.Transport(group.process_group._get_backend(torch.device("cpu")), least_bytes)
     output = torch.empty(group.size * number, dtype=dtype)
     collectives.gather(group, output, piece).wait()
     assert torch.equal(output, torch.cat([values(number, rank, dtype) for rank in range(group.size)]))
@@ -55,26 +56,34 @@ def check_values(number: int, dtype: torch.dtype) -> None:
 
 
 @ranks(2)
-def check_two(number: int, dtype: torch.dtype) -> None:
-    check_values(number, dtype)
+def check_two(number: int, dtype: torch.dtype, least_bytes: int) -> None:
+    check_values(number, dtype, least_bytes)
 
 
 @ranks(4)
-def check_four(number: int, dtype: torch.dtype) -> None:
-    check_values(number, dtype)
+def check_four(number: int, dtype: torch.dtype, least_bytes: int) -> None:
+    check_values(number, dtype, least_bytes)
+
+
+# In messages of its own, and in gloo's thread.
+WAYS = pytest.mark.parametrize("least_bytes", [0, 2**30], ids=["large", "small"])
 
 
 @pytest.mark.spec("WIRE-01", "WIRE-02")
 @pytest.mark.parametrize("number", [0, 1, 5, 70_000])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_two_ranks_get_all_pieces_and_the_sum_of_their_own_one(number: int, dtype: torch.dtype) -> None:
-    check_two(number=number, dtype=dtype)
+@WAYS
+def test_two_ranks_get_all_pieces_and_the_sum_of_their_own_one(
+    number: int, dtype: torch.dtype, least_bytes: int
+) -> None:
+    check_two(number=number, dtype=dtype, least_bytes=least_bytes)
 
 
 @pytest.mark.spec("WIRE-01", "WIRE-02")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_so_do_four_and_they_sum_in_the_order_of_the_ranks(dtype: torch.dtype) -> None:
-    check_four(number=1000, dtype=dtype)
+@WAYS
+def test_so_do_four_and_they_sum_in_the_order_of_the_ranks(dtype: torch.dtype, least_bytes: int) -> None:
+    check_four(number=1000, dtype=dtype, least_bytes=least_bytes)
 
 
 @pytest.mark.spec("WIRE-02")
@@ -96,12 +105,14 @@ class Counted:
     """A backend whose messages are counted.
 
     Attributes:
-        sent: bytes, by the rank that they go to.
+        sent: bytes that leave this rank, by the rank that they go to.
+        num_in_thread: how many collectives gloo's thread was given.
     """
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
         self.sent: dict[int, int] = {}
+        self.num_in_thread = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
@@ -110,18 +121,41 @@ class Counted:
         self.sent[target] = self.sent.get(target, 0) + sum(tensor.nbytes for tensor in tensors)
         return self._backend.send(tensors, target, tag)
 
+    def alltoall_base(self, output: torch.Tensor, whole: torch.Tensor, *splits: Any) -> Any:
+        self.num_in_thread += 1
+        parts = whole.split(splits[1]) if splits[1] else whole.tensor_split(self.size())
+        self.sent = {rank: part.nbytes for rank, part in enumerate(parts) if rank != self.rank() and part.nbytes}
+        return self._backend.alltoall_base(output, whole, *splits)
+
 
 @pytest.mark.spec("WIRE-03")
 @ranks(4)
 def test_each_rank_sends_a_piece_to_each_other_and_nothing_else() -> None:
     group = world()
     backend = Counted(group.process_group._get_backend(torch.device("cpu")))
-    transport, others = gloo.Transport(backend, least_bytes=0), [rank for rank in range(4) if rank != group.rank]
+    transport, others = gloo.Transport(backend, least_bytes=400), [rank for rank in range(4) if rank != group.rank]
     transport.all_gather_single(torch.empty(400), torch.ones(100), None).wait()
     assert backend.sent == dict.fromkeys(others, 400)
+    for number in (100, 99):  # in messages, and in gloo's thread
+        backend.sent.clear()
+        transport.reduce_scatter_single(torch.empty(number), torch.ones(4 * number), None).wait()
+        assert backend.sent == dict.fromkeys(others, 4 * number)
+    assert backend.num_in_thread == 1
+
+
+@pytest.mark.spec("WIRE-03")
+@pytest.mark.parametrize("least_bytes", [400, 401])
+@ranks(2)
+def test_so_do_two_of_small_pieces(least_bytes: int) -> None:
+    group = world()
+    backend = Counted(group.process_group._get_backend(torch.device("cpu")))
+    transport, other = gloo.Transport(backend, least_bytes), 1 - group.rank
+    transport.all_gather_single(torch.empty(200), torch.ones(100), None).wait()
+    assert backend.sent == {other: 400}
     backend.sent.clear()
-    transport.reduce_scatter_single(torch.empty(100), torch.ones(400), None).wait()
-    assert backend.sent == dict.fromkeys(others, 400)
+    transport.reduce_scatter_single(torch.empty(100), torch.ones(200), None).wait()
+    assert backend.sent == {other: 400}
+    assert backend.num_in_thread == (0 if least_bytes == 400 else 2)
 
 
 def memory_of(number: int) -> tuple[int, int]:
@@ -229,18 +263,16 @@ def test_modes_that_count_collectives_see_each_of_them_once() -> None:
 
 @pytest.mark.spec("WIRE-01", "WIRE-07")
 @ranks(2)
-def test_small_pieces_are_left_to_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_less_than_256_kib_are_sent_in_gloos_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MINIFSDP_TRANSPORT")
-    group = Group.of(dist.new_group())
-    works = {}
-    for number in (2**16 - 1, 2**16):
-        output, piece = torch.zeros(2 * number), torch.full((number,), 1.0 + group.rank)
-        promises = [collectives.gather(group, output, piece), collectives.reduce_scatter(group, piece.clone(), output)]
-        for promise in promises:
-            promise.wait()
-        assert output[[0, -1]].tolist() == [1.0, 2.0]
-        works[number] = {isinstance(promise._work, dist.Work) for promise in promises}
-    assert works == {2**16 - 1: {True}, 2**16: {False}}
+    transport = Group.of(dist.new_group()).transport
+    for number, num_in_thread in ((2**16 - 1, 2), (2**16, 0)):
+        transport._backend = backend = Counted(transport._backend)
+        output, piece = torch.zeros(2 * number), torch.full((number,), 1.0 + dist.get_rank())
+        transport.all_gather_single(output, piece, None).wait()
+        transport.reduce_scatter_single(piece, output, None).wait()
+        assert piece[[0, -1]].tolist() == [2.0 * (1 + dist.get_rank())] * 2
+        assert backend.num_in_thread == num_in_thread
 
 
 @pytest.mark.spec("WIRE-07")

@@ -99,6 +99,7 @@ LEFT_OUT = {
     "checkpoint/chunks.py: collectives.gather(": "loading a sharded state dict begins with a barrier of all ranks",
     "checkpoint/codec.py: collectives.gather(": "the optimizer's state begins with a barrier of all ranks",
     "engine/gloo.py: work.wait(": "between CPUs alone",
+    "engine/gloo.py: self._work.wait(": "between CPUs alone",
     "engine/gloo.py: self.all_gather_apart(": "between CPUs alone",
     "fsdp1/wrapper.py: initial.synchronize(": "has nothing to do with streams",
     "ledger/process.py: ": "a thread that has nothing to do with streams",

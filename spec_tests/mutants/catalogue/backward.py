@@ -395,8 +395,8 @@ MUTANTS = [
     Mutant(
         "last-reduction-stays-away",
         "Reducer.finish",
-        "            self._complete(last)\n",
-        "            pass\n",
+        "        self._complete(last)\n",
+        "",
         "The last reduction of a backward never reaches the optimizer.",
         "SHARD-06",
     ),

@@ -142,8 +142,8 @@ BREAKS = [
     Break(
         "partial-sum-dropped",
         REDUCE,
-        "    item.partial = row\n",
-        "",
+        "(_, item.partial), item.plan.partial = item.plan.partial, None\n    item.piece.add_(item.partial)\n",
+        "(_, row), item.plan.partial = item.plan.partial, None\n    item.piece.add_(row)\n",
         "A partial sum is dropped while the all-reduce stream adds it. Race 6 of the list.",
         "each_hybrid_partial",
     ),

@@ -55,8 +55,8 @@ BREAKS = [
     Break(
         "last-reduction-not-waited-for",
         REDUCE,
-        "        if last is not None:\n            self._complete(last)\n",
-        "        if last is not None:\n            last.ended = NOTHING\n            self._complete(last)\n",
+        "        self._complete(last)\n",
+        "        if last is not None:\n            last.ended = NOTHING\n        self._complete(last)\n",
         "At the end of backward the last reduction is taken for complete.",
         "flat_full",
     ),
@@ -163,8 +163,8 @@ BREAKS = [
     Break(
         "completed-at-once",
         REDUCE,
-        "        self._in_flight = new\n        if before is not None:\n            self._complete(before)\n",
-        "        self._complete(new)\n",
+        "        if not plan.overlaps:\n",
+        "        if True:\n",
         "The compute stream waits for each reduction before it goes on.",
         "flat_full",
         "overlap",

@@ -1,0 +1,104 @@
+"""One more gradient under way, or the least memory: what `set_reduction_overlap` chooses, through both doors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from minifsdp import BackwardPrefetch, FullyShardedDataParallel, fully_shard, set_reduction_overlap, trace
+from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests.harness import ranks
+from spec_tests.live_bytes import LiveBytes
+
+WIDTH, NUM_BLOCKS = 128, 4
+BLOCK = 4 * WIDTH * WIDTH  # bytes
+
+
+def sharded(door: str, overlaps: bool) -> Any:
+    """A tower of linear layers, each of them a unit."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_BLOCKS)))
+    if door == "fully_shard":
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    else:
+        model = FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            use_orig_params=door == "original",
+            backward_prefetch=None if door == "no prefetch" else BackwardPrefetch.BACKWARD_PRE,
+        )
+    set_reduction_overlap(model, overlaps)
+    return model
+
+
+def backward(model: Any) -> None:
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    model(torch.randn(1, WIDTH, generator=generator)).sum().backward()
+
+
+DOORS = pytest.mark.parametrize("door", ["flat", "original", "no prefetch", "fully_shard"])
+
+
+@pytest.mark.spec("NEW-24")
+@DOORS
+@ranks(2)
+def test_without_overlap_a_reduction_is_over_before_the_next_backward_begins(door: str) -> None:
+    model = sharded(door, overlaps=False)
+    backward(model)
+    with trace.record() as recorder:
+        backward(model)
+    order = [event for event in recorder.events if event.kind in ("RS", "B") and event.unit]
+    reductions = [event for event in order if event.kind == "RS"]
+    assert len(reductions) == NUM_BLOCKS
+    for reduction in reductions:
+        later = [event for event in order if event.kind == "B" and event.start > reduction.start]
+        assert all(reduction.end <= event.start for event in later)
+
+
+@pytest.mark.spec("NEW-24")
+@DOORS
+@ranks(2)
+def test_gradients_are_the_same_and_a_gradient_less_lies_in_memory(door: str) -> None:
+    peaks, gradients = [], []
+    for overlaps in (True, False):
+        model = sharded(door, overlaps)
+        backward(model)
+        with LiveBytes() as live:
+            model.zero_grad()
+            before = live.now()
+            live.forget_peak()
+            backward(model)
+            peaks.append(live.peak - before)
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(_local(one), _local(other))
+    assert peaks[0] - peaks[1] > 0.9 * BLOCK, "the packed gradient of the unit before, and the room for its sum"
+
+
+def _local(gradient: Any) -> torch.Tensor:
+    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
+
+
+@pytest.mark.spec("NEW-24")
+@ranks(2)
+def test_it_can_be_chosen_for_one_group_alone() -> None:
+    model = sharded("fully_shard", overlaps=True)
+    set_reduction_overlap(model[2], False)
+    backward(model)
+    with trace.record() as recorder:
+        backward(model)
+    spans = {(event.kind, event.unit): event for event in recorder.events if event.kind in ("RS", "B")}
+    assert spans["RS", "2"].end <= spans["B", "1"].start
+    assert spans["RS", "3"].end > spans["B", "2"].start
+
+
+@pytest.mark.spec("NEW-24")
+@pytest.mark.pure
+def test_where_nothing_is_sharded_it_says_so() -> None:
+    with pytest.raises(ValueError, match="Linear is not sharded"):
+        set_reduction_overlap(nn.Linear(1, 1), False)
