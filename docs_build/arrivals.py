@@ -89,6 +89,13 @@ class _Watch:
             time.sleep(PAUSE)
 
 
+def _works(promise: Any) -> list[Any]:
+    """Gloo's own promises behind one of the engine's."""
+    while hasattr(promise, "_work"):
+        promise = promise._work
+    return list(getattr(promise, "_works", [promise]))
+
+
 @contextmanager
 def noted(recorder: Recorder) -> Iterator[None]:
     """Inside of it each event of a collective on gloo is told when its data arrived.
@@ -102,8 +109,7 @@ def noted(recorder: Recorder) -> Iterator[None]:
         issue(self, kind, *rest, **options)
         events = [event for event in recorder.events[-3:] if event.kind == KINDS.get(kind)]
         if events:
-            works = getattr(self._work, "_works", [self._work])
-            watch.add(self, events[-1], list(marked) or [work.is_completed for work in works])
+            watch.add(self, events[-1], list(marked) or [work.is_completed for work in _works(self._work)])
         marked.clear()
 
     def forget_and_wait(self: Collective) -> None:

@@ -37,10 +37,8 @@ def table() -> str:
         cells = [f"{by_action[action]['cpu']:.1f}" for action in HEADS]
         lines.append(f"| {NAMES[contender]} | " + " | ".join(cells) + " |")
     when, machine = (fact.removeprefix("* ") for fact in record["circumstances"][:2])
-    about = (
-        f"{record['model']}, on two ranks. Medians of {record['rounds']} rounds, in milliseconds of CPU time, without"
-    )
-    return "\n".join([*lines, "", f"{about} waiting; {when}, {machine}."])
+    about = f"{record['model']}, on two ranks. Milliseconds of CPU time, so without waiting; medians of"
+    return "\n".join([*lines, "", f"{about} {record['rounds']} rounds; {when}, {machine}."])
 
 
 def step(contender: str) -> str:
