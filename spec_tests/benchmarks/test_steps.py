@@ -24,6 +24,9 @@ from spec_tests.benchmarks.race import Outcome
 from spec_tests.benchmarks.report import best_torch, calls_per_unit, paired, parts
 from spec_tests.benchmarks.workloads import WORKLOADS
 
+# Bytes that gloo writes beside what a collective sends, at most: 150 were counted.
+AROUND_A_PIECE = 192
+
 Race = Callable[[str], list[list[Outcome]]]
 
 
@@ -107,8 +110,7 @@ def test_ours_sends_no_more_than_its_peer(race: Race, workload: Any, contender: 
     assert ours.asked <= theirs.asked
     # Barriers and acknowledgements of gloo are in what the kernel has counted.
     assert ours.wired <= 1.01 * theirs.wired + 4096
-    if 4 * workload.largest_unit >= 2**20:
-        assert ours.wired <= 1.05 * ours.asked
+    assert ours.wired <= 1.05 * ours.asked + AROUND_A_PIECE * sum(ours.collectives.values())
 
 
 @pytest.mark.parametrize(("workload", "contender"), OURS)
