@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -61,7 +62,7 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=6, help="cells that run at the same time")
     options = parser.parse_args()
     begun = time.monotonic()
-    outcomes = run_all(every_cell(), options.at_once)
+    outcomes = run_all(every_cell(), options.at_once, lambda outcome: print(outcome, file=sys.stderr, flush=True))
     rows = rows_of(outcomes)
     print(f"{'seconds until all others had ended':24}" + "".join(f"{fault:>14}" for fault in FAULTS))
     for stage in STAGES:

@@ -70,12 +70,15 @@ class Job:
         door, sharding: how the model is sharded.
         fault, stage, victim: what which rank does, and where.
         folder: for checkpoints, for the moment of the fault, and for the losses.
+        limit: the time-out of the process groups.
     """
 
-    def __init__(self, door: str, sharding: str, fault: str, stage: str, victim: str, folder: Path) -> None:
+    def __init__(
+        self, door: str, sharding: str, fault: str, stage: str, victim: str, folder: Path, limit: timedelta
+    ) -> None:
         self.door, self.sharding, self.fault, self.stage, self.folder = door, sharding, fault, stage, folder
         self.is_victim = fault != "none" and dist.get_rank() == int(victim)
-        self.mesh = two_by_two() if sharding == "hybrid" else init_device_mesh("cpu", (2,))
+        self.mesh = two_by_two(limit) if sharding == "hybrid" else init_device_mesh("cpu", (2,))
         self.forward_stage = ""
 
     def strike(self, stage: str) -> None:
@@ -221,9 +224,9 @@ class Job:
             resume(checkpoint, self.training, **NOTES)
 
 
-def two_by_two() -> DeviceMesh:
+def two_by_two(limit: timedelta) -> DeviceMesh:
     """Two replicas in two pieces each; of groups that are made by hand, since a mesh takes no time-out."""
-    lines = {name: [dist.new_group(ranks, timeout=LIMIT) for ranks in of_it] for name, of_it in GROUPS.items()}
+    lines = {name: [dist.new_group(ranks, timeout=limit) for ranks in of_it] for name, of_it in GROUPS.items()}
     mine = [next(g for g in lines[name] if g != dist.GroupMember.NON_GROUP_MEMBER) for name in GROUPS]
     return DeviceMesh.from_group(mine, "cpu", mesh=torch.arange(4).view(2, 2), mesh_dim_names=tuple(GROUPS))
 
@@ -240,23 +243,29 @@ class Striking(nn.Module):
         return x
 
 
-def meet() -> None:
-    """Joins the ranks. To come to the start they have more time than afterwards."""
+def meet(limit: timedelta) -> None:
+    """Joins the ranks. To come to the start they have more time than afterwards.
+
+    Args:
+        limit: the time-out of the process groups.
+    """
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     has_store = rank == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
     where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(*where, num_ranks, has_store, timedelta(seconds=TO_MEET))
     store.set(f"{rank} is here", "")
     store.wait([f"{other} is here" for other in range(num_ranks)])
-    store.set_timeout(LIMIT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=LIMIT)
+    store.set_timeout(limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    meet()
-    *names, folder = sys.argv[1:]
-    Job(*names, Path(folder)).run()
+    door, sharding, fault, stage, victim, folder = sys.argv[1:]
+    # Where nothing will happen nobody is to be told that another rank is slow.
+    limit = timedelta(seconds=TO_MEET) if fault == "none" else LIMIT
+    meet(limit)
+    Job(door, sharding, fault, stage, victim, Path(folder), limit).run()
 
 
 if __name__ == "__main__":
