@@ -142,6 +142,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "bf16": bf16_table,
     "debug-cost": debugcost.table,
     "faults": faults.table,
+    "faults-by-kind": faults.by_kind,
+    "restarts": faults.restarts,
+    "kills": faults.kills,
+    "fuzz": faults.fuzz,
+    "soak": faults.soak,
     "torch-tests": evidence.torch_tests_table,
     "where": evidence.where_table,
 }

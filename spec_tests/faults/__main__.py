@@ -1,12 +1,16 @@
-"""``python -m spec_tests.faults``: runs all cells and prints them; with ``--record`` the documentation keeps them."""
+"""``python -m spec_tests.faults``: runs all cells and prints them; with ``--record`` the documentation keeps them.
+
+That takes a while. So each outcome is a line of ``build/faults.jsonl`` at once, and a recording that was broken off
+goes on, if it is started again, with the cells that are not good yet.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from spec_tests.benchmarks.page import circumstances
@@ -14,6 +18,7 @@ from spec_tests.faults.cells import ROOT, Cell, Outcome, every_cell, run_all
 from spec_tests.faults.job import FAULTS, STAGES, TIMEOUT
 
 RECORD = ROOT / "docs" / "data" / "faults.json"
+LINES = ROOT / "build" / "faults.jsonl"
 
 # By kind of training, stage and fault.
 Rows = dict[str, dict[str, dict[str, float | None]]]
@@ -55,6 +60,19 @@ def written(told: dict[str, Any], rows: Rows) -> str:
     return json.dumps(told, indent=1)[:-2] + ',\n "rows": {\n ' + "\n },\n ".join(kinds) + "\n }\n }\n}\n"
 
 
+def keep(outcome: Outcome) -> None:
+    """Adds a line."""
+    with LINES.open("a") as file:
+        file.write(json.dumps(asdict(outcome)) + "\n")
+
+
+def kept() -> dict[Cell, Outcome]:
+    """What was good when a recording was broken off."""
+    told = [json.loads(line) for line in LINES.read_text().splitlines()] if LINES.exists() else []
+    outcomes = [Outcome(Cell(**each["cell"]), each["seconds"], each["complaint"]) for each in told]
+    return {outcome.cell: outcome for outcome in outcomes if not outcome.complaint}
+
+
 def main() -> int:
     """How many cells are not as they should be."""
     parser = argparse.ArgumentParser(prog="python -m spec_tests.faults")
@@ -62,7 +80,11 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=6, help="cells that run at the same time")
     options = parser.parse_args()
     begun = time.monotonic()
-    outcomes = run_all(every_cell(), options.at_once, lambda outcome: print(outcome, file=sys.stderr, flush=True))
+    LINES.parent.mkdir(exist_ok=True)
+    good = kept() if options.record else {}
+    remaining = [cell for cell in every_cell() if cell not in good]
+    good |= {outcome.cell: outcome for outcome in run_all(remaining, options.at_once, keep)}
+    outcomes = [good[cell] for cell in every_cell()]
     rows = rows_of(outcomes)
     print(f"{'seconds until all others had ended':24}" + "".join(f"{fault:>14}" for fault in FAULTS))
     for stage in STAGES:
@@ -75,6 +97,7 @@ def main() -> int:
     if options.record:
         told = {"circumstances": circumstances(time.monotonic() - begun), "timeout": TIMEOUT}
         RECORD.write_text(written(told, rows))
+        LINES.unlink()
     return len(wrong)
 
 
