@@ -76,7 +76,8 @@ class Side:
     @property
     def keeps_edits(self) -> bool:
         """Whether what the user does to `model.parameters()` now will stay."""
-        if self.options.get("strategy") == "NO_SHARD":
+        # One piece is a whole: the wrapper takes a hybrid of such for `NO_SHARD`.
+        if self.options.get("strategy") == "NO_SHARD" or self.options.get("replicas") == 2:
             return True
         return all(call.get("writeback", True) for call, _ in self.contexts if call["what"] == "summon")
 
