@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spec_tests.faults.cells import Cell, run_all, said_by, start_ranks
+from spec_tests.faults import __main__ as matrix
+from spec_tests.faults import cells, restarts
+from spec_tests.faults.cells import (
+    VICTIMS,
+    Cell,
+    Outcome,
+    complaint_about_disk,
+    every_cell,
+    run_all,
+    said_by,
+    start_ranks,
+)
 from spec_tests.faults.job import DOORS, FAULTS, STAGES
+from spec_tests.faults.restarts import Restart
 from spec_tests.harness import pool
 from spec_tests.harness.programs import run_module
 
@@ -134,34 +145,82 @@ def test_a_sigterm_is_reported_though_the_main_thread_is_stuck(tmp_path: Path) -
     assert re.search(r"\d +all-gather of 'a' in forward \(deviate.py:\d+\)", done.stdout)
 
 
-# Each fault at each stage once, doors and shardings in turn. All of them: python -m spec_tests.faults
+# Each fault at each stage once; doors, shardings, victims and stores in turn. All: python -m spec_tests.faults
 SOME = [
-    Cell(DOORS[(i + j) % 2], "hybrid" if (i + 2 * j) % 5 == 0 else "full", fault, stage)
+    Cell(
+        DOORS[(i + j) % 2],
+        "hybrid" if (i + 2 * j) % 5 == 0 else "full",
+        VICTIMS[(i + j // 2) % 2],
+        fault,
+        stage,
+        "of rank 0" if (2 * i + j) % 9 == 0 else "of torchrun",
+    )
     for i, fault in enumerate(FAULTS)
     for j, stage in enumerate(STAGES)
 ]
 
 
-@pytest.mark.spec("LEDGER-09", "LEDGER-02", "LEDGER-05")
+@pytest.mark.spec("LEDGER-09", "LEDGER-02", "LEDGER-05", "FAULT-01", "FAULT-02", "FAULT-03")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_all_other_ranks_end_in_time_and_say_where_every_rank_is(fault: str) -> None:
     outcomes = run_all([cell for cell in SOME if cell.fault == fault])
     assert [(outcome.cell, outcome.complaint) for outcome in outcomes if outcome.complaint] == []
 
 
+@pytest.mark.spec("FAULT-01")
+def test_a_checkpoint_that_is_damaged_or_not_the_newest_is_complained_about(tmp_path: Path) -> None:
+    assert complaint_about_disk(tmp_path, "") == ""
+    assert complaint_about_disk(tmp_path, "step-000001") == "the newest checkpoint should be step-000001, and is none"
+    folder = tmp_path / "step-000001"
+    folder.mkdir()
+    (folder / "data").write_bytes(b"1234")
+    seal = {"bytes": 4, "sha256": hashlib.sha256(b"1234").hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps({"files": {"data": seal}}))
+    (tmp_path / "newest").write_text("step-000001")
+    assert complaint_about_disk(tmp_path, "step-000001") == ""
+    (folder / "data").write_bytes(b"1235")
+    assert complaint_about_disk(tmp_path, "step-000001") == "data of step-000001 is damaged"
+    (folder / "data").unlink()
+    assert complaint_about_disk(tmp_path, "step-000001") == "step-000001 should have the files ['data'], and has []"
+
+
+# Both doors, both shardings, both victims and both moments. All: python -m spec_tests.faults.restarts
+SOME_RESTARTS = [
+    Restart("wrapper", "FULL_SHARD", "is killed", 1, "in a step"),
+    Restart("fully_shard", "FULL_SHARD", "raises", 0, "in a step"),
+    Restart("fully_shard", "FULL_SHARD", "is killed", 0, "in a save"),
+    Restart("wrapper", "HYBRID_SHARD", "exits", 3, "in a save"),
+]
+
+
 @pytest.mark.spec("LEDGER-10")
-def test_under_torchrun_a_job_goes_on_from_its_last_checkpoint(
-    tmp_path: Path,
-) -> None:
-    told = {}
-    for fault in ("none", "killed"):
-        folder = tmp_path / fault
-        folder.mkdir()
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        arguments = ["--max-restarts", "1", str(Path(__file__).with_name("restarted.py")), fault, str(folder)]
-        done = subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        told[fault] = json.loads((folder / "told").read_text())
-    assert [told[fault]["lives"] for fault in told] == [1, 2]
-    assert told["killed"]["losses"] == told["none"]["losses"]
-    assert len(told["none"]["losses"]) == 6
+def test_under_torchrun_a_job_goes_on_from_its_last_checkpoint() -> None:
+    complaints = [complaint for _, complaint in restarts.run_all(SOME_RESTARTS)]
+    assert complaints == [""] * len(SOME_RESTARTS)
+
+
+# --- what the documentation shows ---
+
+
+@pytest.mark.spec("LEDGER-09", "FAULT-01", "FAULT-02", "FAULT-03")
+def test_the_record_of_the_matrix_has_every_cell_and_each_is_good() -> None:
+    rows = json.loads(matrix.RECORD.read_text())["rows"]
+    expected = matrix.rows_of(Outcome(cell, 0.0, "") for cell in every_cell())
+    assert {kind: {stage: [*row] for stage, row in of_kind.items()} for kind, of_kind in rows.items()} == {
+        kind: {stage: [*row] for stage, row in of_kind.items()} for kind, of_kind in expected.items()
+    }
+    seconds = [each for of_kind in rows.values() for row in of_kind.values() for each in row.values()]
+    assert all(each is not None and 0 <= each < cells.LIMIT for each in seconds)
+    # What is wrong is seen in it.
+    (cell, *_) = every_cell()
+    wrong = json.loads(matrix.written({}, matrix.rows_of([Outcome(cell, 1.0, "it hangs")])))["rows"]
+    assert wrong == {matrix.kind_of(cell): {cell.stage: {cell.fault: None}}}
+
+
+@pytest.mark.spec("LEDGER-10")
+def test_the_record_of_restarts_has_every_job_and_each_has_gone_on() -> None:
+    jobs = json.loads(restarts.RECORD.read_text())["jobs"]
+    assert [Restart(**{name: job[name] for name in job if name != "seconds"}) for job in jobs] == [
+        *restarts.every_restart()
+    ]
+    assert all(0 < job["seconds"] < restarts.LIMIT for job in jobs)
