@@ -8,6 +8,7 @@ import os
 import signal
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,6 +125,24 @@ def test_a_handler_of_the_programs_own_is_left_alone_and_a_forked_process_has_no
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.spec("LEDGER-11")
+@pytest.mark.parametrize("error", [RuntimeError, TimeoutError, KeyboardInterrupt])
+@ranks(2)
+def test_a_rank_whose_collective_has_failed_waits_for_it_no_more(error: type[BaseException]) -> None:
+    group = Group.of(dist.new_group([0, 1]))
+
+    def fail() -> None:
+        assert ledger.waiting is not None
+        raise error
+
+    with pytest.raises(error):
+        ledger.Collective("all-gather", group, 4, fail)
+    assert ledger.waiting is None
+    with pytest.raises(error):
+        ledger.Collective("all-gather", group, 4, lambda: SimpleNamespace(wait=fail)).wait()
+    assert ledger.waiting is None
 
 
 @pytest.mark.spec("LEDGER-01")

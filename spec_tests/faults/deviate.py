@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy, fully_shard
 from minifsdp.engine import ledger
+from minifsdp.ledger.watcher import PATIENCE
 from spec_tests.faults.ends import ends_as_python_does
 
 TIMEOUT = timedelta(minutes=5)
@@ -92,6 +93,15 @@ def main() -> None:
             model.a.weight.full_tensor()
         if what == "reads a DTensor" and deviates:
             os.kill(os.getpid(), signal.SIGKILL)
+        if what.startswith("catches") and step == last - 1:
+            try:
+                # What comes second is new on both ranks, so both ask.
+                micro_batch(model, door, True, "ba" if deviates else "bb")
+            except RuntimeError as error:
+                print(error)
+            # Longer than a watcher waits until it asks.
+            time.sleep(2 * PATIENCE)
+            optimizer.zero_grad()
         for number in range(2):
             no_sync = "no_sync" in what and deviates and number == 0
             order = {"leaves out": "b", "swaps layers": "ba"}.get(what.partition(" of ")[0], "ab") if deviates else "ab"

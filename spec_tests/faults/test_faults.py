@@ -64,6 +64,14 @@ def test_nothing_is_sent_to_a_rank_that_expects_another_size(door: str, when: st
         assert "rank 1: all-gather of 'b' in forward" in said
 
 
+@pytest.mark.spec("LEDGER-11", "ORDER-10")
+@pytest.mark.parametrize("door", DOORS)
+def test_an_order_that_all_ranks_have_caught_is_not_held_against_what_they_do_later(door: str, tmp_path: Path) -> None:
+    assert deviate(tmp_path, door, "catches that it swaps layers of other sizes") == [0, 0], said_by(tmp_path, 0)
+    for rank in range(2):
+        assert "are about to send each other" in (tmp_path / str(rank) / "stdout").read_text()
+
+
 @pytest.mark.spec("ORDER-06", "LEDGER-03")
 @pytest.mark.parametrize("what", ["no_sync", "keeps and no_sync"])
 @pytest.mark.parametrize("door", DOORS)

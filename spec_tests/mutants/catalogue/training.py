@@ -192,6 +192,22 @@ MUTANTS = [
         "LEDGER-01",
     ),
     Mutant(
+        "tried-alone-and-written-down",
+        "_wait_for_all",
+        "group.chain.return_to(place)",
+        "pass",
+        "A state dict that one rank has asked for alone is held against the next step.",
+        "ORDER-11",
+    ),
+    Mutant(
+        "waits-for-what-has-failed",
+        "Collective.__init__",
+        "            waiting = None",
+        "            waiting = waiting if sys.exc_info()[1] else None",
+        "A rank that has caught the error of a collective seems to wait for it for ever.",
+        "LEDGER-11",
+    ),
+    Mutant(
         "norm-of-this-rank",
         "_sum_over",
         "    collectives.call(dist.all_reduce, group, power)\n",
