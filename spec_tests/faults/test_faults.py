@@ -75,6 +75,14 @@ def test_nothing_is_sent_to_a_rank_that_expects_another_size(door: str, when: st
         assert "rank 1: all-gather of 'b' in forward" in said
 
 
+@pytest.mark.spec("LEDGER-11", "ORDER-10")
+@pytest.mark.parametrize("door", DOORS)
+def test_an_order_that_all_ranks_have_caught_is_not_held_against_what_they_do_later(door: str, tmp_path: Path) -> None:
+    assert deviate(tmp_path, door, "catches that it swaps layers of other sizes") == [0, 0], said_by(tmp_path, 0)
+    for rank in range(2):
+        assert "are about to send each other" in (tmp_path / str(rank) / "stdout").read_text()
+
+
 @pytest.mark.spec("ORDER-06", "LEDGER-03")
 @pytest.mark.parametrize("what", ["no_sync", "keeps and no_sync"])
 @pytest.mark.parametrize("door", DOORS)
@@ -96,6 +104,24 @@ def test_a_rank_that_ends_leaves_words_for_the_others(door: str, what: str, word
     assert codes == [1, 0 if what == "ends" else 1]
     assert f"rank 1: {words}" in said_by(tmp_path, 0)
     assert "deviate.py:" in said_by(tmp_path, 0)
+
+
+@pytest.mark.spec("LEDGER-16")
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("ends", "rank 0: has ended, at the end of its program"),
+        ("killed", "Where the others are is not known: the host of the store, mostly rank 0, has ended."),
+    ],
+)
+def test_a_rank_knows_its_own_place_and_what_has_become_of_the_stores_host(
+    what: str, words: str, tmp_path: Path
+) -> None:
+    codes = deviate(tmp_path, "wrapper", f"is the host and {what}")
+    assert codes == [0 if what == "ends" else -signal.SIGKILL, 1]
+    said = said_by(tmp_path, 1)
+    assert words in said
+    assert re.search(r"rank 1: .*deviate.py:\d+, iteration \d+; waits for", said)
 
 
 @pytest.mark.spec("LEDGER-03")
@@ -134,7 +160,7 @@ def test_a_sigterm_is_reported_though_the_main_thread_is_stuck(tmp_path: Path) -
             process.kill()
             process.join()
     said = said_by(tmp_path, 0)
-    assert "SIGTERM has come while a collective was waited for" in said
+    assert "SIGTERM has come" in said
     # Rank 1 has answered, though its main thread waits in C++.
     assert re.search(r"rank 1: .*deviate.py:\d+, iteration \d+; last sent", said)
     [file] = tmp_path.glob("minifsdp-ledger-*-rank0.json")
@@ -143,6 +169,61 @@ def test_a_sigterm_is_reported_though_the_main_thread_is_stuck(tmp_path: Path) -
     assert "Where every rank is:" in done.stdout
     assert re.search(r"group \S+, epoch \d+ +rank 0 +rank 1", done.stdout)
     assert re.search(r"\d +all-gather of 'a' in forward \(deviate.py:\d+\)", done.stdout)
+
+
+@pytest.mark.spec("LEDGER-06")
+def test_a_sigterm_is_reported_by_all_who_get_it_whatever_they_wait_for(tmp_path: Path) -> None:
+    pool.start_early()
+    # One is in a collective that the package does not know, the other in none.
+    processes = start_ranks("deviate", "wrapper", "is stuck in a barrier", num_ranks=2, folder=tmp_path)
+    try:
+        until = time.monotonic() + IN_SECONDS
+        while any("waits" not in (tmp_path / str(rank) / "stdout").read_text() for rank in range(2)):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        time.sleep(0.5)
+        for process in processes:
+            os.kill(process.pid, signal.SIGTERM)
+        for process in processes:
+            process.join(IN_SECONDS)
+        assert [process.exitcode for process in processes] == [128 + signal.SIGTERM] * 2
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    for rank in range(2):
+        said = said_by(tmp_path, rank)
+        assert "SIGTERM has come" in said
+        assert re.search(r"rank 0: in \w+, deviate.py:\d+, iteration \d+; last sent: .*; told to end by SIGTERM", said)
+        assert re.search(r"rank 1: deviate.py:\d+, iteration \d+; last sent: .*; told to end by SIGTERM", said)
+
+
+@pytest.mark.spec("LEDGER-12")
+def test_what_went_wrong_in_other_process_groups_is_forgotten_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    pool.start_early()
+    processes = start_ranks("anew", str(tmp_path), num_ranks=2, folder=tmp_path)
+    for process in processes:
+        process.join(60)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    assert codes == [0, 0], said_by(tmp_path, 0) + said_by(tmp_path, 1)
+    verdicts = 0
+    for rank in range(2):
+        lives = (tmp_path / str(rank) / "stdout").read_text().splitlines()
+        assert lives[::2] == ["1 2", "1 0"]
+        verdicts += lives.count("caught True")
+    assert verdicts >= 2
+
+
+@pytest.mark.spec("LEDGER-15")
+@pytest.mark.parametrize("what", ["leaves out", "asks for a state dict"])
+def test_ranks_that_wait_in_vain_are_told_though_torch_wraps_their_groups(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    assert deviate(tmp_path, "wrapper", what) == [1, 1]
 
 
 # Each fault at each stage once; doors, shardings, victims and stores in turn. All: python -m spec_tests.faults
