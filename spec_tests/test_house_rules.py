@@ -30,7 +30,7 @@ TOOLS, EXPLAIN = "tools/", "tools/explain"
 # table of what public calls may be given.
 APART = (TRANSPORT, DEBUGGING, ARGUMENTS, TOOLS, "batches.py", "engine/ledger.py", "engine/comparison.py", "ledger/")
 BUDGETS = {
-    "house": 6221,
+    "house": 6222,
     "story": 2981,
     TRANSPORT: 141,
     DEBUGGING: 380,
@@ -91,7 +91,7 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all that is imported for `fully_shard` itself, without what is attached to it.
-FULLY_SHARD = 2474
+FULLY_SHARD = 2475
 
 
 def imported_for(module: str) -> set[str]:
