@@ -29,6 +29,7 @@ The rooms, from the bottom up:
 ``fragments``    one function, found by its name
 ``models``       the small models of the recorded runs
 ``record``       runs them on two and on four ranks, and writes what happened
+``watching``     what of it is noted for the step player
 ``recordings``   reads what was recorded, and ``arrivals`` when its data came
 ``pictures``     timelines
 ``results``      the rows of the spec and the last results of their tests
@@ -45,7 +46,7 @@ The rooms, from the bottom up:
 ``messages``     every message of the package; ``troubles`` makes entries of them
 ``paste``        the box that knows messages again: what it looks for
 ``myths``        wrong claims, what is true, and the tests that show it
-``player``       recorded runs as scripts for the step player
+``player``       recorded runs as scripts for the step player; ``running``, the lines that ran
 ``specpage``     the page of the spec
 ``streams``      what is shown of streams: pictures of logged steps, broken engines, what collides in torch
 ``failures``     the scripts of the failure lab, and what they say

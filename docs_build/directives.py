@@ -16,6 +16,7 @@ from docs_build import (
     failures,
     fragments,
     growth,
+    lessons,
     pictures,
     races,
     results,
@@ -125,10 +126,10 @@ def _simulated(rest: str, _: str) -> str:
 
 
 def _asset(rest: str, _: str) -> str:
-    """A picture that is checked in; inside of the page, so that it follows light and dark."""
+    """The recorded picture of the first page; inside of the page, so that it follows light and dark."""
     name, _, caption = rest.partition(" | ")
     svg = (ROOT / "docs" / "assets" / f"{name.strip()}.svg").read_text(encoding="utf-8")
-    return _raw(pictures.figure(svg, caption.strip(), ""))
+    return _raw(pictures.figure(svg, caption.strip(), lessons.where(lessons.FIRST_PAGE)))
 
 
 def _growth(rest: str, _: str) -> str:

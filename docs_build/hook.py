@@ -36,6 +36,7 @@ from docs_build import (
     links,
     markup,
     pages,
+    paste,
     recordings,
     results,
     searching,
@@ -89,6 +90,7 @@ def on_files(files: Files, config: Any) -> Files:
     files.append(File.generated(config, "tutorials/index.md", content=lessonpage.index_page()))
     for name, text in recordings.player_scripts().items():
         files.append(File.generated(config, f"assets/runs/{name}", content=text))
+    files.append(File.generated(config, paste.KNOWN, content=paste.script()))
     return files
 
 

@@ -57,7 +57,7 @@ class Step:
             (kind, unit, begins, size) for kind, unit, begins, _, size, *_ in moments[here.start : here.stop]
         ]
         # A moment is noted before it changes anything, so what a hook leaves is seen in the next one.
-        state, _, self.gradient = moments[here.stop][7][_place()]
+        state, _, self.gradient, _ = moments[here.stop][7][_place()]
         self.is_whole = state != "S"
         reductions = [one[2] for one in moments[: here.stop] if one[0] == "RS" and one[1] == UNIT]
         self.is_reducing = reductions == [True]
@@ -71,7 +71,7 @@ def _while(hook: str, moments: list[Any]) -> range:
     """The moments while ``hook`` of `UNIT` ran."""
 
     def runs(moment: Any) -> bool:
-        return any(function == f"Cycle.{hook}" for _, function, _ in moment[6])
+        return any(function == f"Cycle.{hook}" for _, function, *_ in moment[6])
 
     # The end of backward is that of all units.
     first = next(n for n, one in enumerate(moments) if runs(one) and (one[1] == UNIT or hook == "end_backward"))

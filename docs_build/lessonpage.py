@@ -8,7 +8,8 @@ from pathlib import Path
 
 from mkdocs.utils import get_relative_url
 
-from docs_build.lessons import LESSONS, Lesson, recorded
+from docs_build import linkbytes
+from docs_build.lessons import EVEN, LESSONS, Lesson, recorded, unevenness
 from docs_build.markup import to_html
 from docs_build.pages import page_of, side_by_side, way_through
 from docs_build.source import read_module
@@ -22,20 +23,37 @@ def lesson_page(name: str) -> str:
     Raises:
         KeyError: it was never recorded.
     """
-    order = [lesson.name for lesson in LESSONS]
+    number, lesson = next((at, one) for at, one in enumerate(LESSONS, 1) if one.name == name)
     index = get_relative_url("tutorials/index.html", page_of(name))
-    way = way_through(order, name, f'<a href="{index}">{order.index(name) + 1} of {len(order)} tutorials</a>')
-    return side_by_side(read_module(name), way, _what_it_said(next(one for one in LESSONS if one.name == name)))
+    middle = f'<a href="{index}">{number} of {len(LESSONS)} tutorials</a>'
+    way = way_through({one.name: one.title for one in LESSONS}, name, middle)
+    headline = f'{escape(lesson.title)} <code class="sbs-file">{Path(name).name}</code>'
+    return side_by_side(read_module(name), headline, way, _what_it_said(lesson))
 
 
 def _what_it_said(lesson: Lesson) -> str:
     run = recorded()[lesson.name]
-    pictures = "".join(f'<figure class="lesson-picture">{_scalable(svg)}</figure>' for svg in run["pictures"].values())
+    pictures = _pictures(lesson)
     return (
         f'<section class="lesson-run"><h2 id="run">A run of it</h2><pre><code>$ {escape(lesson.command)}\n\n'
         f"{escape(run['output'].rstrip())}\n</code></pre>{pictures}"
         f"<p><small>{run['date']}, {_time(lesson)}; {escape(run['machine'])}</small></p></section>"
     )
+
+
+def _pictures(lesson: Lesson) -> str:
+    """What the run has drawn. A picture of equal blocks that look unequal would contradict every word about it."""
+    run = recorded()[lesson.name]
+    pictures = run["pictures"].values()
+    if lesson.name == "tutorials/hybrid.py":
+        return linkbytes.draw_table(run["output"], f"Recorded on {run['date']} with {lesson.num_ranks} ranks.")
+    if any(unevenness(svg) > EVEN for svg in pictures):
+        return (
+            "<p>Other programs ran beside it, so its pictures show those more than the lesson; they are left out. "
+            'Calm recordings of the same settings are on <a href="../learn/schedule.html">Who is next</a>.</p>'
+        )
+    about = f"<p>{lesson.about_pictures}</p>" if lesson.about_pictures else ""
+    return about + "".join(f'<figure class="lesson-picture">{_scalable(svg)}</figure>' for svg in pictures)
 
 
 def _scalable(svg: str) -> str:

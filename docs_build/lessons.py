@@ -3,6 +3,9 @@
 ``python -m docs_build.lessons`` runs all of them as a reader would and records what they say, with the date, the
 machine and the versions, in ``docs/data/lessons.json``; with names (``overlap digits``) only those. The site is built
 from the record, because some need packages that a reader of the documentation may not have.
+
+Pictures want a machine on which nothing else runs. A run whose pictures are not `even` is repeated; if none is, nothing
+is written. ``first_page`` is the name of one more run, of which only the picture is kept, for README and Home.
 """
 
 from __future__ import annotations
@@ -23,12 +26,16 @@ from typing import Any
 
 from docs_build.busy import Others
 from docs_build.order import ROOT
+from docs_build.record import EVEN
 from docs_build.results import machine
 from docs_build.source import read_module
 
-__all__ = ["LESSONS", "Lesson", "record", "recorded"]
+__all__ = ["EVEN", "FIRST_PAGE", "LESSONS", "Lesson", "record", "recorded", "unevenness", "where"]
 
 RECORD = ROOT / "docs" / "data" / "lessons.json"
+TRIES = 10
+# In a picture the headline of a box.
+BOX = re.compile(r"<title>(?P<kind>[FB]) [\w.]*\d+, at [\d.]+ ms, for (?P<length>[\d.]+) ms</title>")
 
 
 @dataclass(frozen=True)
@@ -39,11 +46,13 @@ class Lesson:
         name: ``tutorials/overlap.py``.
         num_ranks: with which it is recorded.
         arguments: with which it is recorded; ``FOLDER`` stands for an empty folder.
+        about_pictures: what their captions cannot say, as HTML.
     """
 
     name: str
     num_ranks: int = 2
     arguments: str = ""
+    about_pictures: str = ""
 
     @property
     def command(self) -> str:
@@ -84,30 +93,65 @@ LESSONS = [
     Lesson("tutorials/t5_summarise.py"),
     Lesson("tutorials/knobs.py"),
     Lesson("tutorials/checkpoints.py"),
-    Lesson("tutorials/overlap.py", arguments="--folder FOLDER"),
+    Lesson(
+        "tutorials/overlap.py",
+        arguments="--folder FOLDER",
+        about_pictures="All on one axis. Two CPU cores compute and send, both: what is asked for early takes time from "
+        "what is computed meanwhile, and nothing is gained here. Compare the order. What an accelerator gains, which "
+        'computes and sends at once, is drawn on <a href="../learn/schedule.html">Who is next</a>.',
+    ),
     Lesson("tutorials/hybrid.py", num_ranks=4),
     Lesson("tutorials/fully_shard.py", arguments="--explicit-prefetch --mixed-precision --dcp FOLDER"),
     Lesson("tutorials/offload.py"),
     Lesson("tutorials/migrate.py", num_ranks=4),
 ]
 
+# The picture of README and Home: few and small blocks, so that its letters can be read there.
+FIRST_PAGE = "first_page"
+_FIRST = Lesson("tutorials/train_gpt.py", arguments="--blocks 3 --width 128 --steps 12 --timeline FOLDER/timeline.svg")
+_FIRST_PICTURE = ROOT / "docs" / "assets" / "timeline.svg"
+
 
 def record(names: list[str]) -> None:
     """Runs the lessons of these names, or all, and writes what they say.
 
     Raises:
-        RuntimeError: one of them has failed.
+        RuntimeError: one of them has failed, or was never left alone by other programs.
     """
     found = recorded()
-    for lesson in LESSONS:
-        if not names or Path(lesson.name).stem in names:
-            print(lesson.command, flush=True)
-            found[lesson.name] = _run(lesson)
+    todo = {Path(lesson.name).stem: (lesson.name, lesson) for lesson in LESSONS} | {FIRST_PAGE: (FIRST_PAGE, _FIRST)}
+    for key, lesson in [todo[name] for name in names or todo]:
+        print(lesson.command, flush=True)
+        found[key] = _run_evenly(lesson)
+    if FIRST_PAGE in (names or todo):
+        (picture,) = found[FIRST_PAGE].pop("pictures").values()
+        _FIRST_PICTURE.write_text(picture, encoding="utf-8")
     RECORD.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def _run_evenly(lesson: Lesson) -> dict[str, Any]:
+    worst = []
+    for _ in range(TRIES):
+        run = _run(lesson)
+        worst.append(max(map(unevenness, run["pictures"].values()), default=1.0))
+        if worst[-1] <= EVEN:
+            return run
+        print(f"  again: equal blocks differ by a factor of {worst[-1]:.1f}", flush=True)
+    raise RuntimeError(f"{lesson.name}: equal blocks differ by a factor of at least {min(worst):.1f}: a busy machine?")
+
+
+def unevenness(picture: str) -> float:
+    """Of the equal blocks in a timeline the longest forward, or backward, over the shortest; the greater of the two."""
+    lengths: dict[str, list[float]] = {}
+    for box in BOX.finditer(picture):
+        lengths.setdefault(box["kind"], []).append(float(box["length"]))
+    return max((max(some) / min(some) for some in lengths.values()), default=1.0)
+
+
 def _run(lesson: Lesson) -> dict[str, Any]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", *shlex.split(lesson.command)[1:]]
+    # The script as torchrun's module would run it, with its arrivals noted.
+    words = shlex.split(lesson.command.replace(lesson.name, f"-m docs_build.watched {lesson.name}", 1))[1:]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *words]
     with tempfile.TemporaryDirectory() as folder:
         command = [part.replace("FOLDER", folder) for part in launcher]
         begin, others = time.monotonic(), Others()
@@ -131,6 +175,12 @@ def recorded() -> dict[str, dict[str, Any]]:
     """What was recorded, by the lesson's name."""
     found: dict[str, dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
     return found
+
+
+def where(key: str) -> str:
+    """When and where a lesson was recorded."""
+    run = recorded()[key]
+    return f"Recorded on {run['date']}; {run['machine']}."
 
 
 if __name__ == "__main__":

@@ -7,19 +7,33 @@ Four ranks on two machines. A collective is a ring through its ranks, so it send
                    0 > 2 > 0 and 1 > 3 > 1      all-reduces of a half each are all that crosses
 
 The bytes are those of the package's cost functions. `links` lays them on links, and the sums over links are equal to
-what `sent_by_link` says of a rank.
+what `sent_by_link` says of a rank. The tutorial ``hybrid.py`` counts them in a run; `draw_table` draws what it printed.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from dataclasses import dataclass
 
 from docs_build.sketch import Panel, bar, box, figure, label, size_of
 from minifsdp.tools.cost import cost_of, sent_bytes
 from minifsdp.tools.job import Job
 from minifsdp.tools.links import sent_by_link
 
-__all__ = ["NUM_RANKS", "PER_MACHINE", "STRATEGIES", "Link", "draw", "job_of", "links", "totals"]
+__all__ = [
+    "NUM_RANKS",
+    "PER_MACHINE",
+    "STRATEGIES",
+    "Link",
+    "Sent",
+    "draw",
+    "draw_table",
+    "job_of",
+    "links",
+    "sent_in",
+    "totals",
+]
 
 Link = tuple[int, int]
 NUM_PARAMETERS, NUM_RANKS, PER_MACHINE = 10**9, 4, 2
@@ -28,6 +42,29 @@ STRATEGIES = ["FULL_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"]
 PLACES = [(70, 50), (70, 120), (210, 50), (210, 120)]
 RADIUS, THICKEST, BAR = 13, 14, 150
 SOURCE = "Computed by minifsdp.tools.links for 1 billion parameters, Adam and float32, while this page was built."
+
+# A line of the tutorial's table: FULL_SHARD  25,056  451,008  451,008  0.24721   0>1:225,504 1>2:225,504
+ROW = re.compile(r"^(\w+) +([\d,]+) +([\d,]+) +([\d,]+) +[\d.]+ +((?:\d+>\d+:[\d,]+ ?)+)$", re.MULTILINE)
+CAPTION = "Bytes of the last step over each link, there and back; solid lines stay within a machine, dashed ones go "
+CAPTION += "through the network. Plain bars are bytes within a machine, striped ones between machines, for each rank."
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What is drawn of a strategy.
+
+    Attributes:
+        strategy: its name.
+        links: bytes over each link, from a rank to another.
+        within, between: bytes that a rank sends within its machine, and to the other one; the mean over the ranks.
+        stored: bytes that a rank stores between steps.
+    """
+
+    strategy: str
+    links: Counter[Link]
+    within: float
+    between: float
+    stored: float
 
 
 def job_of(strategy: str) -> Job:
@@ -57,28 +94,54 @@ def totals(strategy: str) -> tuple[float, float]:
 
 
 def draw(caption: str) -> str:
-    """A panel for each strategy; all have one scale."""
-    most = max(max(_both_ways(links(strategy)).values()) for strategy in STRATEGIES)
-    widest = max(max(totals(strategy)) for strategy in STRATEGIES)
-    return figure([_panel(strategy, most, widest) for strategy in STRATEGIES], caption, SOURCE)
+    """A panel for each strategy, as computed."""
+    found = [Sent(one, links(one), *totals(one), cost_of(job_of(one)).stored) for one in STRATEGIES]
+    return _figure(found, caption, SOURCE)
 
 
-def _panel(strategy: str, most: float, widest: float) -> Panel:
+def draw_table(output: str, source: str) -> str:
+    """The same of what the tutorial printed."""
+    return _figure(sent_in(output), CAPTION, source)
+
+
+def sent_in(output: str) -> list[Sent]:
+    """What the lines of the tutorial's table say."""
+    return [_sent(*row.groups()) for row in ROW.finditer(output)]
+
+
+def _sent(strategy: str, stored: str, near: str, far: str, each: str) -> Sent:
+    found = re.findall(r"(\d+)>(\d+):([\d,]+)", each)
+    sent = Counter({(int(a), int(b)): _number(num_bytes) for a, b, num_bytes in found})
+    return Sent(strategy, sent, _number(near) / NUM_RANKS, _number(far) / NUM_RANKS, _number(stored))
+
+
+def _number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def _figure(found: list[Sent], caption: str, source: str) -> str:
+    """All panels have one scale."""
+    most = max(max(_both_ways(one.links).values()) for one in found)
+    widest = max(max(one.within, one.between) for one in found)
+    return figure([_panel(one, most, widest) for one in found], caption, source)
+
+
+def _panel(sent: Sent, most: float, widest: float) -> Panel:
     parts = [box(30, 22, 80, 130), box(170, 22, 80, 130)]
     parts += [label("machine 0", 70, 15, "mid soft"), label("machine 1", 210, 15, "mid soft")]
-    parts += [_link(link, THICKEST * num_bytes / most) for link, num_bytes in _both_ways(links(strategy)).items()]
+    parts += [_link(link, THICKEST * num_bytes / most) for link, num_bytes in _both_ways(sent.links).items()]
     for rank, (x, y) in enumerate(PLACES):
         parts.append(f'<circle class="rank" cx="{x}" cy="{y}" r="{RADIUS}"/>{label(str(rank), x, y + 4, "mid")}')
-    within, between = totals(strategy)
-    for y, name, kind, num_bytes in ((166, "within", "p", within), (188, "between", "g", between)):
+    for y, name, kind, num_bytes in ((166, "within", "p", sent.within), (188, "between", "g", sent.between)):
         parts.append(label(name, 52, y + 12, "end"))
         width = BAR * num_bytes / widest
         if width:
             parts.append(bar(kind, 58, y, width, 16))
         parts.append(label(size_of(num_bytes), 64 + width, y + 12))
-    stored = size_of(cost_of(job_of(strategy)).stored)
-    text = f"For each rank and step: {size_of(within)} within its machine, {size_of(between)} between machines."
-    return Panel(strategy, parts, 280, 210, f"{text} Between steps a rank stores {stored}.")
+    text = (
+        f"For each rank and step: {size_of(sent.within)} within its machine, {size_of(sent.between)} between machines."
+    )
+    return Panel(sent.strategy, parts, 280, 210, f"{text} Between steps a rank stores {size_of(sent.stored)}.")
 
 
 def _both_ways(found: Counter[Link]) -> Counter[Link]:

@@ -80,18 +80,19 @@ def _steps() -> tuple[list[str], dict[str, tuple[int, str]]]:
 
 def module_page(name: str) -> str:
     """The HTML of a module's page."""
-    return side_by_side(read_module(name), _way(name, page_of(name)))
+    return side_by_side(read_module(name), f"<code>{name}</code>", _way(name, page_of(name)))
 
 
-def side_by_side(module: Module, way: str, between: str = "") -> str:
+def side_by_side(module: Module, headline: str, way: str, between: str = "") -> str:
     """A page's HTML.
 
     Args:
         module: what is shown.
+        headline: of the page, as HTML.
         way: to the pages before and after it.
         between: what stands between the essay and the code.
     """
-    name, start = module.name, page_of(module.name)
+    start = page_of(module.name)
     code = highlight_lines(module.text, linker(module, start))
     paragraphs = module.essay.split("\n\n", 1)
     essay = to_html(paragraphs[1]) if len(paragraphs) > 1 else ""
@@ -102,7 +103,7 @@ def side_by_side(module: Module, way: str, between: str = "") -> str:
         f'<link rel="stylesheet" href="{get_relative_url("assets/css/read.css", start)}">',
         '<div class="sbs-page">',
         way,
-        f'<header class="sbs-head"><h1 id="top"><code>{name}</code></h1>',
+        f'<header class="sbs-head"><h1 id="top">{headline}</h1>',
         f'<p class="sbs-title">{title}</p></header>',
         f'<div class="sbs-essay">{essay}</div>',
         between,
@@ -124,16 +125,23 @@ def _way(name: str, start: str) -> str:
     index = get_relative_url("read/index.html", start)
     plain = section.replace("`", "")
     middle = f'<a href="{index}">{number} of {len(order)} in reading order</a><br><small>{plain}</small>'
-    return way_through(order, name, middle)
+    return way_through({one: one for one in order}, name, middle)
 
 
-def way_through(order: list[str], name: str, middle: str) -> str:
-    """Links to the page before and the page after ``name``, and something in between."""
-    start, number = page_of(name), order.index(name)
+def way_through(titles: dict[str, str], name: str, middle: str) -> str:
+    """Links to the page before and the page after ``name``, and something in between; names in order, with titles."""
+    order, start = list(titles), page_of(name)
+    number = order.index(name)
     before = order[number - 1] if number else None
     after = order[number + 1] if number + 1 < len(order) else None
-    left = f'<a rel="prev" href="{address(start, before)}">&larr; {before}</a>' if before else "<span></span>"
-    right = f'<a rel="next" href="{address(start, after)}">{after} &rarr;</a>' if after else "<span></span>"
+    left = (
+        f'<a rel="prev" href="{address(start, before)}">&larr; {escape(titles[before])}</a>'
+        if before
+        else "<span></span>"
+    )
+    right = (
+        f'<a rel="next" href="{address(start, after)}">{escape(titles[after])} &rarr;</a>' if after else "<span></span>"
+    )
     return f'<nav class="sbs-way" aria-label="Reading order">{left}<span>{middle}</span>{right}</nav>'
 
 

@@ -8,8 +8,9 @@ Two sources, and no list beside them that could go stale:
       {{ says CUDA out of memory | HIP out of memory }}            either of these means this entry
       {{ follows Watchdog caught collective operation timeout }}   so does this, but it follows from another error
 
-An ellipsis in a quoted text stands for what differs. The script (``docs/assets/js/paste.js``) compares without regard
-to white space, quotes and capitals, so a message is known again however a terminal has wrapped it.
+An ellipsis in a quoted text stands for what differs. The script (``docs/assets/js/troubles.js``) compares without
+regard to white space, quotes and capitals, so a message is known again however a terminal has wrapped it. The search of
+all pages (``search.js``) asks it, too: words alone would find a message's row of the spec as well as its entry.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from docs_build.messages import Message, messages
 from docs_build.order import ROOT
 from minifsdp.engine.messages import texts
 
-__all__ = ["Known", "box", "known", "of_the_page", "quoted"]
+__all__ = ["KNOWN", "Known", "box", "known", "of_the_page", "quoted", "script"]
 
 PAGE = ROOT / "docs" / "troubleshoot.md"
+KNOWN = "assets/troubles/known.js"  # where `script` is written
+SCRIPTS = ("assets/js/troubles.js", "assets/js/paste.js")
 ENTRY = re.compile(r"^### (?P<title>.+?) \{ #(?P<id>E-[\w-]+)[^}]*\}$(?P<body>.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
 QUOTED = re.compile(r"^\{\{ (?P<verb>says|follows) (?P<texts>.*) \}\}$", re.MULTILINE)
 
@@ -107,12 +110,15 @@ def quoted(rest: str, is_first: bool) -> str:
     return f'<p class="quoted">{how} {codes}</p>'
 
 
+def script() -> str:
+    """What is known, as a script that sets a global: a page from a disk may not fetch anything else."""
+    facts = json.dumps([asdict(one) for one in known()], ensure_ascii=False, separators=(",", ":"))
+    return f"var minifsdpKnown = {facts};\n"
+
+
 def box() -> str:
-    """The box as HTML, and what it knows as JSON beside it; ``docs/assets/js/paste.js`` brings it to life."""
-    # "</" would end the script.
-    facts = json.dumps([asdict(one) for one in known()], ensure_ascii=False, separators=(",", ":")).replace(
-        "</", "<\\/"
-    )
+    """The box as HTML, and the scripts that bring it to life."""
+    scripts = "".join(f'<script src="{name}"></script>' for name in (KNOWN, *SCRIPTS))
     return (
         '<link rel="stylesheet" href="assets/css/paste.css">'
         '<form id="paste" class="paste" data-search-exclude><label for="paste-text">Paste your traceback</label>'
@@ -122,7 +128,5 @@ def box() -> str:
         '</textarea><p class="paste-buttons"><button type="button" id="paste-example">Show an example</button>'
         '<button type="reset">Empty the box</button></p><p id="paste-status" role="status" aria-live="polite"></p>'
         '<ol id="paste-found"></ol><noscript>The box needs JavaScript; a browser finds headlines below without it.'
-        "</noscript></form>"
-        f'<script type="application/json" id="paste-known">{facts}</script>'
-        '<script src="assets/js/paste.js"></script>'
+        f"</noscript></form>{scripts}"
     )

@@ -1,17 +1,19 @@
 """The recorded runs as scripts for the step player.
 
 A page that was opened from a disk may not fetch files, but it may load scripts. So each run is a script that calls one
-function with the data; the player adds a ``<script>`` for the run that was chosen.
+function with the data; the player adds a ``<script>`` for the run that was chosen, and one for the functions that run.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
+from docs_build.running import function_lines, line_of, only_records
 from docs_build.verbs import frame_address
 
-__all__ = ["script_of"]
+__all__ = ["script_of", "source_script"]
 
 PAGE = "tools/player.html"
 PHASES = {"IDLE": "i", "FORWARD": "f", "PRE_BACKWARD": "b", "POST_BACKWARD": "p", "SUMMONED": "s"}
@@ -26,9 +28,11 @@ def script_of(run: dict[str, Any]) -> str:
     for rank in run["ranks"]:
         moments = []
         for kind, unit, begins, ms, num_bytes, group, stack, held, optimizer in rank["moments"]:
-            number = stacks.setdefault(json.dumps(stack), len(stacks))
+            # Memory is given back before that is noted.
+            frames = [_frame(f, has_ended=not begins or kind == "FREE") for f in stack if not only_records(*f[:2])]
+            number = stacks.setdefault(json.dumps(frames), len(stacks))
             if number == len(shown):
-                shown.append([_frame(f) for f in stack if f[1] != "_traced"])
+                shown.append(frames)
             moments.append(
                 [
                     kind,
@@ -42,14 +46,28 @@ def script_of(run: dict[str, Any]) -> str:
                     "".join(PHASES[h[1]] for h in held),
                     [h[2] for h in held],
                     optimizer,
+                    [h[3] for h in held],
                 ]
             )
         ranks.append(moments)
-    data = {"units": run["units"], "stacks": shown, "ranks": ranks, "run": run["run"]}
+    pieces = [rank["pieces"] for rank in run["ranks"]]
+    data = {"units": run["units"], "stacks": shown, "ranks": ranks, "pieces": pieces, "run": run["run"]}
     return f"minifsdpRun({json.dumps(run['key'])},{json.dumps(data, separators=(',', ':'))});\n"
 
 
-def _frame(frame: list[Any]) -> list[Any]:
-    """Name, file, address; and whether it is a hook that the named function has laid."""
-    outer, inner, _ = str(frame[1]).partition(".<locals>")
-    return [outer, frame[0], frame_address(frame, PAGE), int(bool(inner))]
+def source_script(runs: Iterable[dict[str, Any]]) -> str:
+    """The script with all functions that run in some run: file, name, numbers of lines and their HTML."""
+    frames = {tuple(f[:2]) for run in runs for rank in run["ranks"] for m in rank["moments"] for f in m[6]}
+    functions: dict[str, dict[str, Any]] = {}
+    for name, qualified in sorted(frames):
+        outer = qualified.partition(".<locals>")[0]
+        functions.setdefault(name, {})[outer] = function_lines(name, outer)
+    return f"minifsdpSource({json.dumps(functions, separators=(',', ':'))});\n"
+
+
+def _frame(frame: list[Any], *, has_ended: bool) -> list[Any]:
+    """Name, file, address, whether it is a hook that the named function has laid, and the number of the line."""
+    name, qualified, _, text = frame
+    outer, inner, _ = str(qualified).partition(".<locals>")
+    line = line_of(name, qualified, text, has_ended=has_ended)
+    return [outer, name, frame_address(frame, PAGE), int(bool(inner)), line]

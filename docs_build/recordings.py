@@ -42,9 +42,13 @@ def find(key: str) -> dict[str, Any]:
 
 
 def player_scripts() -> dict[str, str]:
-    """For the step player one script for each run, and one with the names of all: name of the file to its text."""
-    from docs_build.player import script_of
+    """For the step player one script for each run, one with the names of all, and one with the functions that run."""
+    from docs_build.player import script_of, source_script
 
     narrow = {key: run for key, run in load()["runs"].items() if run["run"]["width"] <= 64}
     names = f"window.minifsdpRuns = {json.dumps(sorted(narrow))};\n"
-    return {"runs.js": names, **{f"{key}.js": script_of(run) for key, run in narrow.items()}}
+    return {
+        "runs.js": names,
+        "source.js": source_script(narrow.values()),
+        **{f"{key}.js": script_of(run) for key, run in narrow.items()},
+    }

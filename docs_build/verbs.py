@@ -6,6 +6,7 @@ from docs_build import directives, fragments
 from docs_build.order import PACKAGE
 from docs_build.pages import address
 from docs_build.recordings import find
+from docs_build.running import only_records
 from docs_build.source import find_function, read_module
 
 __all__ = ["call_path", "verb_table"]
@@ -140,9 +141,9 @@ def call_path(start: str) -> str:
         if (unit != UNIT and kind != "STEP") or (kind, begins) not in WORDS:
             continue
         names = [one["name"] for one in run["units"]]
-        state, phase, gradient = held[names.index(UNIT)]
+        state, phase, gradient, _ = held[names.index(UNIT)]
         # What only notes the event for the recorder is no part of the way.
-        running = [_frame(frame, start) for frame in stack if frame[1] != "_traced"]
+        running = [_frame(frame, start) for frame in stack if not only_records(*frame[:2])]
         frames = " &larr; ".join(running) or "<em>the training loop, outside of the package</em>"
         size = f", {num_bytes:,} bytes" if num_bytes else ""
         facts = f"{_state(state)}, phase {phase}, gradient of the shard {gradient:,} bytes"
@@ -159,7 +160,7 @@ def _state(letter: str) -> str:
 
 
 def _frame(frame: list[object], start: str) -> str:
-    name, qualified, _ = frame
+    name, qualified, *_ = frame
     plain = str(qualified).split(".<locals>")[0]
     # An earlier recording may name what has another name by now.
     known = plain in {row.anchor for row in read_module(str(name)).rows}
@@ -170,7 +171,7 @@ def _frame(frame: list[object], start: str) -> str:
 
 def frame_address(frame: list[object], start: str) -> str:
     """The address of the row of code in which a recorded function was running; of the file if it is there no more."""
-    name, _, anchor = map(str, frame)
+    name, _, anchor, *_ = map(str, frame)
     if not (PACKAGE / name).exists():
         return ""
     return address(start, name, anchor if anchor in {row.anchor for row in read_module(name).rows} else "")

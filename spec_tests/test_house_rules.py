@@ -30,15 +30,15 @@ TOOLS, EXPLAIN = "tools/", "tools/explain"
 # table of what public calls may be given.
 APART = (TRANSPORT, DEBUGGING, ARGUMENTS, TOOLS, "batches.py", "engine/ledger.py", "engine/comparison.py", "ledger/")
 BUDGETS = {
-    "house": 6221,
+    "house": 6222,
     "story": 2981,
     TRANSPORT: 141,
     DEBUGGING: 380,
     ARGUMENTS: 166,
     "batches.py": 100,
-    "engine/ledger.py": 110,
+    "engine/ledger.py": 114,
     "engine/comparison.py": 65,
-    "ledger/": 380,
+    "ledger/": 449,
     "checkpoint/": 1431,
     "compat/": 250,
     # The calculator knows what is in flight between CPUs, and when a unit's activations are gone.
@@ -91,7 +91,7 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all that is imported for `fully_shard` itself, without what is attached to it.
-FULLY_SHARD = 2470
+FULLY_SHARD = 2475
 
 
 def imported_for(module: str) -> set[str]:

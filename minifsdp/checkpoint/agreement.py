@@ -153,7 +153,7 @@ def _wait_for_all(group: Group, call: str, raises_hand: bool) -> bool:
     # Counting here, instead of waiting for each name there, keeps it at a few messages however many ranks there are.
     if store.add(arrived, 1) == (number + 1) * group.size:
         store.set(f"{key}/complete", "")
-    begun, limit = time.monotonic(), _time_limit(group)
+    begun, limit, place = time.monotonic(), _time_limit(group), group.chain.place()
     try:
         # In the ledger like a collective: others can see that this rank waits, and for what.
         ledger.Collective("barrier", group, 0, _wait, store, f"{key}/complete", limit)
@@ -162,7 +162,8 @@ def _wait_for_all(group: Group, call: str, raises_hand: bool) -> bool:
         ranks, report = list(group.ranks), ledger.explained(group.chain, group.chain.epoch)
         present = [store.check([f"{key}/{index}"]) for index in range(group.size)]
         missing = [rank for rank, is_here in zip(ranks, present, strict=True) if not is_here]
-        # Leaves no trace, so that the next call of everybody is a new one.
+        # Leaves no trace, so that the next call of everybody is a new one, and all ranks have sent the same.
+        group.chain.return_to(place)
         store.add(arrived, -1)
         store.delete_key(f"{key}/{group.rank}")
         raise RuntimeError(

@@ -31,7 +31,7 @@ Price: a unit takes eight calls of Python for each step, and the last 2,048 entr
 *In torch:* the flight recorder does this for NCCL, in C++; what it has recorded is written to files, for a tool to
 compare afterwards. Gloo has nothing.
 
-Spec: LEDGER-01 to LEDGER-03, ORDER-01.
+Spec: LEDGER-01 to LEDGER-03, LEDGER-11, ORDER-01, ORDER-10, ORDER-11.
 """
 
 from __future__ import annotations
@@ -89,11 +89,10 @@ class Chain:
 
     def __init__(self, name: str, ranks: tuple[int, ...], process_group: Any) -> None:
         self.name, self.ranks, self.process_group = name, ranks, process_group
-        self.epoch, self.number, self.hash = 0, 0, blake2b(digest_size=7)
-        self.last_epoch = (-1, 0, 0)
+        self.epoch, self.number, self.hash = -1, 0, blake2b(digest_size=7)
         self.ask: Callable[[int], list[int]] | None = None
         self.known: dict[int, int] = {}
-        self.recent, self.context = deque([0] * _NUM_RECENT, maxlen=_NUM_RECENT), 0
+        self.begin_epoch()
 
     def begin_epoch(self) -> None:
         """What was issued so far was found equal on all ranks, or was reported."""
@@ -101,6 +100,15 @@ class Chain:
         self.epoch, self.number, self.hash = self.epoch + 1, 0, blake2b(digest_size=7)
         # All ranks are at this place, so what follows it may be known from the last epoch already.
         self.recent, self.context = deque([0] * _NUM_RECENT, maxlen=_NUM_RECENT), 0
+
+    def place(self) -> tuple[int, Any]:
+        """Where the chain is now, for `return_to`."""
+        return self.number, self.hash.copy()
+
+    def return_to(self, place: tuple[int, Any]) -> None:
+        """Takes back the last entry, to which no other rank has come: the next one has its number."""
+        self.number, self.hash = place
+        entries.pop()
 
     @property
     def digest(self) -> int:
@@ -158,18 +166,21 @@ class Collective:
         entries.append((kind, unit, parts, num_bytes, iteration, chain.name, chain.epoch, chain.number, *where))
         chain.number += 1
         waiting, latest = self, (chain, chain.epoch)
-        if on_cpu and chain.ask is not None:
-            # 2. Nothing is sent to a rank that expects another size.
-            shape, recent = crc32(kind.encode()) + (num_bytes << 32), chain.recent
-            if chain.known.get(chain.context) != shape:
-                self._ask(chain.ask, shape)
-            chain.context = (chain.context * _BASE + shape - recent[0] * _OLDEST) % _PRIME
-            recent.append(shape)
         try:
-            self._work = issue(*arguments)
-        except RuntimeError as error:
-            raise failed(self, error) from error
-        waiting = None
+            if on_cpu and chain.ask is not None:
+                # 4. Nothing is sent to a rank that expects another size.
+                shape, recent = crc32(kind.encode()) + (num_bytes << 32), chain.recent
+                if chain.known.get(chain.context) != shape:
+                    self._ask(chain.ask, shape)
+                chain.context = (chain.context * _BASE + shape - recent[0] * _OLDEST) % _PRIME
+                recent.append(shape)
+            try:
+                self._work = issue(*arguments)
+            except RuntimeError as error:
+                raise failed(self, error) from error
+        finally:
+            # Also if the program catches what was raised: it waits no more.
+            waiting = None
 
     def _ask(self, numbers_of_all: Callable[[int], list[int]], shape: int) -> None:
         """Makes sure that all ranks are about to send as much in the same way, and remembers it.
@@ -204,7 +215,8 @@ class Collective:
             self._work.wait()
         except RuntimeError as error:
             raise failed(self, error) from error
-        waiting = None
+        finally:
+            waiting = None
 
 
 def about(name: str | None, numbers: Sequence[int] = ()) -> None:

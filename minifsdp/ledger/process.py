@@ -24,8 +24,8 @@ import re
 import signal
 import sys
 import threading
-import time
 from contextlib import suppress
+from functools import cache
 from types import FrameType, TracebackType
 
 import torch.distributed as dist
@@ -47,14 +47,28 @@ def begin() -> None:
     global _watcher
     if not dist.is_initialized() or (_watcher is not None and _watcher.world is dist.group.WORLD):
         return
+    if _watcher is not None:
+        # What was found out about other groups does not concern those that are made now.
+        _watcher.say_last_words("to begin anew, with other process groups")
+        _watcher = ledger.verdict = ledger.latest = ledger.on_its_way = None
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     # Others are of one process, and have no other rank to ask.
     if dist.get_world_size() == 1 or not isinstance(store, TCPStore | FileStore):
         return
-    _watcher = Watcher()
-    _watch_signals(_watcher)
+    is_host = isinstance(store, TCPStore) and dist.get_rank() == 0
+    _watcher = Watcher(_bell(), is_host and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ)
+    _watch_signals()
+
+
+@cache
+def _bell() -> tuple[int, int]:
+    """A pipe for all watchers of this process, of which one comes after the other."""
+    ends = os.pipe()
+    for end in ends:
+        os.set_blocking(end, False)
+    return ends
 
 
 def explain(chain: Chain, epoch: int) -> str:
@@ -76,18 +90,14 @@ def watch_the_end() -> None:
                 print(message("sent-by-others", report=_watcher.ask(None)), file=sys.stderr, flush=True)
             first = (str(error).splitlines() or [""])[0]
             _watcher.say_last_words(f"by {kind.__name__}: {first}")
-            _let_others_read()
+            if _watcher.is_host:
+                # They hear of it at once.
+                for chain in list(ledger.chains.values()):
+                    close(chain.process_group)
+            _watcher.let_others_read()
 
     sys.excepthook = last_error
     atexit.register(_at_the_end)
-
-
-def _let_others_read() -> None:
-    """The process that is the store's host stays a little longer, or others could not ask. They hear of it at once."""
-    if dist.get_rank() == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
-        for chain in list(ledger.chains.values()):
-            close(chain.process_group)
-        time.sleep(2 * LIMIT)
 
 
 def _at_the_end() -> None:
@@ -95,23 +105,24 @@ def _at_the_end() -> None:
         begin()
     if _watcher is not None:
         _watcher.say_last_words("at the end of its program")
+        _watcher.let_others_read()
 
 
-def _watch_signals(watcher: Watcher) -> None:
+def _watch_signals() -> None:
     """Has SIGTERM wake the thread, unless the program has a handler of its own."""
     if threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, _wait_for_report):
         return
     signal.signal(signal.SIGTERM, _wait_for_report)
-    signal.set_wakeup_fd(watcher.rung, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(_bell()[1], warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=_forget_signals)
 
 
 def _wait_for_report(number: int, frame: FrameType | None) -> None:
     """In the main thread: the watcher ends the process when it has reported. If it is gone, there is no report."""
     if _watcher is not None:
-        _watcher.thread.join(2 * LIMIT + 2 * TICK)
+        _watcher.thread.join(3 * LIMIT + 2 * TICK)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)
 

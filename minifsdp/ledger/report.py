@@ -15,13 +15,13 @@ same so far, has not gone wrong: it has not come yet.
 
 *In torch:* ``torchfrtrace`` compares the files of NCCL's flight recorder.
 
-Spec: LEDGER-02, LEDGER-05.
+Spec: LEDGER-02, LEDGER-05, LEDGER-14.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
@@ -29,11 +29,13 @@ from typing import Any, NamedTuple
 from minifsdp.engine import ledger
 from minifsdp.engine.ledger import Chain
 from minifsdp.engine.messages import rank_of_this_process, way_out_of_main_thread
-from minifsdp.ledger.board import State
+from minifsdp.ledger.board import Line, State
 
-Line = list[Any]  # chain, epoch, number, what, where, iteration, bytes
-UNKNOWN = "Where every rank is: not known. The store does not answer; its host, mostly rank 0, has ended or is stopped."
+# Why other ranks cannot be asked.
+GONE = "Where the others are is not known: the host of the store, mostly rank 0, has ended."
+SILENT = "Where the others are is not known: the store does not answer; its host, mostly rank 0, may be stopped."
 MOST_RANKS = 16  # that are told of one by one
+TOLD_TO_END = "by SIGTERM"  # how a rank ends that a launcher ends
 
 
 class Entry(NamedTuple):
@@ -45,7 +47,7 @@ class Entry(NamedTuple):
         num_bytes: of the larger of its two sides.
         iteration: of this rank.
         group, epoch, number: its place: the name of the group's chain, the epoch, and the number in it.
-        inside: what the program has called.
+        inside: what the program has called; ``None`` if that is not known.
         code, line: where in the program that was, innermost; ``None`` in a thread that the program has not begun.
     """
 
@@ -57,7 +59,7 @@ class Entry(NamedTuple):
     group: str
     epoch: int
     number: int
-    inside: CodeType
+    inside: CodeType | None
     code: CodeType | None
     line: int | None
 
@@ -76,16 +78,23 @@ def state_of_this_rank(ended: str = "") -> State:
         "iteration": ledger.iteration,
         "last": _what(Entry(*last)) if last else "",
         "waits": waiting.about if waiting else "",
-        "chains": {c.name: [[c.epoch, c.number, c.digest], c.last_epoch] for c in list(ledger.chains.values())},
+        "chains": {c.name: [[c.epoch, c.number, c.digest], c.last_epoch] for c in _chains()},
     }
 
 
 def lines_of_this_rank() -> list[Line]:
-    """The last collectives of this rank, as the board has them."""
+    """The last collectives of this rank, as the board has them: of this epoch of each chain, and of the one before."""
+    oldest = {chain.name: chain.epoch - 1 for chain in _chains()}
     return [
         [e.group, e.epoch, e.number, _what(e), where(e.code, e.line), e.iteration, e.num_bytes]
         for e in itertools.starmap(Entry, tuple(ledger.entries))
+        if e.epoch >= oldest.get(e.group, e.epoch + 1)
     ]
+
+
+def _chains() -> list[Chain]:
+    """Copied in one step: the main thread may be making a chain, and the dictionary's own iteration is Python."""
+    return list(ledger.chains.data.values())  # type: ignore[attr-defined]
 
 
 def _what(entry: Entry) -> str:
@@ -100,43 +109,55 @@ def where(code: CodeType | None, line: int | None) -> str:
     return f"{Path(code.co_filename).name}:{line}" if code else "a thread of autograd"
 
 
-def called(code: CodeType) -> str:
+def called(code: CodeType | None) -> str:
     """What the program has called: ``forward``, ``backward``, ``state_dict``, ``Linear()``."""
+    if code is None:
+        return "a thread"
     if code.co_name.endswith("_call_impl"):
         return "forward"
-    return f"{code.co_qualname.split('.')[-2]}()" if code.co_name == "__init__" else code.co_name
+    return f"{code.co_qualname.split('.')[-2:][0]}()" if code.co_name == "__init__" else code.co_name
 
 
 def _place_of_main_thread() -> str:
     inside, frame = way_out_of_main_thread()
     if frame is None or inside is None:
         return "outside of the program"
-    place = where(frame.f_code, frame.f_lineno)
-    return place if inside is frame else f"in {called(inside.f_code)}, {place}"
+    place, name = where(frame.f_code, frame.f_lineno), called(inside.f_code)
+    # What begins with an underscore is not called by programs, but say a handler of a signal.
+    return place if inside is frame or name.startswith("_") else f"in {name}, {place}"
 
 
-def parting(
-    chain: Chain, epoch: int, states: Mapping[int, State | None], lines_of: Callable[[int], list[Line]]
-) -> dict[int, Line]:
-    """The first place in a chain where ranks have issued different collectives; empty if there is none to be seen.
+def unlike(chain: Chain, epoch: int, states: Mapping[int, State | None]) -> tuple[int, list[int]]:
+    """Which ranks to compare, and in which epoch: one for each state that the chain has.
 
     Args:
         chain, epoch: where to look; or in an earlier epoch, if another rank is still there.
-        states: of the ranks of its group.
-        lines_of: a rank's last collectives; asked of one rank for each kind of state.
+        states: of all ranks, of which those of the chain's group count.
+    """
+    of_group = {
+        rank: state["chains"].get(chain.name) for rank, state in states.items() if state and rank in chain.ranks
+    }
+    both_of = {rank: both for rank, both in of_group.items() if both}
+    epoch = min([epoch, *(now[0] for now, _ in both_of.values())])
+    first: dict[Any, int] = {}
+    for rank, both in both_of.items():
+        first.setdefault(next((tuple(at) for at in both if at[0] == epoch), None), rank)
+    return epoch, list(first.values())
+
+
+def parting(name: str, epoch: int, lists: Mapping[int, list[Line]]) -> dict[int, Line]:
+    """The first place in a chain where ranks have issued different collectives; empty if there is none to be seen.
+
+    Args:
+        name, epoch: where to look.
+        lists: the last collectives of the ranks to compare.
 
     Returns:
-        What each rank that was asked has issued at that place.
+        What each of them has issued at that place.
     """
-    name = chain.name
-    epochs = {rank: state["chains"][name] for rank, state in states.items() if state and name in state["chains"]}
-    epoch = min([epoch, *(now[0] for now, _ in epochs.values())])
-    unlike: dict[Any, int] = {}
-    for rank, both in epochs.items():
-        unlike.setdefault(next((tuple(at) for at in both if at[0] == epoch), None), rank)
-    lists = {rank: {line[2]: line for line in lines_of(rank) if line[:2] == [name, epoch]} for rank in unlike.values()}
-    for number in sorted({number for of_rank in lists.values() for number in of_rank}):
-        there = {rank: of_rank[number] for rank, of_rank in lists.items() if number in of_rank}
+    of_epoch = {rank: {line[2]: line for line in lines if line[:2] == [name, epoch]} for rank, lines in lists.items()}
+    for number in sorted({number for of_rank in of_epoch.values() for number in of_rank}):
+        there = {rank: of_rank[number] for rank, of_rank in of_epoch.items() if number in of_rank}
         if len({line[3] for line in there.values()}) > 1:
             return there
     return {}
@@ -148,7 +169,7 @@ def in_words(states: Mapping[int, State | None], parted: Mapping[int, Line], sto
     Args:
         states: of all ranks; ``None`` for those who have not answered.
         parted: see `parting`.
-        store: what is wrong with the store, if anything.
+        store: why no other rank could be asked, if that is so.
     """
     who: dict[str, list[int]] = {}
     for rank, state in states.items():
@@ -167,10 +188,11 @@ def in_words(states: Mapping[int, State | None], parted: Mapping[int, Line], sto
 def _of_rank(state: State | None) -> str:
     if state is None:
         return "says nothing: it was killed or is stopped, or does not come back to Python"
-    if state["ended"]:
+    if state["ended"] not in ("", TOLD_TO_END):
         return f"has ended, {state['ended']}"
     doing = f"waits for {state['waits']}" if state["waits"] else f"last sent: {state['last'] or 'nothing'}"
-    return f"{state['place']}, iteration {state['iteration']}; {doing}"
+    told = "; told to end by SIGTERM" if state["ended"] else ""
+    return f"{state['place']}, iteration {state['iteration']}; {doing}{told}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -16,15 +16,20 @@ Worked example: rank 1 leaves out ``layers.2``, and goes on to gather ``layers.3
 rank 1 for ``layers.3``. After two seconds the first to ask finds that they part, and closes; both raise.
 
 What is found is printed in the error and written to a file, which ``python -m minifsdp.ledger`` draws. When the program
-ends (``process.py``), it leaves last words on the board.
+ends (``process.py``), it leaves last words on the board. What goes wrong in one look, say because the store's host has
+gone, ends that look and not the thread: this rank's own place can always be told.
+
+A rank that is merely slow makes all others ask. So of that little is sent: a state for each rank, to a question that
+all of them share, and the lists of one rank for each state that there is.
 
 An accelerator's collectives run after the CPU has gone on. There it counts as waiting, too, if an event behind the last
-of them has not come. The reason is printed at once, and raised when the main thread issues its next collective; the
-group is aborted, so that the device comes free. This has not run on a GPU yet.
+of them has not come. The reason is printed at once, and raised when the main thread issues its next collective, in
+whichever group, since what the device has computed is worth nothing; the group is aborted, so that the device comes
+free. This has not run on a GPU yet.
 
 *In torch:* for NCCL a watchdog in C++, with a file of each rank that is compared afterwards; for gloo nothing.
 
-Spec: LEDGER-03, LEDGER-04, LEDGER-06.
+Spec: LEDGER-03, LEDGER-04, LEDGER-06, LEDGER-12 to LEDGER-16.
 """
 
 from __future__ import annotations
@@ -37,6 +42,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -49,7 +55,7 @@ from minifsdp.engine import ledger
 from minifsdp.engine.ledger import Chain
 from minifsdp.engine.messages import message, rank_of_this_process
 from minifsdp.ledger import report
-from minifsdp.ledger.board import LAST_WORDS, Board, State
+from minifsdp.ledger.board import LAST_WORDS, Board, Line, State
 
 TICK = 0.5  # seconds between two looks at the board
 PATIENCE = 2.0  # seconds that the main thread may wait before this one asks
@@ -57,31 +63,35 @@ LIMIT = 2.0  # seconds that other ranks have to answer
 _TAG = 0x6D696E6B  # of a message that is never sent
 
 Place = tuple[Chain, int] | None  # a chain and an epoch of it
+# The states of all ranks, the lists of some, and what these have issued where they part.
+Findings = tuple[dict[int, State | None], dict[int, list[Line]], dict[int, Line]]
 
 
 class Watcher:
-    """One thread for each process and default group.
+    """One thread for each default group.
+
+    Args:
+        bell: both ends of a pipe, which wakes the thread: one for the process, since signals ring it as well.
+        is_host: whether the store ends with this process.
 
     Attributes:
         world: the default group.
-        rung: where to write a byte to wake the thread, say the number of a signal.
+        is_host: as given.
         thread: itself.
     """
 
-    def __init__(self) -> None:
-        self.world = dist.group.WORLD
-        self._board = Board(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
-        self._bell, self.rung = os.pipe()
-        for end in (self._bell, self.rung):
-            os.set_blocking(end, False)
-        self._answered = 0
+    def __init__(self, bell: tuple[int, int], is_host: bool) -> None:
+        self.world, self.is_host = dist.group.WORLD, is_host
+        store = dist.distributed_c10d._get_default_store()
+        self._board = Board(store, dist.get_rank(), dist.get_world_size(), self._answer)
+        self._bell, self._rung = bell
+        self._answered, self._answered_at, self._listed = 0, 0.0, 0
         self._asking = threading.Lock()
         self._wanted: list[Place] = []
         self._found, self._is_told = "", threading.Event()
         self._stuck_at: Any = None
         self._stuck_since, self._patience = 0.0, PATIENCE
-        self._ended = ""
-        self._latest: tuple[float, Place, tuple[str, bool]] = (0.0, None, ("", False))
+        self._ended, self._has_left = "", threading.Event()
         self.thread = threading.Thread(target=self._watch, name="minifsdp ledger", daemon=True)
         self.thread.start()
 
@@ -93,65 +103,91 @@ class Watcher:
             self._is_told.clear()
             self._wanted, self._found = [place], ""
             self._ring()
-            self._is_told.wait(2 * LIMIT + 2 * TICK)
-            return self._found or report.UNKNOWN
+            self._is_told.wait(3 * LIMIT + 2 * TICK)
+            return self._found or self._alone()
 
     def say_last_words(self, ended: str) -> None:
         """The program is over; returns when the board has it, or does not answer."""
         self._ended = self._ended or ended
         self._ring()
-        self.thread.join(LIMIT)
+        self._has_left.wait(LIMIT)
 
-    def _ring(self, byte: int = 0) -> None:
+    def let_others_read(self) -> None:
+        """The host of the store stays until all other ranks have ended, too, or for a few seconds."""
+        self.thread.join(2 * LIMIT)
+
+    def _ring(self) -> None:
         with suppress(OSError):
-            os.write(self.rung, bytes([byte]))
+            os.write(self._rung, bytes(1))
 
     # --- the thread ---
 
     def _watch(self) -> None:
-        # Without the store no rank can be asked: its host has gone, and this rank will hear of it by its groups.
-        with suppress(dist.DistError, RuntimeError, ValueError, OSError):
-            while not self._ended:
-                signals = self._listen()
-                if self._ended:
-                    break
-                self._answer()
-                if signal.SIGTERM in signals:
-                    self._report_sigterm()
-                if self._wanted:
-                    self._found, _ = self._ask_all(self._wanted.pop())
-                    self._is_told.set()
-                elif self._is_stuck():
-                    self._examine()
-            self._board.put_up(LAST_WORDS, report.state_of_this_rank(self._ended), report.lines_of_this_rank())
+        while not self._ended:
+            try:
+                self._look(self._listen())
+            except Exception:
+                # The store's host has gone, or anything else. The next look may need none of it.
+                time.sleep(TICK)
+        with suppress(Exception):
+            self._leave(self._ended)
+        self._has_left.set()
         self._is_told.set()
+        if self.is_host:
+            with suppress(Exception):
+                self._board.states(LAST_WORDS, 2 * LIMIT)
 
     def _listen(self) -> bytes:
         ready, _, _ = select.select([self._bell], [], [], TICK)
         return os.read(self._bell, 64) if ready else b""
 
-    def _answer(self) -> None:
-        asked = self._board.num_asked()
-        if asked > self._answered:
-            self._answered = asked
-            self._board.put_up(asked, report.state_of_this_rank(), report.lines_of_this_rank())
-
-    def _ask_all(self, place: Place) -> tuple[str, bool]:
-        """What is known of all ranks, in words; whether in the group of ``place`` two have parted or one has ended."""
-        at, of, found = self._latest
-        if of == place and place is not None and time.monotonic() - at < LIMIT:
-            # Asked a moment ago for another reason.
-            return found
-        number = self._board.ask()
+    def _look(self, signals: bytes) -> None:
+        if signal.SIGTERM in signals:
+            self._report_sigterm()
+        if self._wanted:
+            place = self._wanted.pop()
+            try:
+                self._found = self._ask_all(place)
+            finally:
+                self._is_told.set()
         self._answer()
-        states = self._board.answers(number, LIMIT)
-        of_group = {rank: states.get(rank) for rank in (place[0].ranks if place else ())}
-        has_ended = any(state["ended"] for state in of_group.values() if state)
-        parted = report.parting(*place, of_group, self._board.lines_of) if place else {}
-        lines = {rank: self._board.lines_of(rank) for rank in of_group}
-        found = report.in_words(states, parted) + _written(states, lines, parted), has_ended or bool(parted)
-        self._latest = time.monotonic(), place, found
-        return found
+        if self._is_stuck():
+            self._examine()
+
+    def _answer(self) -> None:
+        """1. Whatever others have asked since the last time."""
+        asked, wanted = self._board.wishes()
+        if asked > self._answered:
+            self._board.put_up(asked, report.state_of_this_rank())
+            self._answered, self._answered_at = asked, time.monotonic()
+        if wanted > self._listed:
+            self._board.put_up_list(wanted, report.lines_of_this_rank())
+            self._listed = wanted
+
+    def _leave(self, ended: str) -> None:
+        """Puts up what answers all questions there will be."""
+        self._answered = self._listed = LAST_WORDS
+        self._board.put_up_list(LAST_WORDS, report.lines_of_this_rank())
+        self._board.put_up(LAST_WORDS, report.state_of_this_rank(ended))
+
+    def _ask_all(self, place: Place) -> str:
+        """What is known of all ranks, in words; and in a file."""
+        return _told(*self._find(place, self._board.ask()))
+
+    def _find(self, place: Place, number: int) -> Findings:
+        """What the answers to a question say; where they differ, by the lists of those who differ."""
+        states = self._board.states(number, LIMIT)
+        if place is not None:
+            epoch, ranks = report.unlike(*place, states)
+            if len(ranks) > 1:
+                lists = self._board.lists(ranks[: report.MOST_RANKS], LIMIT)
+                return states, lists, report.parting(place[0].name, epoch, lists)
+        return states, {self._board.rank: report.lines_of_this_rank()}, {}
+
+    def _alone(self) -> str:
+        """The same, where no other rank can be asked."""
+        rank, why = self._board.rank, report.GONE if self._board.is_gone else report.SILENT
+        return _told({rank: report.state_of_this_rank()}, {rank: report.lines_of_this_rank()}, {}, why)
 
     def _is_stuck(self) -> bool:
         """Whether the main thread has waited for the same collective, or the device, for longer than it should."""
@@ -172,33 +208,58 @@ class Watcher:
         """3. The main thread waits: for a slow rank, or in vain?"""
         # Who waits long asks ever more rarely.
         self._patience *= 2
-        waiting, place = ledger.waiting, ledger.latest
-        if waiting is not None:
-            place = waiting.chain, waiting.epoch
+        place, is_known = _last_place(), ledger.waiting is not None
         if place is None:
             return
-        text, is_in_vain = self._ask_all(place)
-        if is_in_vain and self._waits_for() == self._stuck_at:
-            ledger.verdict = RuntimeError(message("waits-in-vain", ranks=list(place[0].ranks), report=text))
-            if waiting is None:
+        # What another rank has asked a moment ago will do, unless something is wrong.
+        just_now = time.monotonic() - self._answered_at < 2 * TICK
+        if not _is_in_vain(place, self._find(place, self._answered if just_now else self._board.ask())):
+            return
+        found = self._find(place, self._board.ask())
+        if _is_in_vain(place, found) and self._waits_for() == self._stuck_at:
+            ledger.verdict = RuntimeError(message("waits-in-vain", ranks=list(place[0].ranks), report=_told(*found)))
+            if not is_known:
                 # A device waits, and the main thread does not know yet.
                 print(ledger.verdict, file=sys.stderr, flush=True)
             close(place[0].process_group)
 
     def _report_sigterm(self) -> None:
         """4. The main thread ends the process when it comes back to Python; if it does not, this one does."""
-        waiting = ledger.waiting
-        if waiting is not None:
-            text, _ = self._ask_all((waiting.chain, waiting.epoch))
-            print(message("told-to-end", report=text), file=sys.stderr, flush=True)
+        text = ""
+        with suppress(Exception):
+            # Other ranks, which are told to end as well, ask at the same time.
+            self._leave(report.TOLD_TO_END)
+            text = self._ask_all(_last_place())
+        with suppress(Exception):
+            print(message("told-to-end", report=text or self._alone()), file=sys.stderr, flush=True)
+        if self.is_host:
+            time.sleep(TICK)
         os._exit(128 + signal.SIGTERM)
 
 
+def _last_place() -> Place:
+    """What the main thread waits for, or has sent last."""
+    waiting = ledger.waiting
+    return ledger.latest if waiting is None else (waiting.chain, waiting.epoch)
+
+
+def _is_in_vain(place: tuple[Chain, int], found: Findings) -> bool:
+    """Whether one in the group of ``place`` has ended, or two have parted."""
+    states, _, parted = found
+    of_group = [states[rank] for rank in place[0].ranks]
+    return any(state["ended"] for state in of_group if state) or bool(parted)
+
+
 def close(process_group: Any) -> None:
-    """Ends all that is waited for in a group, on this rank and, as connections close, on the others."""
+    """Ends all that is waited for in a group, on this rank and, as connections close, on the others.
+
+    Not what ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` waits for before a collective; that ends with the other rank's process.
+    """
     for device in process_group._device_types:
         with suppress(RuntimeError):
             backend: Any = process_group._get_backend(device)
+            # DETAIL has wrapped it.
+            backend = getattr(backend, "wrapped_pg", backend)
             is_gloo = type(backend) is dist.ProcessGroupGloo
             if is_gloo:
                 # It has no abort. But a wait that runs out of time closes all connections of its group.
@@ -208,13 +269,16 @@ def close(process_group: Any) -> None:
                 backend.abort()
 
 
-def _written(states: dict[int, State | None], lines: dict[int, Any], parted: dict[int, Any]) -> str:
-    """Writes what is known to a file; says where it is."""
+def _told(
+    states: Mapping[int, State | None], lists: Mapping[int, list[Line]], parted: Mapping[int, Line], why: str = ""
+) -> str:
+    """What is known, in words; writes it to a file, too, and says where that is."""
+    words = report.in_words(states, parted, why)
     folder = Path(os.environ.get("MINIFSDP_LEDGER_DIR", tempfile.gettempdir()))
     run = os.environ.get("TORCHELASTIC_RUN_ID", os.getppid())
     path = folder / f"minifsdp-ledger-{run}-rank{rank_of_this_process()}.json"
     try:
-        path.write_text(json.dumps({"states": states, "lines": lines, "parted": parted}), encoding="utf-8")
+        path.write_text(json.dumps({"states": states, "lines": lists, "parted": parted}), encoding="utf-8")
     except OSError as error:
-        return f"\n(could not be written to a file: {error})"
-    return f"\nTo draw it: python -m minifsdp.ledger {path}"
+        return f"{words}\n(could not be written to a file: {error})"
+    return f"{words}\nTo draw it: python -m minifsdp.ledger {path}"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy
 from minifsdp.checkpoint import agreement
+from minifsdp.engine import ledger
 from minifsdp.engine.mesh import Group, Mesh
 from spec_tests.checkpoint.checkpoints import flat_or_original, make, step, wrapped
 from spec_tests.harness import ranks
@@ -99,6 +100,29 @@ def test_who_was_refused_once_is_refused_again_until_everybody_comes(present: li
     group.set_timeout(timedelta(minutes=1))
     dist.barrier()
     assert agreement.monitored_barrier(groups, "state_dict()") == []
+
+
+@pytest.mark.spec("ORDER-11")
+@flat_or_original
+@ranks(2)
+def test_a_state_dict_that_one_rank_has_tried_alone_is_not_held_against_the_next_steps(keep: bool) -> None:
+    group = dist.new_group([0, 1])
+    model = wrapped(make(), use_orig_params=keep, process_group=group)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    step(model, optimizer, 0)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        group.set_timeout(timedelta(seconds=0.2))
+        sent = len(ledger.entries)
+        with pytest.raises(RuntimeError, match=r"rank\(s\) \[1\] did not call it"):
+            model.state_dict()
+        assert ledger.waiting is None
+        assert len(ledger.entries) == sent
+        group.set_timeout(timedelta(minutes=1))
+    dist.barrier()
+    step(model, optimizer, 1)
+    model.state_dict()
+    step(model, optimizer, 2)
 
 
 @pytest.mark.spec("SD-FULL-08")

@@ -18,7 +18,7 @@ from typing import Any
 __all__ = ["Browser", "Tab", "chromium", "find_chromium"]
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-KEYS = {" ": "Space", "ArrowLeft": "ArrowLeft", "ArrowRight": "ArrowRight", "Home": "Home", "End": "End", "Tab": "Tab"}
+KEYS = {" ": "Space", "0": "Digit0", "1": "Digit1"}
 CODES = {" ": 32, "ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35, "Tab": 9}
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from docs_build.lessons import LESSONS, Lesson, recorded
+from docs_build import lessons
+from docs_build.lessons import EVEN, FIRST_PAGE, LESSONS, Lesson, recorded, unevenness
 from docs_build.order import ROOT
 
 
@@ -102,3 +103,54 @@ def test_where_the_system_does_not_count_nothing_is_said(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(busy, "STAT", tmp_path / "none")
     assert busy.Others().cores() is None
+
+
+def timeline_of(*lengths: float) -> str:
+    boxes = [f"<title>B {n}, at {n}.000 ms, for {length:.3f} ms</title>" for n, length in enumerate(lengths)]
+    return "<svg>" + "".join(boxes) + "<title>B root, at 0.000 ms, for 90.000 ms</title></svg>"
+
+
+def test_equal_blocks_are_compared_and_what_contains_them_is_not() -> None:
+    assert unevenness(timeline_of(3.0, 2.0, 2.5)) == 1.5
+    assert unevenness("<svg></svg>") == 1.0
+
+
+def test_a_run_whose_pictures_are_uneven_is_repeated_and_never_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    lesson, tries = Lesson("tutorials/overlap.py"), iter([timeline_of(1, 5), timeline_of(1, 1.5), timeline_of(1, 1)])
+    monkeypatch.setattr(lessons, "_run", lambda _: {"pictures": {"a": next(tries)}})
+    assert lessons._run_evenly(lesson)["pictures"]["a"] == timeline_of(1, 1.5)
+    monkeypatch.setattr(lessons, "_run", lambda _: {"pictures": {"a": timeline_of(1, 1), "b": timeline_of(1, 5)}})
+    with pytest.raises(RuntimeError, match=r"overlap\.py: equal blocks differ by a factor of at least 5\.0"):
+        lessons._run_evenly(lesson)
+
+
+@pytest.mark.needs("mkdocs")
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
+def test_no_tutorials_page_shows_equal_blocks_as_unequal(lesson: Lesson) -> None:
+    from docs_build.lessonpage import lesson_page
+
+    assert [svg for svg in lesson_page(lesson.name).split("<svg")[1:] if unevenness(svg) > EVEN] == []
+
+
+@pytest.mark.needs("mkdocs")
+def test_a_tutorials_page_names_itself_and_its_neighbours_as_people_do() -> None:
+    from docs_build.lessonpage import lesson_page
+
+    titles = [lesson.title for lesson in LESSONS]
+    for number, lesson in enumerate(LESSONS):
+        page = lesson_page(lesson.name)
+        assert f'<h1 id="top">{lesson.title} <code class="sbs-file">{Path(lesson.name).name}</code></h1>' in page
+        ways = {rel: re.findall(rf'rel="{rel}" href="[^"]*">(.*?)</a>', page) for rel in ("prev", "next")}
+        # Above the script and below it.
+        assert ways["prev"] == [f"&larr; {title}" for title in titles[:number][-1:]] * 2
+        assert ways["next"] == [f"{title} &rarr;" for title in titles[number + 1 :][:1]] * 2
+
+
+def test_the_picture_of_the_first_page_is_even_and_says_where_it_was_recorded() -> None:
+    picture = (ROOT / "docs" / "assets" / "timeline.svg").read_text(encoding="utf-8")
+    assert len(lessons.BOX.findall(picture)) == 2 * 2 * 3
+    assert unevenness(picture) <= EVEN
+    said = lessons.where(FIRST_PAGE)
+    assert re.fullmatch(r"Recorded on \d{4}-\d\d-\d\d; .*cores.*torch.*\.", said)
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"Recorded on {recorded()[FIRST_PAGE]['date']}" in readme

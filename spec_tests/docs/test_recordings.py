@@ -7,10 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from docs_build import pictures, record, recordings
+from docs_build import pictures, record, recordings, running, watching
 from docs_build.source import read_module
+from minifsdp import fully_shard
 from minifsdp.trace import Event
 from spec_tests.harness import ranks
 
@@ -52,14 +54,55 @@ def test_the_engine_does_what_was_recorded(door: str) -> None:
         # As in the file, where tuples are lists.
         assert [str(kind).replace("(", "[").replace(")", "]") for kind in kinds] == [
             str(kind).replace("(", "[").replace(")", "]") for kind in before
-        ], "the engine has changed: python -m docs_build.record, on a machine on which nothing else runs"
+        ], "the engine has changed: python -m docs_build.record --player"
 
 
 def test_rows_of_recorded_functions_are_there() -> None:
     for run in recordings.load()["runs"].values():
         frames = {tuple(frame) for rank in run["ranks"] for moment in rank["moments"] for frame in moment[6]}
-        for name, _, anchor in frames:
+        for name, _, anchor, _ in frames:
             assert anchor in {row.anchor for row in read_module(name).rows}
+
+
+def test_the_line_of_each_recorded_function_is_found_and_does_not_only_record() -> None:
+    found = set()
+    for run in recordings.load()["runs"].values():
+        for kind, _, begins, *_, stack, _, _ in (moment for rank in run["ranks"] for moment in rank["moments"]):
+            for name, function, _, text in stack:
+                if not running.only_records(name, function):
+                    found.add((name, function, text, not begins or kind == "FREE"))
+    assert len(found) > 50
+    for name, function, text, has_ended in found:
+        line = running.line_of(name, function, text, has_ended=has_ended)
+        assert line not in read_module(name).recording | {0}
+        assert line in dict(running.function_lines(name, function))
+
+
+def test_what_is_shown_to_run_is_what_begins_or_what_has_ended() -> None:
+    lines = read_module("engine/unit.py").text.splitlines()
+    begun = running.line_of("engine/unit.py", "Unit.unshard", "self._event = trace.recorder.begin(", has_ended=False)
+    ended = running.line_of("engine/unit.py", "Unit.wait", "trace.recorder.finish(event)", has_ended=True)
+    assert lines[begun - 1].strip() == "self._promise = self.layout.gather(self.lanes)"
+    assert lines[ended - 1].strip() == "promise.wait()"
+    assert running.line_of("engine/unit.py", "Unit.wait", "what is there no more", has_ended=True) == 0
+    assert running.only_records("engine/reduce.py", "_noted")
+
+
+@ranks(2)
+def test_a_whole_gradient_is_counted_while_its_memory_is_held() -> None:
+    model = fully_shard(torch.nn.Linear(8, 8, bias=False))
+    unit = record.units_of(model)[0]
+    whole = watching.WholeGradients(unit.layout)
+    model(torch.ones(2, 8)).sum()
+    assert whole.num_bytes() == 0
+    gradient = torch.ones(8, 8)
+    packed = gradient.view(64)
+    whole.see([gradient, packed])
+    # One memory, seen twice.
+    assert whole.num_bytes() == 256
+    del gradient, packed
+    assert whole.num_bytes() == 0
+    assert watching.pieces(unit) == [[(0.0, 0.5)], [(0.5, 1.0)]][dist.get_rank()]
 
 
 @pytest.mark.needs("mkdocs")

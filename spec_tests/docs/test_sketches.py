@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from docs_build import holdings, hooksteps, linkbytes, oneweight
+from docs_build.lessons import recorded
 from docs_build.order import ROOT
 from docs_build.sketch import bar, size_of
 from docs_build.sketches import SKETCHES, draw
@@ -72,6 +73,32 @@ def test_full_shard_sends_more_through_the_network_than_a_hybrid_that_stores_mor
     html = draw("links", "Links.")
     assert "4.5 GB between machines. Between steps a rank stores 3 GB" in html
     assert "2 GB between machines. Between steps a rank stores 6 GB" in html
+
+
+def test_what_the_hybrid_tutorial_printed_is_drawn_link_by_link() -> None:
+    run = recorded()["tutorials/hybrid.py"]
+    found = {sent.strategy: sent for sent in linkbytes.sent_in(run["output"])}
+    assert list(found) == linkbytes.STRATEGIES
+    hybrid = found["HYBRID_SHARD"]
+    # A model of 100,224 bytes: three times a half of it inside, twice a half of a half across, for each rank.
+    assert (hybrid.within, hybrid.between, hybrid.stored) == (150_336, 50_112, 50_112)
+    for strategy, sent in found.items():
+        crossing = sum(num_bytes for (a, b), num_bytes in sent.links.items() if a // 2 != b // 2)
+        assert crossing == 4 * sent.between, strategy
+        # As the package computes it, but for the size of the model.
+        model = linkbytes.NUM_PARAMETERS * 4 / 100_224
+        assert {link: num_bytes * model for link, num_bytes in sent.links.items()} == pytest.approx(
+            linkbytes.links(strategy)
+        )
+
+
+@pytest.mark.needs("mkdocs")
+def test_the_hybrid_tutorials_page_shows_that_drawing() -> None:
+    from docs_build.lessonpage import lesson_page
+
+    page = lesson_page("tutorials/hybrid.py")
+    assert page.count('class="sketch-panel"') == 4
+    assert "50.1 kB between machines. Between steps a rank stores 50.1 kB" in page
 
 
 def test_the_steps_of_a_unit_are_those_of_the_recorded_run() -> None:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import gc
 import inspect
+import json
 import os
+import re
 import signal
+import sys
+import time
 import weakref
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +25,9 @@ from minifsdp import ShardedGradScaler, StateDictType
 from minifsdp.engine import collectives, ledger
 from minifsdp.engine.mesh import Group
 from minifsdp.ledger import process
-from minifsdp.ledger.report import Entry, lines_of_this_rank
+from minifsdp.ledger.board import Board
+from minifsdp.ledger.report import Entry, lines_of_this_rank, state_of_this_rank
+from minifsdp.ledger.watcher import LIMIT, PATIENCE, close
 from spec_tests.benchmarks.without_ledger import without_ledger
 from spec_tests.engine.small import draw, shard_each, train_once
 from spec_tests.harness import device, ranks
@@ -105,8 +113,7 @@ def test_it_is_bounded_and_keeps_no_tensor_alive() -> None:
 @ranks(2)
 def test_a_handler_of_the_programs_own_is_left_alone_and_a_forked_process_has_none() -> None:
     FSDP(MLP(), device_id=device())
-    watcher = process._watcher
-    assert watcher is not None
+    assert process._watcher is not None
     before = signal.getsignal(signal.SIGTERM)
     assert before is process._wait_for_report
     child = os.fork()
@@ -120,10 +127,120 @@ def test_a_handler_of_the_programs_own_is_left_alone_and_a_forked_process_has_no
 
     signal.signal(signal.SIGTERM, mine)
     try:
-        process._watch_signals(watcher)
+        process._watch_signals()
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.spec("LEDGER-11")
+@pytest.mark.parametrize("error", [RuntimeError, TimeoutError, KeyboardInterrupt])
+@ranks(2)
+def test_a_rank_whose_collective_has_failed_waits_for_it_no_more(error: type[BaseException]) -> None:
+    group = Group.of(dist.new_group([0, 1]))
+
+    def fail() -> None:
+        assert ledger.waiting is not None
+        raise error
+
+    with pytest.raises(error):
+        ledger.Collective("all-gather", group, 4, fail)
+    assert ledger.waiting is None
+    with pytest.raises(error):
+        ledger.Collective("all-gather", group, 4, lambda: SimpleNamespace(wait=fail)).wait()
+    assert ledger.waiting is None
+
+
+@pytest.mark.spec("LEDGER-13")
+@pytest.mark.cpu
+@ranks(3)
+def test_while_a_rank_is_slow_no_file_is_written_and_no_list_sent_that_is_like_another() -> None:
+    model = FSDP(MLP(), device_id=device())
+    model(torch.ones(2, 8)).sum().backward()
+    dist.barrier()
+    told, listed, asked = [], [], []
+    put_up_list, ask = Board.put_up_list, Board.ask
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json, "dumps", lambda what, dumps=json.dumps: (told.append("parted" in what), dumps(what))[1])
+        patch.setattr(Board, "put_up_list", lambda *args: (listed.append(args), put_up_list(*args))[1])
+        patch.setattr(Board, "ask", lambda self: (asked.append(self), ask(self))[1])
+        if dist.get_rank() == 2:
+            time.sleep(PATIENCE + 3 * LIMIT)
+        model(torch.ones(2, 8)).sum().backward()
+        dist.barrier()
+    assert not any(told)
+    # One of the two that wait stands for both.
+    assert bool(listed) == (dist.get_rank() != 1)
+    if dist.get_rank() == 2:
+        assert not asked
+
+
+@pytest.mark.spec("LEDGER-14")
+@ranks(2)
+def test_a_look_of_the_watcher_that_fails_is_not_its_last_one() -> None:
+    FSDP(MLP(), device_id=device())
+    watcher = process._watcher
+    assert watcher is not None
+    with pytest.MonkeyPatch.context() as patch:
+
+        def fail(*_: Any) -> None:
+            raise LookupError
+
+        patch.setattr(watcher._board, "put_up", fail)
+        watcher.ask(None)
+    dist.barrier()
+    said = watcher.ask(None)
+    for rank in range(2):
+        assert re.search(rf"ranks? [01, ]*{rank}[01, ]*: .*test_ledger.py:\d+, iteration", said), said
+    dist.barrier()
+
+
+@pytest.mark.spec("LEDGER-14")
+@pytest.mark.pure
+def test_chains_may_come_and_go_while_a_rank_tells_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        """Stands for a process group."""
+
+    monkeypatch.setattr(ledger, "chains", weakref.WeakKeyDictionary())
+    groups = [Group()]
+    ledger.chain_of(groups[0], (0,))
+
+    def make_one(frame: Any, *_: Any) -> Any:
+        # As another thread may between any two lines of Python.
+        if frame.f_code.co_filename == weakref.__file__ and frame.f_code.co_name == "values" and len(groups) < 9:
+            groups.append(Group())
+            ledger.chain_of(groups[-1], (len(groups),))
+        return make_one
+
+    before = sys.gettrace()
+    sys.settrace(make_one)
+    try:
+        said = state_of_this_rank()
+    finally:
+        sys.settrace(before)
+    assert str((0,)) in said["chains"]
+
+
+@pytest.mark.spec("LEDGER-15")
+@pytest.mark.parametrize("level", [dist.DebugLevel.OFF, dist.DebugLevel.DETAIL], ids=["plain", "wrapped"])
+@pytest.mark.cpu
+@ranks(2)
+def test_a_group_is_closed_also_where_torch_has_wrapped_it(level: Any) -> None:
+    dist.set_debug_level(level)
+    try:
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=20))
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+    # What is never sent.
+    waits = dist.irecv(torch.zeros(1), 1 - dist.get_rank(), group)
+    assert waits is not None
+    dist.barrier()
+    begun = time.monotonic()
+    if dist.get_rank() == 0:
+        close(group)
+    with pytest.raises(RuntimeError):
+        waits.wait()
+    assert time.monotonic() - begun < 10.0
 
 
 @pytest.mark.spec("LEDGER-01")

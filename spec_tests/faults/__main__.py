@@ -1,34 +1,76 @@
-"""``python -m spec_tests.faults``: runs all cells and prints them; with ``--record`` the documentation keeps them."""
+"""``python -m spec_tests.faults``: runs all cells and prints them; with ``--record`` the documentation keeps them.
+
+That takes a while. So each outcome is a line of ``build/faults.jsonl`` at once, and a recording that was broken off
+goes on, if it is started again, with the cells that are not good yet.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
-from datetime import UTC, datetime
+from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
-from spec_tests.faults.cells import ROOT, Outcome, every_cell, run_all
-from spec_tests.faults.job import DOORS, FAULTS, SHARDINGS, STAGES, TIMEOUT
+from spec_tests.benchmarks.page import circumstances
+from spec_tests.faults.cells import ROOT, Cell, Outcome, every_cell, run_all
+from spec_tests.faults.job import FAULTS, STAGES, TIMEOUT
 
 RECORD = ROOT / "docs" / "data" / "faults.json"
+LINES = ROOT / "build" / "faults.jsonl"
+
+# By kind of training, stage and fault.
+Rows = dict[str, dict[str, dict[str, float | None]]]
 
 
-def table(outcomes: list[Outcome]) -> dict[str, dict[str, list[float | None]]]:
-    """By stage and fault the seconds until all others had ended, of each kind of training; ``None`` if it is wrong."""
-    rows: dict[str, dict[str, list[float | None]]] = {stage: {fault: [] for fault in FAULTS} for stage in STAGES}
+def kind_of(cell: Cell) -> str:
+    """In words. What has its own store is one kind for each victim: there doors and shardings take turns."""
+    if cell.store == "of rank 0":
+        return f"{cell.victim}, the store on rank 0"
+    return f"{cell.victim}, {cell.door}, {cell.sharding}"
+
+
+def rows_of(outcomes: Iterable[Outcome]) -> Rows:
+    """The seconds until all others had ended; ``None`` if something is wrong."""
+    rows: Rows = {}
     for outcome in outcomes:
-        seconds = None if outcome.complaint else round(outcome.seconds, 1)
-        rows[outcome.cell.stage][outcome.cell.fault].append(seconds)
+        cell, seconds = outcome.cell, None if outcome.complaint else round(outcome.seconds, 1)
+        rows.setdefault(kind_of(cell), {}).setdefault(cell.stage, {})[cell.fault] = seconds
     return rows
+
+
+def rows_at(rows: Rows, stage: str) -> list[dict[str, float | None]]:
+    """Of all kinds of training."""
+    return [of_kind[stage] for of_kind in rows.values()]
 
 
 def cell_text(seconds: list[float | None]) -> str:
     """The span of the seconds, or that something is wrong."""
     known = [each for each in seconds if each is not None]
-    if len(known) < len(seconds):
-        return "WRONG"
-    return f"{min(known):.1f} - {max(known):.1f}"
+    return f"{min(known):.1f} - {max(known):.1f}" if len(known) == len(seconds) else "WRONG"
+
+
+def written(told: dict[str, Any], rows: Rows) -> str:
+    """As JSON, a line for each kind and stage."""
+    kinds = [
+        f'"{kind}": {{\n' + ",\n".join(f"  {json.dumps(stage)}: {json.dumps(row)}" for stage, row in of_kind.items())
+        for kind, of_kind in rows.items()
+    ]
+    return json.dumps(told, indent=1)[:-2] + ',\n "rows": {\n ' + "\n },\n ".join(kinds) + "\n }\n }\n}\n"
+
+
+def keep(outcome: Outcome) -> None:
+    """Adds a line."""
+    with LINES.open("a") as file:
+        file.write(json.dumps(asdict(outcome)) + "\n")
+
+
+def kept() -> dict[Cell, Outcome]:
+    """What was good when a recording was broken off."""
+    told = [json.loads(line) for line in LINES.read_text().splitlines()] if LINES.exists() else []
+    outcomes = [Outcome(Cell(**each["cell"]), each["seconds"], each["complaint"]) for each in told]
+    return {outcome.cell: outcome for outcome in outcomes if not outcome.complaint}
 
 
 def main() -> int:
@@ -38,18 +80,24 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=6, help="cells that run at the same time")
     options = parser.parse_args()
     begun = time.monotonic()
-    outcomes = run_all(every_cell(), options.at_once)
-    rows = table(outcomes)
+    LINES.parent.mkdir(exist_ok=True)
+    good = kept() if options.record else {}
+    remaining = [cell for cell in every_cell() if cell not in good]
+    good |= {outcome.cell: outcome for outcome in run_all(remaining, options.at_once, keep)}
+    outcomes = [good[cell] for cell in every_cell()]
+    rows = rows_of(outcomes)
     print(f"{'seconds until all others had ended':24}" + "".join(f"{fault:>14}" for fault in FAULTS))
-    for stage, of_stage in rows.items():
-        print(f"{stage:34}" + "".join(f"{cell_text(seconds):>14}" for seconds in of_stage.values()))
+    for stage in STAGES:
+        cells = [cell_text([row[fault] for row in rows_at(rows, stage) if fault in row]) for fault in FAULTS]
+        print(f"{stage:34}" + "".join(f"{cell:>14}" for cell in cells))
     wrong = [outcome for outcome in outcomes if outcome.complaint]
     for outcome in wrong:
         print(f"\n{outcome.cell}: {outcome.complaint}")
     print(f"\n{len(outcomes)} cells, {len(wrong)} not as they should be, {time.monotonic() - begun:.0f} s")
     if options.record:
-        told: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat(), "timeout": TIMEOUT, "doors": DOORS}
-        RECORD.write_text(json.dumps({**told, "shardings": SHARDINGS, "rows": rows}, indent=1) + "\n")
+        told = {"circumstances": circumstances(time.monotonic() - begun), "timeout": TIMEOUT}
+        RECORD.write_text(written(told, rows))
+        LINES.unlink()
     return len(wrong)
 
 

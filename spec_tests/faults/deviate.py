@@ -1,4 +1,4 @@
-"""A small training on two ranks, of which the second does something else in its third iteration.
+"""A small training on two ranks, of which one, mostly the second, does something else in its third iteration.
 
     python -m spec_tests.faults.deviate DOOR WHAT
 
@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardingStrategy, fully_shard
+from minifsdp import ShardingStrategy, StateDictType, fully_shard
 from minifsdp.engine import ledger
+from minifsdp.ledger.watcher import PATIENCE
 from spec_tests.faults.ends import ends_as_python_does
 
 TIMEOUT = timedelta(minutes=5)
@@ -65,6 +66,8 @@ def micro_batch(model: Any, door: str, syncs: bool, order: str) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    # Which a copy of a process that has imported torch has not read.
+    dist.set_debug_level_from_env()
     dist.init_process_group("gloo", timeout=TIMEOUT)
     door, what = sys.argv[1:]
     model = sharded(door, keeps=what == "keeps and no_sync", are_equal="of other sizes" not in what)
@@ -72,15 +75,23 @@ def main() -> None:
     last = 11 if what.endswith("late") else 3
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(last + 1):
-        deviates = step == last - 1 and dist.get_rank() == 1
-        if what == "ends" and deviates:
+        deviates = step == last - 1 and dist.get_rank() == (0 if "host" in what else 1)
+        if what in ("ends", "is the host and ends") and deviates:
             return
+        if what == "is the host and killed" and deviates:
+            os.kill(os.getpid(), signal.SIGKILL)
         if what == "fails" and deviates:
             raise LookupError("no such picture")
         if what == "is stuck" and step == 2:
             # In C++, in a wait that no signal of Python can end.
             print("waits", flush=True)
             dist.recv(torch.zeros(1), 1 - dist.get_rank()) if dist.get_rank() else model(torch.ones(2, 8))
+        if what == "is stuck in a barrier" and step == 2:
+            print("waits", flush=True)
+            time.sleep(60) if dist.get_rank() else dist.barrier()
+        if what == "asks for a state dict" and deviates:
+            with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+                model.state_dict()
         if what == "has a stuck device" and deviates:
             return
         if what == "has a stuck device" and step == 2:
@@ -92,6 +103,15 @@ def main() -> None:
             model.a.weight.full_tensor()
         if what == "reads a DTensor" and deviates:
             os.kill(os.getpid(), signal.SIGKILL)
+        if what.startswith("catches") and step == last - 1:
+            try:
+                # What comes second is new on both ranks, so both ask.
+                micro_batch(model, door, True, "ba" if deviates else "bb")
+            except RuntimeError as error:
+                print(error)
+            # Longer than a watcher waits until it asks.
+            time.sleep(2 * PATIENCE)
+            optimizer.zero_grad()
         for number in range(2):
             no_sync = "no_sync" in what and deviates and number == 0
             order = {"leaves out": "b", "swaps layers": "ba"}.get(what.partition(" of ")[0], "ab") if deviates else "ab"

@@ -1,17 +1,24 @@
-"""A training that does everything once, and a fault of its last rank at one stage of it.
+"""A training that does everything once, and a fault of one rank at one stage of it.
 
-    python -m spec_tests.faults.job DOOR SHARDING FAULT STAGE FOLDER
+    python -m spec_tests.faults.job DOOR SHARDING FAULT STAGE VICTIM FOLDER
 
-All ranks but the last do nothing wrong. What they say when the last one does is what the matrix is about.
+All other ranks do nothing wrong. What they say when the victim does is what the matrix is about. Started again with the
+fault ``none``, as torchrun starts a job again, it goes on from its newest checkpoint. ::
+
+    first life    step 1, save, steps 2 and 3, state dicts, loads, save, load, step 4
+    second life   the steps that the newest checkpoint has not
+
+At the end rank 0 writes the losses of all steps to ``FOLDER/told``.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +29,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.checkpoint import state_dict as of_torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import minifsdp
@@ -29,19 +38,29 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy, StateDictType
 from minifsdp.engine import collectives
 from spec_tests.faults.ends import ends_as_python_does
-from tutorials.gpt.checkpoint import Shelf
+from tutorials.gpt.checkpoint import Shelf, choose
+from tutorials.gpt.doors import FunctionDoor, WrapperDoor
+from tutorials.gpt.resume import Training, resume, save
 
 DOORS = ("wrapper", "function")
 SHARDINGS = {"full": 2, "hybrid": 4}  # and their ranks
 FAULTS = ("raises", "exits", "is killed", "is stopped", "is slow")
-STAGES = (
-    "construction", "first forward", "gather", "compute", "backward", "reduce", "clip", "optimizer step",
-    "full state dict", "sharded state dict", "local state dict", "optimizer state dict", "save", "load",
-)  # fmt: skip
+STEPS = 4
+# In the order in which they come; and of which checkpoint it can be said then that it is the newest.
+STAGES = {
+    **dict.fromkeys(("construction", "first forward"), ""),
+    **dict.fromkeys(("gather", "compute", "backward", "clip", "optimizer step", "reduce"), "step-000001"),
+    **dict.fromkeys(("full state dict", "sharded state dict", "local state dict"), "step-000001"),
+    **dict.fromkeys(("optimizer state dict", "load state dict", "load optimizer"), "step-000001"),
+    **dict.fromkeys(("save", "inside a save"), "step-000001"),
+    **dict.fromkeys(("load", "inside a load"), "step-000003"),
+}
 TIMEOUT = 4.0  # seconds, of the process groups
 LIMIT = timedelta(seconds=TIMEOUT)
+TO_MEET = 60.0  # seconds, at the beginning; many cells begin at once
 GROUPS = {"replicate": ([0, 2], [1, 3]), "shard": ([0, 1], [2, 3])}
-SLOW = 8.0  # seconds, longer than any of them waits
+SLOW = 2 * TIMEOUT  # seconds, longer than any of them waits
+NOTES: dict[str, Any] = {"fixed": {}, "noted": {}}
 
 
 class Job:
@@ -49,14 +68,18 @@ class Job:
 
     Args:
         door, sharding: how the model is sharded.
-        fault, stage: what the last rank does, and where.
-        folder: for checkpoints, and for the moment of the fault.
+        fault, stage, victim: what which rank does, and where.
+        folder: for checkpoints, for the moment of the fault, and for the losses.
+        limit: the time-out of the process groups.
     """
 
-    def __init__(self, door: str, sharding: str, fault: str, stage: str, folder: Path) -> None:
+    def __init__(
+        self, door: str, sharding: str, fault: str, stage: str, victim: str, folder: Path, limit: timedelta
+    ) -> None:
         self.door, self.sharding, self.fault, self.stage, self.folder = door, sharding, fault, stage, folder
-        self.is_victim = dist.get_rank() == dist.get_world_size() - 1
-        self.mesh = two_by_two() if sharding == "hybrid" else init_device_mesh("cpu", (2,))
+        self.is_victim = fault != "none" and dist.get_rank() == int(victim)
+        self.mesh = two_by_two(limit) if sharding == "hybrid" else init_device_mesh("cpu", (2,))
+        self.forward_stage = ""
 
     def strike(self, stage: str) -> None:
         """The fault, if it is the time for it."""
@@ -71,58 +94,80 @@ class Job:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.fault == "is stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(SLOW)
+        # In a file of this name, in which the others' reports will find this rank.
+        eval(compile(f"sleep({SLOW})", f"{stage}.py", "eval"), {"__name__": stage, "sleep": time.sleep})
 
     @contextmanager
-    def striking_in(self, name: str, stage: str) -> Any:
-        """The fault comes in the place of a collective."""
-        send: Callable[..., Any] = getattr(collectives, name)
+    def striking_at(self, owner: Any, name: str, stage: str, *, behind: bool = False) -> Any:
+        """The fault comes in the place of a function, or behind it."""
+        if not self.is_victim:
+            yield
+            return
+        original: Callable[..., Any] = getattr(owner, name)
 
         def strike(*arguments: Any) -> Any:
-            self.strike(stage)
-            return send(*arguments)
+            if not behind:
+                self.strike(stage)
+            given = original(*arguments)
+            if behind:
+                self.strike(stage)
+            return given
 
-        with mock.patch.object(collectives, name, strike):
+        with mock.patch.object(owner, name, strike):
             yield
 
     def sharded(self) -> nn.Module:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), Striking(self))
-        self.strike("construction")
-        if self.door == "function":
-            for layer in list(model)[:3]:
-                minifsdp.fully_shard(layer, mesh=self.mesh)
-            minifsdp.fully_shard(model, mesh=self.mesh)
-            return model
         strategy = ShardingStrategy.HYBRID_SHARD if self.sharding == "hybrid" else ShardingStrategy.FULL_SHARD
-        how = {"device_mesh": self.mesh, "sharding_strategy": strategy, "sync_module_states": True}
         for index in range(3):
-            model[index] = FSDP(model[index], **how)
-        return FSDP(model, **how)
+            model[index] = self.unit(model[index], strategy)
+            self.strike("construction" if index == 0 else "")
+        return self.unit(model, strategy)
+
+    def unit(self, module: nn.Module, strategy: ShardingStrategy) -> nn.Module:
+        if self.door == "function":
+            minifsdp.fully_shard(module, mesh=self.mesh)
+            return module
+        return FSDP(module, device_mesh=self.mesh, sharding_strategy=strategy, sync_module_states=True)
 
     def run(self) -> None:
-        """All stages, one after the other."""
+        """Both lives."""
         self.model = self.sharded()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        door = FunctionDoor() if self.door == "function" else WrapperDoor("minifsdp")
+        self.training = Training(self.model, self.optimizer, door)
+        if self.fault != "none":
+            self.everything()
+        else:
+            self.read()
+        while self.training.step < STEPS:
+            self.iterate("")
+        if dist.get_rank() == 0:
+            (self.folder / "told").write_text(json.dumps(self.training.losses))
+
+    def everything(self) -> None:
+        """All stages, one after the other."""
         shelf = Shelf(self.folder / "runs")
         self.iterate("first forward")
-        shelf.save(1, {}, lambda folder: self.write(folder))
-        with self.striking_in("gather", "gather"):
+        save(shelf, self.training, **NOTES, full=False)
+        with self.striking_at(collectives, "gather", "gather"):
             self.iterate("compute")
-        with self.striking_in("reduce_scatter", "reduce"):
+        with self.striking_at(collectives, "reduce_scatter", "reduce"):
             self.iterate("")
-        for stage in self.state_dicts():
-            self.strike(stage)
-            self.states(stage)
-        shelf.save(2, {}, lambda folder: self.write(folder, "save"))
+        self.states()
+        self.strike("save")
+        with self.striking_at(dcp.FileSystemWriter, "write_data", "inside a save", behind=True):
+            save(shelf, self.training, **NOTES, full=False)
         self.strike("load")
-        self.read(self.folder / "runs" / "step-000002")
-        print("done")
+        with self.striking_at(dcp.FileSystemReader, "read_data", "inside a load", behind=True):
+            self.read()
 
     def iterate(self, stage: str) -> None:
         self.optimizer.zero_grad()
         self.forward_stage = stage
-        loss = self.model(torch.ones(2, 8)).square().mean()
+        inputs = torch.full((2, 8), 0.1 * (1 + self.training.step) + dist.get_rank())
+        loss = self.model(inputs).square().mean()
         if stage == "compute":
             loss.register_hook(lambda gradient: self.strike("backward"))
         loss.backward()
@@ -135,42 +180,53 @@ class Job:
         if stage == "compute":
             self.strike("optimizer step")
         self.optimizer.step()
+        self.training.finish_step(loss.item())
 
-    def state_dicts(self) -> Iterable[str]:
-        return STAGES[8:12]
+    def states(self) -> None:
+        """Every kind of state dict, and the full ones loaded again."""
+        (self.states_of_wrapper if self.door == "wrapper" else self.states_of_function)()
 
-    def states(self, stage: str) -> Any:
-        """What a stage of state dicts asks for; with `fully_shard` the values of DTensors, which torch gathers."""
-        if self.door == "function":
-            values = self.model.state_dict().values()
-            if stage == "optimizer state dict":
-                states = self.optimizer.state_dict()["state"].values()
-                values = [value for state in states for value in state.values() if hasattr(value, "full_tensor")]
-            return [value.full_tensor() for value in values]
-        if stage == "optimizer state dict":
-            return FSDP.optim_state_dict(self.model, self.optimizer)
-        kind = StateDictType[f"{stage.split()[0].upper()}_STATE_DICT"]
-        with FSDP.state_dict_type(self.model, kind):
-            return self.model.state_dict()
+    def states_of_wrapper(self) -> None:
+        for kind in ("full", "sharded", "local"):
+            self.strike(f"{kind} state dict")
+            with FSDP.state_dict_type(self.model, StateDictType[f"{kind.upper()}_STATE_DICT"]):
+                self.model.state_dict()
+        full = self.model.state_dict()
+        self.strike("optimizer state dict")
+        of_optimizer = FSDP.optim_state_dict(self.model, self.optimizer)
+        self.strike("load state dict")
+        self.model.load_state_dict(full)
+        self.strike("load optimizer")
+        self.optimizer.load_state_dict(FSDP.optim_state_dict_to_load(self.model, self.optimizer, of_optimizer))
 
-    def write(self, folder: Path, stage: str = "") -> None:
-        self.strike(stage)
-        dcp.save({"model": self.sharded_state()}, checkpoint_id=folder)
+    def states_of_function(self) -> None:
+        whole = of_torch.StateDictOptions(full_state_dict=True)
+        on_first_rank = of_torch.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        self.strike("full state dict")
+        of_torch.get_model_state_dict(self.model, options=on_first_rank)
+        self.strike("sharded state dict")
+        of_torch.get_model_state_dict(self.model)
+        self.strike("local state dict")
+        self.model.state_dict()
+        full = of_torch.get_model_state_dict(self.model, options=whole)
+        self.strike("optimizer state dict")
+        of_optimizer = of_torch.get_optimizer_state_dict(self.model, self.optimizer, options=whole)
+        self.strike("load state dict")
+        of_torch.set_model_state_dict(self.model, full, options=whole)
+        self.strike("load optimizer")
+        of_torch.set_optimizer_state_dict(self.model, self.optimizer, of_optimizer, options=whole)
 
-    def read(self, folder: Path) -> None:
-        state = {"model": self.sharded_state()}
-        dcp.load(state, checkpoint_id=folder)
-
-    def sharded_state(self) -> dict[str, Any]:
-        if self.door == "function":
-            return self.model.state_dict()
-        with FSDP.state_dict_type(self.model, StateDictType.SHARDED_STATE_DICT):
-            return self.model.state_dict()
+    def read(self) -> None:
+        """Goes on from the newest checkpoint, if there is one."""
+        runs = self.folder / "runs"
+        checkpoint = choose(runs, runs, say=lambda text: None)
+        if checkpoint is not None:
+            resume(checkpoint, self.training, **NOTES)
 
 
-def two_by_two() -> DeviceMesh:
+def two_by_two(limit: timedelta) -> DeviceMesh:
     """Two replicas in two pieces each; of groups that are made by hand, since a mesh takes no time-out."""
-    lines = {name: [dist.new_group(ranks, timeout=LIMIT) for ranks in of_it] for name, of_it in GROUPS.items()}
+    lines = {name: [dist.new_group(ranks, timeout=limit) for ranks in of_it] for name, of_it in GROUPS.items()}
     mine = [next(g for g in lines[name] if g != dist.GroupMember.NON_GROUP_MEMBER) for name in GROUPS]
     return DeviceMesh.from_group(mine, "cpu", mesh=torch.arange(4).view(2, 2), mesh_dim_names=tuple(GROUPS))
 
@@ -187,11 +243,29 @@ class Striking(nn.Module):
         return x
 
 
+def meet(limit: timedelta) -> None:
+    """Joins the ranks. To come to the start they have more time than afterwards.
+
+    Args:
+        limit: the time-out of the process groups.
+    """
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    has_store = rank == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(*where, num_ranks, has_store, timedelta(seconds=TO_MEET))
+    store.set(f"{rank} is here", "")
+    store.wait([f"{other} is here" for other in range(num_ranks)])
+    store.set_timeout(limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=LIMIT)
-    *names, folder = sys.argv[1:]
-    Job(*names, Path(folder)).run()
+    door, sharding, fault, stage, victim, folder = sys.argv[1:]
+    # Where nothing will happen nobody is to be told that another rank is slow.
+    limit = timedelta(seconds=TO_MEET) if fault == "none" else LIMIT
+    meet(limit)
+    Job(door, sharding, fault, stage, victim, Path(folder), limit).run()
 
 
 if __name__ == "__main__":

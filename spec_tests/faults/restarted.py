@@ -1,9 +1,9 @@
-"""The tutorial's training, in whose first life rank 1 is killed, or raises, in the middle of step 4.
+"""The tutorial's training, in whose first life a rank does something wrong, in its fourth step or the save behind it.
 
-    torchrun --nproc-per-node 2 --max-restarts 1 spec_tests/faults/restarted.py FAULT FOLDER
+    torchrun --nproc-per-node 2 --max-restarts 1 spec_tests/faults/restarted.py FAULT VICTIM MOMENT FOLDER OPTIONS ...
 
-Checkpoints are saved every second step. In the end rank 0 writes the losses of all steps to ``FOLDER/told``, and how
-often the job was started.
+Checkpoints are saved every second step. In the end rank 0 writes the losses of all steps to ``FOLDER/told``, how often
+the job was started, and how many steps were done when it was started last.
 """
 
 from __future__ import annotations
@@ -12,45 +12,78 @@ import json
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tutorials"), str(ROOT)]
-STEPS, STRUCK_IN = 6, 4
-TINY = ["--device=cpu", "--blocks=1", "--width=16", "--heads=2", "--context=16", "--batch=2", "--sample=1", "--lr=0.1"]
+STEPS, EVERY, STRUCK_IN = 6, 2, 4
+TIMEOUT = 20.0  # seconds, of all groups; half an hour of torch's is too long for a test
+
+
+def strike(fault: str) -> None:
+    if fault == "raises":
+        raise ValueError("a bad batch")
+    if fault == "exits":
+        sys.exit(0)
+    if fault == "is slow":
+        time.sleep(3 * TIMEOUT)
+    os.kill(os.getpid(), signal.SIGSTOP if fault == "is stopped" else signal.SIGKILL)
+
+
+def striking(owner: Any, name: str, nth: int, fault: str) -> None:
+    """The fault comes behind the ``nth`` call of a function."""
+    original: Callable[..., Any] = getattr(owner, name)
+    number = 0
+
+    def strikes(*arguments: Any, **options: Any) -> Any:
+        nonlocal number
+        number += 1
+        given = original(*arguments, **options)
+        if number == nth:
+            strike(fault)
+        return given
+
+    setattr(owner, name, strikes)
 
 
 def main() -> None:
     import train_gpt
 
-    from spec_tests.tutorials.killing import corpus
+    from spec_tests.tutorials.killing import TINY, corpus
 
     torch.set_num_threads(1)
-    fault, folder = sys.argv[1:]
-    step = torch.optim.AdamW.step
-    strikes = fault != "none" and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    number = 0
+    fault, victim, moment, folder, *options = sys.argv[1:]
+    life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    dist.distributed_c10d._get_default_timeout = lambda backend: timedelta(seconds=TIMEOUT)
+    if life == 0 and os.environ["RANK"] == victim:
+        if moment == "in a step":
+            striking(torch.optim.AdamW, "step", STRUCK_IN, fault)
+        else:
+            # The files of this rank are written, and nobody has been told.
+            striking(dcp.FileSystemWriter, "write_data", STRUCK_IN // EVERY, fault)
+    begun_at = []
+    resume = train_gpt.resume
 
-    def strike(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal number
-        number += 1
-        if strikes and number == STRUCK_IN:
-            if fault == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise ValueError("a bad batch")
-        return step(self, *args, **kwargs)
+    def resumed(checkpoint: Any, *arguments: Any, **options: Any) -> Any:
+        begun_at.append(checkpoint.step)
+        return resume(checkpoint, *arguments, **options)
 
-    torch.optim.AdamW.step = strike  # type: ignore[method-assign]
+    train_gpt.resume = resumed
     runs = str(Path(folder) / "runs")
-    options = train_gpt.parse([*TINY, f"--steps={STEPS}", "--save-every=2", f"--save={runs}", f"--resume={runs}"])
+    how = [f"--steps={STEPS}", f"--save-every={EVERY}", f"--save={runs}", f"--resume={runs}"]
     with train_gpt.joined_ranks("cpu") as place:
-        losses = train_gpt.train(options, corpus(train_gpt), place)
+        losses = train_gpt.train(train_gpt.parse([*TINY, *how, *options]), corpus(train_gpt), place)
     if os.environ["RANK"] == "0":
-        lives = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
-        (Path(folder) / "told").write_text(json.dumps({"losses": losses, "lives": lives}))
+        told = {"losses": losses, "lives": life + 1, "begun at": begun_at}
+        (Path(folder) / "told").write_text(json.dumps(told))
 
 
 if __name__ == "__main__":

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spec_tests.faults.cells import Cell, run_all, said_by, start_ranks
+from spec_tests.faults import __main__ as matrix
+from spec_tests.faults import cells, restarts
+from spec_tests.faults.cells import (
+    VICTIMS,
+    Cell,
+    Outcome,
+    complaint_about_disk,
+    every_cell,
+    run_all,
+    said_by,
+    start_ranks,
+)
 from spec_tests.faults.job import DOORS, FAULTS, STAGES
+from spec_tests.faults.restarts import Restart
 from spec_tests.harness import pool
 from spec_tests.harness.programs import run_module
 
@@ -64,6 +75,14 @@ def test_nothing_is_sent_to_a_rank_that_expects_another_size(door: str, when: st
         assert "rank 1: all-gather of 'b' in forward" in said
 
 
+@pytest.mark.spec("LEDGER-11", "ORDER-10")
+@pytest.mark.parametrize("door", DOORS)
+def test_an_order_that_all_ranks_have_caught_is_not_held_against_what_they_do_later(door: str, tmp_path: Path) -> None:
+    assert deviate(tmp_path, door, "catches that it swaps layers of other sizes") == [0, 0], said_by(tmp_path, 0)
+    for rank in range(2):
+        assert "are about to send each other" in (tmp_path / str(rank) / "stdout").read_text()
+
+
 @pytest.mark.spec("ORDER-06", "LEDGER-03")
 @pytest.mark.parametrize("what", ["no_sync", "keeps and no_sync"])
 @pytest.mark.parametrize("door", DOORS)
@@ -85,6 +104,24 @@ def test_a_rank_that_ends_leaves_words_for_the_others(door: str, what: str, word
     assert codes == [1, 0 if what == "ends" else 1]
     assert f"rank 1: {words}" in said_by(tmp_path, 0)
     assert "deviate.py:" in said_by(tmp_path, 0)
+
+
+@pytest.mark.spec("LEDGER-16")
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("ends", "rank 0: has ended, at the end of its program"),
+        ("killed", "Where the others are is not known: the host of the store, mostly rank 0, has ended."),
+    ],
+)
+def test_a_rank_knows_its_own_place_and_what_has_become_of_the_stores_host(
+    what: str, words: str, tmp_path: Path
+) -> None:
+    codes = deviate(tmp_path, "wrapper", f"is the host and {what}")
+    assert codes == [0 if what == "ends" else -signal.SIGKILL, 1]
+    said = said_by(tmp_path, 1)
+    assert words in said
+    assert re.search(r"rank 1: .*deviate.py:\d+, iteration \d+; waits for", said)
 
 
 @pytest.mark.spec("LEDGER-03")
@@ -123,7 +160,7 @@ def test_a_sigterm_is_reported_though_the_main_thread_is_stuck(tmp_path: Path) -
             process.kill()
             process.join()
     said = said_by(tmp_path, 0)
-    assert "SIGTERM has come while a collective was waited for" in said
+    assert "SIGTERM has come" in said
     # Rank 1 has answered, though its main thread waits in C++.
     assert re.search(r"rank 1: .*deviate.py:\d+, iteration \d+; last sent", said)
     [file] = tmp_path.glob("minifsdp-ledger-*-rank0.json")
@@ -134,34 +171,137 @@ def test_a_sigterm_is_reported_though_the_main_thread_is_stuck(tmp_path: Path) -
     assert re.search(r"\d +all-gather of 'a' in forward \(deviate.py:\d+\)", done.stdout)
 
 
-# Each fault at each stage once, doors and shardings in turn. All of them: python -m spec_tests.faults
+@pytest.mark.spec("LEDGER-06")
+def test_a_sigterm_is_reported_by_all_who_get_it_whatever_they_wait_for(tmp_path: Path) -> None:
+    pool.start_early()
+    # One is in a collective that the package does not know, the other in none.
+    processes = start_ranks("deviate", "wrapper", "is stuck in a barrier", num_ranks=2, folder=tmp_path)
+    try:
+        until = time.monotonic() + IN_SECONDS
+        while any("waits" not in (tmp_path / str(rank) / "stdout").read_text() for rank in range(2)):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        time.sleep(0.5)
+        for process in processes:
+            os.kill(process.pid, signal.SIGTERM)
+        for process in processes:
+            process.join(IN_SECONDS)
+        assert [process.exitcode for process in processes] == [128 + signal.SIGTERM] * 2
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    for rank in range(2):
+        said = said_by(tmp_path, rank)
+        assert "SIGTERM has come" in said
+        assert re.search(r"rank 0: in \w+, deviate.py:\d+, iteration \d+; last sent: .*; told to end by SIGTERM", said)
+        assert re.search(r"rank 1: deviate.py:\d+, iteration \d+; last sent: .*; told to end by SIGTERM", said)
+
+
+@pytest.mark.spec("LEDGER-12")
+def test_what_went_wrong_in_other_process_groups_is_forgotten_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    pool.start_early()
+    processes = start_ranks("anew", str(tmp_path), num_ranks=2, folder=tmp_path)
+    for process in processes:
+        process.join(60)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    assert codes == [0, 0], said_by(tmp_path, 0) + said_by(tmp_path, 1)
+    verdicts = 0
+    for rank in range(2):
+        lives = (tmp_path / str(rank) / "stdout").read_text().splitlines()
+        assert lives[::2] == ["1 2", "1 0"]
+        verdicts += lives.count("caught True")
+    assert verdicts >= 2
+
+
+@pytest.mark.spec("LEDGER-15")
+@pytest.mark.parametrize("what", ["leaves out", "asks for a state dict"])
+def test_ranks_that_wait_in_vain_are_told_though_torch_wraps_their_groups(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    assert deviate(tmp_path, "wrapper", what) == [1, 1]
+
+
+# Each fault at each stage once; doors, shardings, victims and stores in turn. All: python -m spec_tests.faults
 SOME = [
-    Cell(DOORS[(i + j) % 2], "hybrid" if (i + 2 * j) % 5 == 0 else "full", fault, stage)
+    Cell(
+        DOORS[(i + j) % 2],
+        "hybrid" if (i + 2 * j) % 5 == 0 else "full",
+        VICTIMS[(i + j // 2) % 2],
+        fault,
+        stage,
+        "of rank 0" if (2 * i + j) % 9 == 0 else "of torchrun",
+    )
     for i, fault in enumerate(FAULTS)
     for j, stage in enumerate(STAGES)
 ]
 
 
-@pytest.mark.spec("LEDGER-09", "LEDGER-02", "LEDGER-05")
+@pytest.mark.spec("LEDGER-09", "LEDGER-02", "LEDGER-05", "FAULT-01", "FAULT-02", "FAULT-03")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_all_other_ranks_end_in_time_and_say_where_every_rank_is(fault: str) -> None:
     outcomes = run_all([cell for cell in SOME if cell.fault == fault])
     assert [(outcome.cell, outcome.complaint) for outcome in outcomes if outcome.complaint] == []
 
 
+@pytest.mark.spec("FAULT-01")
+def test_a_checkpoint_that_is_damaged_or_not_the_newest_is_complained_about(tmp_path: Path) -> None:
+    assert complaint_about_disk(tmp_path, "") == ""
+    assert complaint_about_disk(tmp_path, "step-000001") == "the newest checkpoint should be step-000001, and is none"
+    folder = tmp_path / "step-000001"
+    folder.mkdir()
+    (folder / "data").write_bytes(b"1234")
+    seal = {"bytes": 4, "sha256": hashlib.sha256(b"1234").hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps({"files": {"data": seal}}))
+    (tmp_path / "newest").write_text("step-000001")
+    assert complaint_about_disk(tmp_path, "step-000001") == ""
+    (folder / "data").write_bytes(b"1235")
+    assert complaint_about_disk(tmp_path, "step-000001") == "data of step-000001 is damaged"
+    (folder / "data").unlink()
+    assert complaint_about_disk(tmp_path, "step-000001") == "step-000001 should have the files ['data'], and has []"
+
+
+# Both doors, both shardings, both victims and both moments. All: python -m spec_tests.faults.restarts
+SOME_RESTARTS = [
+    Restart("wrapper", "FULL_SHARD", "is killed", 1, "in a step"),
+    Restart("fully_shard", "FULL_SHARD", "raises", 0, "in a step"),
+    Restart("fully_shard", "FULL_SHARD", "is killed", 0, "in a save"),
+    Restart("wrapper", "HYBRID_SHARD", "exits", 3, "in a save"),
+]
+
+
 @pytest.mark.spec("LEDGER-10")
-def test_under_torchrun_a_job_goes_on_from_its_last_checkpoint(
-    tmp_path: Path,
-) -> None:
-    told = {}
-    for fault in ("none", "killed"):
-        folder = tmp_path / fault
-        folder.mkdir()
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        arguments = ["--max-restarts", "1", str(Path(__file__).with_name("restarted.py")), fault, str(folder)]
-        done = subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        told[fault] = json.loads((folder / "told").read_text())
-    assert [told[fault]["lives"] for fault in told] == [1, 2]
-    assert told["killed"]["losses"] == told["none"]["losses"]
-    assert len(told["none"]["losses"]) == 6
+def test_under_torchrun_a_job_goes_on_from_its_last_checkpoint() -> None:
+    complaints = [complaint for _, complaint in restarts.run_all(SOME_RESTARTS)]
+    assert complaints == [""] * len(SOME_RESTARTS)
+
+
+# --- what the documentation shows ---
+
+
+@pytest.mark.spec("LEDGER-09", "FAULT-01", "FAULT-02", "FAULT-03")
+def test_the_record_of_the_matrix_has_every_cell_and_each_is_good() -> None:
+    rows = json.loads(matrix.RECORD.read_text())["rows"]
+    expected = matrix.rows_of(Outcome(cell, 0.0, "") for cell in every_cell())
+    assert {kind: {stage: [*row] for stage, row in of_kind.items()} for kind, of_kind in rows.items()} == {
+        kind: {stage: [*row] for stage, row in of_kind.items()} for kind, of_kind in expected.items()
+    }
+    seconds = [each for of_kind in rows.values() for row in of_kind.values() for each in row.values()]
+    assert all(each is not None and 0 <= each < cells.LIMIT for each in seconds)
+    # What is wrong is seen in it.
+    (cell, *_) = every_cell()
+    wrong = json.loads(matrix.written({}, matrix.rows_of([Outcome(cell, 1.0, "it hangs")])))["rows"]
+    assert wrong == {matrix.kind_of(cell): {cell.stage: {cell.fault: None}}}
+
+
+@pytest.mark.spec("LEDGER-10")
+def test_the_record_of_restarts_has_every_job_and_each_has_gone_on() -> None:
+    jobs = json.loads(restarts.RECORD.read_text())["jobs"]
+    assert [Restart(**{name: job[name] for name in job if name != "seconds"}) for job in jobs] == [
+        *restarts.every_restart()
+    ]
+    assert all(0 < job["seconds"] < restarts.LIMIT for job in jobs)

@@ -22,8 +22,9 @@ Worked example, a program of six calls::
     save("SHARDED"), ...          each rank's rows equal the twin's
 
 Programs in which some call is made by one rank only are kept apart, for what follows is often a time-out, which takes a
-second. There an error on a rank ends its program, and what may not happen is that all ranks come to the end and the
-twin, which knows who has called what, would not have let them, or has other parameters.
+second. There an error that tells of it, or that only one of the ranks gets, ends the program. What may not happen is
+that all ranks come to the end and the twin, which knows who has called what, would not have let them, or has other
+parameters. What all ranks refuse alike ends nothing.
 
 * ``case.py``: a program as plain data.
 * ``machine.py``: the state machine that draws them.

@@ -1,4 +1,7 @@
-"""``python -m spec_tests.fuzz --number 2000 --seed 7 --output build/fuzz.json``, from the root; see the package."""
+"""``python -m spec_tests.fuzz --number 2000 --seed 7 --output build/fuzz.json``, from the root; see the package.
+
+With ``--record`` the programs are those of the record in the documentation, through both doors and of both kinds.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,23 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+RECORD = Path(__file__).resolve().parents[2] / "docs" / "data" / "fuzz.json"
+# Door, whether some calls are made by one rank only, how many programs.
+RECORDED = [("wrapped", False, 750), ("composed", False, 750), ("wrapped", True, 300), ("composed", True, 300)]
+
 
 def main(arguments: list[str]) -> int:
     """The command; returns 1 if anything was found."""
     # Late: ranks import this module, too, as the main one of their parent.
+    from spec_tests.benchmarks.page import circumstances
     from spec_tests.fuzz.case import DOORS, from_json
-    from spec_tests.fuzz.judge import counted, judged, kind_of, replay_line, simplest
+    from spec_tests.fuzz.judge import counted, judged, kind_of, replay_line, simplest, summary
     from spec_tests.fuzz.machine import drawn
     from spec_tests.harness import pool
 
     parser = argparse.ArgumentParser(prog="python -m spec_tests.fuzz")
     parser.add_argument("--number", type=int, default=2000, help="programs, half of them through each door")
+    parser.add_argument("--record", action="store_true", help=f"those of {RECORD.name}, which it writes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--door", choices=DOORS, action="append")
     parser.add_argument("--apart", action="store_true", help="programs in which some calls are made by one rank only")
@@ -42,16 +51,20 @@ def main(arguments: list[str]) -> int:
         pool.close_all()
         return 0
     doors = chosen.door or list(DOORS)
-    end = time.monotonic() + 60 * chosen.minutes
-    verdicts = []
-    for door in doors:
-        cases = drawn(chosen.number // len(doors), door, chosen.seed, is_apart=chosen.apart)
-        for verdict in judged(cases):
-            verdicts.append(verdict)
+    runs = RECORDED if chosen.record else [(door, chosen.apart, chosen.number // len(doors)) for door in doors]
+    begun = time.monotonic()
+    verdicts, told = [], []
+    for door, is_apart, number in runs:
+        of_run = []
+        for verdict in judged(drawn(number, door, chosen.seed, is_apart=is_apart)):
+            of_run.append(verdict)
             if verdict.found:
                 print(verdict.found[:1500], replay_line(verdict.case), sep="\n", flush=True)
-            if time.monotonic() > end:
+            if time.monotonic() > begun + 60 * chosen.minutes:
                 break
+        told.append({"door": door, "apart": is_apart, "seed": chosen.seed, **summary(of_run)})
+        print(told[-1], flush=True)
+        verdicts += of_run
     found = [verdict for verdict in verdicts if verdict.found]
     kinds = Counter(kind_of(verdict.found or "") for verdict in found)
     print(f"{len(verdicts)} programs, {len(found)} findings", *kinds.most_common(), sep="\n")
@@ -60,6 +73,10 @@ def main(arguments: list[str]) -> int:
         case = next(verdict.case for verdict in found if kind_of(verdict.found or "") == kind)
         print(kind, replay_line(simplest(case)), sep="\n", flush=True)
     pool.close_all()
+    if chosen.record:
+        lines = ",\n  ".join(map(json.dumps, told))
+        head = json.dumps({"circumstances": circumstances(time.monotonic() - begun)}, indent=1)[:-2]
+        RECORD.write_text(f'{head},\n "runs": [\n  {lines}\n ]\n}}\n')
     if chosen.output:
         chosen.output.parent.mkdir(parents=True, exist_ok=True)
         text = [{"case": vars(verdict.case), "found": verdict.found} for verdict in found]

@@ -6,20 +6,17 @@ import functools
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as dcp
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from minifsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from minifsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from spec_tests.fuzz import net as nets
 from spec_tests.fuzz.case import Call
 from spec_tests.fuzz.sides import Pieces, Side, grown, halve
 from spec_tests.fuzz.twin import Twin, damaged
 from spec_tests.fuzz.wrong import WRONG_COMPOSED
-from spec_tests.harness import kept
 
 __all__ = ["FORMS", "Composed"]
 
@@ -35,14 +32,16 @@ class Composed(Side):
     """See `Side`."""
 
     def shard(self, net: nets.Net) -> None:
-        def make() -> DeviceMesh:
-            return DeviceMesh.from_group(self.group, "cpu")
-
-        # DTensor works out anew for each mesh what is to be sent for each operator.
-        mesh = kept("fuzz", make) if self.group is dist.group.WORLD else make()
         offload = CPUOffloadPolicy(pin_memory=False) if self.options.get("offload") else OffloadPolicy()
+        policy = (
+            MixedPrecisionPolicy(param_dtype=torch.float32) if self.options.get("mixed") else MixedPrecisionPolicy()
+        )
         shard = functools.partial(
-            fully_shard, mesh=mesh, reshard_after_forward=self.options.get("frees"), offload_policy=offload
+            fully_shard,
+            mesh=self.mesh(),
+            reshard_after_forward=self.options.get("frees"),
+            mp_policy=policy,
+            offload_policy=offload,
         )
         for block in net.blocks:
             if block.inner is not None:
@@ -73,8 +72,9 @@ class Composed(Side):
         return found
 
     def _cut(self, whole: Tensor) -> Tensor:
-        pieces = whole.chunk(2)
-        return pieces[self.rank] if self.rank < len(pieces) else whole[:0]
+        number, of_all = self.piece
+        pieces = whole.chunk(of_all)
+        return pieces[number] if number < len(pieces) else whole[:0]
 
     def saved_against(self, form: str, state: dict[str, Any], expected: dict[str, Tensor]) -> Pieces:
         if form == "full on rank 0" and self.rank != 0:

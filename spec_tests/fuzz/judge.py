@@ -18,10 +18,10 @@ from spec_tests.fuzz import play
 from spec_tests.fuzz.case import Case, to_json
 from spec_tests.harness import pool
 
-__all__ = ["Verdict", "judged", "kind_of", "replay_line", "simplest"]
+__all__ = ["Verdict", "judged", "kind_of", "replay_line", "simplest", "summary"]
 
 BATCH = 20
-LIMIT = 10.0  # seconds until a program that hangs is given up
+LIMIT = 30.0  # seconds until a program that hangs is given up; the first one imports what it needs
 
 DEFAULTS = {
     "strategy": "FULL_SHARD",
@@ -33,6 +33,8 @@ DEFAULTS = {
     "frees": None,
     "offload": False,
     "optimizer": "sgd",
+    "mixed": False,
+    "replicas": None,
 }
 
 
@@ -44,11 +46,13 @@ class Verdict:
         case: the program.
         found: what is wrong, or ``None``.
         log: what rank 0 says of each call.
+        ended: whether it ended early on some rank: ranks that had done different things were told so.
     """
 
     case: Case
     found: str | None
     log: tuple[str, ...] = ()
+    ended: bool = False
 
 
 def judged(cases: list[Case]) -> Iterator[Verdict]:
@@ -74,7 +78,8 @@ def _errand(cases: list[Case], limit: float) -> list[Verdict]:
     verdicts = []
     for case, *results in zip(cases, *of_ranks, strict=True):
         said = [f"--- rank {rank} ---\n{result['found']}" for rank, result in enumerate(results) if result["found"]]
-        verdicts.append(Verdict(case, "\n".join(said) or None, tuple(results[0]["log"])))
+        ended = any(result["ended"] for result in results)
+        verdicts.append(Verdict(case, "\n".join(said) or None, tuple(results[0]["log"]), ended))
     return verdicts
 
 
@@ -117,3 +122,18 @@ def replay_line(case: Case) -> str:
 def counted(verdicts: list[Verdict]) -> Counter[str]:
     """How the calls went, by their words."""
     return Counter(said.partition(": ")[2] for verdict in verdicts for said in verdict.log)
+
+
+def summary(verdicts: list[Verdict]) -> dict[str, int]:
+    """For a record: how many programs, what was found, what was called, and how often it was refused."""
+    said = counted(verdicts)
+    options = [verdict.case.options for verdict in verdicts]
+    return {
+        "programs": len(verdicts),
+        "findings": sum(verdict.found is not None for verdict in verdicts),
+        "calls": sum(said.values()),
+        "refused": sum(said.values()) - said["ok"],
+        "ended early": sum(verdict.ended for verdict in verdicts),
+        "hybrid": sum(each.get("replicas") is not None for each in options),
+        "mixed precision": sum(bool(each.get("mixed")) for each in options),
+    }

@@ -182,6 +182,8 @@ class Wrapped(Programs):
             "forward_prefetch": flags,
             "offload": st.sampled_from([False, False, True]),
             "optimizer": st.sampled_from(["sgd", "adam"]),
+            "mixed": st.sampled_from([False, False, True]),
+            "replicas": st.sampled_from([None, None, None, 1, 2]),
         }
     )
 
@@ -221,6 +223,8 @@ class Composed(Programs):
             "uses": st.sampled_from([1, 1, 2]),
             "offload": st.sampled_from([False, False, True]),
             "optimizer": st.sampled_from(["sgd", "adam"]),
+            "mixed": st.sampled_from([False, False, True]),
+            "replicas": st.sampled_from([None, None, None, 1, 2]),
         }
     )
 

@@ -43,6 +43,11 @@ TIME_LIMIT = 1.0
 OURS = re.compile(r"(^|\n|\s)rank \d+: ")
 # What gloo says to a rank that waits for one that does not come, or that has gone.
 OF_GLOO = re.compile(r"[Tt]imed out|[Tt]imeout|Connection (closed|reset)|gloo|Broken pipe|Socket|recv", re.DOTALL)
+# What ranks are told that have done different things; nothing is known of their state afterwards. Whatever else is
+# refused leaves it as it was.
+PARTED = re.compile(
+    r"E-(about-to-part|collective-failed|different-order|missing-ranks|order-differs|state-dict-refused|waits-in-vain)"
+)
 # In the words of Python, which name the function.
 PYTHONS = re.compile(r"\(\) got an unexpected keyword argument")
 END: tuple[Call, ...] = (
@@ -69,7 +74,8 @@ class Player:
         self.case, self.rank = case, group.rank()
         self.side = SIDES[case.door](case.options, group)
         self.twin = Twin(case.options, self.rank)
-        self.tolerance: Tolerance = DOUBLE
+        # In mixed precision units compute in float32.
+        self.tolerance: Tolerance = FLOAT if case.options.get("mixed") else DOUBLE
         self.log: list[str] = []
         self.found: str | None = None
 
@@ -224,7 +230,8 @@ def play_all(texts: list[str], folder: str) -> None:
         result = _result_of(from_json(text))
         everybody: list[Any] = [None, None]
         dist.all_gather_object(everybody, result)
-        results.append({"log": result["log"], "found": _together(from_json(text), everybody, result)})
+        found = _together(from_json(text), everybody, result)
+        results.append({"log": result["log"], "found": found, "ended": bool(result["ended"])})
         gc.collect()
     pathlib.Path(folder, str(dist.get_rank())).write_text(json.dumps(results))
 
@@ -234,15 +241,13 @@ play_all.body_on_a_rank = play_all  # type: ignore[attr-defined]
 
 
 def _together(case: Case, everybody: list[Any], mine: dict[str, Any]) -> str | None:
+    are_alike = len({tuple(map(_is_ok, result["log"])) for result in everybody}) == 1
+    mine["ended"] = mine["ended"] or (case.is_apart and not are_alike)
     if mine["found"] is not None:
         # A finding that is only a consequence: another rank has been told, and its program has ended.
-        others = any(result["ended"] for result in everybody)
+        others = mine["ended"] or any(result["ended"] for result in everybody)
         return None if others and mine["found"].startswith(("discord", "differs")) else mine["found"]
-    if (
-        not case.is_apart
-        and len({tuple(map(_is_ok, result["log"])) for result in everybody}) > 1
-        and not any(result["found"] for result in everybody)
-    ):
+    if not case.is_apart and not are_alike and not any(result["found"] for result in everybody):
         return f"the ranks were told different things: {[result['log'] for result in everybody]}"
     return None
 
@@ -274,5 +279,5 @@ def _result_of(case: Case) -> dict[str, Any]:
                         stack.close()
     log = player.log if player is not None else []
     if case.is_apart:
-        ended = ended or next((said for said in log if not _is_ok(said)), None)
+        ended = ended or next((said for said in log if PARTED.search(said)), None)
     return {"log": log, "found": found, "ended": ended}

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from spec_tests.fuzz import net as nets
 from spec_tests.fuzz.case import Call
 from spec_tests.fuzz.twin import Twin, chosen
+from spec_tests.harness import kept
 
 __all__ = ["Pieces", "Side"]
 
@@ -74,7 +76,8 @@ class Side:
     @property
     def keeps_edits(self) -> bool:
         """Whether what the user does to `model.parameters()` now will stay."""
-        if self.options.get("strategy") == "NO_SHARD":
+        # One piece is a whole: the wrapper takes a hybrid of such for `NO_SHARD`.
+        if self.options.get("strategy") == "NO_SHARD" or self.options.get("replicas") == 2:
             return True
         return all(call.get("writeback", True) for call, _ in self.contexts if call["what"] == "summon")
 
@@ -82,6 +85,26 @@ class Side:
     def hides_from_some(self) -> bool:
         """Whether only the first rank sees full parameters."""
         return any(call.get("rank0_only", False) for call, _ in self.contexts)
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        """Which piece of each parameter this rank has, and of how many; as two replicas both ranks have all of it."""
+        return (0, 1) if self.options.get("replicas") == 2 else (self.rank, 2)
+
+    def mesh(self) -> DeviceMesh:
+        """The ranks that share, or, if there are replicas: of two ranks two replicas in one piece, or one in two."""
+
+        def make() -> DeviceMesh:
+            if replicas is None:
+                return DeviceMesh.from_group(self.group, "cpu")
+            alone = [dist.new_group([rank]) for rank in range(2)][self.rank]
+            groups = [alone, self.group] if replicas == 1 else [self.group, alone]
+            ranks = torch.arange(2).view(replicas, -1)
+            return DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=("replicas", "pieces"))
+
+        replicas = self.options.get("replicas")
+        # DTensor works out anew for each mesh what is to be sent for each operator.
+        return kept(f"fuzz {replicas}", make) if self.group is dist.group.WORLD else make()
 
     def at(self, part: int | None) -> Any:
         """The whole model, or one of its blocks."""

@@ -13,6 +13,7 @@ from minifsdp import (
     CPUOffload,
     FullStateDictConfig,
     LocalStateDictConfig,
+    MixedPrecision,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
@@ -44,10 +45,12 @@ class Wrapped(Side):
     def shard(self, net: nets.Net) -> None:
         options = self.options
         prefetch = options.get("prefetch", "pre")
+        # In float32 everywhere; a part that is called alone gets an input in float64.
+        mixed = MixedPrecision(param_dtype=torch.float32, cast_forward_inputs=True) if options.get("mixed") else None
         self.model = FSDP(
             net,
-            process_group=self.group,
-            sharding_strategy=ShardingStrategy[options.get("strategy", "FULL_SHARD")],
+            **self._ranks(),
+            mixed_precision=mixed,
             auto_wrap_policy=ModuleWrapPolicy({nets.Block}),
             backward_prefetch=None if prefetch == "none" else BackwardPrefetch[f"BACKWARD_{prefetch.upper()}"],
             forward_prefetch=options.get("forward_prefetch", False),
@@ -56,6 +59,14 @@ class Wrapped(Side):
         )
         # In the order of `parameters()`; of each unit what this rank owns, whole or in slices.
         self.owned = list(self.model.named_parameters())
+
+    def _ranks(self) -> dict[str, Any]:
+        """Who shares, and how."""
+        strategy = self.options.get("strategy", "FULL_SHARD")
+        if self.options.get("replicas") is None or strategy == "NO_SHARD":
+            return {"process_group": self.group, "sharding_strategy": ShardingStrategy[strategy]}
+        hybrid = {"FULL_SHARD": ShardingStrategy.HYBRID_SHARD, "SHARD_GRAD_OP": ShardingStrategy._HYBRID_SHARD_ZERO2}
+        return {"device_mesh": self.mesh(), "sharding_strategy": hybrid[strategy]}
 
     @property
     def net(self) -> Any:
@@ -88,8 +99,9 @@ class Wrapped(Side):
     def _cut(self, row: Tensor) -> Tensor:
         if self.options.get("strategy") == "NO_SHARD":
             return row
-        half = -(-row.numel() // 2)
-        return row[half * self.rank : half * (self.rank + 1)]
+        number, of_all = self.piece
+        size = -(-row.numel() // of_all)
+        return row[size * number : size * (number + 1)]
 
     def parameters_against(self, twin: Twin) -> Pieces:
         return self._pieces(twin, "parameter")
@@ -113,8 +125,9 @@ class Wrapped(Side):
         return found
 
     def _rows(self, whole: Tensor, shape: torch.Size) -> Tensor:
-        pieces = whole.chunk(2)
-        return pieces[self.rank] if self.rank < len(pieces) else whole.new_empty(shape)
+        number, of_all = self.piece
+        pieces = whole.chunk(of_all)
+        return pieces[number] if number < len(pieces) else whole.new_empty(shape)
 
     # --- calls ---
 

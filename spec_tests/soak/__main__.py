@@ -13,10 +13,13 @@ import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+RECORD = pathlib.Path(__file__).resolve().parents[2] / "docs" / "data" / "soak.json"
+
 
 def main(arguments: list[str]) -> int:
     """The command; returns 1 if anything has grown."""
     # Late: ranks import this module, too, as the main one of their parent.
+    from spec_tests.benchmarks.page import circumstances
     from spec_tests.harness.pool import Failure, RankPool
     from spec_tests.harness.worker import Task
     from spec_tests.soak import job, watch
@@ -26,13 +29,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--api", choices=["wrapper", "fully_shard"], action="append")
     parser.add_argument("--strategy", choices=["FULL_SHARD", "SHARD_GRAD_OP"], default="FULL_SHARD")
     parser.add_argument("--leak", choices=job.LEAKS, default="none", help="to see it found")
+    parser.add_argument(
+        "--round-of", type=int, default=100, help="steps; behind each it is evaluated, saved and loaded"
+    )
+    parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
     chosen = parser.parse_args(arguments)
-    has_grown = False
+    has_grown, runs, begun_all = False, [], time.monotonic()
     for api in chosen.api or ["wrapper", "fully_shard"]:
         begun = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             told = {"api": api, "strategy": chosen.strategy, "num_steps": chosen.steps}
-            told |= {"num_warm": chosen.steps // 4, "folder": folder, "leak": chosen.leak}
+            told |= {"num_warm": chosen.steps // 4, "folder": folder, "leak": chosen.leak, "round_of": chosen.round_of}
             pool = RankPool(2)
             try:
                 pool.run(Task(job.__name__, job.soak.__name__, pickle.dumps(told), 3600.0, ()))
@@ -42,9 +49,21 @@ def main(arguments: list[str]) -> int:
             finally:
                 pool.close()
             file = pathlib.Path(folder, "samples.json")
-            for sample in json.loads(file.read_text())[::10] if file.exists() else []:
+            samples = json.loads(file.read_text()) if file.exists() else []
+            for sample in samples[::2]:
                 print(watch.line(watch.Sample(**sample)))
+            head = {
+                "api": api,
+                "strategy": chosen.strategy,
+                "steps": chosen.steps,
+                "round": chosen.round_of,
+                "said": said,
+            }
+            runs.append({**head, "first": samples[0], "last": samples[-1]} if samples else head)
         print(f"{api}, {chosen.steps} steps in {time.monotonic() - begun:.0f} s: {said}", flush=True)
+    if chosen.record:
+        told = {"circumstances": circumstances(time.monotonic() - begun_all), "runs": runs}
+        RECORD.write_text(json.dumps(told, indent=1) + "\n")
     return int(has_grown)
 
 

@@ -1,7 +1,8 @@
-"""The run on the ranks: the tutorial's own model, doors and steps, in rounds that are all alike.
+"""The run on the ranks: the tutorial's own model, doors, steps and checkpoints, in rounds that are all alike.
 
-A round is 25 steps of training, an evaluation, a state dict of model and optimizer that is whole, one in rows, and one
-of them loaded again. Counting at the end of a round compares like with like.
+A round is some steps of training, an evaluation, a checkpoint of model and optimizer that is whole, one in rows, both
+on the disk, where older ones are removed, and the newest read again. Counting at the end of a round compares like with
+like.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import pathlib
 import sys
 import threading
 import tracemalloc
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -40,11 +42,16 @@ LEAKS: dict[str, Callable[[], object]] = {
     "objects": lambda: _kept.append(Lanes(torch.device("cpu"))),
     "python_bytes": lambda: _kept.append(bytearray(40_000)),
     "resident_bytes": lambda: _kept.append(bytearray(1_500_000)),
+    # Planted in `soak`.
     "queued": lambda: None,
+    "ledger": lambda: None,
+    "on_disk": lambda: None,
 }
 
 
-def soak(api: str, strategy: str, num_steps: int, num_warm: int, folder: str, leak: str = "none") -> None:
+def soak(
+    api: str, strategy: str, num_steps: int, num_warm: int, folder: str, leak: str = "none", round_of: int = ROUND
+) -> None:
     """Trains and counts. Every rank must call it; rank 0 writes what it has counted into ``folder``.
 
     Args:
@@ -52,18 +59,25 @@ def soak(api: str, strategy: str, num_steps: int, num_warm: int, folder: str, le
         strategy: as the tutorial names it.
         num_steps: to train, some rounds.
         num_warm: of them, before the first count.
-        folder: for the counts.
+        folder: for the counts, and for checkpoints.
         leak: what to leak in each step, of `LEAKS`.
+        round_of: how many steps.
 
     Raises:
         AssertionError: something has grown.
     """
-    keeps = mock.patch.object(gloo._Queue, "drop_until")
+    if str(TUTORIALS) not in sys.path:
+        sys.path.insert(0, str(TUTORIALS))
+    from gpt.checkpoint import Shelf
+
+    shelf = Shelf(pathlib.Path(folder, "runs"), keep=1000 if leak == "on_disk" else 2)
     tracemalloc.start()
     if leak == "queued":
-        keeps.start()
+        mock.patch.object(gloo._Queue, "drop_until").start()
+    if leak == "ledger":
+        mock.patch.object(ledger, "entries", deque(ledger.entries)).start()
     try:
-        samples = _train(api, strategy, num_steps, num_warm, LEAKS[leak])
+        samples = _train(api, strategy, num_steps, num_warm, shelf, LEAKS[leak], round_of)
     finally:
         tracemalloc.stop()
         mock.patch.stopall()
@@ -91,9 +105,15 @@ def _fill_the_ledger() -> None:
         entries.appendleft((*entries[-1],))
 
 
-def _train(api: str, strategy: str, num_steps: int, num_warm: int, leaks: Callable[[], object]) -> list[watch.Sample]:
-    if str(TUTORIALS) not in sys.path:
-        sys.path.insert(0, str(TUTORIALS))
+def _train(
+    api: str,
+    strategy: str,
+    num_steps: int,
+    num_warm: int,
+    shelf: Any,
+    leaks: Callable[[], object],
+    round_of: int,
+) -> list[watch.Sample]:
     import train_gpt
     from gpt.options import parse
     from gpt.ranks import Place
@@ -106,15 +126,16 @@ def _train(api: str, strategy: str, num_steps: int, num_warm: int, leaks: Callab
     for step in range(num_steps):
         inputs, targets = train_gpt.next_batch(text, step, options, place)
         train_gpt.train_step(training.model, training.optimizer, inputs, targets)
+        # Without its list of losses, which grows as it should.
+        training.step += 1
         leaks()
         if step == ROUND:
             _fill_the_ledger()
-        if (step + 1) % ROUND == 0:
+        if (step + 1) % round_of == 0:
             train_gpt.evaluate(training.model, text, options, place)
             for full in (True, False):
-                state = training.door.state_of(training.model, training.optimizer, full=full)
-            training.door.give_back(training.model, training.optimizer, state, full=False)
-            del state
+                train_gpt.save(shelf, training, fixed={}, noted={}, full=full)
+            train_gpt.resume(shelf.newest(print), training, fixed={}, noted={})
             if step + 1 >= num_warm:
-                samples.append(watch.taken(step + 1))
+                samples.append(watch.taken(step + 1, shelf.root))
     return samples

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pathlib
 import threading
 import tracemalloc
 from collections import Counter
@@ -11,6 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+
+from minifsdp.engine import gloo, ledger
 
 __all__ = ["Sample", "grown", "taken"]
 
@@ -31,6 +34,8 @@ class Sample:
         threads: of the operating system.
         objects: of classes of minifsdp, which includes all that its queues and records hold.
         queued: messages that the transport between CPUs keeps until they have come.
+        ledger: entries, and sizes that it knows to follow each other.
+        on_disk: files and folders below the folder of checkpoints.
         python_bytes: what Python has allocated since counting began; 0 if it was not watched.
         resident_bytes: of the process.
         kinds: the objects by class.
@@ -43,13 +48,20 @@ class Sample:
     threads: int
     objects: int
     queued: int
+    ledger: int
+    on_disk: int
     python_bytes: int
     resident_bytes: int
     kinds: dict[str, int]
 
 
-def taken(step: int) -> Sample:
-    """Counts, after garbage has been collected."""
+def taken(step: int, folder: pathlib.Path) -> Sample:
+    """Counts, after garbage has been collected.
+
+    Args:
+        step: after which.
+        folder: of the checkpoints.
+    """
     gc.collect()
     everything = gc.get_objects()
     tensors = [one for one in everything if issubclass(type(one), torch.Tensor)]
@@ -64,6 +76,8 @@ def taken(step: int) -> Sample:
         threads=max(threading.active_count(), len(os.listdir("/proc/self/task"))),
         objects=len(ours),
         queued=_num_queued(),
+        ledger=len(ledger.entries) + sum(len(chain.known) for chain in ledger.chains.values()),
+        on_disk=len([*folder.rglob("*")]),
         python_bytes=tracemalloc.get_traced_memory()[0] if tracemalloc.is_tracing() else 0,
         resident_bytes=_resident(),
         kinds=dict(Counter(type(one).__qualname__ for one in ours)),
@@ -76,9 +90,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _num_queued() -> int:
-    from minifsdp.engine import gloo
-
-    queues = [queue for one in gloo._transports.values() for queue in (one._gathers, one._reductions)]
+    queues = [queue for one in gloo._transports.values() for queue in (one._gathers, one._reductions, one._questions)]
     return sum(len(queue._waiting) for queue in queues)
 
 

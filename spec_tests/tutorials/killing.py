@@ -24,6 +24,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,13 @@ class Outcome:
 
 
 def run(
-    work: Path, *, save: Path | None, num_ranks: int = 2, full: bool = False, moment: Moment | None = None
+    work: Path,
+    *,
+    save: Path | None,
+    num_ranks: int = 2,
+    full: bool = False,
+    moment: Moment | None = None,
+    options: Sequence[str] = (),
 ) -> Outcome:
     """Trains for six steps, saving every second one and resuming if there is something to resume from.
 
@@ -95,11 +102,12 @@ def run(
         num_ranks: how many ranks.
         full: whether to save in the full form.
         moment: when to kill whom.
+        options: more of the tutorial's.
     """
     work.mkdir(parents=True)
     pool.start_early()
     context = mp.get_context("forkserver")
-    arguments = [*TINY, f"--steps={STEPS}"]
+    arguments = [*TINY, f"--steps={STEPS}", *options]
     if save is not None:
         arguments += [f"--save={save}", f"--resume={save}", f"--save-every={EVERY}", *(["--full"] if full else [])]
     mine, its = context.Pipe(duplex=False)

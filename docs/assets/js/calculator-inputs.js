@@ -23,7 +23,7 @@
       },
     },
     "Sharding": {
-      door: { label: "Front door", kind: "choice", value: "place", options: { place: "fully_shard", wrapper: "FullyShardedDataParallel" } },
+      door: { label: "Which FSDP", kind: "choice", value: "place", options: { place: "fully_shard", wrapper: "FullyShardedDataParallel" } },
       strategy: { label: "Strategy", kind: "choice", value: "FULL_SHARD", options: same(cost.STRATEGIES) },
       ranks: { label: "Ranks", ...whole(8, { max: 65536 }) },
       machines: { label: "Machines", ...whole(1, { max: 65536 }), hint: "Hybrid strategies shard within each." },

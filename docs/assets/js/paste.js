@@ -1,166 +1,10 @@
-/* Paste your traceback: finds the entries of this page that pasted text speaks of.
-
-   1. The text is put in order: no colours, no prefixes of launchers, the lines of each rank together.
-   2. Text and known words are squeezed: no white space, no quotes, no capitals. So it does not matter where a terminal
-      has wrapped a line, not even inside a word.
-   3. Each entry is looked for, by its address, by all of its fixed words in order, by single lines, by a part of them.
-   4. What has ended the program comes before warnings, these before what mostly follows from another rank's error; then
-      the longer text before the shorter.
-
-   What is known is made by docs_build/paste.py. Nothing is stored and nothing is sent. */
+/* Paste your traceback: shows the entries of this page that pasted text speaks of, while it is typed. They are found by
+   troubles.js. Nothing is stored and nothing is sent. */
 (() => {
   const form = document.getElementById("paste");
   const box = document.getElementById("paste-text");
   const status = document.getElementById("paste-status");
   const list = document.getElementById("paste-found");
-
-  const FAR = 6000;        // Characters that a value may fill between two fixed pieces: a list of names, a report.
-  const RUN = 4;           // Words in a row that count as a part of a message.
-  const AT_MOST = 5;       // Entries that are shown.
-  const IMPORTANCE = { error: 2, warning: 1, follows: 0 };
-
-  const squeeze = (text) => text.toLowerCase().replace(/[\s'"`\u2018\u2019\u201c\u201d\\│]/g, "");
-  const wordsOf = (text) => text.toLowerCase().match(/[a-z0-9_]+/g) || [];
-  const runsOf = (words) => words.slice(RUN - 1).map((_, i) => words.slice(i, i + RUN).join(" "));
-
-  const known = JSON.parse(document.getElementById("paste-known").textContent).map((entry) => {
-    const prepare = (pieces) => ({ words: pieces, squeezed: pieces.map(squeeze).filter(Boolean) });
-    const wholes = entry.wholes.map(prepare);
-    const lines = entry.lines.map(prepare);
-    const runs = new Set(wholes.concat(lines).flatMap((one) => one.words.flatMap((piece) => runsOf(wordsOf(piece)))));
-    return { ...entry, wholes, lines, runs };
-  });
-  // In how many entries a run of words is: one that is in several says little.
-  const spread = new Map();
-  known.forEach((entry) => entry.runs.forEach((run) => spread.set(run, (spread.get(run) || 0) + 1)));
-
-  /* 1. torchrun, srun and pytest each have their own beginning of a line; dates stand before it. */
-  const COLOURS = /\x1b\[[0-9;]*[A-Za-z]/g;
-  const BEFORE = /^\s*(?:(?:\[?\d{4}-\d\d-\d\d[T ][\d:.,]+Z?\]?|>|E {2,}|\([\w.]+ pid=\d+[^)]*\))\s*)+/;
-  const RANK = /^\s*(?:\[?(?:rank|default|trainer)_?(\d+)\]?:|(\d+):(?=\s))\s?/i;
-
-  function inOrder(text) {
-    const ranks = new Map();
-    for (const raw of text.replace(COLOURS, "").replace(/\\n/g, "\n").split(/\r?\n|\r/)) {
-      let line = raw.replace(BEFORE, "");
-      const prefix = line.match(RANK);
-      if (prefix) line = line.slice(prefix[0].length).replace(BEFORE, "");
-      const rank = prefix ? prefix[1] || prefix[2] : "";
-      if (!ranks.has(rank)) ranks.set(rank, []);
-      ranks.get(rank).push(line);
-    }
-    return [...ranks].map(([rank, lines]) => {
-      const joined = lines.join("\n");
-      return { rank, squeezed: squeeze(joined), plain: joined.toLowerCase() };
-    });
-  }
-
-  /* 3. The places of all pieces in their order, none too far from the next; null if there is no such row. It is looked
-     for around the longest piece, for short ones are everywhere in a large log. */
-  function placesOf(pieces, text) {
-    const middle = pieces.reduce((best, piece, i) => (piece.length > pieces[best].length ? i : best), 0);
-    for (let at = text.indexOf(pieces[middle]); at >= 0; at = text.indexOf(pieces[middle], at + 1)) {
-      const places = [[at, at + pieces[middle].length]];
-      const before = pieces.slice(0, middle).reverse().every((piece) => {
-        const end = places[0][0];
-        const start = Math.max(0, end - FAR - piece.length);
-        const found = text.slice(start, end).lastIndexOf(piece);
-        places.unshift([start + found, start + found + piece.length]);
-        return found >= 0;
-      });
-      const behind = before && pieces.slice(middle + 1).every((piece) => {
-        const start = places[places.length - 1][1];
-        const found = text.slice(start, start + FAR + piece.length).indexOf(piece);
-        places.push([start + found, start + found + piece.length]);
-        return found >= 0;
-      });
-      if (behind) return places;
-    }
-    return null;
-  }
-
-  const longest = (pieces) => pieces.reduce((a, b) => (b.length > a.length ? b : a), "").trim().replace(/\s+/g, " ");
-  const shorten = (text) => (text.length > 90 ? text.slice(0, 88).replace(/\s+\S*$/, "") + " …" : text);
-
-  /* The end of an address: the longest known one, for the next line of a log can follow without a gap. */
-  const addresses = known.map((entry) => entry.id.toLowerCase()).sort((a, b) => b.length - a.length);
-  function printed(part) {
-    const found = new Set();
-    for (const match of part.squeezed.matchAll(/#e-/g)) {
-      const id = addresses.find((one) => part.squeezed.startsWith(one, match.index + 1));
-      if (id) found.add(id);
-    }
-    for (const match of part.plain.matchAll(/(?:^|[^\w-])(e-[a-z0-9-]+)/g)) found.add(match[1]);
-    return found;
-  }
-
-  function byWords(entry, part, templates, bonus) {
-    let best = null;
-    for (const { words, squeezed } of templates) {
-      const places = squeezed.length ? placesOf(squeezed, part.squeezed) : null;
-      const weight = squeezed.join("").length + bonus;
-      if (places && (!best || weight > best.weight)) best = { entry, weight, places, part, quote: shorten(longest(words)) };
-    }
-    return best;
-  }
-
-  function certain(parts) {
-    const found = [];
-    for (const part of parts) {
-      const addressed = printed(part);
-      for (const entry of known) {
-        const words = byWords(entry, part, entry.wholes, 0);
-        if (addressed.has(entry.id.toLowerCase())) {
-          found.push({ ...(words || { entry, places: [], part }), weight: 100000, why: `It prints the address of this entry, ${entry.id}.` });
-        } else if (words) found.push({ ...words, why: `All fixed words of this message are there, such as “${words.quote}”.` });
-      }
-    }
-    // Words that are inside of a piece of another message are that message's own.
-    const isInside = (inner, outer) => inner !== outer && inner.part === outer.part && inner.places.length > 0 &&
-      inner.weight < outer.weight && inner.places.every(([a, b]) => outer.places.some(([c, d]) => c <= a && b <= d));
-    return found.filter((one) => !found.some((other) => isInside(one, other)));
-  }
-
-  function partial(parts) {
-    const found = [];
-    for (const part of parts) {
-      const said = new Set(runsOf(wordsOf(part.plain)));
-      for (const entry of known) {
-        const line = byWords(entry, part, entry.lines, 1000);
-        if (line) found.push({ ...line, why: `A line of this message is there: “${line.quote}”.` });
-        const runs = [...entry.runs].filter((run) => said.has(run));
-        const weight = runs.reduce((sum, run) => sum + 1 / spread.get(run), 0);
-        // Two runs are five words in a row.
-        if (runs.length > 1 && weight >= 1) {
-          found.push({ entry, weight, part, why: `A part of this message is there: ${runs.length} of its ${entry.runs.size} rows of four words, such as “${runs[0]}”.` });
-        }
-        // A few words typed by hand: inside of a message, rather than around it.
-        const isShort = part.squeezed.length >= 12 && part.squeezed.length <= 200;
-        if (isShort && entry.wholes.some((one) => one.squeezed.join("\n").includes(part.squeezed) || squeeze(entry.title).includes(part.squeezed))) {
-          found.push({ entry, weight: 100 + 100 / entry.title.length, part, why: "Your words are a part of this message." });
-        }
-      }
-    }
-    return found;
-  }
-
-  /* 4. One place for each entry, with all ranks that it was found on. */
-  function ranked(found) {
-    const entries = new Map();
-    for (const one of found) {
-      const before = entries.get(one.entry.id);
-      const ranks = new Set([...(before ? before.ranks : []), one.part.rank]);
-      entries.set(one.entry.id, { ...(before && before.weight >= one.weight ? before : one), ranks });
-    }
-    const order = (one) => IMPORTANCE[one.entry.kind];
-    return [...entries.values()].sort((a, b) => order(b) - order(a) || b.weight - a.weight).slice(0, AT_MOST);
-  }
-
-  function find(text) {
-    const parts = inOrder(text).filter((part) => part.squeezed);
-    const sure = certain(parts);
-    return { isSure: sure.length > 0, found: ranked(sure.length ? sure : partial(parts)) };
-  }
 
   function make(tag, className, text) {
     const element = document.createElement(tag);
@@ -202,7 +46,7 @@
       status.textContent = "";
       return;
     }
-    const { isSure, found } = find(text);
+    const { isSure, found } = window.findTroubles(text);
     list.replaceChildren(...found.map((one, i) => show(one, i === 0)));
     const entries = `${found.length} ${found.length === 1 ? "entry" : "entries"}`;
     if (!found.length) status.textContent = "No entry knows this. Try the last lines of the rank that failed first, or the words of the error without names and numbers.";
@@ -235,6 +79,4 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError: train.py FAIL
   });
   // A browser can keep what was in the box when one comes back to the page.
   look();
-  // For tests: the same search without typing.
-  window.findTroubles = find;
 })();

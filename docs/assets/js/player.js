@@ -1,13 +1,14 @@
-/* The step player: shows one recorded training step, moment by moment.
+/* The step player on its page: which runs are shown, at which moment, and what moves them.
 
-   A run is a script that calls minifsdpRun(key, data). data.ranks has a list of moments for each rank:
-   [kind, unit, begins, milliseconds, bytes, group, stack, states, phases, gradients, optimizer]
-   where states has a letter for each unit: S sharded, G gathering, U unsharded. What a moment shows of a rank is what
-   held right *before* it, so the state after moment n is that of moment n + 1. */
-(function () {
+   A run of the site is a script that calls minifsdpRun(key, data). What a run is, player-run.js tells; player-file.js
+   reads a reader's own, player-draw.js and player-source.js show them. The address keeps runs and moment: #key/30, or
+   #key+key/30 for two that stand side by side. */
+(function (root) {
   "use strict";
+  const player = root.minifsdpPlayer;
   const place = document.getElementById("player");
   if (!place) return;
+  const { make, bytes } = player;
 
   const CHOICES = {
     door: { label: "Front door", options: { fsdp1: "FullyShardedDataParallel", fsdp2: "fully_shard" } },
@@ -26,41 +27,21 @@
     ranks: { label: "Ranks", options: { 2: "2", 4: "4" } },
   };
   const SECOND_DOOR = { full: "reshard_after_forward=True", zero2: "reshard_after_forward=False", hybrid: "2-D mesh, True", hybrid2: "2-D mesh, False" };
-  const MEANING = {
-    AG: ["all-gather", "is issued", "was waited for"], F: ["forward", "begins", "ends"], B: ["backward", "begins", "ends"],
-    RS: ["reduce-scatter", "is issued", "is complete"], AR: ["all-reduce", "is issued", "is complete"],
-    FREE: ["free", "gives the memory back", ""], STEP: ["optimizer step", "begins", "ends"],
-  };
   const KEYS = Object.keys(CHOICES);
-  const available = new Set(window.minifsdpRuns || []);
-  const loaded = {};
-  const choice = { door: "fsdp2", strategy: "full", prefetch: "pre", wrap: "block", ranks: "2" };
-  let run = null, frames = [], at = 0, timer = null;
+  const DEFAULT = "fsdp2-full-pre-block-2";
+  const BASE = 350; // milliseconds for a moment at speed 1
+  const available = new Set(root.minifsdpRuns || []);
+  const loaded = {}, waiting = new Set();
 
-  const make = (tag, props = {}, ...children) => {
-    const one = document.createElement(tag);
-    Object.entries(props).forEach(([k, v]) => (k === "class" ? (one.className = v) : k in one ? (one[k] = v) : one.setAttribute(k, v)));
-    one.append(...children);
-    return one;
-  };
-  const bytes = (n) => (n >= 1e6 ? (n / 1e6).toFixed(2) + " MB" : n >= 1e4 ? (n / 1e3).toFixed(0) + " kB" : n >= 1e3 ? (n / 1e3).toFixed(1) + " kB" : n + " B");
-  const nameOf = (data, unit) => (unit < 0 ? "" : data.units[unit].name || "root");
-  const keyOf = (c) => KEYS.map((k) => c[k]).join("-");
+  const keyOf = (choice) => KEYS.map((k) => choice[k]).join("-");
+  const choiceOf = (key) => Object.fromEntries(key.split("-").map((part, n) => [KEYS[n], part]));
+  const option = (choice, key) => (key === "strategy" && choice.door.endsWith("2") && SECOND_DOOR[choice[key]]) || CHOICES[key].options[choice[key]];
+  const titleOf = (choice) => `${option(choice, "door")}, ${option(choice, "strategy")}, prefetch ${option(choice, "prefetch")}, a unit is ${option(choice, "wrap")}`;
 
-  // --- the form ---
-  const selects = {};
-  const form = make("form", { class: "player-form", onsubmit: () => false });
-  KEYS.forEach((key) => {
-    selects[key] = make("select", { id: "player-" + key });
-    selects[key].addEventListener("change", () => { choice[key] = selects[key].value; settle(key); load(); });
-    form.append(make("label", {}, CHOICES[key].label + " ", selects[key]));
-  });
-
-  function exists(partial) {
-    return [...available].some((name) => name.split("-").every((part, n) => !(KEYS[n] in partial) || partial[KEYS[n]] === part));
-  }
-  // Not every combination was recorded. The newest choice stands; the others give way to the first that fits it.
-  function settle(fixed) {
+  // --- choosing a run ---
+  const exists = (partial) => [...available].some((name) => name.split("-").every((part, n) => !(KEYS[n] in partial) || partial[KEYS[n]] === part));
+  /* Not every combination was recorded. The newest choice stands; the others give way to the first that fits it. */
+  function settle(choice, fixed) {
     const kept = { [fixed]: choice[fixed] };
     KEYS.filter((k) => k !== fixed).forEach((key) => {
       const wanted = [choice[key], ...Object.keys(CHOICES[key].options)];
@@ -68,216 +49,235 @@
       kept[key] = choice[key];
     });
   }
-  function fillForm() {
+
+  /* A form for one of the runs: which of the site's it is, or a file. */
+  function chooser(number) {
+    const one = { choice: choiceOf(DEFAULT), file: null, selects: {} };
+    const id = (key) => "player-" + key + (number ? "-" + (number + 1) : "");
+    const file = make("input", { type: "file", id: id("file"), class: "player-file", accept: ".json,application/json", tabindex: -1 });
+    file.setAttribute("aria-label", "A recording of your own");
+    file.addEventListener("change", () => { if (file.files[0]) open(one, file.files[0]); file.value = ""; });
+    one.name = make("span", { class: "player-name" });
+    one.back = make("button", { type: "button", class: "player-button player-back", textContent: "Recorded runs", onclick: () => { one.file = null; load(); } });
+    one.form = make("form", { class: "player-form", onsubmit: () => false });
+    one.form.setAttribute("aria-label", number ? "The run beside it" : "The run");
+    KEYS.forEach((key) => {
+      one.selects[key] = make("select", { id: id(key) });
+      one.selects[key].addEventListener("change", () => { one.choice[key] = one.selects[key].value; settle(one.choice, key); load(); });
+      one.form.append(make("label", {}, CHOICES[key].label, one.selects[key]));
+    });
+    const pick = make("button", { type: "button", class: "player-button player-open", textContent: "Open\u2026", title: "A recording of your own: a trace by train_gpt.py --trace; it can be dropped onto the page, too", onclick: () => file.click() });
+    one.form.append(one.name, one.back, pick, file);
+    return one;
+  }
+  function fill({ choice, selects, form, file, name, back }) {
     KEYS.forEach((key) => {
       selects[key].replaceChildren();
-      Object.entries(CHOICES[key].options).forEach(([value, text]) => {
+      Object.keys(CHOICES[key].options).forEach((value) => {
         // Shown if some run of this door has it; chosen without the others, it makes them give way.
-        if (key !== "door" && !exists({ door: choice.door, [key]: value })) return;
-        const shown = key === "strategy" && choice.door === "fsdp2" ? SECOND_DOOR[value] || text : text;
-        selects[key].append(make("option", { value, textContent: shown }));
+        if (exists(key === "door" ? { door: value } : { door: choice.door, [key]: value })) selects[key].append(make("option", { value, textContent: option({ ...choice, [key]: value }, key) }));
       });
       selects[key].value = choice[key];
     });
+    form.classList.toggle("has-file", Boolean(file));
+    name.textContent = file ? file.title : "";
+    name.hidden = back.hidden = !file;
   }
+  const both = [chooser(0), chooser(1)];
+  let number = 1;
+  const shown = () => both.slice(0, number);
 
   // --- the page ---
-  const play = make("button", { type: "button", class: "player-button", textContent: "Play", title: "Space" });
-  const back = make("button", { type: "button", class: "player-button", textContent: "\u2190", title: "One moment back" });
-  const on = make("button", { type: "button", class: "player-button", textContent: "\u2192", title: "One moment on" });
+  const button = (text, title, action, kind = "") => make("button", { type: "button", class: "player-button " + kind, textContent: text, title, onclick: action });
+  const beside = button("Two side by side", "Shows a second run on the same axis", () => { number = 3 - number; if (number === 2) both[1].choice = { ...both[0].choice }; load(); }, "player-beside");
+  const play = button("Play", "Space", toggle, "player-play");
+  const back = button("\u2190", "One moment back", () => { stop(); show(at - 1); });
+  const on = button("\u2192", "One moment on", () => { stop(); show(at + 1); });
+  back.setAttribute("aria-label", back.title);
+  on.setAttribute("aria-label", on.title);
   const slider = make("input", { type: "range", min: 0, value: 0, class: "player-slider" });
   slider.setAttribute("aria-label", "Moment");
+  const speed = make("select", { class: "player-speed", id: "player-speed" }, ...[0.25, 0.5, 1, 2, 5, 20].map((value) => make("option", { value, textContent: value + "\u00d7" })));
+  speed.value = 1;
   const clock = make("output", { class: "player-clock" });
   const headline = make("p", { class: "player-now" });
-  headline.setAttribute("aria-live", "polite");
-  const running = make("p", { class: "player-running" });
-  const lanes = make("div", { class: "player-lanes" });
-  const legend = make("p", { class: "player-legend" });
-  const cards = make("div", { class: "player-cards" });
   const status = make("p", { class: "player-status" });
-  place.append(form, make("div", { class: "player-controls" }, back, play, on, slider, clock), headline, running, lanes, legend, cards, status);
+  status.setAttribute("role", "status");
+  const legend = make("p", { class: "player-legend" });
+  const source = player.sourcePanel(place.dataset.runs + "source.js");
+  const stage = make("div", { class: "player-stage" });
+  const choosers = make("div", { class: "player-choosers" }, both[0].form, both[1].form, beside);
+  place.append(player.patterns(), choosers,
+    make("div", { class: "player-controls" }, back, play, on, slider, clock, make("label", { class: "player-speeds" }, "Speed", speed)), headline, stage, status, legend);
 
   // --- loading ---
-  window.minifsdpRun = (key, data) => { loaded[key] = data; if (key === keyOf(choice)) start(data); };
-  function load() {
+  let frames = [], views = [], runs = [], at = 0, timer = null, wanted = 0;
+  root.minifsdpRun = (key, data) => {
+    loaded[key] = player.fromSite(key, titleOf(choiceOf(key)), data);
+    waiting.delete(key);
+    if (shown().every((one) => runOf(one))) begin();
+  };
+  const runOf = (one) => one.file || loaded[keyOf(one.choice)];
+
+  function load(moment = 0) {
     stop();
-    fillForm();
-    const key = keyOf(choice);
-    history.replaceState(null, "", "#" + key);
-    if (loaded[key]) return start(loaded[key]);
-    status.textContent = "Loading " + key + " ...";
-    const script = make("script", { src: place.dataset.runs + key + ".js" });
-    script.onerror = () => { status.textContent = "The recording " + key + " could not be loaded."; };
-    document.head.append(script);
+    wanted = moment;
+    choosers.dataset.runs = number;
+    both[1].form.hidden = number === 1;
+    beside.textContent = number === 1 ? "Two side by side" : "Only the first";
+    both.forEach(fill);
+    const missing = shown().filter((one) => !runOf(one)).map((one) => keyOf(one.choice));
+    if (!missing.length) return begin();
+    say("Loading " + missing.join(" and ") + " \u2026");
+    missing.filter((key) => !waiting.has(key)).forEach((key) => {
+      waiting.add(key);
+      const script = make("script", { src: place.dataset.runs + key + ".js" });
+      script.onerror = () => { waiting.delete(key); say(`The recording ${key} could not be loaded.`, true); };
+      document.head.append(script);
+    });
+  }
+  function say(text, isError = false) {
+    status.textContent = text;
+    status.classList.toggle("is-error", isError);
   }
 
-  function start(data) {
-    run = data;
-    // One list of frames from the clocks of all ranks.
-    frames = [];
-    data.ranks.forEach((moments, rank) => moments.forEach((moment, n) => frames.push({ rank, n, moment, ms: moment[3] })));
-    frames.sort((a, b) => a.ms - b.ms);
-    const seen = data.ranks.map(() => -1);
-    frames.forEach((frame) => { seen[frame.rank] = frame.n; frame.seen = [...seen]; });
-    slider.max = frames.length - 1;
-    status.textContent = `${frames.length} moments on ${data.ranks.length} ranks, ${data.units.length} units.`;
-    drawLanes();
-    buildCards();
-    show(0);
-  }
-
-  // --- the overview: what each rank's lanes did, with a line where we are ---
-  const SVG = "http://www.w3.org/2000/svg";
-  let cursor = null, span = 1;
-  const W = 1000, LEFT = 52, ROW = 9;
-  function drawLanes() {
-    span = frames[frames.length - 1].ms || 1;
-    const height = run.ranks.length * (3 * ROW + 8) + 4;
-    const svg = document.createElementNS(SVG, "svg");
-    svg.setAttribute("viewBox", `0 0 ${W} ${height}`);
-    svg.setAttribute("preserveAspectRatio", "none");
-    svg.setAttribute("aria-hidden", "true");
-    const add = (tag, attrs, text) => {
-      const one = document.createElementNS(SVG, tag);
-      Object.entries(attrs).forEach(([k, v]) => one.setAttribute(k, v));
-      if (text) one.textContent = text;
-      svg.append(one);
-      return one;
+  function open(one, file) {
+    const reader = new FileReader();
+    reader.onload = () => {
+      try {
+        one.file = player.readTrace(file.name, reader.result);
+      } catch (error) {
+        return say(error.message, true);
+      }
+      load();
     };
-    const x = (ms) => LEFT + ((W - LEFT) * ms) / span;
-    run.ranks.forEach((moments, rank) => {
-      const top = rank * (3 * ROW + 8) + 4;
-      add("text", { x: 6, y: top + 17, class: "lane-name" }, "rank " + rank);
-      const open = {};
-      moments.forEach((m) => {
-        const id = m[0] + m[1];
-        if (m[2]) open[id] = m;
-        if (m[0] === "FREE") add("rect", { class: "mark-FREE", x: x(m[3]), y: top + ROW, width: 2, height: ROW });
-        if (!m[2] && open[id]) {
-          const lane = { AG: 1, RS: 2, AR: 2 }[m[0]] || 0;
-          if (lane === 0 && m[1] >= 0 && nameOf(run, m[1]) === "root" && run.units.length > 1) return;
-          add("rect", { class: "span-" + m[0], x: x(open[id][3]), y: top + lane * ROW, width: Math.max(x(m[3]) - x(open[id][3]), 1.5), height: ROW - 1.5 });
-          delete open[id];
-        }
-      });
-    });
-    cursor = add("rect", { class: "cursor", x: LEFT, y: 0, width: 2, height });
-    svg.addEventListener("pointerdown", (event) => {
-      const box = svg.getBoundingClientRect();
-      const ms = (((event.clientX - box.left) / box.width) * W - LEFT) / (W - LEFT) * span;
-      stop();
-      show(frames.findIndex((frame) => frame.ms >= ms));
-    });
-    lanes.replaceChildren(svg);
-    const kinds = Object.keys(MEANING).filter((kind) => run.ranks.some((moments) => moments.some((m) => m[0] === kind)));
-    legend.replaceChildren(...kinds.map((kind) => make("span", {}, make("i", { class: "legend-" + kind }), `${MEANING[kind][0]}${kind === "STEP" ? "" : " (" + kind + ")"}`)));
+    reader.onerror = () => say(`${file.name} could not be read: ${reader.error.message}`, true);
+    reader.readAsText(file);
   }
 
-  // --- the ranks ---
-  let views = [];
-  function buildCards() {
-    cards.replaceChildren();
-    const largest = Math.max(...run.units.map((unit) => unit.bytes));
-    views = run.ranks.map((_, rank) => {
-      const units = run.units.map((unit, n) => {
-        const shard = make("span", { class: "bar-shard" });
-        const whole = make("span", { class: "bar-whole" });
-        const share = Math.max(Math.sqrt(unit.bytes / largest) * 100, 14);
-        const bar = make("span", { class: "bar", style: `width:${share}%` }, shard, whole);
-        shard.style.width = (100 * unit.shard) / unit.bytes + "%";
-        const tag = make("span", { class: "unit-tag" });
-        return { row: make("div", { class: "unit", title: `${unit.bytes.toLocaleString("en")} bytes whole, ${unit.shard.toLocaleString("en")} stored` }, make("span", { class: "unit-name" }, nameOf(run, n)), make("span", { class: "bar-room" }, bar), tag), bar, tag };
-      });
-      const lines = ["shards", "gathered", "in reduction", "gradient shards", "Adam"].map((text) => {
-        const value = make("b");
-        return { row: make("span", {}, text + " ", value), value };
-      });
-      const doing = make("p", { class: "card-doing" });
-      const card = make("section", { class: "card" }, make("h3", {}, "rank " + rank), doing, ...units.map((u) => u.row), make("p", { class: "card-bytes" }, ...lines.map((l) => l.row)));
-      cards.append(card);
-      return { card, units, lines, doing };
+  function begin() {
+    runs = shown().map(runOf);
+    frames = player.frames(runs);
+    const span = frames[frames.length - 1].ms || 1;
+    const most = Math.max(1, ...runs.flatMap((run) => run.ranks.flatMap((_, rank) => player.memory(run, rank).stairs.map((one) => one.total))));
+    // Few ranks leave more room for each.
+    const room = runs.length * Math.max(...runs.map((run) => run.ranks.length)) > 2 ? 30 : 58;
+    views = runs.map((run, r) => {
+      const lanes = player.lanes(run, { span, most, room, go: (ms) => { stop(); show(frames.findIndex((frame) => frame.ms >= ms), -1); } });
+      const cards = player.cards(run, { step: (rank, by) => step(r, rank, by), to: (rank, n) => { stop(); show(frames.findIndex((f) => f.r === r && f.rank === rank && f.n === n)); } });
+      const title = make("h2", { class: "player-title", textContent: run.title });
+      return { lanes, cards, element: make("section", { class: "player-run", "data-slot": r }, title, lanes.element, cards.element) };
     });
-  }
-
-  function flights(rank, upTo) {
-    const open = new Map();
-    run.ranks[rank].slice(0, upTo + 1).forEach((m) => {
-      if (["AG", "RS", "AR", "F", "B"].includes(m[0])) m[2] ? open.set(m[0] + m[1], m) : open.delete(m[0] + m[1]);
-    });
-    return [...open.values()];
-  }
-
-  function drawRank(rank, n, isHere) {
-    const moments = run.ranks[rank], view = views[rank];
-    // After moment n holds what was noted before moment n + 1; at the very end, what was noted last.
-    const held = moments[Math.min(n + 1, moments.length - 1)];
-    const open = flights(rank, n);
-    let gathered = 0;
-    run.units.forEach((unit, u) => {
-      const state = held[7][u];
-      // A unit that nobody shares computes in its shard; nothing is gathered for it.
-      if (state !== "S" && unit.shard < unit.bytes) gathered += unit.bytes;
-      const { bar, tag } = view.units[u];
-      bar.dataset.state = state;
-      const now = open.filter((m) => m[1] === u).map((m) => m[0]);
-      view.units[u].row.classList.toggle("is-computing", now.includes("F") || now.includes("B"));
-      tag.textContent = now.filter((k) => k !== "F" && k !== "B").join(" ") || (now.includes("B") ? "B" : now.includes("F") ? "F" : "");
-    });
-    const inFlight = open.filter((m) => m[0] === "RS" || m[0] === "AR");
-    const values = [
-      run.units.reduce((sum, unit) => sum + unit.shard, 0), gathered, inFlight.reduce((sum, m) => sum + m[4], 0),
-      held[9].reduce((a, b) => a + b, 0), held[10],
-    ];
-    view.lines.forEach((line, i) => { line.value.textContent = bytes(values[i]); });
-    const last = n >= 0 ? moments[n] : null;
-    view.doing.textContent = last ? sentence(last) : "not begun";
-    view.card.classList.toggle("is-here", isHere);
-  }
-
-  function sentence(m) {
-    const [what, begins, ends] = MEANING[m[0]] || [m[0], "", ""];
-    const unit = m[1] < 0 ? "" : " of " + nameOf(run, m[1]);
-    return `${what}${unit} ${m[2] ? begins : ends}`;
+    stage.dataset.runs = runs.length;
+    stage.dataset.ranks = Math.max(...runs.map((run) => run.ranks.length));
+    stage.replaceChildren(...views.map((view) => view.element), source.element);
+    views.forEach((view) => view.lanes.begin());
+    legend.replaceChildren(...player.legend(runs));
+    slider.max = frames.length - 1;
+    say(runs.map((run) => `${run.ranks.reduce((n, moments) => n + moments.length, 0)} moments on ${run.ranks.length} ranks, ${run.units.length} units. ${run.remark}`.trim()).join(" Beside it: "));
+    show(Math.min(wanted, frames.length - 1));
   }
 
   // --- moving ---
-  function show(n) {
-    at = Math.max(0, Math.min(n < 0 ? frames.length - 1 : n, frames.length - 1));
-    const frame = frames[at], m = frame.moment;
+  /* Moment n of all; what is behind the last means the last, unless -1 is to mean it. */
+  function show(n, behind = 0) {
+    at = n < 0 ? (behind < 0 ? frames.length - 1 : 0) : Math.min(n, frames.length - 1);
+    const { r, rank, moment: m, ms, seen } = frames[at], run = runs[r];
     slider.value = at;
-    slider.setAttribute("aria-valuetext", `moment ${at + 1}: ${sentence(m)}`);
-    clock.textContent = `${at + 1} / ${frames.length} \u00b7 ${frame.ms.toFixed(1)} ms`;
-    const others = m[5].map(String), last = others.pop();
+    slider.setAttribute("aria-valuetext", `moment ${at + 1}: ${player.sentence(run, m)}`);
+    clock.textContent = `${at + 1} / ${frames.length} \u00b7 ${ms.toFixed(1)} ms`;
+    const others = m.group.map(String), last = others.pop();
     const who = others.length ? ` between ranks ${others.join(", ")} and ${last}` : "";
-    const size = m[4] ? `, ${bytes(m[4])}` : "";
-    headline.replaceChildren(make("strong", {}, "Rank " + frame.rank), ": " + sentence(m) + who + size);
-    const stack = run.stacks[m[6]] || [];
-    running.replaceChildren("Running: ");
-    stack.forEach(([name, file, href, isHook], i) => running.append((i ? " \u2190 " : "") + (isHook ? "hook laid by " : ""), make("a", { href, title: file }, make("code", {}, name))));
-    if (!stack.length) running.append("the training loop");
-    if (cursor) cursor.setAttribute("x", LEFT + ((W - LEFT) * frame.ms) / span);
-    frame.seen.forEach((n, rank) => drawRank(rank, n, rank === frame.rank));
+    const side = runs.length > 1 ? ["Left, ", "Right, "][r] : "";
+    headline.replaceChildren(make("strong", {}, side + (side ? "r" : "R") + player.rankName(run, rank).slice(1)), `: ${player.sentence(run, m)}${who}${m.bytes ? ", " + bytes(m.bytes) : ""}`);
+    views.forEach((view, v) => {
+      view.lanes.move(ms);
+      view.cards.show(seen[v], v === r ? rank : -1);
+    });
+    source.show(run, m);
+    keep();
   }
-  function stop() { clearInterval(timer); timer = null; play.textContent = "Play"; }
+  /* To the next moment of one rank, or the one before it. */
+  function step(r, rank, by) {
+    stop();
+    const here = frames[at].seen[r][rank];
+    const isAt = frames[at].r === r && frames[at].rank === rank;
+    const goal = by > 0 || isAt ? here + by : here;
+    const found = frames.findIndex((f) => f.r === r && f.rank === rank && f.n === goal);
+    if (found >= 0) show(found);
+  }
+  function stop() {
+    clearTimeout(timer);
+    timer = null;
+    play.textContent = "Play";
+    headline.setAttribute("aria-live", "polite");
+  }
   function toggle() {
     if (timer) return stop();
     if (at >= frames.length - 1) show(0);
     play.textContent = "Pause";
-    timer = setInterval(() => (at >= frames.length - 1 ? stop() : show(at + 1)), 350);
+    // Nobody can listen so fast.
+    headline.setAttribute("aria-live", "off");
+    const next = () => {
+      if (at >= frames.length - 1) return stop();
+      show(at + 1);
+      timer = setTimeout(next, BASE / speed.value);
+    };
+    timer = setTimeout(next, BASE / speed.value);
   }
-  play.addEventListener("click", toggle);
-  back.addEventListener("click", () => { stop(); show(Math.max(at - 1, 0)); });
-  on.addEventListener("click", () => { stop(); show(at + 1); });
   slider.addEventListener("input", () => { stop(); show(Number(slider.value)); });
-  place.addEventListener("keydown", (event) => {
-    if (event.target.tagName === "SELECT" || event.ctrlKey || event.metaKey || event.altKey) return;
-    const onButton = event.target.tagName === "BUTTON";
-    const moves = { ArrowLeft: () => show(Math.max(at - 1, 0)), ArrowRight: () => show(at + 1), Home: () => show(0), End: () => show(frames.length - 1) };
-    if (event.key === " " && !onButton) { event.preventDefault(); toggle(); }
-    else if (moves[event.key]) { event.preventDefault(); event.stopPropagation(); stop(); moves[event.key](); }
+
+  // --- the address ---
+  // Late, for a browser refuses an address that changes too often.
+  let keeping = null;
+  function keep() {
+    clearTimeout(keeping);
+    keeping = setTimeout(() => {
+      const hash = shown().some((one) => one.file) ? "" : "#" + runs.map((run) => run.key).join("+") + "/" + (at + 1);
+      if (location.hash !== hash) history.replaceState(null, "", hash || location.pathname + location.search);
+    }, 250);
+  }
+  /* Takes the address's word; false if it says nothing about runs. */
+  function follow() {
+    const [, keys, moment] = /^#([^/]*)(?:\/(\d+))?$/.exec(location.hash) || [];
+    const asked = keys ? keys.split("+") : [];
+    if (!asked.length || asked.length > 2 || !asked.every((key) => available.has(key))) return false;
+    number = asked.length;
+    asked.forEach((key, n) => { both[n].choice = choiceOf(key); both[n].file = null; });
+    load(Math.max(Number(moment || 1) - 1, 0));
+    return true;
+  }
+  root.addEventListener("hashchange", follow);
+
+  // --- keys ---
+  const isInSight = () => { const box = place.getBoundingClientRect(); return box.bottom > 120 && box.top < innerHeight / 2; };
+  const moves = { ArrowLeft: () => show(at - 1), ArrowRight: () => show(at + 1), Home: () => show(0), End: () => show(frames.length - 1) };
+  document.addEventListener("keydown", (event) => {
+    const { target, key } = event;
+    if (!frames.length || event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
+    // Before anything was clicked, keys go to the page; they are the player's while it is in sight.
+    if (!(place.contains(target) || (target === document.body && isInSight()))) return;
+    if (target.tagName === "SELECT" || target.closest(".source-box")) return;
+    const digit = /^Digit(\d)$/.exec(event.code);
+    let done = true;
+    if (key === " " && target.tagName !== "BUTTON" && target.tagName !== "A") toggle();
+    else if (moves[key]) { stop(); moves[key](); }
+    else if (digit && Number(digit[1]) < runs[0].ranks.length) step(0, Number(digit[1]), event.shiftKey ? -1 : 1);
+    else done = false;
+    if (done) { event.preventDefault(); event.stopPropagation(); }
   });
 
-  const asked = location.hash.slice(1);
-  if (available.has(asked)) asked.split("-").forEach((part, n) => { choice[KEYS[n]] = part; });
-  load();
-})();
+  // --- dropping a file ---
+  const hasFile = (event) => event.dataTransfer && [...event.dataTransfer.types].includes("Files");
+  document.addEventListener("dragover", (event) => { if (hasFile(event)) { event.preventDefault(); place.classList.add("is-over"); } });
+  document.addEventListener("dragleave", (event) => { if (!event.relatedTarget) place.classList.remove("is-over"); });
+  document.addEventListener("drop", (event) => {
+    if (!hasFile(event)) return;
+    event.preventDefault();
+    place.classList.remove("is-over");
+    const onto = event.target.closest ? event.target.closest(".player-run") : null;
+    open(both[(onto && Number(onto.dataset.slot)) || 0], event.dataTransfer.files[0]);
+  });
+
+  if (!follow()) load();
+})(window);

@@ -1,0 +1,105 @@
+/* What a run says at each of its moments; nothing here knows of the page.
+
+   A run, whether it came with the site or from a file of the reader's, is
+     { key, title, units: [{ name, bytes, shard }], ranks: [[moment]], pieces, stacks, knows, remark }
+   and a moment is the begin or end of an event, with what the rank held right after it:
+     { kind, unit, begins, ms, bytes, group, stack, after: { states, whole, reduced, optimizer } }
+   states has a letter for each unit: S sharded, G gathering, U unsharded. Numbers that nobody has recorded are null. */
+(function (root) {
+  "use strict";
+  const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
+  const bytes = (n) => (n >= 1e9 ? (n / 1e9).toFixed(2) + " GB" : n >= 1e6 ? (n / 1e6).toFixed(2) + " MB" : n >= 1e4 ? (n / 1e3).toFixed(0) + " kB" : n >= 1e3 ? (n / 1e3).toFixed(1) + " kB" : n + " B");
+
+  // Kind: what it is, and what is said of its begin and its end.
+  const MEANING = {
+    F: ["forward", "begins", "ends"], B: ["backward", "begins", "ends"], AG: ["all-gather", "is issued", "was waited for"],
+    RS: ["reduce-scatter", "is issued", "is complete"], AR: ["all-reduce", "is issued", "is complete"],
+    FREE: ["free", "gives the memory back", ""], STEP: ["optimizer step", "begins", "ends"],
+    WAIT: ["wait of the rate limiter", "begins", "ends"], H2D: ["copy to the device", "is issued", "ends"],
+    D2H: ["copy to the CPU", "is issued", "ends"], BCAST: ["broadcast", "is issued", "ends"],
+  };
+  const SPANS = ["F", "B", "AG", "RS", "AR", "WAIT", "STEP"];
+  const LANES = { AG: 1, FREE: 1, H2D: 1, BCAST: 1, RS: 2, AR: 2, D2H: 2 };
+
+  // --- a run of the site ---
+  /* There what a moment says of a rank is what held right *before* it. After a moment holds what was noted before the
+     next one; at the very end, what was noted last. */
+  function fromSite(key, title, data) {
+    const ranks = data.ranks.map((moments) => moments.map(([kind, unit, begins, ms, num, group, stack], n) => {
+      const [, , , , , , , states, , reduced, optimizer, whole] = moments[Math.min(n + 1, moments.length - 1)];
+      return { kind, unit, begins: Boolean(begins), ms, bytes: num, group, stack, after: { states, whole: sum(whole), reduced: sum(reduced), optimizer } };
+    }));
+    return { key, title, units: data.units, ranks, pieces: data.pieces, stacks: data.stacks, knows: { held: true, source: data.stacks.some((stack) => stack.length) }, remark: "" };
+  }
+
+  // --- asking a run ---
+  const nameOf = (run, unit) => (unit < 0 ? "" : run.units[unit].name || "root");
+  // A recording of one's own may lack some ranks.
+  const rankName = (run, rank) => "rank " + (run.rankNames ? run.rankNames[rank] : rank);
+  const isRoot = (run, unit) => unit >= 0 && !run.units[unit].name && run.units.length > 1;
+
+  function sentence(run, m) {
+    const [what, begins, ends] = MEANING[m.kind] || [m.kind, "begins", "ends"];
+    return `${what}${m.unit < 0 ? "" : " of " + nameOf(run, m.unit)} ${m.begins ? begins : ends}`;
+  }
+
+  /* The events of a rank that have begun and not ended. */
+  function inFlight(run, rank, upTo) {
+    const open = new Map();
+    for (const m of run.ranks[rank].slice(0, upTo + 1)) {
+      if (SPANS.includes(m.kind)) m.begins ? open.set(m.kind + m.unit, m) : open.delete(m.kind + m.unit);
+    }
+    return [...open.values()];
+  }
+
+  /* Bytes on a rank after a moment. */
+  function held(run, m) {
+    const { states, whole, reduced, optimizer } = m.after;
+    // A unit that nobody shares computes in its shard; nothing is gathered for it.
+    const gathered = sum(run.units.map((unit, u) => (states[u] !== "S" && unit.shard !== unit.bytes ? unit.bytes : 0)));
+    const shards = run.knows.held ? sum(run.units.map((unit) => unit.shard)) : null;
+    const parts = { shards, optimizer, gathered, whole, reduced };
+    return { ...parts, total: sum(Object.values(parts).map((n) => n || 0)) };
+  }
+
+  /* Memory over time: for each moment its time and what is held from then on; and where it was most. */
+  function memory(run, rank) {
+    const stairs = run.ranks[rank].map((m) => ({ ms: m.ms, ...held(run, m) }));
+    const peak = stairs.reduce((best, one, n) => (one.total > stairs[best].total ? n : best), 0);
+    return { stairs, peak };
+  }
+
+  /* Events as spans: kind, unit, from, to, and a row of their lane in which they lie over nothing else. */
+  function spans(run, rank) {
+    const open = {}, found = [[], [], []];
+    for (const m of run.ranks[rank]) {
+      const id = m.kind + m.unit;
+      if (SPANS.includes(m.kind) && m.begins) open[id] = m;
+      // The root's forward and backward surround all others.
+      else if (open[id] && !((m.kind === "F" || m.kind === "B") && isRoot(run, m.unit))) {
+        found[LANES[m.kind] || 0].push({ kind: m.kind, unit: m.unit, from: open[id].ms, to: m.ms });
+        delete open[id];
+      }
+    }
+    return found.map((lane) => {
+      const ends = [];
+      lane.sort((a, b) => a.from - b.from).forEach((span) => {
+        span.row = ends.findIndex((end) => end <= span.from);
+        if (span.row < 0) span.row = ends.length;
+        ends[span.row] = span.to;
+      });
+      return { spans: lane, rows: Math.max(ends.length, 1) };
+    });
+  }
+
+  /* The moments of all ranks of all runs by the clock that they share; each knows how far every rank has come. */
+  function frames(runs) {
+    const all = runs.flatMap((run, r) => run.ranks.flatMap((moments, rank) => moments.map((moment, n) => ({ r, rank, n, moment, ms: moment.ms }))));
+    all.sort((a, b) => a.ms - b.ms);
+    const seen = runs.map((run) => run.ranks.map(() => -1));
+    all.forEach((frame) => { seen[frame.r][frame.rank] = frame.n; frame.seen = seen.map((ranks) => [...ranks]); });
+    return all;
+  }
+
+  root.minifsdpPlayer = { MEANING, SPANS, LANES, sum, bytes, fromSite, nameOf, rankName, sentence, inFlight, held, memory, spans, frames };
+})(window);

@@ -1,0 +1,33 @@
+"""Runs a script as ``torchrun`` would, and notes when the data of each recorded collective arrived.
+
+    torchrun --nproc-per-node 2 -m docs_build.watched tutorials/overlap.py --folder /tmp
+
+For lessons that draw what they recorded: their pictures then show arrivals as the other pictures of the site do.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from docs_build import arrivals
+from minifsdp import trace
+
+_record = trace.record
+
+
+@contextmanager
+def _noted() -> Iterator[trace.Recorder]:
+    with _record() as recorder, arrivals.noted(recorder):
+        yield recorder
+
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    # A script finds the modules beside it.
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
+    trace.record = _noted
+    runpy.run_path(sys.argv[0], run_name="__main__")

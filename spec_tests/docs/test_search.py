@@ -1,0 +1,79 @@
+"""The search of all pages, asked for error messages: the entry of "Troubleshoot" is the first result."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from docs_build.messages import messages
+from minifsdp.engine.messages import PAGE
+from spec_tests.docs.browser import Tab
+from spec_tests.docs.pasted import OF_TORCH, spoken
+from spec_tests.docs.test_paste import share
+
+pytestmark = [pytest.mark.docs, pytest.mark.needs("mkdocs")]
+
+# What a person copies from a terminal into the search's one line.
+OURS = {
+    "the first 200 characters": lambda message: spoken(message, False)[:200],
+    "the whole message": lambda message: " ".join(spoken(message, True).split()),
+    "the address that it prints": lambda message: f"{PAGE}#{message.id}",
+    "the end of the address": lambda message: message.id,
+}
+
+# Types a text into the theme's own field, and waits until the theme has drawn the answer. One at a time: an answer that
+# comes late must not be taken for that to the next.
+ASK = """((text) => new Promise((done) => {
+    const field = document.querySelector(".md-search__input");
+    const list = document.querySelector(".md-search-result__list");
+    list.replaceChildren();
+    new MutationObserver((_, observer) => {
+        const links = [...list.querySelectorAll(".md-search-result__link")].slice(0, 3);
+        if (!links.length) return;
+        observer.disconnect();
+        done(links.map((one) => one.hash.slice(1) || one.pathname));
+    }).observe(list, { childList: true });
+    field.value = text;
+    field.dispatchEvent(new Event("keyup"));
+}))"""
+
+
+@pytest.fixture(scope="module")
+def page(address: str, tab: Tab) -> Tab:
+    tab.open(address + "index.html")
+    tab.click(".md-search__input")
+    tab.wait_for("document.querySelector('.md-search-result__meta').textContent.includes('Type to start')", 120)
+    return tab
+
+
+def found_in(tab: Tab, asked: dict[str, str]) -> dict[str, list[str]]:
+    """The first results for each text: the ends of their addresses, or pages."""
+    return {id: tab.look(f"{ASK}({json.dumps(text)})") for id, text in asked.items()}
+
+
+@pytest.mark.parametrize("part", OURS)
+def test_each_message_of_ours_finds_its_entry_first(page: Tab, part: str) -> None:
+    asked = {message.id: OURS[part](message) for message in messages()}
+    assert share(f"search, ours, {part}", found_in(page, asked)) == 1
+    assert page.complaints() == []
+
+
+def test_each_error_of_torch_finds_its_entry_first(page: Tab) -> None:
+    asked = {id: " ".join(text.split()) for id, text in OF_TORCH.items()}
+    assert share("search, torch's", found_in(page, asked)) == 1
+
+
+@pytest.mark.parametrize("words", ["rate limiter", "PREF-16", "title:mixed", "+tied +weights", "reshard_after_forward"])
+def test_a_few_words_are_left_to_the_theme(page: Tab, words: str) -> None:
+    assert page.look(f"minifsdpTroubles({json.dumps(words)})") == []
+    assert found_in(page, {"it": words})["it"]
+
+
+def test_it_does_so_from_a_disk(site: Path, tab: Tab) -> None:
+    tab.open((site / "learn/why.html").as_uri())
+    tab.click(".md-search__input")
+    tab.wait_for("document.querySelector('.md-search-result__meta').textContent.includes('Type to start')", 120)
+    assert found_in(tab, {"it": OF_TORCH["E-freed-storage"]})["it"][0] == "E-freed-storage"
+    assert tab.complaints() == []

@@ -1,0 +1,50 @@
+"""A program whose ranks go wrong, catch it, and begin anew in other process groups.
+
+    python -m spec_tests.faults.anew FOLDER
+
+Prints for each of its lives how many watchers there are, and how many ends of pipes have been opened.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from minifsdp.engine import ledger
+from spec_tests.faults.deviate import sharded
+from spec_tests.faults.ends import ends_as_python_does
+
+
+def num_pipes() -> int:
+    """Ends of pipes that the process has open."""
+    return sum(os.readlink(end).startswith("pipe:") for end in Path("/proc/self/fd").iterdir() if end.is_symlink())
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rank, x = int(os.environ["RANK"]), torch.ones(2, 8)
+    for life in range(2):
+        store = f"file://{sys.argv[1]}/store-{life}"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(minutes=5))
+        before = num_pipes()
+        model = sharded("function", keeps=False, are_equal=True)
+        for _ in range(2):
+            model(x).sum().backward()
+        threads = [thread for thread in threading.enumerate() if thread.name == "minifsdp ledger"]
+        print(len(threads), num_pipes() - before, flush=True)
+        try:
+            # One leaves out a unit, and each waits for what the other does not send.
+            model(x, "b" if rank else "ab").sum().backward()
+        except RuntimeError:
+            print("caught", ledger.verdict is not None, flush=True)
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    ends_as_python_does(main)
