@@ -27,7 +27,6 @@ from unittest import mock
 
 import torch
 
-from minifsdp.engine import gloo
 from minifsdp.engine.ledger import Collective
 from minifsdp.trace import Event, Recorder
 
@@ -98,15 +97,15 @@ def _works(promise: Any) -> list[Any]:
 
 @contextmanager
 def noted(recorder: Recorder) -> Iterator[None]:
-    """Inside of it each event of a collective on gloo is told when its data arrived.
-
-    Connections that are made inside of it are not looked at.
-    """
+    """Inside of it each event of a collective on gloo is told when its data arrived."""
     watch, is_over, marked = _Watch(), threading.Event(), list[Arrived]()
     issue, wait = Collective.__init__, Collective.wait
 
-    def issue_and_note(self: Collective, kind: str, *rest: Any, **options: Any) -> None:
-        issue(self, kind, *rest, **options)
+    def issue_and_note(self: Collective, kind: str, group: Any, *rest: Any, **options: Any) -> None:
+        transport = group.transport
+        if transport is not None and not isinstance(transport._backend, _Marking):
+            stack.enter_context(mock.patch.object(transport, "_backend", _Marking(transport._backend, marked)))
+        issue(self, kind, group, *rest, **options)
         events = [event for event in recorder.events[-3:] if event.kind == KINDS.get(kind)]
         if events:
             watch.add(self, events[-1], list(marked) or [work.is_completed for work in _works(self._work)])
@@ -119,8 +118,6 @@ def noted(recorder: Recorder) -> Iterator[None]:
 
     thread = threading.Thread(target=watch.look_until, args=(is_over,), daemon=True)
     with ExitStack() as stack:
-        for transport in list(gloo._transports.values()):
-            stack.enter_context(mock.patch.object(transport, "_backend", _Marking(transport._backend, marked)))
         stack.enter_context(mock.patch.object(Collective, "__init__", issue_and_note))
         stack.enter_context(mock.patch.object(Collective, "wait", forget_and_wait))
         thread.start()
