@@ -9,7 +9,9 @@ of units of 4 MB on two ranks, in MB::
     the one being reduced            4 + 2      not there without overlap
 
 Who lacks memory switches it off, and with FSDP1 asks for ``backward_prefetch=None`` as well, which saves the unit that
-is gathered ahead.
+is gathered ahead. A flat unit of several parameters puts its gradient together from theirs, when the one before has
+been reduced to a piece. That moment takes as much, so there nothing is saved at the peak; and if pieces are stored in
+more bits than they travel in, there is a little more.
 
 *In torch:* nothing; on a CPU each reduction is waited for on the spot, and takes copies of its own.
 

@@ -30,8 +30,8 @@ TOOLS, EXPLAIN = "tools/", "tools/explain"
 # table of what public calls may be given.
 APART = (TRANSPORT, DEBUGGING, ARGUMENTS, TOOLS, "batches.py", "engine/ledger.py", "engine/comparison.py", "ledger/")
 BUDGETS = {
-    "house": 6222,
-    "story": 2981,
+    "house": 6225,
+    "story": 2984,
     TRANSPORT: 141,
     DEBUGGING: 380,
     ARGUMENTS: 166,
@@ -43,7 +43,8 @@ BUDGETS = {
     "compat/": 250,
     # The calculator knows what is in flight between CPUs, and when a unit's activations are gone.
     TOOLS: 523,
-    EXPLAIN: 560,
+    # It says of a given model who sends between CPUs, and whether reductions overlap.
+    EXPLAIN: 572,
 }
 LONGEST_FILE = 300  # with prose
 LONGER = {
@@ -91,7 +92,7 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all that is imported for `fully_shard` itself, without what is attached to it.
-FULLY_SHARD = 2475
+FULLY_SHARD = 2478
 
 
 def imported_for(module: str) -> set[str]:

@@ -150,10 +150,7 @@ class Reducer:
         self._arriving: list[tuple[Layout, Gradient, torch.Tensor]] = []
 
     def reduce(self, name: str, layout: Layout, plan: ReducePlan, gradient: Gradient) -> None:
-        """Issues the reduction of a unit's unsharded gradient, then completes the one before it.
-
-        Every rank of the unit's mesh must call it, in the same order of units.
-        """
+        """Issues a unit's reduction, then completes the one before it. All ranks must call it, in the same order."""
         if plan.partial is not None:
             # Before the lane reads the gradient: after an error nothing would keep it alive.
             _check_partial(name, plan.partial[0], gradient.numbers)
@@ -172,6 +169,8 @@ class Reducer:
         self._in_flight = new
         self._complete(before)
         if not plan.overlaps:
+            del whole
+            self.make_room()
             self._in_flight = None
             self._complete(new)
 

@@ -23,7 +23,15 @@ from torch import nn
 from minifsdp.engine.messages import detail
 from minifsdp.tools.explain_advice import size_of, some
 from minifsdp.tools.explain_records import UnitSummary
-from minifsdp.tools.explain_units import buffer_bytes, is_sharded, left_out, prefetches, sends_by_itself, type_of
+from minifsdp.tools.explain_units import (
+    buffer_bytes,
+    is_sharded,
+    left_out,
+    overlaps,
+    prefetches,
+    sends_by_itself,
+    type_of,
+)
 from minifsdp.tools.job import Job
 
 # Names of strategies with one copy, and with several.
@@ -92,6 +100,7 @@ def job_for(
         offload=like.offloads,
         forward_prefetch=forward,
         backward_prefetch=backward,
+        overlaps=overlaps(model),
         by_messages=sends_by_itself(model),
         activations=activations,
     )

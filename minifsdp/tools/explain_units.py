@@ -69,8 +69,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 def left_out(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Parameters that belong to no unit, with their names."""
-    units = [wrapper._unit for wrapper in Wrapper.fsdp_modules(model)] + [state.unit for _, state in states_in(model)]
-    layouts = [unit.layout for unit in units if unit is not None]
+    layouts = [unit.layout for unit in _sharded(model)]
     # By the places, since what stands there changes; a flat parameter has a place that is no original's.
     places = {(slot.module, slot.name) for layout in layouts for owned in layout.parameters for slot in owned.slots}
     flat = {parameter for layout in layouts for parameter in layout.local_parameters()}
@@ -100,9 +99,19 @@ def prefetches(model: nn.Module) -> tuple[bool, bool]:
 
 def sends_by_itself(model: nn.Module) -> bool:
     """Whether pieces go from CPU to CPU as ``engine/gloo.py`` says; not of what is only planned."""
-    units = [wrapper._unit for wrapper in Wrapper.fsdp_modules(model)] + [state.unit for _, state in states_in(model)]
-    groups = [unit.plan.mesh.shard for unit in units if unit is not None and unit.layout.device.type == "cpu"]
+    groups = [unit.plan.mesh.shard for unit in _sharded(model) if unit.layout.device.type == "cpu"]
     return any(group is not None and group.transport is not None for group in groups)
+
+
+def overlaps(model: nn.Module) -> bool:
+    """Whether some reduction is under way while the next unit computes, which `set_reduction_overlap` can choose."""
+    return not is_sharded(model) or any(unit.plan.overlaps for unit in _sharded(model))
+
+
+def _sharded(model: nn.Module) -> list[Unit]:
+    """All units of a model, through either door."""
+    units = [wrapper._unit for wrapper in Wrapper.fsdp_modules(model)] + [state.unit for _, state in states_in(model)]
+    return [unit for unit in units if unit is not None]
 
 
 def buffer_bytes(model: nn.Module) -> int:

@@ -48,6 +48,7 @@ class Job:
         offload: shards, their gradients and the optimizer state live on the host.
         forward_prefetch: forward asks for the next unit, too.
         backward_prefetch: backward asks for the next unit before this one's gradients are computed.
+        overlaps: a gradient is reduced while that of the next unit is computed (`set_reduction_overlap`).
         micro_batches: backwards in a step.
         no_sync: only the last of them reduces.
         by_messages: between CPUs, with gloo: pieces of 256 KiB and more are sent one by one (``engine/gloo.py``), and
@@ -75,6 +76,7 @@ class Job:
     offload: bool = False
     forward_prefetch: bool = False
     backward_prefetch: bool = True
+    overlaps: bool = True
     micro_batches: int = 1
     no_sync: bool = False
     by_messages: bool = False

@@ -11,6 +11,9 @@ Worked example, the backward of four units of 4000 bytes on two ranks, without p
     1      4000       4000           4000 + 2000                    2000               16 000
     0      4000       4000           4000 + 2000                    4000               18 000
 
+Without overlap of reductions the fourth column is 0 and its pieces have come already: 14 000 at the most, in the last
+line.
+
 Of what is in flight a reduction is the most. NCCL needs its input and its output. Between CPUs, where minifsdp sends by
 itself, there is room for the pieces of the others as well, until they are added; the first of them comes to where the
 result will be. The same unit of 4000 bytes on four ranks, in which a piece has 1000::
@@ -19,7 +22,7 @@ result will be. The same unit of 4000 bytes on four ranks, in which a piece has 
 
 *In torch:* nothing of the kind; its ``_memory_viz`` draws what an allocator has done.
 
-Spec: COST-03, COST-07, COST-08, COST-19, COST-20.
+Spec: COST-03, COST-07, COST-08, COST-19 to COST-21.
 """
 
 from collections.abc import Sequence
@@ -52,7 +55,7 @@ def peak_of_backward(job: Job, number: int) -> float:
 def _moment(job: Job, units: Sequence[float], i: int, number: int) -> float:
     """Bytes, at most, while the gradient of unit ``i`` is computed and goes on its way."""
     gradients, last = job.gradients, _reduced_last(job, i)
-    here, after = gradients[i], sum(gradients[last : last + 1])
+    here, after = gradients[i], sum(gradients[last : last + 1]) if job.overlaps else 0.0
     beside = _gathered_elsewhere(job, units, i) + _gradients_elsewhere(job, i, number) + job.kept(i)
     gathered = 0.0 if job.is_borrowed else units[i]
     twice = gathered + 2 * here if job.puts_together(i) else 0.0
@@ -119,4 +122,4 @@ def _gradients_elsewhere(job: Job, i: int, number: int) -> float:
     if not job.reduces(number):
         return waiting + sum(units if number else units[i + 1 :])
     unreduced = sum(units[: i + 1]) if number else 0.0
-    return waiting + unreduced + job.settled(sum(units[_reduced_last(job, i) + 1 :]))
+    return waiting + unreduced + job.settled(sum(units[_reduced_last(job, i) + job.overlaps :]))

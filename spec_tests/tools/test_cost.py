@@ -254,9 +254,9 @@ def wrapped(job: Job) -> nn.Module:
     """A `Tower` as the job says."""
     model = Tower(num_units=len(job.units), has_root=bool(job.root)).to(device())
     if job.per_parameter:
-        return _in_place(model, job)
+        return _with_overlap(_in_place(model, job), job)
     low = {"param_dtype": job.compute, "reduce_dtype": job.reduce, "buffer_dtype": job.buffer}
-    return FullyShardedDataParallel(
+    wrapper = FullyShardedDataParallel(
         model,
         grid() if "HYBRID" in job.strategy else None,
         ShardingStrategy[job.strategy],
@@ -265,6 +265,13 @@ def wrapped(job: Job) -> nn.Module:
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE if job.backward_prefetch else None,
         forward_prefetch=job.forward_prefetch,
     )
+    return _with_overlap(wrapper, job)
+
+
+def _with_overlap(model: nn.Module, job: Job) -> nn.Module:
+    if not job.overlaps:
+        minifsdp.set_reduction_overlap(model, False)
+    return model
 
 
 def _in_place(model: Tower, job: Job) -> nn.Module:
@@ -383,6 +390,21 @@ def test_what_lies_in_memory_under_low_precision_is_what_was_priced(strategy: st
 def test_prefetching_costs_the_units_that_were_priced(options: dict[str, Any]) -> None:
     job = job_for("FULL_SHARD", **options)
     assert_as_priced(weighed(job), cost_of(job))
+
+
+@pytest.mark.spec("COST-21")
+@pytest.mark.parametrize("per_parameter", [False, True])
+@pytest.mark.parametrize("choice", [{}, {"backward_prefetch": False}, {"compute": LOW}, {"strategy": "SHARD_GRAD_OP"}])
+@ranks(2)
+def test_reductions_that_do_not_overlap_cost_what_was_priced(choice: dict[str, Any], per_parameter: bool) -> None:
+    choice = {"strategy": "FULL_SHARD", **choice}
+    if per_parameter:
+        choice.pop("backward_prefetch", None)
+    job = replace(job_for(**choice), overlaps=False, per_parameter=per_parameter)
+    assert_as_priced(weighed(job), cost_of(job))
+    saved = cost_of(replace(job, overlaps=True)).peak_backward - cost_of(job).peak_backward
+    # A flat gradient of several parameters is there twice when it is put together, which is as much.
+    assert saved > 0 if per_parameter else saved <= 0
 
 
 @pytest.mark.spec("COST-02", "COST-03")
