@@ -36,4 +36,9 @@ def table() -> str:
 
 
 def _cell(ratios: dict[str, Any] | None) -> str:
-    return "" if ratios is None else f"{ratios['wall']:.2f} ({ratios['cpu']:.2f})"
+    if ratios is None:
+        return ""
+    # A record from before intervals has none.
+    between = ratios.get("wall_interval")
+    within = f", {between[0]:.3f} to {between[1]:.3f}" if between else ""
+    return f"{ratios['wall']:.2f}{within} ({ratios['cpu']:.2f})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,25 @@ def test_the_table_is_made_from_what_the_command_writes(tmp_path: Path, monkeypa
     assert "| `meta` | 1.25 (1.50) | 1.25 (1.50) | 1.25 (1.50) | 1.25 (1.50) |" in lines
     assert "| with all off | 9 ms | 10,000 ms | 9 ms | 10,000 ms |" in lines
     assert lines[-1] == "* recorded today"
+
+
+@pytest.mark.spec("DEBUG-12")
+def test_the_interval_has_the_median_of_ratios_in_95_of_100_measurements() -> None:
+    chance = random.Random(0)
+    inside = 0
+    for _ in range(1000):
+        low, high = debug_cost.interval([chance.lognormvariate(0.0, 0.1) for _ in range(60)])
+        inside += low <= 1.0 <= high
+    assert 930 <= inside <= 985
+    assert debug_cost.interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    assert debug_cost.interval(range(300)) == (132, 167)
+
+
+@pytest.mark.spec("DEBUG-12")
+def test_where_a_record_has_intervals_they_are_shown() -> None:
+    assert (
+        debugcost._cell({"wall": 1.01, "wall_interval": [1.0041, 1.0159], "cpu": 1.0}) == "1.01, 1.004 to 1.016 (1.00)"
+    )
 
 
 @pytest.mark.spec("DEBUG-12")

@@ -107,6 +107,15 @@ def every_cell() -> Iterator[Cell]:
         yield Cell(*next(kinds), victim, FAULTS[number % len(FAULTS)], stage, "of rank 0")
 
 
+def in_turns() -> Iterator[Cell]:
+    """Half of those with torchrun's store: every fault at every stage of every kind of training, by a victim in turn."""
+    for cell in every_cell():
+        axes = ((DOORS, cell.door), (SHARDINGS, cell.sharding), (FAULTS, cell.fault), (STAGES, cell.stage))
+        number = sum([*names].index(name) for names, name in axes)
+        if cell.store == "of rank 0" or VICTIMS[number % 2] == cell.victim:
+            yield cell
+
+
 def run_all(cells: Iterable[Cell], at_once: int = 6, tell: Callable[[Outcome], object] | None = None) -> list[Outcome]:
     """Their outcomes, in order. Ranks that wait take no time of the processor, so some cells are run at once."""
     pool.start_early()

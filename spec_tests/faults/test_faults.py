@@ -21,6 +21,7 @@ from spec_tests.faults.cells import (
     Outcome,
     complaint_about_disk,
     every_cell,
+    in_turns,
     run_all,
     said_by,
     start_ranks,
@@ -284,12 +285,14 @@ def test_under_torchrun_a_job_goes_on_from_its_last_checkpoint() -> None:
 
 
 @pytest.mark.spec("LEDGER-09", "FAULT-01", "FAULT-02", "FAULT-03")
-def test_the_record_of_the_matrix_has_every_cell_and_each_is_good() -> None:
+def test_the_record_has_every_fault_at_every_stage_of_every_kind_of_training_and_each_is_good() -> None:
     rows = json.loads(matrix.RECORD.read_text())["rows"]
-    expected = matrix.rows_of(Outcome(cell, 0.0, "") for cell in every_cell())
-    assert {kind: {stage: [*row] for stage, row in of_kind.items()} for kind, of_kind in rows.items()} == {
-        kind: {stage: [*row] for stage, row in of_kind.items()} for kind, of_kind in expected.items()
-    }
+    there = {(kind, stage, fault) for kind in rows for stage in rows[kind] for fault in rows[kind][stage]}
+    expected = {(matrix.kind_of(cell), cell.stage, cell.fault) for cell in in_turns()}
+    assert expected - there == set()
+    # By the last rank and by rank 0; at every stage also with rank 0's store.
+    assert len({(stage, fault, kind.split(",")[0]) for kind, stage, fault in there}) == 2 * len(STAGES) * len(FAULTS)
+    assert len([kind for kind, _, _ in there if kind.endswith("the store on rank 0")]) == 2 * len(STAGES)
     seconds = [each for of_kind in rows.values() for row in of_kind.values() for each in row.values()]
     assert all(each is not None and 0 <= each < cells.LIMIT for each in seconds)
     # What is wrong is seen in it.
