@@ -30,16 +30,16 @@ TOOLS, EXPLAIN = "tools/", "tools/explain"
 # table of what public calls may be given.
 APART = (TRANSPORT, DEBUGGING, ARGUMENTS, TOOLS, "batches.py", "engine/ledger.py", "engine/comparison.py", "ledger/")
 BUDGETS = {
-    "house": 6209,
+    "house": 6214,
     "story": 2980,
     TRANSPORT: 122,
     DEBUGGING: 380,
     ARGUMENTS: 166,
     "batches.py": 100,
     "engine/ledger.py": 114,
-    "engine/comparison.py": 65,
-    "ledger/": 449,
-    "checkpoint/": 1431,
+    "engine/comparison.py": 72,
+    "ledger/": 458,
+    "checkpoint/": 1432,
     "compat/": 250,
     TOOLS: 514,
     EXPLAIN: 560,
@@ -90,7 +90,7 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all that is imported for `fully_shard` itself, without what is attached to it.
-FULLY_SHARD = 2474
+FULLY_SHARD = 2483
 
 
 def imported_for(module: str) -> set[str]:

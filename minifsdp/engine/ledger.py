@@ -57,8 +57,8 @@ parts: tuple[int, ...] = ()
 _NUM_RECENT, _BASE, _PRIME = 16, 1_000_003, 2**61 - 1
 _OLDEST = pow(_BASE, _NUM_RECENT, _PRIME)
 _MOST_KNOWN = 8192
-# How many outermost forwards have begun on this rank.
-iteration = 0
+# How many outermost forwards have begun on this rank, and how many steps optimizers have taken.
+iteration = num_steps = 0
 # The collective that this rank waits for right now; chain and epoch of the last one that was issued; an accelerator's
 # event behind what was put on a lane last.
 waiting: Collective | None = None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy, fully_shard
 from minifsdp.engine import collectives
+from minifsdp.ledger import process
 from spec_tests.harness import device, ranks
 from spec_tests.models.running import Wire
 
@@ -91,6 +95,58 @@ def test_another_order_in_the_third_iteration_is_noticed_on_every_rank(door: str
     # All ranks have begun anew, and may go on.
     model.zero_grad()
     step(model)
+
+
+SAVES: dict[str, Callable[[Any, Any], Any]] = {
+    "model": lambda model, _: model.state_dict(),
+    "optimizer": lambda _, optimizer: optimizer.state_dict(),
+    "end": lambda *_: process._at_the_end(),
+}
+
+
+@pytest.mark.spec("ORDER-12")
+@pytest.mark.accelerator
+@pytest.mark.parametrize("what", SAVES)
+@pytest.mark.parametrize("door", DOORS)
+@ranks(2)
+def test_what_the_last_iteration_has_found_is_said_before_anything_is_saved(door: str, what: str) -> None:
+    model = sharded(door)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model)
+    optimizer.step()
+    step(model, "ba" if dist.get_rank() else "ab")
+    optimizer.step()
+    said, status = io.StringIO(), []
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+        patch.setattr(process, "_watcher", None)
+        patch.setattr(process, "begin", lambda: None)
+        patch.setattr(os, "_exit", status.append)
+        try:
+            SAVES[what](model, optimizer)
+        except RuntimeError as error:
+            assert what != "end"
+            said.write(str(error))
+    assert status == ([1] if what == "end" else [])
+    assert "the ranks have not sent each other the same" in said.getvalue()
+    assert "one step was taken since" in said.getvalue()
+    # Once is enough.
+    SAVES["model"](model, optimizer)
+
+
+@pytest.mark.spec("ORDER-12")
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+@ranks(2)
+def test_the_message_counts_the_steps_that_were_taken_since(num_steps: int) -> None:
+    model = sharded("wrapper")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model)
+    with pytest.raises(RuntimeError) as caught:
+        step(model, "ba" if dist.get_rank() else "ab")
+        for _ in range(num_steps):
+            optimizer.step()
+        step(model)
+    words = ("no step was taken", "one step was taken since", "2 steps were taken since")
+    assert words[0 if device().type == "cpu" else num_steps] in str(caught.value)
 
 
 @pytest.mark.spec("ORDER-04")
