@@ -36,7 +36,7 @@ BUDGETS = {
     DEBUGGING: 380,
     ARGUMENTS: 166,
     "batches.py": 100,
-    "engine/ledger.py": 114,
+    "engine/ledger.py": 117,
     "engine/comparison.py": 72,
     "ledger/": 458,
     "checkpoint/": 1432,
@@ -90,7 +90,7 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all that is imported for `fully_shard` itself, without what is attached to it.
-FULLY_SHARD = 2483
+FULLY_SHARD = 2486
 
 
 def imported_for(module: str) -> set[str]:

@@ -40,6 +40,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -217,6 +218,10 @@ class Collective:
             raise failed(self, error) from error
         finally:
             waiting = None
+
+    def wait_for(self, complete: Callable[[], Any]) -> None:
+        """From now on `wait` calls ``complete``."""
+        self._work = SimpleNamespace(wait=complete)
 
 
 def about(name: str | None, numbers: Sequence[int] = ()) -> None:
