@@ -187,6 +187,31 @@ def test_gradients_of_experts_that_only_some_ranks_have_used_are_noticed() -> No
         assert f"rank {rank}: reduce-scatter of '', its parameters [{rank}] in backward" in text
 
 
+@pytest.mark.spec("ORDER-05", "ORDER-04")
+@ranks(4)
+def test_experts_that_only_one_of_four_ranks_has_used_are_noticed_by_all_replicas() -> None:
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    model: Any = fully_shard(Experts().to(device()), mesh=mesh)
+    x = torch.ones(2, WIDTH, device=device())
+    model(x, 0).sum().backward()
+    model.zero_grad()
+    which = int(dist.get_rank() == 3)
+    parts_in(model, lambda: model(x, which).sum().backward(), lambda: model(x, 0).sum().backward())
+
+
+@pytest.mark.spec("ORDER-08")
+@ranks(2)
+def test_in_one_flat_unit_each_experts_gradient_has_its_place_and_nothing_is_refused() -> None:
+    model = FSDP(Experts(), device_id=device(), use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model(torch.ones(2, WIDTH, device=device()), dist.get_rank()).sum().backward()
+    optimizer.step()
+    # Of two ranks one has used it, on two lines of ones.
+    for name, value in model.state_dict().items():
+        assert torch.allclose(value, before[name] - 1.0)
+
+
 @pytest.mark.spec("ORDER-08")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("door", DOORS)
