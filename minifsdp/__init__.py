@@ -20,6 +20,7 @@ from minifsdp.compat.composable import ComposableState
 from minifsdp.compat.flat_param import FlatParameter
 from minifsdp.debugging import switch as _debugging
 from minifsdp.debugging.switch import debug
+from minifsdp.engine import comparison as _comparison
 from minifsdp.engine import extension as _extension
 from minifsdp.engine import gloo as _gloo
 from minifsdp.engine import ledger as _ledger
@@ -69,6 +70,7 @@ _second_door.state_class = ComposableState
 _second_door.before_cut.append(warn_if_different)
 _mesh.transports.append(_gloo.transport_between)
 _misuse.watchers.append(_optimizer_watch.watch)
+_optimizer_watch.before_saving.append(_comparison.read_all)
 _mesh.watchers.append(_process.begin)
 _process.watch_the_end()
 _ledger.explainers.append(_process.explain)

@@ -128,7 +128,10 @@ class _Talk:
             if lane.stream is None:
                 return number, work.wait
             work.wait()
-            return number.to("cpu", non_blocking=True), lane.stream.record_event().synchronize
+            answer, event = number.to("cpu", non_blocking=True), lane.stream.record_event()
+            # From now on it is complete when the CPU has it: the watcher sees who waits for it.
+            work.wait_for(event.synchronize)
+            return answer, work.wait
 
     def least(self, asked: tuple[torch.Tensor, Any]) -> int:
         """The least that any rank has told."""

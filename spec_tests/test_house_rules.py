@@ -30,16 +30,16 @@ TOOLS, EXPLAIN = "tools/", "tools/explain"
 # table of what public calls may be given.
 APART = (TRANSPORT, DEBUGGING, ARGUMENTS, TOOLS, "batches.py", "engine/ledger.py", "engine/comparison.py", "ledger/")
 BUDGETS = {
-    "house": 6225,
+    "house": 6231,
     "story": 2984,
     TRANSPORT: 141,
     DEBUGGING: 380,
     ARGUMENTS: 166,
     "batches.py": 100,
-    "engine/ledger.py": 114,
-    "engine/comparison.py": 65,
-    "ledger/": 449,
-    "checkpoint/": 1431,
+    "engine/ledger.py": 117,
+    "engine/comparison.py": 72,
+    "ledger/": 458,
+    "checkpoint/": 1432,
     "compat/": 250,
     # The calculator knows what is in flight between CPUs, and when a unit's activations are gone.
     TOOLS: 523,
@@ -92,7 +92,7 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all that is imported for `fully_shard` itself, without what is attached to it.
-FULLY_SHARD = 2478
+FULLY_SHARD = 2489
 
 
 def imported_for(module: str) -> set[str]:

@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from minifsdp.engine import collectives, ledger
+from minifsdp.engine import collectives, comparison, ledger
 from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.messages import message, rank_of_this_process
 
@@ -137,7 +137,9 @@ def monitored_barrier(groups: Sequence[Group], call: str, *, raises_hand: bool =
 
     Raises:
         RuntimeError: some rank did not come within the group's time limit. The message names the call and the ranks.
+            Or the ranks have not sent the same before.
     """
+    comparison.read_all()
     return [group for group in groups if _wait_for_all(group, call, raises_hand)]
 
 

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minifsdp.checkpoint.agreement import some
+from minifsdp.engine import comparison
 from minifsdp.engine.messages import message
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp2.fsdp_state import states_in
@@ -44,6 +45,7 @@ class SavedState(FSDPModuleState):
                 module._register_load_state_dict_pre_hook(self._show_sharded)
 
     def _show_sharded(self, *_: Any) -> None:
+        comparison.read_all()
         self.reshard()
 
 

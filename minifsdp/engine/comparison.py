@@ -18,14 +18,15 @@ since the last comparison, and a hash of which, in which order::
    replicas, so a rank hears of it whose own two groups agree.
 4. *When*: on a CPU before backward returns, so that no optimizer steps. An accelerator computes later, and to wait for
    the answer would stop the CPU. There it is read when the next forward begins, if it has come, at the latest when the
-   next question is asked; by then a step was taken, and the error says so.
+   next question is asked; the error says how many steps were taken by then, mostly one. Who saves stops the CPU
+   anyway, so it is read before any state dict, and at the end of the program: nothing wrong is saved without a word.
 
 A rank that sends *less* than the others lets them wait, and the question with them. That is noticed by another thread
 (``minifsdp/ledger``).
 
 *In torch:* nothing.
 
-Spec: ORDER-01 to ORDER-09.
+Spec: ORDER-01 to ORDER-09, ORDER-12.
 """
 
 from __future__ import annotations
@@ -41,6 +42,19 @@ from minifsdp.engine.lanes import Lanes
 from minifsdp.engine.ledger import Collective
 from minifsdp.engine.messages import message
 from minifsdp.engine.unit import Unit
+
+# With an answer of an accelerator that is not read yet; of all trees, also of those that are gone.
+_unread: list[Comparison] = []
+
+
+def read_all(*_: Any) -> None:
+    """Called before anything is saved, and when the program ends: reads all answers that are still on their way.
+
+    Raises:
+        RuntimeError: in some tree the ranks have not sent the same.
+    """
+    while _unread:
+        _unread[0].read_now()
 
 
 class Comparison:
@@ -61,6 +75,8 @@ class Comparison:
         self._asked: list[Collective] = []
         self._answers = torch.empty(0)
         self._arrived: Any = None
+        # How many steps optimizers had taken when it was asked.
+        self._num_steps = 0
 
     def begin_backward(self) -> None:
         """A backward begins; what it sends is compared at its end."""
@@ -73,8 +89,9 @@ class Comparison:
         """
         if all(chain.number == before for chain, before in zip(self._groups, self._numbers, strict=True)):
             return
-        self._read(is_late=True)
+        self.read_now()
         ledger.about(None)
+        self._num_steps = ledger.num_steps
         with _disable_current_modes(), self._lanes.gather as lane:
             for chain, group in self._groups.items():
                 # Filled by kernels, one number after the other: a copy of all from the CPU would stop it.
@@ -91,7 +108,9 @@ class Comparison:
             if lane.stream is not None:
                 self._asked[-1].wait()
                 self._answers = self._answers.to("cpu", non_blocking=True)
-                self._arrived = lane.stream.record_event()
+                # For the watcher, too: who reads waits for it.
+                self._arrived = ledger.on_its_way = lane.stream.record_event()
+                _unread.append(self)
 
     def read(self) -> None:
         """Called at the end of a backward, when its last reduction was waited for. On an accelerator nothing happens.
@@ -100,7 +119,7 @@ class Comparison:
             RuntimeError: the ranks have not sent the same.
         """
         if self._arrived is None:
-            self._read(is_late=False)
+            self.read_now()
 
     def begin_forward(self) -> None:
         """An iteration begins; reads an answer of an accelerator, if it has come.
@@ -112,18 +131,25 @@ class Comparison:
         # An iteration that was broken off may have left something.
         ledger.about(None)
         if self._arrived is not None and self._arrived.query():
-            self._read(is_late=True)
+            self.read_now()
 
-    def _read(self, *, is_late: bool) -> None:
+    def read_now(self) -> None:
+        """Reads the answer, for which the CPU waits if it has not come.
+
+        Raises:
+            RuntimeError: the ranks have not sent the same.
+        """
         asked, self._asked = self._asked, []
         arrived, self._arrived = self._arrived, None
         if arrived is not None:
+            _unread.remove(self)
             arrived.synchronize()
         for question in asked[-1:]:
             question.wait()
         if asked and _differ(self._answers):
             report = "".join(ledger.explained(question.chain, question.epoch) for question in asked)
-            when = "one step was taken since" if is_late else "no step was taken"
+            number = ledger.num_steps - self._num_steps
+            when = ("no step was taken", "one step was taken since", f"{number} steps were taken since")[min(number, 2)]
             raise RuntimeError(message("order-differs", when=when, report=report))
 
 

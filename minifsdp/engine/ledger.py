@@ -40,6 +40,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -57,8 +58,8 @@ parts: tuple[int, ...] = ()
 _NUM_RECENT, _BASE, _PRIME = 16, 1_000_003, 2**61 - 1
 _OLDEST = pow(_BASE, _NUM_RECENT, _PRIME)
 _MOST_KNOWN = 8192
-# How many outermost forwards have begun on this rank.
-iteration = 0
+# How many outermost forwards have begun on this rank, and how many steps optimizers have taken.
+iteration = num_steps = 0
 # The collective that this rank waits for right now; chain and epoch of the last one that was issued; an accelerator's
 # event behind what was put on a lane last.
 waiting: Collective | None = None
@@ -217,6 +218,10 @@ class Collective:
             raise failed(self, error) from error
         finally:
             waiting = None
+
+    def wait_for(self, complete: Callable[[], Any]) -> None:
+        """From now on `wait` calls ``complete``."""
+        self._work = SimpleNamespace(wait=complete)
 
 
 def about(name: str | None, numbers: Sequence[int] = ()) -> None:

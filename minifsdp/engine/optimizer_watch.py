@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from minifsdp.engine import ledger
 from minifsdp.engine.layout import Layout
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.misuse import replaced
@@ -36,7 +37,8 @@ _unreduced: weakref.WeakSet[Layout] = weakref.WeakSet()
 # Whose full parameters are in the user's hands; a step would be lost, or go to what is about to be overwritten.
 summoned: weakref.WeakSet[Layout] = weakref.WeakSet()
 _checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-_num_steps = 0
+# Called before the state dict of an optimizer is taken; attached from outside, see ``minifsdp/__init__.py``.
+before_saving: list[Callable[..., None]] = []
 
 
 def watch(is_replaced: bool) -> None:
@@ -76,14 +78,15 @@ def check_reduced(what: str, layouts: Iterable[Layout]) -> None:
 
 def num_steps() -> int:
     """Optimizer steps so far, of any optimizer: a reason to gather again that is there on all ranks, or on none."""
-    return _num_steps
+    return ledger.num_steps
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    global _num_steps
-    _num_steps += 1
+    ledger.num_steps += 1
     if optimizer not in _checked:
         _checked.add(optimizer)
+        for look in before_saving:
+            optimizer.register_state_dict_pre_hook(look)
         _warn_if_stale(optimizer)
     _, *given = args
     closure = given[0] if given else kwargs.get("closure")

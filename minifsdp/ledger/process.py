@@ -31,7 +31,7 @@ from types import FrameType, TracebackType
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from minifsdp.engine import ledger
+from minifsdp.engine import comparison, ledger
 from minifsdp.engine.ledger import Chain
 from minifsdp.engine.messages import MORE, message
 from minifsdp.ledger.watcher import LIMIT, TICK, Watcher, close
@@ -103,9 +103,19 @@ def watch_the_end() -> None:
 def _at_the_end() -> None:
     with suppress(Exception):
         begin()
+    ended, is_wrong = "at the end of its program", False
+    try:
+        comparison.read_all()
+    except RuntimeError as error:
+        print(error, file=sys.stderr, flush=True)
+        ended, is_wrong = "by RuntimeError: the ranks have not sent each other the same", True
     if _watcher is not None:
-        _watcher.say_last_words("at the end of its program")
+        _watcher.say_last_words(ended)
         _watcher.let_others_read()
+    if is_wrong:
+        # Who looks at the status shall not take for right what the program has saved.
+        sys.stdout.flush()
+        os._exit(1)
 
 
 def _watch_signals() -> None:

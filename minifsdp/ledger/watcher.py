@@ -275,8 +275,9 @@ def _told(
     """What is known, in words; writes it to a file, too, and says where that is."""
     words = report.in_words(states, parted, why)
     folder = Path(os.environ.get("MINIFSDP_LEDGER_DIR", tempfile.gettempdir()))
-    run = os.environ.get("TORCHELASTIC_RUN_ID", os.getppid())
-    path = folder / f"minifsdp-ledger-{run}-rank{rank_of_this_process()}.json"
+    # Neither two jobs without an id nor two lives of one shall write to the same file.
+    run, life = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    path = folder / f"minifsdp-ledger-{run}-{life}-rank{rank_of_this_process()}-{os.getpid()}.json"
     try:
         path.write_text(json.dumps({"states": states, "lines": lists, "parted": parted}), encoding="utf-8")
     except OSError as error:

@@ -14,7 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import minifsdp
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardingStrategy, fully_shard
+from minifsdp import ShardingStrategy, batches, fully_shard
+from minifsdp.engine import ledger
+from minifsdp.engine.lanes import Lane
+from minifsdp.engine.mesh import Group
 from spec_tests.harness import device, ranks
 from spec_tests.models.values import assert_same, full_gradients
 
@@ -59,6 +62,22 @@ def test_the_next_batch_is_fetched_and_asked_for_before_the_one_in_hand_is_given
 
     for batch in minifsdp.while_all_have_data(loader()):
         assert fetched == [*range(min(batch + 2, 3))]
+
+
+@pytest.mark.spec("BATCH-03")
+@pytest.mark.accelerator
+@ranks(2)
+def test_the_watcher_sees_who_waits_for_an_accelerators_answer() -> None:
+    talk, seen = batches._Talk(Group.of(dist.group.WORLD)), []
+    # As where the group has no CPU.
+    talk._device, talk._lane = device(), Lane("batches", device())
+    event = type(talk._lane.stream.record_event())
+    with pytest.MonkeyPatch.context() as patch:
+        wait = event.synchronize
+        patch.setattr(event, "synchronize", lambda self: (seen.append(ledger.waiting), wait(self))[1])
+        assert talk.least(talk.ask(1)) == 1
+    assert [waiting.about for waiting in seen] == ["while_all_have_data"]
+    assert ledger.waiting is None
 
 
 @pytest.mark.spec("BATCH-04")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy, fully_shard
 from minifsdp.engine import collectives
+from minifsdp.ledger import process
 from spec_tests.harness import device, ranks
 from spec_tests.models.running import Wire
 
@@ -93,6 +97,58 @@ def test_another_order_in_the_third_iteration_is_noticed_on_every_rank(door: str
     step(model)
 
 
+SAVES: dict[str, Callable[[Any, Any], Any]] = {
+    "model": lambda model, _: model.state_dict(),
+    "optimizer": lambda _, optimizer: optimizer.state_dict(),
+    "end": lambda *_: process._at_the_end(),
+}
+
+
+@pytest.mark.spec("ORDER-12")
+@pytest.mark.accelerator
+@pytest.mark.parametrize("what", SAVES)
+@pytest.mark.parametrize("door", DOORS)
+@ranks(2)
+def test_what_the_last_iteration_has_found_is_said_before_anything_is_saved(door: str, what: str) -> None:
+    model = sharded(door)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model)
+    optimizer.step()
+    step(model, "ba" if dist.get_rank() else "ab")
+    optimizer.step()
+    said, status = io.StringIO(), []
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+        patch.setattr(process, "_watcher", None)
+        patch.setattr(process, "begin", lambda: None)
+        patch.setattr(os, "_exit", status.append)
+        try:
+            SAVES[what](model, optimizer)
+        except RuntimeError as error:
+            assert what != "end"
+            said.write(str(error))
+    assert status == ([1] if what == "end" else [])
+    assert "the ranks have not sent each other the same" in said.getvalue()
+    assert "one step was taken since" in said.getvalue()
+    # Once is enough.
+    SAVES["model"](model, optimizer)
+
+
+@pytest.mark.spec("ORDER-12")
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+@ranks(2)
+def test_the_message_counts_the_steps_that_were_taken_since(num_steps: int) -> None:
+    model = sharded("wrapper")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model)
+    with pytest.raises(RuntimeError) as caught:
+        step(model, "ba" if dist.get_rank() else "ab")
+        for _ in range(num_steps):
+            optimizer.step()
+        step(model)
+    words = ("no step was taken", "one step was taken since", "2 steps were taken since")
+    assert words[0 if device().type == "cpu" else num_steps] in str(caught.value)
+
+
 @pytest.mark.spec("ORDER-04")
 @pytest.mark.parametrize("door", DOORS)
 @ranks(4)
@@ -129,6 +185,31 @@ def test_gradients_of_experts_that_only_some_ranks_have_used_are_noticed() -> No
     text = parts_in(model, lambda: model(x, dist.get_rank()).sum().backward(), lambda: model(x, 0).sum().backward())
     for rank in range(2):
         assert f"rank {rank}: reduce-scatter of '', its parameters [{rank}] in backward" in text
+
+
+@pytest.mark.spec("ORDER-05", "ORDER-04")
+@ranks(4)
+def test_experts_that_only_one_of_four_ranks_has_used_are_noticed_by_all_replicas() -> None:
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    model: Any = fully_shard(Experts().to(device()), mesh=mesh)
+    x = torch.ones(2, WIDTH, device=device())
+    model(x, 0).sum().backward()
+    model.zero_grad()
+    which = int(dist.get_rank() == 3)
+    parts_in(model, lambda: model(x, which).sum().backward(), lambda: model(x, 0).sum().backward())
+
+
+@pytest.mark.spec("ORDER-08")
+@ranks(2)
+def test_in_one_flat_unit_each_experts_gradient_has_its_place_and_nothing_is_refused() -> None:
+    model = FSDP(Experts(), device_id=device(), use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model(torch.ones(2, WIDTH, device=device()), dist.get_rank()).sum().backward()
+    optimizer.step()
+    # Of two ranks one has used it, on two lines of ones.
+    for name, value in model.state_dict().items():
+        assert torch.allclose(value, before[name] - 1.0)
 
 
 @pytest.mark.spec("ORDER-08")

@@ -27,7 +27,7 @@ from minifsdp.engine.mesh import Group
 from minifsdp.ledger import process
 from minifsdp.ledger.board import Board
 from minifsdp.ledger.report import Entry, lines_of_this_rank, state_of_this_rank
-from minifsdp.ledger.watcher import LIMIT, PATIENCE, close
+from minifsdp.ledger.watcher import LIMIT, PATIENCE, _told, close
 from spec_tests.benchmarks.without_ledger import without_ledger
 from spec_tests.engine.small import draw, shard_each, train_once
 from spec_tests.harness import device, ranks
@@ -219,6 +219,22 @@ def test_chains_may_come_and_go_while_a_rank_tells_of_them(monkeypatch: pytest.M
     finally:
         sys.settrace(before)
     assert str((0,)) in said["chains"]
+
+
+@pytest.mark.spec("LEDGER-17")
+@pytest.mark.pure
+def test_jobs_and_lives_of_a_job_write_to_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINIFSDP_LEDGER_DIR", str(tmp_path))
+    lives: list[dict[str, str]] = [{}, {"RUN_ID": "a"}, {"RUN_ID": "a", "RESTART_COUNT": "1"}]
+    for pid in (10, 11):
+        monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+        for life in lives:
+            with monkeypatch.context() as patch:
+                for name, value in life.items():
+                    patch.setenv(f"TORCHELASTIC_{name}", value)
+                said = _told({}, {}, {})
+            assert Path(said.split()[-1]).parent == tmp_path
+    assert len({*tmp_path.iterdir()}) == 6
 
 
 @pytest.mark.spec("LEDGER-15")

@@ -256,6 +256,15 @@ MUTANTS = [
         "LEDGER-16",
     ),
     Mutant(
+        "saved-before-it-is-read",
+        "read_all",
+        "_unread[0].read_now()",
+        "_unread.pop()",
+        "What the last iteration has done wrong on an accelerator is saved without a word.",
+        "ORDER-12",
+        device="simulated",
+    ),
+    Mutant(
         "norm-of-this-rank",
         "_sum_over",
         "    collectives.call(dist.all_reduce, group, power)\n",
