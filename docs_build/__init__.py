@@ -16,6 +16,7 @@ here, while the site is built::
 
 The rooms, from the bottom up:
 
+``generator``    what is needed of the generator that builds the site, and nothing else imports that
 ``order``        the reading order of the package's modules
 ``notebook``     notes on the code, kept beside it in ``notes/``
 ``tracing``      which statements only record

@@ -5,10 +5,9 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from mkdocs.utils import get_relative_url
-
 from docs_build import mentions, results
 from docs_build.breaks import Break, breaks_of
+from docs_build.generator import relative
 from docs_build.markup import to_html
 from docs_build.order import ROOT
 from docs_build.source import Module, Row
@@ -26,7 +25,7 @@ def beside_row(module: Module, row: Row, start: str) -> str:
 
 
 def _learn(pages: list[tuple[str, str]], start: str) -> str:
-    links = [f'<a href="{get_relative_url(page, start)}">{escape(title)}</a>' for page, title in pages]
+    links = [f'<a href="{relative(page, start)}">{escape(title)}</a>' for page, title in pages]
     return f"Explained in Learn: {', '.join(links)}" if links else ""
 
 
@@ -60,7 +59,7 @@ def spec_link(row: str, start: str, *, says: bool = True) -> str:
     """To a row of the spec; if it ``says`` so, its statement shows when one points at it."""
     known = results.all_rows().get(row) if says else None
     title = f' title="{escape(known.statement)}"' if known else ""
-    return f'<a href="{get_relative_url("spec.html", start)}#{row}"{title}>{row}</a>'
+    return f'<a href="{relative("spec.html", start)}#{row}"{title}>{row}</a>'
 
 
 def around_module(module: Module, start: str) -> str:

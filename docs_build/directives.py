@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from html import escape
 
-from mkdocs.utils import get_relative_url
-
 from docs_build import (
     badges,
     evidence,
@@ -24,6 +22,7 @@ from docs_build import (
     values,
     wrong,
 )
+from docs_build.generator import relative
 from docs_build.markup import to_html
 from docs_build.order import ROOT
 
@@ -81,7 +80,7 @@ def _proof(rest: str, start: str) -> str:
 
 
 def _proof_row(row: results.SpecRow, start: str) -> str:
-    where = get_relative_url("spec.html", start) + f"#{row.id}"
+    where = relative("spec.html", start) + f"#{row.id}"
     statement = to_html(row.statement, is_markdown=True).removeprefix("<p>").removesuffix("</p>")
     tests = f"<small>{counted(len(row.tests), 'test')}</small>" if row.tests else ""
     return f'<tr><td><a href="{where}">{row.id}</a></td><td>{statement}</td><td>{badges.badges(row)} {tests}</td></tr>'

@@ -24,8 +24,7 @@ from pathlib import Path
 from textwrap import indent, wrap
 from typing import Any
 
-from mkdocs.utils.meta import get_data
-
+from docs_build.generator import front_matter
 from docs_build.order import ROOT
 from docs_build.results import machine
 
@@ -78,7 +77,7 @@ def failures() -> list[Failure]:
 
 
 def _read(page: Path) -> Failure:
-    text, head = get_data(page.read_text(encoding="utf-8"))
+    text, head = front_matter(page.read_text(encoding="utf-8"))
     title = text.strip().splitlines()[0].removeprefix("# ")
     return Failure(page.stem, title, head["symptom"], head["family"], tuple(head["rows"].split()))
 

@@ -23,9 +23,6 @@ from typing import Any
 # mkdocs loads this file by its path, so its folder's parent is not where Python looks.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mkdocs.structure.files import File, Files
-from mkdocs.structure.toc import get_toc
-from mkdocs.utils import get_relative_url
 
 from docs_build import (
     descriptions,
@@ -42,6 +39,7 @@ from docs_build import (
     searching,
     specpage,
 )
+from docs_build.generator import Files, contents, generated, relative
 from docs_build.order import all_modules, reading_order
 from docs_build.source import read_module
 
@@ -81,16 +79,16 @@ def on_files(files: Files, config: Any) -> Files:
     """2."""
     for name in all_modules():
         head = f"---\ntitle: {name}\nhide: [navigation, toc]\nminifsdp_module: {name}\n---\n# {name}\n"
-        files.append(File.generated(config, _source_uri(name), content=head))
-    files.append(File.generated(config, "read/index.md", content=pages.index_page()))
+        files.append(generated(config, _source_uri(name), content=head))
+    files.append(generated(config, "read/index.md", content=pages.index_page()))
     for lesson in lessons.LESSONS:
         head = f"---\ntitle: {json.dumps(lesson.title)}\nhide: [navigation, toc]\nminifsdp_lesson: {lesson.name}\n---\n"
         head += f"# {lesson.title}\n"
-        files.append(File.generated(config, _source_uri(lesson.name), content=head))
-    files.append(File.generated(config, "tutorials/index.md", content=lessonpage.index_page()))
+        files.append(generated(config, _source_uri(lesson.name), content=head))
+    files.append(generated(config, "tutorials/index.md", content=lessonpage.index_page()))
     for name, text in recordings.player_scripts().items():
-        files.append(File.generated(config, f"assets/runs/{name}", content=text))
-    files.append(File.generated(config, paste.KNOWN, content=paste.script()))
+        files.append(generated(config, f"assets/runs/{name}", content=text))
+    files.append(generated(config, paste.KNOWN, content=paste.script()))
     return files
 
 
@@ -124,11 +122,11 @@ def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:
     name = page.meta.get("minifsdp_module")
     if name:
         html = pages.module_page(name)
-        page.toc = get_toc(pages.toc_of(read_module(name)))
+        page.toc = contents(pages.toc_of(read_module(name)))
     lesson = page.meta.get("minifsdp_lesson")
     if lesson:
         html = lessonpage.lesson_page(lesson)
-        page.toc = get_toc(pages.toc_of(read_module(lesson)))
+        page.toc = contents(pages.toc_of(read_module(lesson)))
     html = directives.put_back(glossary.first_places(html))
     html = _NUMBERS.sub("<table data-numbers>", html)
     if page.file.src_uri != "spec.md":
@@ -141,7 +139,7 @@ def _scripts(html: str, start: str, known: dict[str, list[str]]) -> str:
     """The scripts of the elements that a page has; as if they stood at its end, after the theme's."""
     classes = {name for found in re.findall(r'\bclass="([^"]*)"', html) for name in found.split()}
     needed = [script for name, scripts in known.items() if name in classes for script in scripts]
-    return "".join(f'<script defer src="{get_relative_url(script, start)}"></script>' for script in needed)
+    return "".join(f'<script defer src="{relative(script, start)}"></script>' for script in needed)
 
 
 def _repository(address: str | None) -> str:
@@ -150,7 +148,7 @@ def _repository(address: str | None) -> str:
 
 
 def _spec_address(word: str, start: str) -> str | None:
-    return get_relative_url("spec.html", start) + f"#{word}" if word in results.all_rows() else None
+    return relative("spec.html", start) + f"#{word}" if word in results.all_rows() else None
 
 
 def _module_address(word: str, start: str) -> str | None:

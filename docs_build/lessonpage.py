@@ -6,9 +6,8 @@ import re
 from html import escape
 from pathlib import Path
 
-from mkdocs.utils import get_relative_url
-
 from docs_build import linkbytes
+from docs_build.generator import relative
 from docs_build.lessons import EVEN, LESSONS, Lesson, recorded, unevenness
 from docs_build.markup import to_html
 from docs_build.pages import page_of, side_by_side, way_through
@@ -24,7 +23,7 @@ def lesson_page(name: str) -> str:
         KeyError: it was never recorded.
     """
     number, lesson = next((at, one) for at, one in enumerate(LESSONS, 1) if one.name == name)
-    index = get_relative_url("tutorials/index.html", page_of(name))
+    index = relative("tutorials/index.html", page_of(name))
     middle = f'<a href="{index}">{number} of {len(LESSONS)} tutorials</a>'
     way = way_through({one.name: one.title for one in LESSONS}, name, middle)
     headline = f'{escape(lesson.title)} <code class="sbs-file">{Path(name).name}</code>'

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from functools import cache
 from html import escape
 
-from mkdocs.utils import get_relative_url
-
 from docs_build.asides import around_module, beside_row
 from docs_build.codeblock import code_block
+from docs_build.generator import relative
 from docs_build.markup import highlight_lines, to_html
 from docs_build.order import PACKAGE, reading_order
 from docs_build.source import Module, Row, read_module
@@ -25,7 +24,7 @@ def page_of(name: str) -> str:
 
 def address(start: str, name: str, anchor: str = "") -> str:
     """The way from the page ``start`` to a module's page."""
-    return get_relative_url(page_of(name), start) + (f"#{anchor}" if anchor else "")
+    return relative(page_of(name), start) + (f"#{anchor}" if anchor else "")
 
 
 def linker(module: Module, start: str) -> Callable[[str, str], str | None]:
@@ -100,7 +99,7 @@ def side_by_side(module: Module, headline: str, way: str, between: str = "") -> 
     parts = [
         # The room for two columns. `:has` in the style sheet would do it, too, but makes large pages slow to load.
         "<style>.md-grid{max-width:88rem}.md-content{max-width:none}.md-content__inner{margin:0 1rem}</style>",
-        f'<link rel="stylesheet" href="{get_relative_url("assets/css/read.css", start)}">',
+        f'<link rel="stylesheet" href="{relative("assets/css/read.css", start)}">',
         '<div class="sbs-page">',
         way,
         f'<header class="sbs-head"><h1 id="top">{headline}</h1>',
@@ -114,7 +113,7 @@ def side_by_side(module: Module, headline: str, way: str, between: str = "") -> 
         "</div>",
         way,
         "</div>",
-        f'<script src="{get_relative_url("assets/js/read.js", start)}" defer></script>',
+        f'<script src="{relative("assets/js/read.js", start)}" defer></script>',
     ]
     return "\n".join(parts)
 
@@ -122,7 +121,7 @@ def side_by_side(module: Module, headline: str, way: str, between: str = "") -> 
 def _way(name: str, start: str) -> str:
     order, place = _steps()
     number, section = place[name]
-    index = get_relative_url("read/index.html", start)
+    index = relative("read/index.html", start)
     plain = section.replace("`", "")
     middle = f'<a href="{index}">{number} of {len(order)} in reading order</a><br><small>{plain}</small>'
     return way_through({one: one for one in order}, name, middle)

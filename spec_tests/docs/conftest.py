@@ -11,7 +11,7 @@ import http.server
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -33,15 +33,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         leave_out(config, items, "docs tests not run (no -m docs)", lambda item: item.get_closest_marker("docs"))
 
 
-@pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site; a build with a warning fails here."""
-    folder = tmp_path_factory.mktemp("docs") / "site"
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
-    done = offline.run(command, ROOT, environment)
+def build(folder: Path, environment: Mapping[str, str], *before: str) -> Path:
+    """The site; a build with a warning fails here. ``before`` are words of the command before Python's."""
+    told = {**environment, "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true", "OMP_NUM_THREADS": "1"}
+    command = [*before, sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
+    done = offline.run(command, ROOT, told)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site."""
+    return build(tmp_path_factory.mktemp("docs") / "site", os.environ)
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):

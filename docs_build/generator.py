@@ -1,0 +1,38 @@
+"""All that this folder needs of the generator that builds the site, today mkdocs; no other module here imports it.
+
+The theme, Material for MkDocs, is kept until May 2027. Its authors go on with Zensical, which reads the same pages and
+most of the same settings (``docs/design.md``, "The site's generator"). What a move has to replace in Python is this
+module and ``hook.py``, whose functions mkdocs calls by their names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.toc import get_toc
+from mkdocs.utils import get_relative_url
+from mkdocs.utils.meta import get_data
+
+__all__ = ["Files", "contents", "front_matter", "generated", "relative"]
+
+
+def relative(target: str, start: str) -> str:
+    """The relative address of a page or file, as a link on the page ``start``."""
+    return str(get_relative_url(target, start))
+
+
+def front_matter(text: str) -> tuple[str, dict[str, Any]]:
+    """A page without its head, and what stands in the head."""
+    body, facts = get_data(text)
+    return str(body), dict(facts)
+
+
+def generated(config: Any, place: str, content: str) -> Any:
+    """A file of the site that lies in no folder."""
+    return File.generated(config, place, content=content)
+
+
+def contents(headings: list[Any]) -> Any:
+    """A page's table of contents from nested headings."""
+    return get_toc(headings)
