@@ -30,7 +30,7 @@ The rooms, from the bottom up:
 ``fragments``    one function, found by its name
 ``models``       the small models of the recorded runs
 ``record``       runs them on two and on four ranks, and writes what happened
-``watching``     what of it is noted for the step player
+``watching``     what of it is noted for the step player; ``torchside``, the same of torch's own FSDP
 ``recordings``   reads what was recorded, and ``arrivals`` when its data came
 ``pictures``     timelines
 ``results``      the rows of the spec and the last results of their tests

@@ -21,7 +21,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -31,15 +31,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from docs_build import arrivals, recordings
+import minifsdp
+from docs_build import arrivals, recordings, torchside
 from docs_build.models import Block, Net, Stage, batch
 from docs_build.results import machine
-from docs_build.watching import Watcher, pieces, size
-from minifsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard, trace
+from docs_build.watching import Watched, WatchedUnit, Watcher
+from minifsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, trace
 from minifsdp.fsdp2.fsdp_state import states_in
 from minifsdp.wrap import ModuleWrapPolicy
 
@@ -70,7 +72,7 @@ class Run:
     """One training to record.
 
     Attributes:
-        door: ``"fsdp1"`` or ``"fsdp2"``.
+        door: ``"fsdp1"`` or ``"fsdp2"``; ``"torch1"`` or ``"torch2"`` for the same of torch.
         strategy: a key of `STRATEGIES`; ``"keep2"`` is ``reshard_after_forward=2`` of ``fully_shard``.
         prefetch: a key of `PREFETCH`; ``"ahead"`` is an explicit list of two units of ``fully_shard``.
         wrap: a key of `WRAPS`, what becomes a unit.
@@ -88,6 +90,11 @@ class Run:
     width: int = 64
     rows: int = 32
     extra: str = ""
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether it is torch's own FSDP."""
+        return self.door.startswith("torch")
 
     @property
     def key(self) -> str:
@@ -115,6 +122,10 @@ def _player_runs(ranks: int) -> Iterator[Run]:
     for strategy, prefetch, wrap in itertools.product(["full", "zero2", *fewer], ["pre", "ahead"], WRAPS):
         if prefetch == "pre" or wrap == "block":
             yield Run("fsdp2", strategy, prefetch, wrap, ranks)
+    if ranks == 2:
+        # To stand beside the same of this package.
+        for door, strategy in itertools.product(["torch1", "torch2"], ["full", "zero2"]):
+            yield Run(door, strategy, "pre", "block", ranks)
 
 
 def _picture_runs(ranks: int) -> Iterator[Run]:
@@ -138,7 +149,7 @@ def build(run: Run) -> nn.Module:
     """The sharded model of a run."""
     torch.manual_seed(0)
     model = Net(run.width)
-    return _first_door(run, model) if run.door == "fsdp1" else _second_door(run, model)
+    return _first_door(run, model) if run.door.endswith("1") else _second_door(run, model)
 
 
 @cache
@@ -156,6 +167,13 @@ def _hybrid_mesh(run: Run) -> Any:
 def _first_door(run: Run, model: Net) -> nn.Module:
     wrapped = WRAPS[run.wrap]
     narrow = torch.bfloat16
+    if run.is_torch:
+        return torch_fsdp.FullyShardedDataParallel(
+            model,
+            sharding_strategy=torch_fsdp.ShardingStrategy[STRATEGIES[run.strategy].name],
+            auto_wrap_policy=torch_fsdp.wrap.ModuleWrapPolicy({wrapped}) if wrapped else None,
+            device_id=torch.device("cpu"),
+        )
     return FullyShardedDataParallel(
         model,
         device_mesh=_hybrid_mesh(run),
@@ -177,6 +195,7 @@ def _second_door(run: Run, model: Net) -> nn.Module:
         reshard = 2
     wrapped = WRAPS[run.wrap]
     inner: list[Any] = [m for m in model.modules() if wrapped and isinstance(m, wrapped)]
+    fully_shard: Any = torch_fsdp.fully_shard if run.is_torch else minifsdp.fully_shard
     for module in inner:
         fully_shard(module, mesh=mesh, reshard_after_forward=True if reshard is None else reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
@@ -185,6 +204,11 @@ def _second_door(run: Run, model: Net) -> nn.Module:
             module.set_modules_to_forward_prefetch(inner[place + 1 : place + 3])
             module.set_modules_to_backward_prefetch(inner[max(place - 2, 0) : place][::-1])
     return model
+
+
+def watched_units(run: Run, model: nn.Module) -> Sequence[Watched]:
+    """The units of a sharded model as they are watched, the root's first."""
+    return torchside.units_of(model) if run.is_torch else [WatchedUnit(unit) for unit in units_of(model)]
 
 
 def units_of(model: nn.Module) -> list[Any]:
@@ -229,25 +253,24 @@ def perform(run: Run) -> dict[str, Any] | None:
     if dist.get_rank() != 0:
         return None
     layouts = [
-        {"name": unit.name, "bytes": unit.layout.num_bytes, "shard": sum(map(size, unit.layout.local_parameters()))}
-        for unit in units_of(model)
+        {"name": unit.name, "bytes": unit.num_bytes, "shard": unit.shard_bytes()} for unit in watched_units(run, model)
     ]
     return {"run": asdict(run), "key": run.key, "units": layouts, "ranks": everybody}
 
 
 def _watched(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """For the player: one step, with all that can be seen; of a few the quickest, as the others show waiting most."""
-    units = units_of(model)
+    units = watched_units(run, model)
     best: tuple[float, dict[str, Any]] | None = None
     for step in range(2, 2 + WATCHED_STEPS):
         watcher = Watcher(units, optimizer)
-        with watcher.watching():
+        with torchside.watching(watcher) if run.is_torch else watcher.watching():
             origin = _recorded(watcher, lambda step=step, watcher=watcher: _step(run, model, optimizer, step, watcher))
         took = _longest(time.perf_counter() - origin)
         if best is None or took < best[0]:
             best = took, _as_data(watcher, origin)
     assert best is not None
-    return {**best[1], "pieces": [pieces(unit) for unit in units]}
+    return {**best[1], "pieces": [unit.pieces() for unit in units]}
 
 
 def _longest(seconds: float) -> float:

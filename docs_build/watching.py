@@ -17,8 +17,8 @@ import linecache
 import sys
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -29,57 +29,98 @@ from docs_build.source import read_module
 from minifsdp import trace
 from minifsdp.engine.cut import Cut
 
-__all__ = ["Watcher", "pieces", "size"]
+__all__ = ["Watched", "WatchedUnit", "Watcher", "as_parts", "size"]
 
 HOME = PACKAGE.as_posix() + "/"
 
 
-class Watcher(trace.Recorder):
-    """A recorder that also notes every moment."""
+class Watched:
+    """A unit of either library, as it is watched.
 
-    def __init__(self, units: list[Any], optimizer: torch.optim.Optimizer) -> None:
+    Attributes:
+        name, num_bytes: of the unit; the bytes of its unsharded parameters.
+    """
+
+    name: str
+    num_bytes: int
+
+    def __init__(self) -> None:
+        self._seen: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+
+    def held(self) -> tuple[str, str, int, int]:
+        """State, phase, bytes of reduced and of whole gradients."""
+        raise NotImplementedError
+
+    def local_parameters(self) -> list[Any]:
+        """What the optimizer owns of it."""
+        raise NotImplementedError
+
+    def leaves(self) -> list[torch.Tensor]:
+        """Where autograd leaves its gradients."""
+        raise NotImplementedError
+
+    def reduced(self) -> list[Any]:
+        """The gradients that the optimizer will see."""
+        return [p.grad for p in self.local_parameters() if p.grad is not None]
+
+    def shard_bytes(self) -> int:
+        """What this rank stores of it."""
+        return sum(map(size, self.local_parameters()))
+
+    def see(self, tensors: list[torch.Tensor]) -> None:
+        """Counts these as whole gradients as long as they live."""
+        self._seen.update({id(tensor): tensor for tensor in tensors})
+
+    def whole_bytes(self) -> int:
+        """Of all whole gradients that are alive, each memory once; without what is the optimizer's already."""
+        self.see([leaf.grad for leaf in self.leaves() if leaf.grad is not None])
+        reduced = {_memory(gradient) for gradient in self.reduced()}
+        memories = {_memory(tensor): tensor for tensor in self._seen.values()}
+        return sum(size(tensor) for memory, tensor in memories.items() if memory not in reduced)
+
+    def pieces(self) -> list[tuple[float, float]]:
+        """What this rank stores: from where to where, as parts of the unit's parameters laid end to end."""
+        found, whole = [], 0
+        for parameter in self.local_parameters():
+            assert isinstance(parameter, DTensor)
+            mesh = parameter.device_mesh
+            cut, place = Cut(parameter.shape, 0, mesh.size(-1)), mesh.get_local_rank(mesh.ndim - 1)
+            row = parameter.numel() // max(parameter.shape[0], 1)
+            found.append((whole + cut.start(place) * row, whole + cut.start(place + 1) * row))
+            whole += parameter.numel()
+        return as_parts(found, whole)
+
+
+class WatchedUnit(Watched):
+    """A unit of this package."""
+
+    def __init__(self, unit: Any) -> None:
         super().__init__()
-        self.units, self.optimizer = units, optimizer
-        self.gradients = [WholeGradients(unit.layout) for unit in units]
-        self.moments: list[tuple[Any, ...]] = []
+        self.unit, self.layout, self.name, self.num_bytes = unit, unit.layout, unit.name, unit.layout.num_bytes
+
+    def held(self) -> tuple[str, str, int, int]:
+        """State, phase, bytes of reduced and of whole gradients."""
+        return self.unit.state.name[0], self.unit.phase.name, sum(map(size, self.reduced())), self.whole_bytes()
+
+    def local_parameters(self) -> list[Any]:
+        """What the optimizer owns of it."""
+        return list(self.layout.local_parameters())
+
+    def leaves(self) -> list[torch.Tensor]:
+        """The leaf of the flat layout, or those of each parameter."""
+        return getattr(self.layout, "_leaves", None) or [self.layout._now.leaf]
+
+    def pieces(self) -> list[tuple[float, float]]:
+        """Of a flat layout one piece of the row."""
+        partition = getattr(self.layout, "partition", None)
+        if partition is None:
+            return super().pieces()
+        piece = partition.piece(self.layout.mesh.shard_index)
+        return as_parts([(piece.start, min(piece.stop, partition.numel))], partition.numel)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Follows gradients meanwhile."""
-        for one in self.gradients:
-            one.follow()
-        yield
-        for one in self.gradients:
-            one.leave()
-
-    def begin(self, kind: str, unit: str, **facts: Any) -> trace.Event:
-        """An event begins, and that is a moment."""
-        event = super().begin(kind, unit, **facts)
-        self.note(kind, unit, True, event.num_bytes, event.ranks)
-        return event
-
-    def finish(self, event: trace.Event | None) -> None:
-        """It ends, another moment."""
-        super().finish(event)
-        if event is not None:
-            self.note(event.kind, event.unit, False, event.num_bytes, event.ranks)
-
-    def note(self, kind: str, unit: str, begins: bool, num_bytes: int = 0, ranks: tuple[int, ...] = ()) -> None:
-        """One moment."""
-        held = [_held(one, whole) for one, whole in zip(self.units, self.gradients, strict=True)]
-        moments = sum(size(v) for s in self.optimizer.state.values() for v in s.values() if size(v) > 8)
-        self.moments.append((kind, unit, begins, time.perf_counter(), num_bytes, ranks, _stack(), held, moments))
-
-
-class WholeGradients:
-    """The unsharded gradients of one unit that are in memory."""
-
-    def __init__(self, layout: Any) -> None:
-        self.layout = layout
-        self.seen: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-
-    def follow(self) -> None:
-        """Looks at what is taken from autograd and what is packed."""
+    def followed(self) -> Iterator[None]:
+        """Sees what is taken from autograd and what is packed."""
         layout = self.layout
         take, pack, keep = layout.take_gradient, layout.pack, layout.keep_unreduced
 
@@ -98,32 +139,55 @@ class WholeGradients:
             keep(gradient)
 
         layout.take_gradient, layout.pack, layout.keep_unreduced = take_gradient, packed, keep_unreduced
-
-    def leave(self) -> None:
-        """The layout's own methods again."""
+        yield
         for name in ("take_gradient", "pack", "keep_unreduced"):
-            delattr(self.layout, name)
+            delattr(layout, name)
 
-    def see(self, tensors: list[torch.Tensor]) -> None:
-        """Counts these as long as they live."""
-        self.seen.update({id(tensor): tensor for tensor in tensors})
 
-    def num_bytes(self) -> int:
-        """Of all that are alive, each memory once; without what is the optimizer's already."""
-        leaves = getattr(self.layout, "_leaves", None) or [self.layout._now.leaf]
-        alive = [*self.seen.values(), *[leaf.grad for leaf in leaves if leaf.grad is not None]]
-        reduced = {_memory(p.grad) for p in self.layout.local_parameters() if p.grad is not None}
-        memories = {_memory(tensor): tensor for tensor in alive}
-        return sum(size(tensor) for memory, tensor in memories.items() if memory not in reduced)
+class Watcher(trace.Recorder):
+    """A recorder that also notes every moment.
+
+    Attributes:
+        reducing: of torch's units the one whose gradient is reduced next.
+    """
+
+    reducing: Any = None
+
+    def __init__(self, units: Sequence[Watched], optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self.units, self.optimizer = units, optimizer
+        self.moments: list[tuple[Any, ...]] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follows gradients meanwhile."""
+        with ExitStack() as stack:
+            for unit in self.units:
+                if isinstance(unit, WatchedUnit):
+                    stack.enter_context(unit.followed())
+            yield
+
+    def begin(self, kind: str, unit: str, **facts: Any) -> trace.Event:
+        """An event begins, and that is a moment."""
+        event = super().begin(kind, unit, **facts)
+        self.note(kind, unit, True, event.num_bytes, event.ranks)
+        return event
+
+    def finish(self, event: trace.Event | None) -> None:
+        """It ends, another moment."""
+        super().finish(event)
+        if event is not None:
+            self.note(event.kind, event.unit, False, event.num_bytes, event.ranks)
+
+    def note(self, kind: str, unit: str, begins: bool, num_bytes: int = 0, ranks: tuple[int, ...] = ()) -> None:
+        """One moment."""
+        held = [one.held() for one in self.units]
+        moments = sum(size(v) for s in self.optimizer.state.values() for v in s.values() if size(v) > 8)
+        self.moments.append((kind, unit, begins, time.perf_counter(), num_bytes, ranks, _stack(), held, moments))
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
-
-
-def _held(unit: Any, whole: WholeGradients) -> tuple[str, str, int, int]:
-    reduced = sum(size(p.grad) for p in unit.layout.local_parameters() if p.grad is not None)
-    return unit.state.name[0], unit.phase.name, reduced, whole.num_bytes()
+    return int(getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr())
 
 
 def size(value: Any) -> int:
@@ -134,22 +198,8 @@ def size(value: Any) -> int:
     return int(local.numel() * local.element_size())
 
 
-def pieces(unit: Any) -> list[tuple[float, float]]:
-    """Which parts of a unit this rank stores: from where to where, as parts of its parameters laid end to end."""
-    partition = getattr(unit.layout, "partition", None)
-    if partition is not None:
-        piece = partition.piece(unit.layout.mesh.shard_index)
-        found = [(min(piece.start, partition.numel), min(piece.stop, partition.numel))]
-        whole = partition.numel
-    else:
-        found, whole = [], 0
-        for parameter in unit.layout.local_parameters():
-            assert isinstance(parameter, DTensor)
-            mesh = parameter.device_mesh
-            cut, place = Cut(parameter.shape, 0, mesh.size(-1)), mesh.get_local_rank(mesh.ndim - 1)
-            row = parameter.numel() // max(parameter.shape[0], 1)
-            found.append((whole + cut.start(place) * row, whole + cut.start(place + 1) * row))
-            whole += parameter.numel()
+def as_parts(found: list[tuple[int, int]], whole: int) -> list[tuple[float, float]]:
+    """Places of elements as parts of all elements; none for an empty piece."""
     return [(round(start / whole, 5), round(stop / whole, 5)) for start, stop in found if stop > start]
 
 

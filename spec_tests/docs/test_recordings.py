@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,33 @@ def test_the_engine_does_what_was_recorded(door: str) -> None:
         ], "the engine has changed: python -m docs_build.record --player"
 
 
+@pytest.mark.parametrize("door", ["torch1", "torch2"])
+@ranks(2)
+def test_torch_does_what_was_recorded(door: str) -> None:
+    run = record.Run(door, "full", "pre", "block", 2)
+    found = record.perform(run)
+    if found is None:
+        assert dist.get_rank() == 1
+        return
+    for mine, of_record in zip(found["ranks"], recordings.find(run.key)["ranks"], strict=True):
+        assert [moment[:3] for moment in map(list, mine["moments"])] == [m[:3] for m in of_record["moments"]]
+        assert mine["pieces"] == [[tuple(piece) for piece in unit] for unit in of_record["pieces"]]
+
+
+@pytest.mark.parametrize("strategy", ["full", "zero2"])
+@pytest.mark.parametrize("generation", "12")
+def test_torchs_run_has_the_same_events_as_the_one_beside_it(generation: str, strategy: str) -> None:
+    runs = [recordings.find(f"{door}{generation}-{strategy}-pre-block-2") for door in ("fsdp", "torch")]
+    assert runs[0]["units"] == runs[1]["units"]
+    for ours, torchs in zip(*(run["ranks"] for run in runs), strict=True):
+        assert ours["pieces"] == torchs["pieces"]
+        counted = [Counter((m[0], m[1], m[2], m[4]) for m in rank["moments"]) for rank in (ours, torchs)]
+        assert counted[0] == counted[1]
+        # At the end of both the optimizer sees the same gradients, and nothing else is left.
+        left = [[held[2:] for held in rank["moments"][-1][7]] for rank in (ours, torchs)]
+        assert left[0] == left[1]
+
+
 def test_rows_of_recorded_functions_are_there() -> None:
     for run in recordings.load()["runs"].values():
         frames = {tuple(frame) for rank in run["ranks"] for moment in rank["moments"] for frame in moment[6]}
@@ -92,17 +120,17 @@ def test_what_is_shown_to_run_is_what_begins_or_what_has_ended() -> None:
 def test_a_whole_gradient_is_counted_while_its_memory_is_held() -> None:
     model = fully_shard(torch.nn.Linear(8, 8, bias=False))
     unit = record.units_of(model)[0]
-    whole = watching.WholeGradients(unit.layout)
+    whole = watching.WatchedUnit(unit)
     model(torch.ones(2, 8)).sum()
-    assert whole.num_bytes() == 0
+    assert whole.whole_bytes() == 0
     gradient = torch.ones(8, 8)
     packed = gradient.view(64)
     whole.see([gradient, packed])
     # One memory, seen twice.
-    assert whole.num_bytes() == 256
+    assert whole.whole_bytes() == 256
     del gradient, packed
-    assert whole.num_bytes() == 0
-    assert watching.pieces(unit) == [[(0.0, 0.5)], [(0.5, 1.0)]][dist.get_rank()]
+    assert whole.whole_bytes() == 0
+    assert whole.pieces() == [[(0.0, 0.5)], [(0.5, 1.0)]][dist.get_rank()]
 
 
 @pytest.mark.needs("mkdocs")

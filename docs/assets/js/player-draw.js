@@ -20,7 +20,8 @@
 
   /* Patterns, once for the whole page: what is reduced differs from what is gathered without its colour, too. */
   function patterns() {
-    const tile = (id, size, ...lines) => shape("pattern", { id, width: size, height: size, patternUnits: "userSpaceOnUse" }, shape("rect", { width: size, height: size, class: "tile-ground" }), ...lines);
+    const tile = (id, size, ...lines) => shape("pattern", { id, width: size, height: size, patternUnits: "userSpaceOnUse" },
+      shape("rect", { width: size, height: size, class: "tile-ground" }), ...lines);
     const line = (d) => shape("path", { d, class: "tile-line" });
     return shape("svg", { class: "player-patterns", "aria-hidden": "true" }, shape("defs", {},
       tile("player-RS", 6, line("M-1,7 L7,-1 M-1,1 L1,-1 M5,7 L7,5")),
@@ -44,7 +45,8 @@
       left = narrow ? 52 : 104;
       x = (ms) => left + ((width - left - 8) * ms) / span;
       const block = 3 * ROW + MEMORY + GAP, height = run.ranks.length * block + AXIS;
-      const svg = shape("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${run.title}: lanes and memory of ${run.ranks.length} ranks over ${span.toFixed(1)} ms` });
+      const says = `${run.title}: lanes and memory of ${run.ranks.length} ranks over ${span.toFixed(1)} ms`;
+      const svg = shape("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": says });
       axis(svg, height - AXIS, width, narrow);
       run.ranks.forEach((_, rank) => rankLanes(svg, rank, rank * block + 4, narrow));
       cursor = svg.appendChild(shape("rect", { class: "cursor", x: left, y: 0, width: 2, height: height - AXIS }));
@@ -60,17 +62,21 @@
       const step = tick(span, narrow ? 4 : 9);
       for (let n = 0; n * step <= span; n++) {
         svg.append(shape("path", { class: "tick", d: `M${x(n * step)},0 V${y + 4}` }));
-        svg.append(shape("text", { class: "tick-name", x: x(n * step), y: y + 15, "text-anchor": n ? "middle" : "start" }, +(n * step).toFixed(3) + (n ? "" : " ms")));
+        const facts = { class: "tick-name", x: x(n * step), y: y + 15, "text-anchor": n ? "middle" : "start" };
+        svg.append(shape("text", facts, +(n * step).toFixed(3) + (n ? "" : " ms")));
       }
     }
     function rankLanes(svg, rank, top, narrow) {
       const label = (text, y, kind = "lane-name") => svg.append(shape("text", { class: kind, x: left - 6, y, "text-anchor": "end" }, text));
       if (!narrow) svg.append(shape("text", { class: "rank-name", x: 4, y: top + 10 }, rankName(run, rank)));
-      (narrow ? ["r" + rankName(run, rank).slice(5) + " F B", "AG", "RS"] : ["compute", "gather", "reduce"]).forEach((name, lane) => label(name, top + lane * ROW + 10));
+      const names = narrow ? ["r" + rankName(run, rank).slice(5) + " F B", "AG", "RS"] : ["compute", "gather", "reduce"];
+      names.forEach((name, lane) => label(name, top + lane * ROW + 10));
       player.spans(run, rank).forEach(({ spans, rows }, lane) => spans.forEach((one) => {
         const high = (ROW - 1.5) / rows;
-        svg.append(shape("rect", { class: "span span-" + one.kind, x: x(one.from), y: top + lane * ROW + one.row * high, width: Math.max(x(one.to) - x(one.from), 1.5), height: high },
-          shape("title", {}, `${one.kind} ${nameOf(run, one.unit)}`)));
+        const place = { x: x(one.from), y: top + lane * ROW + one.row * high };
+        const size = { width: Math.max(x(one.to) - x(one.from), 1.5), height: high };
+        const title = shape("title", {}, `${one.kind} ${nameOf(run, one.unit)}`);
+        svg.append(shape("rect", { class: "span span-" + one.kind, ...place, ...size }, title));
       }));
       run.ranks[rank].forEach((m) => {
         if (m.kind === "FREE" || m.kind === "H2D" || m.kind === "D2H" || m.kind === "BCAST") {
@@ -121,7 +127,8 @@
   }
 
   function legend(runs) {
-    const kinds = Object.keys(MEANING).filter((kind) => runs.some((run) => run.ranks.some((moments) => moments.some((m) => m.kind === kind))));
+    const moments = runs.flatMap((run) => run.ranks.flat());
+    const kinds = Object.keys(MEANING).filter((kind) => moments.some((m) => m.kind === kind));
     const parts = PARTS.filter((part) => runs.some((run) => run.knows.held || part === "gathered"));
     const entry = (swatch, text) => make("span", {}, make("i", { class: swatch }), text);
     const peak = make("span", {}, make("i", { class: "swatch-peak" }, "\u25be"), "peak");
@@ -134,7 +141,8 @@
   function cards(run, { step, to }) {
     const largest = Math.max(1, ...run.units.map((unit) => unit.bytes));
     const views = run.ranks.map((_, rank) => card(run, rank, largest, step, to));
-    return { element: make("div", { class: "player-cards", "data-ranks": run.ranks.length }, ...views.map((view) => view.element)), show: (seen, here) => views.forEach((view, rank) => view.show(seen[rank], rank === here)) };
+    const element = make("div", { class: "player-cards" }, ...views.map((view) => view.element));
+    return { element, show: (seen, here) => views.forEach((view, rank) => view.show(seen[rank], rank === here)) };
   }
 
   function card(run, rank, largest, step, to) {
@@ -146,12 +154,14 @@
     };
     const doing = make("p", { class: "card-doing" });
     const rows = run.units.map((unit, u) => bar(run, rank, u, largest));
-    const values = Object.fromEntries([...PARTS.filter((part) => run.knows.held || part === "gathered"), "total"].map((part) => [part, make("b")]));
-    const lines = Object.entries(values).filter(([part]) => part !== "total" || run.knows.held)
-      .map(([part, value]) => make("span", {}, make("i", { class: "swatch memory-" + part }), (NAMES[part] || "together") + " ", value));
+    const known = run.knows.held ? [...PARTS, "total"] : ["gathered"];
+    const values = Object.fromEntries(known.map((part) => [part, make("b")]));
+    const lines = known.map((part) => make("span", {}, make("i", { class: "swatch memory-" + part }), (NAMES[part] || "together") + " ", values[part]));
     const most = button(`peak ${bytes(stairs[peak].total)}`, `${name}: go to its peak, ${bytes(stairs[peak].total)}`, () => to(rank, peak));
     const element = make("section", { class: "card" },
-      make("div", { class: "card-head" }, make("h3", {}, name), button("\u2039", `${name}: its moment before`, () => step(rank, -1)), button("\u203a", `${name}: its next moment`, () => step(rank, 1)), most),
+      make("div", { class: "card-head" }, make("h3", {}, name),
+        button("\u2039", `${name}: its moment before`, () => step(rank, -1)),
+        button("\u203a", `${name}: its next moment`, () => step(rank, 1)), most),
       doing, ...rows.map((row) => row.element), make("p", { class: "card-bytes" }, ...lines));
 
     /* After moment n of this rank; -1 before its first. */
@@ -176,7 +186,8 @@
       ...pieces.map(([from, until]) => make("span", { class: "bar-shard", style: `left:${100 * from}%;width:${100 * (until - from)}%` })));
     const tag = make("span", { class: "unit-tag" });
     const title = `${unit.bytes.toLocaleString("en")} bytes whole` + (unit.shard === null ? "" : `, ${unit.shard.toLocaleString("en")} stored`);
-    const element = make("div", { class: "unit", title }, make("span", { class: "unit-name" }, nameOf(run, u)), make("span", { class: "bar-room" }, whole), tag);
+    const element = make("div", { class: "unit", title },
+      make("span", { class: "unit-name" }, nameOf(run, u)), make("span", { class: "bar-room" }, whole), tag);
     function show(state, kinds) {
       whole.dataset.state = state;
       element.classList.toggle("is-computing", kinds.includes("F") || kinds.includes("B"));

@@ -11,14 +11,16 @@
 
   function read(name, text) {
     const events = eventsOf(name, text);
-    const known = events.filter((e) => e && e.cat in player.MEANING && (e.ph === "X" || e.ph === "i") && e.args && typeof e.args.unit === "string");
+    const isOurs = (e) => e && e.cat in player.MEANING && ["X", "i"].includes(e.ph) && e.args && typeof e.args.unit === "string";
+    const known = events.filter(isOurs);
     if (!events.length) throw new Error(`${name} is a trace without a single event: was the recorder around a step? ${ADVICE}`);
     if (!known.length) throw new Error(`${name} is a trace of something else: none of its ${events.length} events is one of FSDP's, such as AG, F or FREE. ${ADVICE}`);
-    known.forEach((event) => check(name, event, events.indexOf(event)));
+    events.forEach((event, number) => { if (isOurs(event)) check(name, event, number); });
     const pids = [...new Set(known.map((e) => e.pid))].sort((a, b) => a - b);
     const names = [...new Set(known.map((e) => e.args.unit))];
-    const units = names.map((unit) => ({ name: unit, shard: null, bytes: Math.max(0, ...known.filter((e) => e.args.unit === unit && (e.cat === "AG" || e.cat === "FREE")).map((e) => e.args.bytes || 0)) }));
-    const first = Math.min(...known.map((e) => e.ts));
+    const sizes = (unit) => known.filter((e) => e.args.unit === unit && (e.cat === "AG" || e.cat === "FREE")).map((e) => e.args.bytes || 0);
+    const units = names.map((name) => ({ name, shard: null, bytes: sizes(name).reduce((a, b) => Math.max(a, b), 0) }));
+    const first = known.reduce((least, e) => Math.min(least, e.ts), Infinity);
     const ranks = pids.map((pid) => withStates(momentsOf(known.filter((e) => e.pid === pid), names, first), units));
     return {
       key: "", title: name, units, ranks, pieces: null, stacks: [], knows: { held: false, source: false }, rankNames: pids,
@@ -41,7 +43,8 @@
 
   function check(name, event, number) {
     const isNumber = (n) => typeof n === "number" && Number.isFinite(n);
-    const wrong = !isNumber(event.ts) ? "ts" : event.ph === "X" && !(isNumber(event.dur) && event.dur >= 0) ? "dur" : !isNumber(event.pid) ? "pid" : "";
+    const isRight = { ts: isNumber(event.ts), dur: event.ph === "i" || (isNumber(event.dur) && event.dur >= 0), pid: isNumber(event.pid) };
+    const wrong = Object.keys(isRight).find((key) => !isRight[key]);
     if (wrong) throw new Error(`${name} is damaged: event ${number + 1}, ${event.cat} ${event.args.unit}, has no valid number as "${wrong}".`);
   }
 

@@ -8,7 +8,10 @@
 (function (root) {
   "use strict";
   const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
-  const bytes = (n) => (n >= 1e9 ? (n / 1e9).toFixed(2) + " GB" : n >= 1e6 ? (n / 1e6).toFixed(2) + " MB" : n >= 1e4 ? (n / 1e3).toFixed(0) + " kB" : n >= 1e3 ? (n / 1e3).toFixed(1) + " kB" : n + " B");
+  function bytes(n) {
+    const [unit, size, digits] = [["GB", 1e9, 2], ["MB", 1e6, 2], ["kB", 1e3, n >= 1e4 ? 0 : 1]].find(([, least]) => n >= least) || ["B", 1, 0];
+    return (n / size).toFixed(digits) + " " + unit;
+  }
 
   // Kind: what it is, and what is said of its begin and its end.
   const MEANING = {
@@ -22,14 +25,18 @@
   const LANES = { AG: 1, FREE: 1, H2D: 1, BCAST: 1, RS: 2, AR: 2, D2H: 2 };
 
   // --- a run of the site ---
+  const TORCH = "This is torch's own FSDP, whose functions are not shown here. On the CPU it waits for each collective on the spot, so nothing overlaps.";
   /* There what a moment says of a rank is what held right *before* it. After a moment holds what was noted before the
      next one; at the very end, what was noted last. */
   function fromSite(key, title, data) {
     const ranks = data.ranks.map((moments) => moments.map(([kind, unit, begins, ms, num, group, stack], n) => {
       const [, , , , , , , states, , reduced, optimizer, whole] = moments[Math.min(n + 1, moments.length - 1)];
-      return { kind, unit, begins: Boolean(begins), ms, bytes: num, group, stack, after: { states, whole: sum(whole), reduced: sum(reduced), optimizer } };
+      const after = { states, whole: sum(whole), reduced: sum(reduced), optimizer };
+      return { kind, unit, begins: Boolean(begins), ms, bytes: num, group, stack, after };
     }));
-    return { key, title, units: data.units, ranks, pieces: data.pieces, stacks: data.stacks, knows: { held: true, source: data.stacks.some((stack) => stack.length) }, remark: "" };
+    const source = data.stacks.some((stack) => stack.length > 0);
+    const { units, pieces, stacks } = data;
+    return { key, title, units, ranks, pieces, stacks, knows: { held: true, source }, remark: source ? "" : TORCH };
   }
 
   // --- asking a run ---
@@ -94,7 +101,8 @@
 
   /* The moments of all ranks of all runs by the clock that they share; each knows how far every rank has come. */
   function frames(runs) {
-    const all = runs.flatMap((run, r) => run.ranks.flatMap((moments, rank) => moments.map((moment, n) => ({ r, rank, n, moment, ms: moment.ms }))));
+    const all = runs.flatMap((run, r) => run.ranks.flatMap((moments, rank) =>
+      moments.map((moment, n) => ({ r, rank, n, moment, ms: moment.ms }))));
     all.sort((a, b) => a.ms - b.ms);
     const seen = runs.map((run) => run.ranks.map(() => -1));
     all.forEach((frame) => { seen[frame.r][frame.rank] = frame.n; frame.seen = seen.map((ranks) => [...ranks]); });

@@ -11,7 +11,7 @@
   const { make, bytes } = player;
 
   const CHOICES = {
-    door: { label: "Front door", options: { fsdp1: "FullyShardedDataParallel", fsdp2: "fully_shard" } },
+    door: { label: "Front door", options: { fsdp1: "FullyShardedDataParallel", fsdp2: "fully_shard", torch1: "torch's FullyShardedDataParallel", torch2: "torch's fully_shard" } },
     strategy: {
       label: "Strategy",
       options: {
@@ -58,7 +58,8 @@
     file.setAttribute("aria-label", "A recording of your own");
     file.addEventListener("change", () => { if (file.files[0]) open(one, file.files[0]); file.value = ""; });
     one.name = make("span", { class: "player-name" });
-    one.back = make("button", { type: "button", class: "player-button player-back", textContent: "Recorded runs", onclick: () => { one.file = null; load(); } });
+    const leave = () => { one.file = null; load(); };
+    one.back = make("button", { type: "button", class: "player-button player-back", textContent: "Recorded runs", onclick: leave });
     one.form = make("form", { class: "player-form", onsubmit: () => false });
     one.form.setAttribute("aria-label", number ? "The run beside it" : "The run");
     KEYS.forEach((key) => {
@@ -66,7 +67,8 @@
       one.selects[key].addEventListener("change", () => { one.choice[key] = one.selects[key].value; settle(one.choice, key); load(); });
       one.form.append(make("label", {}, CHOICES[key].label, one.selects[key]));
     });
-    const pick = make("button", { type: "button", class: "player-button player-open", textContent: "Open\u2026", title: "A recording of your own: a trace by train_gpt.py --trace; it can be dropped onto the page, too", onclick: () => file.click() });
+    const pick = make("button", { type: "button", class: "player-button player-open", textContent: "Open\u2026", onclick: () => file.click() });
+    pick.title = "A recording of your own: a trace by train_gpt.py --trace; it can be dropped onto the page, too";
     one.form.append(one.name, one.back, pick, file);
     return one;
   }
@@ -75,7 +77,8 @@
       selects[key].replaceChildren();
       Object.keys(CHOICES[key].options).forEach((value) => {
         // Shown if some run of this door has it; chosen without the others, it makes them give way.
-        if (exists(key === "door" ? { door: value } : { door: choice.door, [key]: value })) selects[key].append(make("option", { value, textContent: option({ ...choice, [key]: value }, key) }));
+        if (!exists(key === "door" ? { door: value } : { door: choice.door, [key]: value })) return;
+        selects[key].append(make("option", { value, textContent: option({ ...choice, [key]: value }, key) }));
       });
       selects[key].value = choice[key];
     });
@@ -89,7 +92,18 @@
 
   // --- the page ---
   const button = (text, title, action, kind = "") => make("button", { type: "button", class: "player-button " + kind, textContent: text, title, onclick: action });
-  const beside = button("Two side by side", "Shows a second run on the same axis", () => { number = 3 - number; if (number === 2) both[1].choice = { ...both[0].choice }; load(); }, "player-beside");
+  const beside = button("Two side by side", "Shows a second run on the same axis", () => {
+    number = 3 - number;
+    if (number === 2) both[1].choice = { ...both[0].choice };
+    load();
+  }, "player-beside");
+  /* The same model by torch on the left, and by this package on the right. */
+  const versus = button("Beside torch", "torch's own FSDP on the left, the same of this package on the right", () => {
+    const { door, strategy } = both[0].choice, rest = `${door.slice(-1)}-${strategy === "zero2" ? strategy : "full"}-pre-block-2`;
+    number = 2;
+    ["torch", "fsdp"].forEach((library, n) => Object.assign(both[n], { choice: choiceOf(library + rest), file: null }));
+    load();
+  }, "player-versus");
   const play = button("Play", "Space", toggle, "player-play");
   const back = button("\u2190", "One moment back", () => { stop(); show(at - 1); });
   const on = button("\u2192", "One moment on", () => { stop(); show(at + 1); });
@@ -106,9 +120,10 @@
   const legend = make("p", { class: "player-legend" });
   const source = player.sourcePanel(place.dataset.runs + "source.js");
   const stage = make("div", { class: "player-stage" });
-  const choosers = make("div", { class: "player-choosers" }, both[0].form, both[1].form, beside);
+  const choosers = make("div", { class: "player-choosers" }, both[0].form, both[1].form, make("div", { class: "player-pairs" }, versus, beside));
   place.append(player.patterns(), choosers,
-    make("div", { class: "player-controls" }, back, play, on, slider, clock, make("label", { class: "player-speeds" }, "Speed", speed)), headline, stage, status, legend);
+    make("div", { class: "player-controls" }, back, play, on, slider, clock, make("label", { class: "player-speeds" }, "Speed", speed)),
+    headline, stage, status, legend);
 
   // --- loading ---
   let frames = [], views = [], runs = [], at = 0, timer = null, wanted = 0;
@@ -124,6 +139,7 @@
     wanted = moment;
     choosers.dataset.runs = number;
     both[1].form.hidden = number === 1;
+    versus.hidden = number === 2;
     beside.textContent = number === 1 ? "Two side by side" : "Only the first";
     both.forEach(fill);
     const missing = shown().filter((one) => !runOf(one)).map((one) => keyOf(one.choice));
@@ -159,12 +175,14 @@
     runs = shown().map(runOf);
     frames = player.frames(runs);
     const span = frames[frames.length - 1].ms || 1;
-    const most = Math.max(1, ...runs.flatMap((run) => run.ranks.flatMap((_, rank) => player.memory(run, rank).stairs.map((one) => one.total))));
+    const peakOf = (run, rank) => { const { stairs, peak } = player.memory(run, rank); return stairs[peak].total; };
+    const most = Math.max(1, ...runs.flatMap((run) => run.ranks.map((_, rank) => peakOf(run, rank))));
     // Few ranks leave more room for each.
     const room = runs.length * Math.max(...runs.map((run) => run.ranks.length)) > 2 ? 30 : 58;
     views = runs.map((run, r) => {
-      const lanes = player.lanes(run, { span, most, room, go: (ms) => { stop(); show(frames.findIndex((frame) => frame.ms >= ms), -1); } });
-      const cards = player.cards(run, { step: (rank, by) => step(r, rank, by), to: (rank, n) => { stop(); show(frames.findIndex((f) => f.r === r && f.rank === rank && f.n === n)); } });
+      const go = (ms) => { stop(); show(frames.findIndex((frame) => frame.ms >= ms), -1); };
+      const lanes = player.lanes(run, { span, most, room, go });
+      const cards = player.cards(run, { step: (rank, by) => step(r, rank, by), to: (rank, n) => goTo(r, rank, n) });
       const title = make("h2", { class: "player-title", textContent: run.title });
       return { lanes, cards, element: make("section", { class: "player-run", "data-slot": r }, title, lanes.element, cards.element) };
     });
@@ -174,7 +192,8 @@
     views.forEach((view) => view.lanes.begin());
     legend.replaceChildren(...player.legend(runs));
     slider.max = frames.length - 1;
-    say(runs.map((run) => `${run.ranks.reduce((n, moments) => n + moments.length, 0)} moments on ${run.ranks.length} ranks, ${run.units.length} units. ${run.remark}`.trim()).join(" Beside it: "));
+    const about = (run) => `${run.ranks.flat().length} moments on ${run.ranks.length} ranks, ${run.units.length} units. ${run.remark}`.trim();
+    say(runs.map(about).join(" Beside it: "));
     show(Math.min(wanted, frames.length - 1));
   }
 
@@ -189,7 +208,8 @@
     const others = m.group.map(String), last = others.pop();
     const who = others.length ? ` between ranks ${others.join(", ")} and ${last}` : "";
     const side = runs.length > 1 ? ["Left, ", "Right, "][r] : "";
-    headline.replaceChildren(make("strong", {}, side + (side ? "r" : "R") + player.rankName(run, rank).slice(1)), `: ${player.sentence(run, m)}${who}${m.bytes ? ", " + bytes(m.bytes) : ""}`);
+    const name = side + (side ? "r" : "R") + player.rankName(run, rank).slice(1);
+    headline.replaceChildren(make("strong", {}, name), `: ${player.sentence(run, m)}${who}${m.bytes ? ", " + bytes(m.bytes) : ""}`);
     views.forEach((view, v) => {
       view.lanes.move(ms);
       view.cards.show(seen[v], v === r ? rank : -1);
@@ -199,11 +219,14 @@
   }
   /* To the next moment of one rank, or the one before it. */
   function step(r, rank, by) {
-    stop();
     const here = frames[at].seen[r][rank];
     const isAt = frames[at].r === r && frames[at].rank === rank;
     const goal = by > 0 || isAt ? here + by : here;
-    const found = frames.findIndex((f) => f.r === r && f.rank === rank && f.n === goal);
+    goTo(r, rank, goal);
+  }
+  function goTo(r, rank, n) {
+    stop();
+    const found = frames.findIndex((f) => f.r === r && f.rank === rank && f.n === n);
     if (found >= 0) show(found);
   }
   function stop() {

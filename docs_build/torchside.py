@@ -1,0 +1,229 @@
+"""torch's own FSDP, watched in the letters of this package, so that both can be played side by side.
+
+torch keeps no list of events. What happens is noted around its functions, while one step runs:
+
+=====  ==========================================================  ===================================================
+kind   FSDP1                                                       FSDP2
+=====  ==========================================================  ===================================================
+``AG`` ``_all_gather_flat_param`` of the handle                    ``unshard`` of the group until ``wait_for_unshard``
+``F``  forward hooks of the wrapped module                         after ``pre_forward`` until ``post_forward``
+``B``  ``_pre_backward_hook`` until ``_post_backward_hook``        ``pre_backward`` until ``post_backward``
+RS     ``reduce_scatter_single`` of ``torch.distributed``          the same
+FREE   ``_free_unsharded_flat_param``                              ``reshard``, if it has freed something
+=====  ==========================================================  ===================================================
+
+On the CPU torch waits for each collective on the spot, so nothing overlaps; the order is that of a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, _runtime_utils
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+
+from docs_build.watching import Watched, Watcher, as_parts, size
+from minifsdp.engine.cut import Cut
+
+__all__ = ["TorchUnit", "units_of"]
+
+
+class TorchUnit(Watched):
+    """A unit of torch's: a handle of FSDP1, or a parameter group of FSDP2."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__()
+        self.name, self.module = name, module
+        self.state, self.is_in_backward = "S", False
+
+    def held(self) -> tuple[str, str, int, int]:
+        """As of a unit of this package; of phases torch has others."""
+        return self.state, "IDLE", sum(size(one) for one in self.reduced()), self.whole_bytes()
+
+    def gather(self, watcher: Watcher, *, begins: bool) -> None:
+        """An all-gather begins or ends."""
+        watcher.note("AG", self.name, begins, self.num_bytes, tuple(range(dist.get_world_size())))
+        self.state = "G" if begins else "U"
+
+    def freed(self, watcher: Watcher) -> None:
+        """The unsharded parameters were given back."""
+        watcher.note("FREE", self.name, True, self.num_bytes)
+        self.state = "S"
+
+    def begin_backward(self, watcher: Watcher) -> None:
+        """The gradient of its output is there; of several outputs the first counts."""
+        if not self.is_in_backward:
+            watcher.note("B", self.name, True)
+        self.is_in_backward = True
+
+    def end_backward(self, watcher: Watcher) -> None:
+        """Its own gradients are complete."""
+        if self.is_in_backward:
+            watcher.note("B", self.name, False)
+        self.is_in_backward = False
+
+    def hooks(self, watcher: Watcher) -> Iterator[Any]:
+        """Context managers that note this unit's events."""
+        raise NotImplementedError
+
+
+class _Group(TorchUnit):
+    """FSDP2."""
+
+    def __init__(self, name: str, module: nn.Module, group: Any) -> None:
+        super().__init__(name, module)
+        self.group = group
+        cuts = [Cut(p.shape, 0, dist.get_world_size()) for p in self.local_parameters()]
+        self.num_bytes = sum(4 * cut.padded_numel for cut in cuts)
+
+    def local_parameters(self) -> list[Any]:
+        return [one.sharded_param for one in self.group.fsdp_params]
+
+    def leaves(self) -> list[torch.Tensor]:
+        return [one._unsharded_param for one in self.group.fsdp_params if hasattr(one, "_unsharded_param")]
+
+    def hooks(self, watcher: Watcher) -> Iterator[Any]:
+        group = self.group
+
+        def unshard(real: Callable[..., Any], *args: Any) -> None:
+            gathers = group._all_gather_result is None and not group.is_unsharded
+            if gathers:
+                self.gather(watcher, begins=True)
+            real(*args)
+
+        def wait_for_unshard(real: Callable[..., Any]) -> None:
+            arrives = group._all_gather_result is not None
+            real()
+            if arrives:
+                self.gather(watcher, begins=False)
+
+        def pre_forward(real: Callable[..., Any], *args: Any) -> Any:
+            result = real(*args)
+            watcher.note("F", self.name, True)
+            return result
+
+        def post_forward(real: Callable[..., Any], *args: Any) -> Any:
+            watcher.note("F", self.name, False)
+            return real(*args)
+
+        def pre_backward(real: Callable[..., Any], *args: Any) -> None:
+            self.begin_backward(watcher)
+            real(*args)
+
+        def post_backward(real: Callable[..., Any], *args: Any) -> None:
+            self.end_backward(watcher)
+            watcher.reducing = self
+            real(*args)
+
+        def reshard(real: Callable[..., Any]) -> None:
+            was_whole = group.is_unsharded
+            real()
+            if was_whole and not group.is_unsharded:
+                self.freed(watcher)
+
+        for wrapper in (unshard, wait_for_unshard, pre_forward, post_forward, pre_backward, post_backward, reshard):
+            yield _around(group, wrapper.__name__, wrapper)
+
+
+class _Handle(TorchUnit):
+    """FSDP1."""
+
+    def __init__(self, name: str, module: nn.Module, handle: Any) -> None:
+        super().__init__(name, module)
+        self.handle = handle
+        self.num_bytes = 4 * handle.flat_param._padded_unsharded_size.numel()
+
+    def local_parameters(self) -> list[Any]:
+        return [self.handle.flat_param]
+
+    def leaves(self) -> list[torch.Tensor]:
+        flat = self.handle.flat_param
+        return [flat] if flat.grad is not None and size(flat.grad) > size(flat._local_shard) else []
+
+    def reduced(self) -> list[Any]:
+        flat = self.handle.flat_param
+        kept = getattr(flat, "_saved_grad_shard", None)
+        return [kept] if kept is not None else [] if self.leaves() or flat.grad is None else [flat.grad]
+
+    def shard_bytes(self) -> int:
+        return size(self.handle.flat_param._local_shard)
+
+    def pieces(self) -> list[tuple[float, float]]:
+        flat = self.handle.flat_param
+        whole, piece = flat._unpadded_unsharded_size.numel(), flat._local_shard.numel()
+        start = dist.get_rank() * piece
+        return as_parts([(start, min(start + piece, whole))], whole)
+
+    def hooks(self, watcher: Watcher) -> Iterator[Any]:
+        def all_gather(real: Callable[..., Any], *args: Any) -> Any:
+            self.gather(watcher, begins=True)
+            result = real(*args)
+            self.gather(watcher, begins=False)
+            return result
+
+        def free(real: Callable[..., Any]) -> None:
+            real()
+            if self.state == "U":
+                self.freed(watcher)
+
+        yield _around(self.handle, "_all_gather_flat_param", all_gather)
+        yield _around(self.handle, "_free_unsharded_flat_param", free)
+        yield self.module.register_forward_pre_hook(lambda *_: watcher.note("F", self.name, True))
+        yield self.module.register_forward_hook(lambda *_: watcher.note("F", self.name, False))
+
+
+def units_of(model: nn.Module) -> list[TorchUnit]:
+    """The units of a model that torch has sharded, the root's first."""
+    if isinstance(model, FullyShardedDataParallel):
+        wrappers = FullyShardedDataParallel.fsdp_modules(model)
+        names = {module: name.replace("_fsdp_wrapped_module.", "") for name, module in model.named_modules()}
+        return [_Handle(names[one], one.module, one._handle) for one in wrappers if one._handle is not None]
+    states = [(name, module, _get_module_fsdp_state(module)) for name, module in model.named_modules()]
+    return [_Group(name, module, state._fsdp_param_group) for name, module, state in states if state is not None]
+
+
+@contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Notes what torch does."""
+    units: list[Any] = watcher.units
+    handles = {unit.handle: unit for unit in units if isinstance(unit, _Handle)}
+
+    def reduce_scatter(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        whole = options["input"] if "input" in options else args[1]
+        unit, everybody = watcher.reducing, tuple(range(dist.get_world_size()))
+        unit.see([whole])
+        watcher.note("RS", unit.name, True, size(whole), everybody)
+        result = real(*args, **options)
+        watcher.note("RS", unit.name, False, size(whole), everybody)
+        return result
+
+    def pre_backward(real: Callable[..., Any], state: Any, module: Any, handle: Any, *args: Any) -> Any:
+        if handle is not None:
+            handles[handle].begin_backward(watcher)
+        return real(state, module, handle, *args)
+
+    def post_backward(real: Callable[..., Any], state: Any, handle: Any, *args: Any) -> None:
+        watcher.reducing = handles[handle]
+        handles[handle].end_backward(watcher)
+        real(state, handle, *args)
+
+    with ExitStack() as stack:
+        for unit in units:
+            for hook in unit.hooks(watcher):
+                stack.enter_context(hook)
+        stack.enter_context(_around(dist, "reduce_scatter_single", reduce_scatter))
+        stack.enter_context(_around(_runtime_utils, "_pre_backward_hook", pre_backward))
+        stack.enter_context(_around(_runtime_utils, "_post_backward_hook", post_backward))
+        yield
+
+
+def _around(owner: Any, name: str, wrapper: Callable[..., Any]) -> Any:
+    """Calls ``wrapper(real, ...)`` in the place of ``owner.name`` meanwhile."""
+    real = getattr(owner, name)
+    return mock.patch.object(owner, name, lambda *args, **kw: wrapper(real, *args, **kw))
