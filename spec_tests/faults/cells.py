@@ -108,7 +108,7 @@ def every_cell() -> Iterator[Cell]:
 
 
 def in_turns() -> Iterator[Cell]:
-    """Half of those with torchrun's store: every fault at every stage of every kind of training, by a victim in turn."""
+    """Half of those with torchrun's store: every fault at every stage of every training, by a victim in turn."""
     for cell in every_cell():
         axes = ((DOORS, cell.door), (SHARDINGS, cell.sharding), (FAULTS, cell.fault), (STAGES, cell.stage))
         number = sum([*names].index(name) for names, name in axes)

@@ -35,8 +35,10 @@ BREAKS = [
     Break(
         "batches-answered-without-an-event",
         "batches.py",
-        'number.to("cpu", non_blocking=True), lane.stream.record_event().synchronize\n',
-        'number.to("cpu", non_blocking=True), bool\n',
+        'answer, event = number.to("cpu", non_blocking=True), lane.stream.record_event()\n'
+        "            # From now on it is complete when the CPU has it: the watcher sees who waits for it.\n"
+        "            work.wait_for(event.synchronize)\n",
+        'answer = number.to("cpu", non_blocking=True)\n            work.wait_for(bool)\n',
         "Nobody knows when the answer, whether all ranks have a batch, has been copied.",
         "each_in_batches_of_tokens",
     ),
