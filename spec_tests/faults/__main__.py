@@ -99,7 +99,8 @@ def main() -> int:
     if options.record:
         told = {"circumstances": circumstances(time.monotonic() - begun), "timeout": TIMEOUT}
         RECORD.write_text(written(told, rows))
-        LINES.unlink()
+        if not wrong:
+            LINES.unlink()
     return len(wrong)
 
 

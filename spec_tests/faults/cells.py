@@ -48,14 +48,14 @@ SAYS = {
     "is stopped": "says nothing: it was killed or is stopped",
     "is slow": r"STAGE\.py:1, iteration \d+; (waits for|last sent: )",
 }
-# What the others wait for then, or have sent in vain.
+# What the others wait for then, or have sent in vain; what the faulty rank has sent just before may be lost on its way.
 WAITED_FOR = {
     "first forward": "all-gather of '2'",
     "gather": "all-gather of '0'",
     "compute": "all-gather of '2'",
     "backward": "all-gather of '2'",
-    "optimizer step": "all-gather of '0'",
-    "reduce": "reduce-scatter of '2'",
+    "optimizer step": "all-gather of '0'|all_reduce",
+    "reduce": "reduce-scatter of '2'|all-gather of '1'",
 }
 
 
@@ -108,7 +108,7 @@ def every_cell() -> Iterator[Cell]:
 
 
 def in_turns() -> Iterator[Cell]:
-    """Half of those with torchrun's store: every fault at every stage of every training, by a victim in turn."""
+    """Half of those with torchrun's store: every fault at every stage of every kind of training, victims in turn."""
     for cell in every_cell():
         axes = ((DOORS, cell.door), (SHARDINGS, cell.sharding), (FAULTS, cell.fault), (STAGES, cell.stage))
         number = sum([*names].index(name) for names, name in axes)
@@ -260,9 +260,8 @@ def _says_what_has_become(cell: Cell, said: str) -> bool:
     if takes_store_along:
         return UNKNOWN in said
     what = SAYS[cell.fault].replace("STAGE", cell.stage)
-    return _is_told_by_torch(cell, said) or (
-        re.search(rf"rank {cell.faulty}: {what}", said) is not None and WAITED_FOR.get(cell.stage, "") in said
-    )
+    says = re.search(rf"rank {cell.faulty}: {what}", said) and re.search(WAITED_FOR.get(cell.stage, ""), said)
+    return says is not None or _is_told_by_torch(cell, said)
 
 
 def complaint_about_disk(runs: Path, newest: str) -> str:

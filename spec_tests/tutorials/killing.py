@@ -15,6 +15,7 @@ system: the write that would pass it is cut off there, to the byte.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing as mp
 import os
 import pickle
@@ -149,6 +150,10 @@ def _wait(processes: list[Any], moment: Moment | None) -> None:
         deadline = time.monotonic() + GRACE
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
+        if process.exitcode is None:
+            # Its output is to say where it hangs.
+            os.kill(process.pid, signal.SIGUSR1)
+            time.sleep(1.0)
 
 
 def _outcome(codes: list[int | None], work: Path) -> Outcome:
@@ -181,6 +186,7 @@ def rank_main(
     output = os.open(work / f"output-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     sys.path.insert(0, str(TUTORIALS))
     import train_gpt

@@ -106,7 +106,7 @@ def kill(api: str, moment: Moment, losses: list[float], folder: Path) -> str:
     shelf, options = folder / "shelf", [f"--api={api}"]
     first = killing.run(folder / "first", save=shelf, full=moment.full, moment=moment, options=options)
     assert first.codes[moment.victim] == -9, first.outputs
-    assert None not in first.codes, "a survivor hung"
+    assert None not in first.codes, f"a survivor hung: {first.outputs[1 - moment.victim]}"
 
     # Whatever has its name is whole; and what was announced is there.
     whole = whole_checkpoints(shelf)
