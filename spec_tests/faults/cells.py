@@ -27,7 +27,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from minifsdp.ledger.report import UNKNOWN
+from minifsdp.ledger.report import GONE, SILENT
 from spec_tests.faults.job import DOORS, FAULTS, SHARDINGS, STAGES, STEPS, TIMEOUT, TO_MEET
 from spec_tests.harness import pool
 from spec_tests.harness.programs import start_module
@@ -258,7 +258,7 @@ def _says_what_has_become(cell: Cell, said: str) -> bool:
         cell.store == "of rank 0" and cell.victim == "rank 0" and cell.fault in ("is killed", "is stopped")
     )
     if takes_store_along:
-        return UNKNOWN in said
+        return GONE in said or SILENT in said
     what = SAYS[cell.fault].replace("STAGE", cell.stage)
     says = re.search(rf"rank {cell.faulty}: {what}", said) and re.search(WAITED_FOR.get(cell.stage, ""), said)
     return says is not None or _is_told_by_torch(cell, said)
