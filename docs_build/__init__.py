@@ -16,6 +16,7 @@ here, while the site is built::
 
 The rooms, from the bottom up:
 
+``checked``      functions whose arguments are looked at first, as the API's page shows them
 ``generator``    what is needed of the generator that builds the site, and nothing else imports that
 ``order``        the reading order of the package's modules
 ``notebook``     notes on the code, kept beside it in ``notes/``

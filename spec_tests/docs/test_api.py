@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 import re
 from pathlib import Path
@@ -51,3 +52,20 @@ def test_every_public_name_can_be_linked_to_on_the_built_page(site: Path, module
     anchors = {anchor.rpartition(".")[2] for anchor in re.findall(r'id="(minifsdp\.[\w.]+)"', page)}
     in_tables = set(re.findall(r"<td><code>(\w+)</code></td>", page))
     assert [name for name in names_of(module) if name not in anchors | in_tables] == []
+
+
+@pytest.mark.docs
+@pytest.mark.needs("mkdocs")
+@pytest.mark.parametrize("name", ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"])
+def test_a_function_whose_arguments_are_checked_is_shown_as_a_function(site: Path, name: str) -> None:
+    page = (site / "api.html").read_text(encoding="utf-8")
+    entry = page.partition(f'id="minifsdp.{name}"')[2].partition('<h3 id="')[0]
+    text = re.sub("<[^>]+>", "", entry)
+    signature = re.search(rf"{name}\((.*?)\)", text, re.DOTALL)
+    assert signature
+    parameters = inspect.signature(getattr(minifsdp, name)).parameters
+    assert [one for one in parameters if one not in signature[1]] == []
+    assert "takes(" not in text
+    docstring = inspect.getdoc(getattr(minifsdp, name))
+    assert docstring
+    assert docstring.split("\n")[0].split("`")[0][:25] in text

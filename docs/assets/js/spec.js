@@ -47,12 +47,12 @@
     history.replaceState(history.state, "", location.pathname + query + location.hash);
   }
 
-  // The row that the address names is always shown, and below the filter, which stays in sight.
+  // The row or headline that the address names is always shown, and below the filter, which stays in sight.
   function toTarget() {
     document.documentElement.style.setProperty("--spec-filter", `${form.offsetHeight}px`);
     const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
-    if (!target || !target.matches(".spec-row")) return;
-    if (target.hidden) {
+    if (!target || !target.matches(".spec-row, .spec-filter ~ h2")) return;
+    if (!target.offsetParent) {
       for (const field of Object.values(fields)) field.value = "";
       apply();
       keep();
