@@ -48,7 +48,8 @@ def _pictures(lesson: Lesson) -> str:
         return linkbytes.draw_table(run["output"], f"Recorded on {run['date']} with {lesson.num_ranks} ranks.")
     if any(unevenness(svg) > EVEN for svg in pictures):
         return (
-            "<p>Other programs ran beside it, so its pictures show those more than the lesson; they are left out. "
+            "<p>Equal blocks took unequal times in this run. Its pictures show that more than the lesson, so they are "
+            "left out. "
             'Calm recordings of the same settings are on <a href="../learn/schedule.html">Who is next</a>.</p>'
         )
     about = f"<p>{lesson.about_pictures}</p>" if lesson.about_pictures else ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,23 @@ def test_a_run_whose_pictures_are_uneven_is_repeated_and_never_kept(monkeypatch:
     monkeypatch.setattr(lessons, "_run", lambda _: {"pictures": {"a": timeline_of(1, 1), "b": timeline_of(1, 5)}})
     with pytest.raises(RuntimeError, match=r"overlap\.py: equal blocks differ by a factor of at least 5\.0"):
         lessons._run_evenly(lesson)
+
+
+def test_a_watched_script_runs_as_if_it_were_started_and_its_recordings_are_told_of_arrivals(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("HERE = 'found'\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, threading, beside\n"
+        "from minifsdp import trace\n"
+        "with trace.record() as recorder:\n"
+        "    looking = threading.active_count()\n"
+        "print(__name__, beside.HERE, *sys.argv[1:], looking, type(recorder).__name__)\n"
+    )
+    command = [sys.executable, "-m", "docs_build.watched", str(script), "--folder", "x"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    # The second thread looks when data arrive.
+    assert done.stdout.split() == ["__main__", "found", "--folder", "x", "2", "Recorder"], done.stderr
 
 
 @pytest.mark.needs("mkdocs")

@@ -59,7 +59,7 @@
     const first = places.map((place) => window.minifsdpDocuments.find((one) => one.location === place));
     const others = data.items.map((group) => group.filter((one) => !places.includes(one.location)));
     const best = Math.max(0, ...others.flat().map((one) => one.score));
-    const own = first.map((one, n) => [{ ...one, score: best + first.length - n, terms: {} }]);
+    const own = first.map((one, n) => [{ ...one, title: `Troubleshoot: ${one.title}`, score: best + first.length - n, terms: {} }]);
     return { ...data, items: [...own, ...others.filter((group) => group.length)] };
   }
 
