@@ -371,7 +371,7 @@ def test_torch_stands_beside_this_package(address: str, tab: Tab) -> None:
     tab.click(".player-versus")
     tab.wait_for(f"location.hash === '#{torchs}+{KEY}/1'")
     titles = tab.look("[...document.querySelectorAll('.player-title')].map(e => e.textContent)")
-    assert [title.split(",")[0] for title in titles] == ["torch's fully_shard", "fully_shard"]
+    assert [title.split(" · ")[0] for title in titles] == ["torch's fully_shard", "fully_shard"]
     assert "torch's own FSDP" in tab.look(STATUS)
     tab.press("End")
     shown = [card(tab, rank) for rank in range(4)]
@@ -593,6 +593,8 @@ def test_a_wrong_file_is_told_in_words_and_changes_nothing(address: str, tab: Ta
     remedy = "Needed is what train_gpt.py --trace writes, or minifsdp.timeline.chrome_trace."
     assert said.endswith(remedy) or "damaged" in said
     assert moment(tab) == 5
+    # Where a reader looks who has just opened it.
+    assert 0 < tab.look("document.querySelector('.player-status').getBoundingClientRect().top") < 400
     assert tab.complaints() == []
 
 

@@ -25,7 +25,7 @@
   const LANES = { AG: 1, FREE: 1, H2D: 1, BCAST: 1, RS: 2, AR: 2, D2H: 2 };
 
   // --- a run of the site ---
-  const TORCH = "This is torch's own FSDP, whose functions are not shown here. On the CPU it waits for each collective on the spot, so nothing overlaps.";
+  const TORCH = "This is torch's own FSDP, whose functions are not shown here. On the CPU it waits for each collective when it issues it; a gather ends when its data was taken over.";
   /* There what a moment says of a rank is what held right *before* it. After a moment holds what was noted before the
      next one; at the very end, what was noted last. */
   function fromSite(key, title, data) {

@@ -36,7 +36,7 @@
   const keyOf = (choice) => KEYS.map((k) => choice[k]).join("-");
   const choiceOf = (key) => Object.fromEntries(key.split("-").map((part, n) => [KEYS[n], part]));
   const option = (choice, key) => (key === "strategy" && choice.door.endsWith("2") && SECOND_DOOR[choice[key]]) || CHOICES[key].options[choice[key]];
-  const titleOf = (choice) => `${option(choice, "door")}, ${option(choice, "strategy")}, prefetch ${option(choice, "prefetch")}, a unit is ${option(choice, "wrap")}`;
+  const titleOf = (choice) => ["door", "strategy", "prefetch", "wrap"].map((key) => option(choice, key)).join(" \u00b7 ");
 
   // --- choosing a run ---
   const exists = (partial) => [...available].some((name) => name.split("-").every((part, n) => !(KEYS[n] in partial) || partial[KEYS[n]] === part));
@@ -155,6 +155,8 @@
   function say(text, isError = false) {
     status.textContent = text;
     status.classList.toggle("is-error", isError);
+    // An error is read where it was made, at the top.
+    isError ? headline.before(status) : stage.after(status);
   }
 
   function open(one, file) {
