@@ -14,7 +14,6 @@ from __future__ import annotations
 import ast
 from functools import cache
 
-from docs_build.markup import highlight_lines
 from docs_build.order import PACKAGE
 from docs_build.source import read_module
 
@@ -71,6 +70,9 @@ def line_of(name: str, qualified: str, text: str, *, has_ended: bool) -> int:
 
 @cache
 def _highlighted(name: str) -> list[str]:
+    # Needed for pages alone, not by who records.
+    from docs_build.markup import highlight_lines
+
     return highlight_lines(read_module(name).text)
 
 
