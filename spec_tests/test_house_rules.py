@@ -38,7 +38,8 @@ BUDGETS = {
     "batches.py": 100,
     "engine/ledger.py": 117,
     "engine/comparison.py": 72,
-    "ledger/": 458,
+    # With it: where a program failed that is about to end, and haste after a question.
+    "ledger/": 472,
     "checkpoint/": 1432,
     "compat/": 250,
     # The calculator knows what is in flight between CPUs, and when a unit's activations are gone.

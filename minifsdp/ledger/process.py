@@ -34,6 +34,7 @@ from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[a
 from minifsdp.engine import comparison, ledger
 from minifsdp.engine.ledger import Chain
 from minifsdp.engine.messages import MORE, message
+from minifsdp.ledger import report
 from minifsdp.ledger.watcher import LIMIT, TICK, Watcher, close
 
 # What is in the errors of backends and of the store: a rank has gone, or has not come in time.
@@ -85,6 +86,7 @@ def watch_the_end() -> None:
         with suppress(Exception):
             begin()
         if _watcher is not None:
+            report.failed_at = report.place_of(trace)
             if isinstance(error, RuntimeError) and _OF_BACKENDS.search(str(error)) and MORE not in str(error):
                 # Of a collective that the program, DTensor or a checkpoint has sent past this package.
                 print(message("sent-by-others", report=_watcher.ask(None)), file=sys.stderr, flush=True)

@@ -23,14 +23,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import CodeType
+from types import CodeType, TracebackType
 from typing import Any, NamedTuple
 
 from minifsdp.engine import ledger
 from minifsdp.engine.ledger import Chain
-from minifsdp.engine.messages import rank_of_this_process, way_out_of_main_thread
+from minifsdp.engine.messages import NOT_THE_PROGRAM, rank_of_this_process, way_out_of_main_thread
 from minifsdp.ledger.board import Line, State
 
+# Where the error was raised that ends this program.
+failed_at = ""
 # Why other ranks cannot be asked.
 GONE = "Where the others are is not known: the host of the store, mostly rank 0, has ended."
 SILENT = "Where the others are is not known: the store does not answer; its host, mostly rank 0, may be stopped."
@@ -74,7 +76,7 @@ def state_of_this_rank(ended: str = "") -> State:
     return {
         "rank": rank_of_this_process(),
         "ended": ended,
-        "place": _place_of_main_thread(),
+        "place": failed_at or _place_of_main_thread(),
         "iteration": ledger.iteration,
         "last": _what(Entry(*last)) if last else "",
         "waits": waiting.about if waiting else "",
@@ -125,6 +127,18 @@ def _place_of_main_thread() -> str:
     place, name = where(frame.f_code, frame.f_lineno), called(inside.f_code)
     # What begins with an underscore is not called by programs, but say a handler of a signal.
     return place if inside is frame or name.startswith("_") else f"in {name}, {place}"
+
+
+def place_of(trace: TracebackType | None) -> str:
+    """Where in the program an error was raised, and by what the program has called there."""
+    place, inside = "outside of the program", None
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in NOT_THE_PROGRAM:
+            place, inside = where(trace.tb_frame.f_code, trace.tb_lineno), None
+        elif inside is None:
+            inside = trace.tb_frame.f_code
+        trace = trace.tb_next
+    return f"in {called(inside)}, {place}" if inside else place
 
 
 def unlike(chain: Chain, epoch: int, states: Mapping[int, State | None]) -> tuple[int, list[int]]:
