@@ -115,7 +115,8 @@ class Watcher:
 
     def let_others_read(self) -> None:
         """The host of the store stays until all other ranks have ended, too, or for a few seconds."""
-        self.thread.join(2 * LIMIT)
+        if self.is_host:
+            self.thread.join(2 * LIMIT)
 
     def _ring(self) -> None:
         with suppress(OSError):
