@@ -17,7 +17,7 @@ from functools import cache
 from docs_build.order import PACKAGE
 from docs_build.source import read_module
 
-__all__ = ["function_lines", "line_of", "only_records"]
+__all__ = ["function_lines", "line_of", "lines_of", "only_records"]
 
 
 @cache
@@ -35,7 +35,7 @@ def _function(name: str, qualified: str) -> ast.FunctionDef | None:
     return place if isinstance(place, ast.FunctionDef) else None
 
 
-def _lines(name: str, qualified: str) -> list[int]:
+def lines_of(name: str, qualified: str) -> list[int]:
     """The numbers of a function's lines of code, without its docstring."""
     node = _function(name, qualified)
     if node is None:
@@ -49,13 +49,13 @@ def _lines(name: str, qualified: str) -> list[int]:
 
 def only_records(name: str, qualified: str) -> bool:
     """Whether the whole function is there for the recorder alone."""
-    lines = _lines(name, qualified)
+    lines = lines_of(name, qualified)
     return bool(lines) and read_module(name).recording.issuperset(lines)
 
 
 def line_of(name: str, qualified: str, text: str, *, has_ended: bool) -> int:
     """The number of the line that begins, or has ended, where the line ``text`` was running; 0 if it is not there."""
-    texts, lines = read_module(name).text.splitlines(), _lines(name, qualified)
+    texts, lines = read_module(name).text.splitlines(), lines_of(name, qualified)
     here = next((number for number in lines if texts[number - 1].strip() == text), 0)
     recording = read_module(name).recording
     if not here or here not in recording:
@@ -78,4 +78,4 @@ def _highlighted(name: str) -> list[str]:
 
 def function_lines(name: str, qualified: str) -> list[tuple[int, str]]:
     """A function as the player shows it: numbers of its lines, and the lines as HTML."""
-    return [(number, _highlighted(name)[number - 1]) for number in _lines(name, qualified)]
+    return [(number, _highlighted(name)[number - 1]) for number in lines_of(name, qualified)]

@@ -36,7 +36,7 @@ BUDGETS = {
     DEBUGGING: 380,
     ARGUMENTS: 166,
     "batches.py": 100,
-    "engine/ledger.py": 117,
+    "engine/ledger.py": 118,
     "engine/comparison.py": 72,
     # With it: where a program failed that is about to end, and haste after a question.
     "ledger/": 473,
@@ -93,7 +93,7 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all that is imported for `fully_shard` itself, without what is attached to it.
-FULLY_SHARD = 2489
+FULLY_SHARD = 2490
 
 
 def imported_for(module: str) -> set[str]:

@@ -160,10 +160,10 @@ class Collective:
         inside = frame = sys._getframe(1)
         while frame and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:
             inside, frame = frame, frame.f_back  # type: ignore[assignment]
+        where = (inside and inside.f_code, frame and frame.f_code, frame and frame.f_lineno)
         if frame is None:
             # A thread of autograd, as accelerators have. The program waits for it in the main thread.
-            inside, frame = way_out_of_main_thread()
-        where = (inside and inside.f_code, frame and frame.f_code, frame and frame.f_lineno)
+            where = way_out_of_main_thread()
         entries.append((kind, unit, parts, num_bytes, iteration, chain.name, chain.epoch, chain.number, *where))
         chain.number += 1
         waiting, latest = self, (chain, chain.epoch)
@@ -218,6 +218,8 @@ class Collective:
             raise failed(self, error) from error
         finally:
             waiting = None
+        # The watcher may be looking at this, and must not keep tensors alive.
+        self._work = None
 
     def wait_for(self, complete: Callable[[], Any]) -> None:
         """From now on `wait` calls ``complete``."""

@@ -25,7 +25,7 @@ import tomllib
 import warnings
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType
 
 import torch.distributed as dist
 
@@ -58,12 +58,15 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(text, category, stacklevel=level)
 
 
-def way_out_of_main_thread() -> tuple[FrameType | None, FrameType | None]:
-    """What the program has called in the main thread, and where that was."""
+def way_out_of_main_thread() -> tuple[CodeType | None, CodeType | None, int | None]:
+    """What the program has called in the main thread, and where that was: the code, and the number of its line.
+
+    No frame: it would keep the tensors of a function alive that has returned meanwhile.
+    """
     inside = frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:
         inside, frame = frame, frame.f_back
-    return inside, frame
+    return inside and inside.f_code, frame and frame.f_code, frame and frame.f_lineno
 
 
 def warn_renamed(old: str, new: str) -> None:

@@ -72,14 +72,14 @@ def state_of_this_rank(ended: str = "") -> State:
     Args:
         ended: why its program is over, if it is.
     """
-    waiting, last = ledger.waiting, ledger.entries[-1] if ledger.entries else None
+    waits_for, last = getattr(ledger.waiting, "about", ""), ledger.entries[-1] if ledger.entries else None
     return {
         "rank": rank_of_this_process(),
         "ended": ended,
         "place": failed_at or _place_of_main_thread(),
         "iteration": ledger.iteration,
         "last": _what(Entry(*last)) if last else "",
-        "waits": waiting.about if waiting else "",
+        "waits": waits_for,
         "chains": {c.name: [[c.epoch, c.number, c.digest], c.last_epoch] for c in _chains()},
     }
 
@@ -121,12 +121,12 @@ def called(code: CodeType | None) -> str:
 
 
 def _place_of_main_thread() -> str:
-    inside, frame = way_out_of_main_thread()
-    if frame is None or inside is None:
+    inside, code, line = way_out_of_main_thread()
+    if code is None or inside is None:
         return "outside of the program"
-    place, name = where(frame.f_code, frame.f_lineno), called(inside.f_code)
+    place, name = where(code, line), called(inside)
     # What begins with an underscore is not called by programs, but say a handler of a signal.
-    return place if inside is frame or name.startswith("_") else f"in {name}, {place}"
+    return place if inside is code or name.startswith("_") else f"in {name}, {place}"
 
 
 def place_of(trace: TracebackType | None) -> str:

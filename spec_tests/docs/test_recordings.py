@@ -103,7 +103,7 @@ def test_the_line_of_each_recorded_function_is_found_and_does_not_only_record() 
     for name, function, text, has_ended in found:
         line = running.line_of(name, function, text, has_ended=has_ended)
         assert line not in read_module(name).recording | {0}
-        assert line in dict(running.function_lines(name, function))
+        assert line in running.lines_of(name, function)
 
 
 def test_what_is_shown_to_run_is_what_begins_or_what_has_ended() -> None:

@@ -13,7 +13,7 @@ import time
 import weakref
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardedGradScaler, StateDictType
 from minifsdp.engine import collectives, ledger
 from minifsdp.engine.mesh import Group
+from minifsdp.engine.messages import way_out_of_main_thread
 from minifsdp.ledger import process
 from minifsdp.ledger.board import Board
 from minifsdp.ledger.report import Entry, lines_of_this_rank, state_of_this_rank
@@ -107,6 +108,25 @@ def test_it_is_bounded_and_keeps_no_tensor_alive() -> None:
     gc.collect()
     assert memory() is None
     assert len(ledger.entries) == 2048
+
+
+@pytest.mark.spec("LEDGER-01")
+@ranks(2)
+def test_who_looks_at_a_collective_that_is_over_keeps_no_tensor_alive() -> None:
+    group = Group.of(dist.group.WORLD)
+    large = torch.zeros(1000, device=device())
+    memory, sent = weakref.ref(large), []
+
+    def send(tensor: torch.Tensor) -> Any:
+        # What it waits for reads the tensor, as the parts of a sum do.
+        return SimpleNamespace(wait=lambda: sent.append(tensor.sum()))
+
+    waited_for = ledger.Collective("all-gather", group, 4, send, large)
+    del large
+    waited_for.wait()
+    assert len(sent) == 1 and memory() is None
+    # Where the main thread is, is told while it goes on: so no frame with its tensors.
+    assert not any(isinstance(part, FrameType) for part in way_out_of_main_thread())
 
 
 @pytest.mark.spec("LEDGER-06")

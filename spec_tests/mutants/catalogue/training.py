@@ -232,6 +232,14 @@ MUTANTS = [
         "LEDGER-14",
     ),
     Mutant(
+        "the-watcher-keeps-what-was-sent",
+        "Collective.wait",
+        "self._work = None",
+        "pass",
+        "Who looks at a collective that is over keeps its tensors alive.",
+        "LEDGER-01",
+    ),
+    Mutant(
         "all-lists-are-sent",
         "Watcher._find",
         "epoch, ranks = report.unlike(*place, states)",
