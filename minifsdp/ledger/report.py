@@ -201,7 +201,7 @@ def in_words(states: Mapping[int, State | None], parted: Mapping[int, Line], sto
 
 def _of_rank(state: State | None) -> str:
     if state is None:
-        return "says nothing: it was killed or is stopped, or does not come back to Python"
+        return "says nothing: it was killed or is stopped, has made no unit yet, or does not come back to Python"
     if state["ended"] not in ("", TOLD_TO_END):
         return f"has ended, {state['ended']}"
     doing = f"waits for {state['waits']}" if state["waits"] else f"last sent: {state['last'] or 'nothing'}"

@@ -16,7 +16,7 @@ tells a profiler of each allocation and each release. Worked example, sizes in M
 
 What a backend takes by other ways, as gloo does for some of its buffers, is not in it. And which of gloo's
 temporaries are alive together depends on when its threads let go of them: by one or two of these, the peak differs from
-run to run, for every contender that sends while it computes.
+step to step, for every contender. So five steps are weighed, and the one whose peak is the median stands for them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ Action = Callable[[], Any]
 TCP_INFO = 11
 # Where `tcpi_bytes_sent` lies in the kernel's `struct tcp_info`, since Linux 4.19.
 BYTES_SENT = 200
-MARKS = ("spec_tests: forward and backward", "spec_tests: the optimizer")
+MARKS = ("spec_tests: forward and backward", "spec_tests: the optimizer", "spec_tests: between steps")
+NUM_WEIGHED = 5
 NUM_PARTS = 240
 
 
@@ -100,32 +101,45 @@ class Live:
     curve: list[tuple[float, int]]
 
 
-def live_bytes(prepare: Action, compute: Action, update: Action) -> Live:
-    """What is live after ``prepare`` and while a step runs, which is ``compute`` and then ``update``.
+def live_bytes(prepare: Action, clear: Action, compute: Action, update: Action) -> Live:
+    """What is live while a step runs, which is ``compute`` and then ``update``, after ``prepare`` and ``clear``.
 
-    Every rank must call it. ``prepare`` must make all the tensors that the step may free: the allocator does not know
-    others.
+    Every rank must call it. ``prepare`` must make all the tensors that a step may free: the allocator does not know
+    others. ``clear`` is called before each step and is no part of it.
+
+    Returns:
+        What was found in one of `NUM_WEIGHED` steps, that with the median of what forward and backward need.
     """
     _count_in_all_threads()
     _settle()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         prepare()
-        _settle()
-        for mark, action in zip(MARKS, (compute, update), strict=True):
-            with record_function(mark):
-                action()
+        clear()
+        for _ in range(NUM_WEIGHED):
+            _settle()
+            for mark, action in zip(MARKS, (compute, update, clear), strict=True):
+                with record_function(mark):
+                    action()
     events = sorted(_all(profiler.profiler.kineto_results.experimental_event_tree()), key=lambda e: e.start_time_ns)
-    begin, middle = (next(number for number, event in enumerate(events) if event.name == mark) for mark in MARKS)
-    # Each event tells how much was live in all threads together. A sum of the events would not do: what a thread
-    # without profiler has freed is no event.
-    before, computing, updating = (
-        _allocations(part) for part in (events[:begin], events[begin:middle], events[middle:])
-    )
-    zero = _live_before(before[0])
-    live = [(event.start_time_ns, event.typed[1].total_allocated - zero) for event in [*computing, *updating]]
+    begins, middles, ends = ([n for n, event in enumerate(events) if event.name == mark] for mark in MARKS)
+    zero = _live_before(_allocations(events[: begins[0]])[0])
+    steps = zip(begins, middles, ends, strict=True)
+    weighed = [_weighed(zero, events[begin:middle], events[middle:end]) for begin, middle, end in steps]
+    return sorted(weighed, key=lambda live: live.computing)[NUM_WEIGHED // 2]
+
+
+def _weighed(zero: int, computing: list[Any], updating: list[Any]) -> Live:
+    """One step, by its events.
+
+    Each tells how much was live in all threads together. A sum of the events would not do: what a thread without
+    profiler has freed is no event.
+    """
+    live = [(event.start_time_ns, event.typed[1].total_allocated - zero) for event in _allocations(computing)]
+    middle = len(live)
+    live += [(event.start_time_ns, event.typed[1].total_allocated - zero) for event in _allocations(updating)]
     values = [value for _, value in live]
-    resting = _live_before(computing[0]) - zero
-    return Live(resting, max(values[: len(computing)]), max(values), highest_of_each_part(live))
+    resting = _live_before(_allocations(computing)[0]) - zero
+    return Live(resting, max(values[:middle]), max(values), highest_of_each_part(live))
 
 
 def highest_of_each_part(points: list[tuple[int, int]]) -> list[tuple[float, int]]:

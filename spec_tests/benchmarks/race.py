@@ -259,9 +259,13 @@ def _weigh(contender: Contender, outcome: Outcome, workload: Workload, batches: 
         entrants.append(Entrant(contender, workload))
         # The optimizer's state comes with the first step, and what a library keeps from one step to the next by then.
         entrants[0].step(batches)
-        entrants[0].optimizer.zero_grad()
 
-    found = figures.live_bytes(prepare, lambda: entrants[0].compute(batches), lambda: entrants[0].optimizer.step())
+    found = figures.live_bytes(
+        prepare,
+        clear=lambda: entrants[0].optimizer.zero_grad(),
+        compute=lambda: entrants[0].compute(batches),
+        update=lambda: entrants[0].optimizer.step(),
+    )
     outcome.resting, outcome.computing, outcome.peak = found.resting, found.computing, found.peak
     outcome.curve = found.curve
     if contender.peer is not None:
@@ -269,4 +273,3 @@ def _weigh(contender: Contender, outcome: Outcome, workload: Workload, batches: 
         outcome.priced_computing, outcome.priced = int(max(cost.peak_forward, cost.peak_backward)), int(cost.peak)
     entrants.clear()
     gc.collect()
-    return found

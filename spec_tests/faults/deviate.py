@@ -1,4 +1,4 @@
-"""A small training on two ranks, of which one, mostly the second, does something else in its third iteration.
+"""A small training on two or four ranks, of which one, mostly the second, does something else in its third iteration.
 
     python -m spec_tests.faults.deviate DOOR WHAT
 
@@ -42,15 +42,20 @@ class Pair(nn.Module):
 
 
 def sharded(door: str, keeps: bool, are_equal: bool) -> Any:
+    """On four ranks over a mesh of 2 x 2."""
     torch.manual_seed(0)
     model: Any = Pair(are_equal)
+    mesh = dist.init_device_mesh("cpu", (2, 2)) if dist.get_world_size() == 4 else None
     if door == "function":
         for part in (model.a, model.b, model):
-            fully_shard(part, reshard_after_forward=not keeps)
+            fully_shard(part, mesh=mesh, reshard_after_forward=not keeps)
         return model
-    strategy = ShardingStrategy.SHARD_GRAD_OP if keeps else ShardingStrategy.FULL_SHARD
-    model.a, model.b = (FSDP(layer, sharding_strategy=strategy) for layer in (model.a, model.b))
-    return FSDP(model, sharding_strategy=strategy)
+    if mesh is not None:
+        strategy = ShardingStrategy._HYBRID_SHARD_ZERO2 if keeps else ShardingStrategy.HYBRID_SHARD
+    else:
+        strategy = ShardingStrategy.SHARD_GRAD_OP if keeps else ShardingStrategy.FULL_SHARD
+    model.a, model.b = (FSDP(layer, sharding_strategy=strategy, device_mesh=mesh) for layer in (model.a, model.b))
+    return FSDP(model, sharding_strategy=strategy, device_mesh=mesh)
 
 
 def micro_batch(model: Any, door: str, syncs: bool, order: str) -> None:

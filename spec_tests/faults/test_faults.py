@@ -35,10 +35,10 @@ ROOT = Path(__file__).resolve().parents[2]
 IN_SECONDS = 20.0  # instead of after five minutes
 
 
-def deviate(folder: Path, door: str, what: str) -> list[Any]:
-    """The two ranks' processes, which have ended in time."""
+def deviate(folder: Path, door: str, what: str, num_ranks: int = 2) -> list[Any]:
+    """How the ranks' processes have ended, which they have in time."""
     pool.start_early()
-    processes = start_ranks("deviate", door, what, num_ranks=2, folder=folder)
+    processes = start_ranks("deviate", door, what, num_ranks=num_ranks, folder=folder)
     until = time.monotonic() + IN_SECONDS
     for process in processes:
         process.join(max(0.0, until - time.monotonic()))
@@ -46,7 +46,7 @@ def deviate(folder: Path, door: str, what: str) -> list[Any]:
     for process in processes:
         process.kill()
         process.join()
-    assert None not in codes, f"still there: {codes}\n{said_by(folder, 0)}\n{said_by(folder, 1)}"
+    assert None not in codes, "\n".join([f"still there: {codes}", *(said_by(folder, r) for r in range(num_ranks))])
     return codes
 
 
@@ -89,6 +89,17 @@ def test_an_order_that_all_ranks_have_caught_is_not_held_against_what_they_do_la
 def test_no_sync_on_one_rank_is_noticed(door: str, what: str, tmp_path: Path) -> None:
     assert deviate(tmp_path, door, what) == [1, 1]
     said = said_by(tmp_path, 0) + said_by(tmp_path, 1)
+    assert "The ranks part at" in said
+    assert re.search(r"rank 1: (no reduction of 'b' in backward|all-gather of '[ab]' in forward)", said)
+
+
+@pytest.mark.spec("ORDER-06", "ORDER-04", "LEDGER-03")
+@pytest.mark.parametrize("what", ["no_sync", "keeps and no_sync"])
+@pytest.mark.parametrize("door", DOORS)
+def test_no_sync_on_one_rank_of_a_mesh_is_noticed_by_its_replicas_too(door: str, what: str, tmp_path: Path) -> None:
+    # Ranks 2 and 3 shard together and agree; what they wait for are their replicas.
+    assert deviate(tmp_path, door, what, num_ranks=4) == [1, 1, 1, 1]
+    said = "".join(said_by(tmp_path, rank) for rank in range(4))
     assert "The ranks part at" in said
     assert re.search(r"rank 1: (no reduction of 'b' in backward|all-gather of '[ab]' in forward)", said)
 
