@@ -32,7 +32,7 @@ APART = (TRANSPORT, DEBUGGING, ARGUMENTS, TOOLS, "batches.py", "engine/ledger.py
 BUDGETS = {
     "house": 6231,
     "story": 2984,
-    TRANSPORT: 141,
+    TRANSPORT: 151,
     DEBUGGING: 380,
     ARGUMENTS: 166,
     "batches.py": 100,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pathlib
 import weakref
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from minifsdp.engine import collectives, gloo
 from minifsdp.engine.ledger import Collective
@@ -156,6 +159,59 @@ def test_so_do_two_of_small_pieces(least_bytes: int) -> None:
     transport.reduce_scatter_single(torch.empty(100), torch.ones(200), None).wait()
     assert backend.sent == {other: 400}
     assert backend.num_in_thread == (0 if least_bytes == 400 else 2)
+
+
+class Coming:
+    """A work of gloo's thread that looks are counted at, and waits.
+
+    Args:
+        after: how many looks see it on its way.
+        error: how it ends.
+    """
+
+    def __init__(self, after: int, error: Exception | None = None) -> None:
+        self._after, self._error = after, error
+        self.num_looks = self.num_waits = 0
+
+    def is_completed(self) -> bool:
+        self.num_looks += 1
+        return self.num_looks > self._after
+
+    def wait(self) -> None:
+        self.num_waits += 1
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.mark.spec("WIRE-11")
+@pytest.mark.pure
+def test_a_small_piece_is_looked_for_before_one_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each look at the clock takes a tenth of the time.
+    ticks = itertools.count()
+    monkeypatch.setattr(gloo, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * gloo._SOON / 10))
+    for after, num_looks in ((0, 1), (5, 6), (1000, 10)):
+        work = Coming(after)
+        gloo._Soon(work).wait()
+        assert (work.num_looks, work.num_waits) == (num_looks, 1)
+    with pytest.raises(RuntimeError, match="closed"):
+        gloo._Soon(Coming(1, RuntimeError("closed"))).wait()
+
+
+@pytest.mark.spec("WIRE-11")
+@pytest.mark.parametrize("size", [2, 3])
+@ranks(3)
+def test_so_are_all_that_go_in_gloos_thread(size: int) -> None:
+    process_group = dist.new_group(list(range(size)))
+    if dist.get_rank() >= size:
+        return
+    backend = process_group._get_backend(torch.device("cpu"))
+    transport = gloo.Transport(backend, least_bytes=2**18)
+    gathered = transport.all_gather_single(torch.empty(size), torch.ones(1), AllgatherOptions())
+    assert type(gathered) is gloo._Soon
+    gathered.wait()
+    summed = transport.reduce_scatter_single(torch.empty(1), torch.ones(size), None)
+    assert type(summed._work) is gloo._Soon
+    summed.wait()
 
 
 def memory_of(number: int) -> tuple[int, int]:

@@ -56,6 +56,14 @@ MUTANTS = [
         "WIRE-02",
     ),
     Mutant(
+        "looks-for-ever",
+        "_Soon.wait",
+        "not self._work.is_completed() and time.perf_counter() < until",
+        "not self._work.is_completed()",
+        "Who waits for a small piece keeps its core busy however long that takes.",
+        "WIRE-11",
+    ),
+    Mutant(
         "everything-to-everyone",
         "Transport.reduce_scatter_single",
         "self._backend.send([own[other]], other, _REDUCE_TAG)",
