@@ -57,7 +57,7 @@ NUM_BLOCKS, WIDTH, NUM_STEPS = 4, 256, 8
 
 def step(model: nn.Module, place: Place) -> float:
     generator = torch.Generator().manual_seed(place.rank)
-    x = torch.randn(128, WIDTH, generator=generator).to(place.device)
+    x = torch.randn(512, WIDTH, generator=generator).to(place.device)
     model.zero_grad()
     loss = model(x).square().mean()
     loss.backward()
