@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 PAGE = "troubleshoot.html"
 MORE = "More in the documentation of minifsdp"
-NOT_THE_PROGRAM = ("minifsdp", "torch", "contextlib", "threading")
+NOT_THE_PROGRAM = ("minifsdp", "torch", "contextlib", "threading", "codecs", "importlib")
 
 
 def rank_of_this_process() -> int:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import codecs
+import os
+import sys
+import threading
+import time
+
 import pytest
 import torch.distributed as dist
 
-from minifsdp.engine.messages import message, rank_of_this_process
+from minifsdp.engine.messages import message, rank_of_this_process, way_out_of_main_thread
 from spec_tests.harness import ranks
 
 
@@ -21,3 +27,28 @@ def test_a_message_begins_with_the_rank_and_ends_with_the_address() -> None:
 def test_without_a_process_group_a_message_names_rank_0() -> None:
     assert not dist.is_initialized()
     assert message("no-modules").startswith("rank 0: ")
+
+
+@pytest.mark.spec("LEDGER-02")
+@pytest.mark.pure
+def test_a_program_that_reads_a_text_is_at_its_own_line_and_not_at_one_of_pythons_codecs() -> None:
+    source, target = os.pipe()
+    main = threading.main_thread().ident or 0
+    found = []
+
+    def look() -> None:
+        until = time.monotonic() + 10
+        while sys._current_frames()[main].f_globals["__name__"] != "codecs" and time.monotonic() < until:
+            time.sleep(0.01)
+        found.append(way_out_of_main_thread())
+        os.write(target, b"a text")
+        os.close(target)
+
+    thread = threading.Thread(target=look)
+    with open(source, "rb") as file:
+        thread.start()
+        assert codecs.getreader("utf-8")(file).read() == "a text"
+    thread.join()
+    ((inside, code, _),) = found
+    assert inside is not None and code is not None
+    assert (inside.co_name, code.co_filename) == ("read", __file__)
