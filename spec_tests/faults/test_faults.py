@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from spec_tests.faults import __main__ as matrix
-from spec_tests.faults import restarts
+from spec_tests.faults import cells, restarts
 from spec_tests.faults.cells import (
     VICTIMS,
     Cell,
@@ -295,4 +295,33 @@ def test_under_torchrun_a_job_goes_on_from_its_last_checkpoint() -> None:
 def test_what_is_wrong_is_seen_in_a_record() -> None:
     (cell, *_) = every_cell()
     wrong = json.loads(matrix.written({"timeout": 4.0}, matrix.rows_of([Outcome(cell, 1.0, "it hangs")])))["rows"]
+    assert wrong == {matrix.kind_of(cell): {cell.stage: {cell.fault: None}}}
+
+
+@pytest.mark.spec("LEDGER-10")
+def test_the_record_of_restarts_has_every_job_and_each_has_gone_on() -> None:
+    jobs = json.loads(restarts.RECORD.read_text())["jobs"]
+    assert [Restart(**{name: job[name] for name in job if name != "seconds"}) for job in jobs] == [
+        *restarts.every_restart()
+    ]
+    assert all(0 < job["seconds"] < restarts.LIMIT for job in jobs)
+
+
+# --- what the documentation shows ---
+
+
+@pytest.mark.spec("LEDGER-09", "FAULT-01", "FAULT-02", "FAULT-03")
+def test_the_record_has_every_fault_at_every_stage_of_every_kind_of_training_and_each_is_good() -> None:
+    rows = json.loads(matrix.RECORD.read_text())["rows"]
+    there = {(kind, stage, fault) for kind in rows for stage in rows[kind] for fault in rows[kind][stage]}
+    expected = {(matrix.kind_of(cell), cell.stage, cell.fault) for cell in cells.in_turns()}
+    assert expected - there == set()
+    # By the last rank and by rank 0; at every stage also with rank 0's store.
+    assert len({(stage, fault, kind.split(",")[0]) for kind, stage, fault in there}) == 2 * len(STAGES) * len(FAULTS)
+    assert len([kind for kind, _, _ in there if kind.endswith("the store on rank 0")]) == 2 * len(STAGES)
+    seconds = [each for of_kind in rows.values() for row in of_kind.values() for each in row.values()]
+    assert all(each is not None and 0 <= each < cells.LIMIT for each in seconds)
+    # What is wrong is seen in it.
+    (cell, *_) = every_cell()
+    wrong = json.loads(matrix.written({}, matrix.rows_of([Outcome(cell, 1.0, "it hangs")])))["rows"]
     assert wrong == {matrix.kind_of(cell): {cell.stage: {cell.fault: None}}}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 
 import pytest
 
 from spec_tests.harness import pool
-from spec_tests.soak import job
+from spec_tests.soak import job, watch
+from spec_tests.soak.__main__ import RECORD
 
 pytestmark = [pytest.mark.ranks, pytest.mark.cpu]
 
@@ -21,6 +23,18 @@ def run(folder: pathlib.Path, api: str, num_steps: int, num_warm: int, leak: str
 @pytest.mark.parametrize("api", ["wrapper", "fully_shard"])
 def test_nothing_grows_while_it_trains_evaluates_saves_and_loads(tmp_path: pathlib.Path, api: str) -> None:
     run(tmp_path, api, num_steps=150, num_warm=50)
+
+
+@pytest.mark.spec("SOAK-01", "SOAK-02")
+def test_2000_steps_through_each_door_are_recorded_and_nothing_has_grown() -> None:
+    runs = json.loads(RECORD.read_text())["runs"]
+    assert [run["api"] for run in runs] == ["wrapper", "fully_shard"]
+    for run in runs:
+        first, last = watch.Sample(**run["first"]), watch.Sample(**run["last"])
+        assert (run["steps"], last.step) == (2000, 2000)
+        assert first.step <= 500
+        assert run["said"] == "nothing has grown"
+        assert watch.grown(first, last) == []
 
 
 @pytest.mark.spec("SOAK-03")

@@ -6,13 +6,14 @@ Six moments are drawn from a fixed seed, through both doors in turn. Fifty throu
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from spec_tests.tutorials import killing, kills
 from spec_tests.tutorials.killing import Moment
-from spec_tests.tutorials.kills import APIS, drawn_moments
+from spec_tests.tutorials.kills import APIS, NUM_RECORDED, drawn_moments
 
 NUM_MOMENTS = 6
 DRAWN = [(APIS[number % 2], moment) for number, moment in enumerate(drawn_moments(NUM_MOMENTS))]
@@ -29,6 +30,20 @@ def test_a_rank_killed_in_a_save_costs_at_most_the_steps_since_the_one_before(
     api: str, moment: Moment, uninterrupted: dict[str, list[float]], tmp_path: Path
 ) -> None:
     assert kills.kill(api, moment, uninterrupted[api], tmp_path).startswith("step-")
+
+
+@pytest.mark.spec("FAULT-04")
+def test_fifty_kills_through_each_door_are_recorded_and_no_checkpoint_was_lost() -> None:
+    recorded = json.loads(kills.RECORD.read_text())["kills"]
+    for seed, api in enumerate(APIS, start=1):
+        rows = [row for row in recorded if row["door"] == api]
+        moments = drawn_moments(NUM_RECORDED, seed)
+        assert len(moments) == 50
+        assert [(row["moment"], row["save of step"], row["rank"]) for row in rows] == [
+            (moment.name, moment.step, moment.victim) for moment in moments
+        ]
+        assert all(row["went on from"] in ("step-000002", "step-000004", "step-000006") for row in rows)
+        assert {row["form"] for row in rows} == {"full", "sharded"}
 
 
 def test_the_named_moments_are_those_of_a_real_save_and_come_in_this_order(tmp_path: Path) -> None:
