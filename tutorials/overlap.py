@@ -4,7 +4,7 @@
 
 Out comes: the order of gathers and reductions under each setting, and a timeline of each.
 
-It takes a few seconds on two CPU cores, and draws each variant as an SVG picture into the folder, all on one axis. Of
+It takes some seconds on two CPU cores, and draws each variant as an SVG picture into the folder, all on one axis. Of
 several steps the quickest is drawn: another program can only make a step slower.
 
 All variants compute the same numbers. They differ in *when they ask*. A gather that is asked for at the moment when it
