@@ -71,8 +71,8 @@ class ReducePlan:
         mesh: over whom.
         dtype: in which dtype they travel.
         scaling: by what they are divided.
-        hook: a user's replacement for stages 2 to 5, called as ``hook(whole, piece)`` for a sharded unit, which must
-            fill ``piece``, and as ``hook(whole)`` for a unit that is not, which must change ``whole`` in place.
+        hook: a user's, in place of stages 2 to 5. For a sharded unit ``hook(whole, piece)`` must fill ``piece``, for
+            another ``hook(whole)`` must change ``whole`` in place.
         all_reduces: whether stage 4 sends; if not, it adds to `partial`.
         overlaps: whether it is left under way while the next unit's backward computes.
         partial: what earlier backwards have left to be all-reduced: the numbers of the parameters, and the sum.
@@ -146,7 +146,7 @@ class Reducer:
     def __init__(self, lanes: Lanes, offloads: bool = False) -> None:
         self._lanes, self._offloads = lanes, offloads
         self._in_flight: _InFlight | None = None
-        # On their way to the CPU, which may not read them before its stop, and users not if the backward breaks off.
+        # On their way to the CPU, which may read them after its stop, and users not at all if backward breaks off.
         self._arriving: list[tuple[Layout, Gradient, torch.Tensor]] = []
 
     def reduce(self, name: str, layout: Layout, plan: ReducePlan, gradient: Gradient) -> None:
@@ -162,17 +162,21 @@ class Reducer:
         gradient.parts.clear()
         new = _InFlight(name, layout, plan, gradient, whole, whole, plan.all_reduces)
         self._lanes.reduce.follow()
-        with self._lanes.reduce as lane:
-            new.scattered = lane.promise(self._issue(new))
-        if lane.stream is not None:
-            self._issue_end(new)
-        self._in_flight = new
-        self._complete(before)
-        if not plan.overlaps:
-            del whole
-            self.make_room()
-            self._in_flight = None
-            self._complete(new)
+        try:
+            with self._lanes.reduce as lane:
+                new.scattered = lane.promise(self._issue(new))
+            if lane.stream is not None:
+                self._issue_end(new)
+            self._in_flight = new
+            self._complete(before)
+            if not plan.overlaps:
+                del whole
+                self.make_room()
+                self._in_flight = None
+                self._complete(new)
+        finally:
+            # Also if backward is broken off: what is sent next is not for this unit.
+            ledger.unit, ledger.parts = None, ()
 
     def make_room(self, *_: Any) -> None:
         """Before a gradient is put together or packed, and so in memory twice: of the one in flight a piece stays."""
@@ -192,10 +196,7 @@ class Reducer:
         self._arriving.clear()
 
     def drop(self) -> None:
-        """Waits for what is in flight, since other ranks take part in it, and forgets the result.
-
-        It belongs to a backward that was broken off. The user may have cleared all gradients since.
-        """
+        """Waits for what a backward that was broken off has left, since others take part, and forgets the result."""
         last, self._in_flight = self._in_flight, None
         if last is not None:
             last.scattered.wait()
@@ -217,8 +218,7 @@ class Reducer:
         if plan.hook is not None:
             _run_hook(new, plan.hook)
             return NOTHING
-        # 2. Before the sum.
-        plan.scaling.prepare(new.whole)
+        plan.scaling.prepare(new.whole)  # 2. Before the sum.
         if shard is not None:
             # 3. Of a sharded unit only the own piece of the sum is wanted.
             new.piece = new.whole.new_empty(new.whole.numel() // shard.size)

@@ -176,8 +176,10 @@ class Unit(Generic[LayoutT]):
                 "AG", self.name, num_bytes=layout.num_bytes, ranks=group.ranks, dtype=layout.dtype, lane="gather"
             )
         ledger.unit = self.name
-        self._promise = self.layout.gather(self.lanes)
-        ledger.unit = None
+        try:
+            self._promise = self.layout.gather(self.lanes)
+        finally:
+            ledger.unit = None
         self.state = State.GATHERING
 
     def wait(self) -> None:

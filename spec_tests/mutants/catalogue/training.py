@@ -232,6 +232,14 @@ MUTANTS = [
         "LEDGER-14",
     ),
     Mutant(
+        "a-broken-reduction-lends-its-name",
+        "Reducer.reduce",
+        "ledger.unit, ledger.parts = None, ()",
+        "pass",
+        "What is sent after a backward that was broken off is said to be for its last unit.",
+        "ORDER-08",
+    ),
+    Mutant(
         "the-watcher-keeps-what-was-sent",
         "Collective.wait",
         "self._work = None",
