@@ -218,7 +218,8 @@ class Reducer:
         if plan.hook is not None:
             _run_hook(new, plan.hook)
             return NOTHING
-        plan.scaling.prepare(new.whole)  # 2. Before the sum.
+        # 2. Before the sum.
+        plan.scaling.prepare(new.whole)
         if shard is not None:
             # 3. Of a sharded unit only the own piece of the sum is wanted.
             new.piece = new.whole.new_empty(new.whole.numel() // shard.size)
