@@ -101,7 +101,8 @@ class Player:
         if self.case.is_apart:
             if self.twin.discord:
                 self._note("discord: the ranks have done different things, and all came to the end")
-            self._compare(self.side.parameters_against(self.twin))
+            if not self.twin.is_shifted:
+                self._compare(self.side.parameters_against(self.twin))
 
     def _note(self, finding: str) -> None:
         self.found = self.found or f"{finding}\nafter {self.log}"
@@ -149,8 +150,9 @@ class Player:
         if self.case.is_apart and OF_GLOO.search(text):
             raise error
         # A program that is wrong for any model, or a call that never came to minifsdp.
+        leaves_traces = call["do"] in ("forward", "evaluate", "strange_input", "backward", "backward_again")
         # PyTorch's own `load_state_dict` copies what fits before it raises.
-        leaves_traces = call["do"] in ("forward", "evaluate", "strange_input", "backward", "backward_again", "load")
+        leaves_traces |= call["do"] == "load" and self.side.has_to_load(call)
         _, expected = self._try(self.twin, call, ranks) if leaves_traces else (None, None)
         where = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         if not any("/minifsdp/" in name for name in where):

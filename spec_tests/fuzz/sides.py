@@ -65,6 +65,10 @@ class Side:
         """The same of gradients, of those units of which none waits."""
         raise NotImplementedError
 
+    def has_to_load(self, call: Call) -> bool:
+        """Whether the state dict that is to be loaded has anything on this rank; of a full one only rank 0's has."""
+        return bool(self.saved) and bool(self.saved[call["index"] % len(self.saved)][1])
+
     def saved_against(self, form: str, state: dict[str, Any], expected: dict[str, Tensor]) -> Pieces:
         """The same of a state dict."""
         raise NotImplementedError

@@ -59,6 +59,8 @@ class Twin:
 
     Attributes:
         discord: some backward was such that ranks cannot have agreed.
+        is_shifted: nothing is sharded, and a rank was alone in a backward. There nothing else is sent, to clip neither;
+            so the other comes to the same backward when it will, with what it has done to its gradients by then.
     """
 
     def __init__(self, options: dict[str, Any], rank: int) -> None:
@@ -69,7 +71,7 @@ class Twin:
         self.used: Tensor | None = None
         self.saved: list[dict[str, Any]] = []
         self.saved_optimizer: list[dict[str, Any]] = []
-        self.discord = False
+        self.discord = self.is_shifted = False
         self._contexts: list[list[Any]] = [[] for _ in RANKS]
         paths = [name for name, module in self.net.named_modules() if isinstance(module, nets.Block)]
         self.unit_of = {
@@ -139,7 +141,9 @@ class Twin:
             # There a reducing backward takes along what waits in units that it has not reached.
             for rank in computing:
                 reducing[rank] |= {self.unit_of[n] for n in self.waiting[rank] if self.reduces[rank][self.unit_of[n]]}
-        self.discord |= reducing[0] != reducing[1]
+        if reducing[0] != reducing[1]:
+            self.is_shifted |= self.options.get("strategy") == "NO_SHARD"
+            self.discord |= not self.is_shifted
         self._reduce(reducing[0] | reducing[1])
 
     def _reduce(self, units: set[str]) -> None:
