@@ -176,10 +176,8 @@ class Unit(Generic[LayoutT]):
                 "AG", self.name, num_bytes=layout.num_bytes, ranks=group.ranks, dtype=layout.dtype, lane="gather"
             )
         ledger.unit = self.name
-        try:
-            self._promise = self.layout.gather(self.lanes)
-        finally:
-            ledger.unit = None
+        self._promise = self.layout.gather(self.lanes)
+        ledger.unit = None
         self.state = State.GATHERING
 
     def wait(self) -> None:

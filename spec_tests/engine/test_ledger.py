@@ -30,7 +30,7 @@ from minifsdp.ledger.board import Board
 from minifsdp.ledger.report import Entry, lines_of_this_rank, state_of_this_rank
 from minifsdp.ledger.watcher import LIMIT, PATIENCE, _told, close
 from spec_tests.benchmarks.without_ledger import without_ledger
-from spec_tests.engine.small import draw, shard_each, square_loss, train_once, units_of
+from spec_tests.engine.small import draw, shard_each, square_loss, train_once
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import MLP, chain
 
@@ -130,26 +130,17 @@ def test_who_looks_at_a_collective_that_is_over_keeps_no_tensor_alive() -> None:
 
 
 @pytest.mark.spec("ORDER-08", "LEDGER-01")
-@pytest.mark.parametrize("moment", ["forward", "backward"])
 @ranks(2)
-def test_an_iteration_that_is_broken_off_on_one_rank_leaves_no_unit_to_what_is_sent_later(moment: str) -> None:
-    model, rank = shard_each(chain()), dist.get_rank()
+def test_a_backward_that_is_broken_off_on_one_rank_leaves_no_unit_to_what_is_sent_later() -> None:
+    model = shard_each(chain())
 
     def fail(*_: Any) -> None:
         raise LookupError("no such picture")
 
-    if moment == "forward":
-        # A gather that cannot begin, as one for which there is no memory.
-        unit = units_of(model)[1]
-        gather, unit.layout.gather = unit.layout.gather, fail
-        with pytest.raises(LookupError):
-            square_loss(model, rank)
-        unit.layout.gather = gather
-    else:
-        # The reductions of two units have been issued by then.
-        model.module[0].register_full_backward_pre_hook(fail)
-        with pytest.raises(LookupError):
-            square_loss(model, rank).backward()
+    # The reductions of two units have been issued by then.
+    model.module[0].register_full_backward_pre_hook(fail)
+    with pytest.raises(LookupError):
+        square_loss(model, dist.get_rank()).backward()
     assert (ledger.unit, ledger.parts) == (None, ())
 
 
