@@ -63,7 +63,7 @@ def line_of(name: str, qualified: str, text: str, *, has_ended: bool) -> int:
     acting = [n for n in lines[1:] if n not in recording and texts[n - 1].strip()[:1] not in ("", "#")]
     # What asks whether to do something has not done it.
     before = [number for number in acting if number < here and not texts[number - 1].endswith(":")]
-    behind = [number for number in acting if number > here and not texts[number - 1].endswith(":")]
+    behind = [number for number in acting if number > here]
     chosen = before[-1:] or behind[:1] if has_ended else behind[:1] or before[-1:]
     return chosen[0] if chosen else here
 

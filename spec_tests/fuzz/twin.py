@@ -142,8 +142,9 @@ class Twin:
             for rank in computing:
                 reducing[rank] |= {self.unit_of[n] for n in self.waiting[rank] if self.reduces[rank][self.unit_of[n]]}
         if reducing[0] != reducing[1]:
-            self.is_shifted |= self.options.get("strategy") == "NO_SHARD"
-            self.discord |= not self.is_shifted
+            may_come_later = self.options.get("strategy") == "NO_SHARD" and not all(reducing)
+            self.is_shifted |= may_come_later
+            self.discord |= not may_come_later
         self._reduce(reducing[0] | reducing[1])
 
     def _reduce(self, units: set[str]) -> None:
