@@ -26,6 +26,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -259,18 +260,30 @@ def perform(run: Run) -> dict[str, Any] | None:
 
 
 def _watched(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """For the player: one step, with all that can be seen; of a few the quickest, as the others show waiting most."""
+    """For the player: one step, with all that can be seen.
+
+    Of those that went as most did the quickest, as the others show waiting most. Now and then one goes otherwise:
+    gloo's thread says that a collective is done a moment before it lets go of its tensors, which then seem to live on.
+    """
     units = watched_units(run, model)
-    best: tuple[float, dict[str, Any]] | None = None
+    steps: list[tuple[float, dict[str, Any]]] = []
     for step in range(2, 2 + WATCHED_STEPS):
         watcher = Watcher(units, optimizer)
         with torchside.watching(watcher) if run.is_torch else watcher.watching():
             origin = _recorded(watcher, lambda step=step, watcher=watcher: _step(run, model, optimizer, step, watcher))
-        took = _longest(time.perf_counter() - origin)
-        if best is None or took < best[0]:
-            best = took, _as_data(watcher, origin)
-    assert best is not None
-    return {**best[1], "pieces": [unit.pieces() for unit in units]}
+        steps.append((_longest(time.perf_counter() - origin), _as_data(watcher, origin)))
+    of_ranks: list[Any] = [None] * run.ranks
+    dist.all_gather_object(of_ranks, [_without_times(data["moments"]) for _, data in steps])
+    # All ranks must keep the same step.
+    went = list(zip(*of_ranks, strict=True))
+    usual = max(went, key=went.count)
+    alike = [step for step, this in zip(steps, went, strict=True) if this == usual]
+    _, kept = min(alike, key=itemgetter(0))
+    return {**kept, "pieces": [unit.pieces() for unit in units]}
+
+
+def _without_times(moments: list[Any]) -> str:
+    return str([(*moment[:3], *moment[4:]) for moment in moments])
 
 
 def _longest(seconds: float) -> float:
