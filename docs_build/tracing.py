@@ -3,8 +3,8 @@
 A reader who asks how a gather works need not read how it gets into a timeline. What only records is told by its form:
 
 1. an ``if`` about ``trace.recorder`` with nothing for the other case;
-2. a call of ``ledger.about`` or ``ledger.skip``, or of a method of ``trace.recorder``, whose result nobody takes;
-3. something put where the ledger looks, ``ledger.unit = ...`` or ``ledger.on_its_way = ...``;
+2. a call of ``ledger.skip``, or of a method of ``trace.recorder``, whose result nobody takes;
+3. something put where the ledger looks, ``ledger.on_its_way = ...``;
 4. anything about an attribute that is annotated with a class of ``trace``, such as ``self._event``;
 5. a call of a function of the module that is annotated to return an event of ``trace``, and that whole function;
 6. a loop over such statements alone.
@@ -16,8 +16,8 @@ import ast
 
 __all__ = ["recording_lines"]
 
-NOTED = {"ledger.about", "ledger.skip"}
-LOOKED_AT = {"ledger.unit", "ledger.on_its_way"}
+NOTED = {"ledger.skip"}
+LOOKED_AT = {"ledger.on_its_way"}
 
 
 def recording_lines(tree: ast.Module) -> set[int]:

@@ -30,14 +30,14 @@ TOOLS, EXPLAIN = "tools/", "tools/explain"
 # table of what public calls may be given.
 APART = (TRANSPORT, DEBUGGING, ARGUMENTS, TOOLS, "batches.py", "engine/ledger.py", "engine/comparison.py", "ledger/")
 BUDGETS = {
-    "house": 6234,
-    "story": 2986,
+    "house": 6230,
+    "story": 2982,
     TRANSPORT: 151,
     DEBUGGING: 380,
     ARGUMENTS: 166,
     "batches.py": 100,
-    "engine/ledger.py": 118,
-    "engine/comparison.py": 72,
+    "engine/ledger.py": 122,
+    "engine/comparison.py": 70,
     # With it: where a program failed that is about to end, and haste after a question.
     "ledger/": 473,
     "checkpoint/": 1432,
@@ -58,6 +58,7 @@ LONGER = {
 LONGEST_FUNCTION = 35  # in lines of code
 LONGER_FUNCTIONS = {
     ("engine/flat.py", "__init__"): 45,
+    ("engine/ledger.py", "__init__"): 40,
     ("engine/root.py", "__init__"): 36,
 }
 # Names for things that have others in PyTorch, and persons where there are ranks, users and modules.
@@ -93,7 +94,7 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all that is imported for `fully_shard` itself, without what is attached to it.
-FULLY_SHARD = 2493
+FULLY_SHARD = 2491
 
 
 def imported_for(module: str) -> set[str]:

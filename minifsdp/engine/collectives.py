@@ -60,7 +60,7 @@ _GATHER_METHOD = "all_gather_single" if _IS_RENAMED else "_allgather_base"
 _REDUCE_SCATTER_METHOD = "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
 
 
-def gather(group: Group, output: torch.Tensor, piece: torch.Tensor) -> Collective:
+def gather(group: Group, output: torch.Tensor, piece: torch.Tensor, unit: str | None = None) -> Collective:
     """All-gather: ``output`` becomes the pieces of all ranks, one after the other, in order of their position.
 
     Every rank of the group must call it.
@@ -69,12 +69,13 @@ def gather(group: Group, output: torch.Tensor, piece: torch.Tensor) -> Collectiv
         group: who gathers.
         output: 1-D, ``group.size * piece.numel()`` elements.
         piece: 1-D, contiguous, the same number of elements on every rank.
+        unit: the name of the unit that it is for, if it is for one, as everywhere below.
     """
     if output.is_complex():
         output, piece = torch.view_as_real(output), torch.view_as_real(piece)
     carrier = group.process_group if group.transport is None or not output.is_cpu else group.transport
-    method = getattr(carrier, _GATHER_METHOD)
-    return Collective("all-gather", group, output.nbytes, method, output, piece, _GATHER, on_cpu=output.is_cpu)
+    how = (getattr(carrier, _GATHER_METHOD), output, piece, _GATHER)
+    return Collective("all-gather", group, output.nbytes, *how, on_cpu=output.is_cpu, unit=unit)
 
 
 def ask(group: Group, answers: torch.Tensor, mine: torch.Tensor) -> Collective:
@@ -93,7 +94,9 @@ def gathers_each(group: Group | None, outputs: Sequence[torch.Tensor]) -> bool:
     return transport is not None and bool(transport.gathers_each(outputs))
 
 
-def gather_each(group: Group, outputs: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> Collective:
+def gather_each(
+    group: Group, outputs: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], unit: str | None = None
+) -> Collective:
     """One all-gather of several tensors, where `gathers_each` says so; what arrives need not be sorted.
 
     Every rank of the group must call it.
@@ -107,29 +110,31 @@ def gather_each(group: Group, outputs: Sequence[torch.Tensor], pieces: Sequence[
         outputs, pieces = ([torch.view_as_real(each) for each in tensors] for tensors in (outputs, pieces))
     num_bytes = sum(output.nbytes for output in outputs)
     send = group.transport.all_gather_each
-    return Collective("all-gather", group, num_bytes, send, outputs, pieces, on_cpu=True)
+    return Collective("all-gather", group, num_bytes, send, outputs, pieces, on_cpu=True, unit=unit)
 
 
-def reduce_scatter(group: Group, piece: torch.Tensor, whole: torch.Tensor) -> Collective:
+def reduce_scatter(
+    group: Group, piece: torch.Tensor, whole: torch.Tensor, unit: str | None = None, parts: Sequence[int] = ()
+) -> Collective:
     """Reduce-scatter: ``piece`` becomes this rank's part of the sum of ``whole`` over the group.
 
     Every rank of the group must call it. ``whole`` is 1-D with ``group.size * piece.numel()`` elements, and must be
-    kept alive until the promise was waited for.
+    kept alive until the promise was waited for. ``parts`` are the numbers of the parameters whose gradients it has.
     """
     if whole.is_complex():
         piece, whole = torch.view_as_real(piece), torch.view_as_real(whole)
     carrier = group.process_group if group.transport is None or not whole.is_cpu else group.transport
     method = getattr(carrier, _REDUCE_SCATTER_METHOD)
     how = (method, piece, whole, _REDUCE_SCATTER)
-    return Collective("reduce-scatter", group, whole.nbytes, *how, on_cpu=whole.is_cpu)
+    return Collective("reduce-scatter", group, whole.nbytes, *how, on_cpu=whole.is_cpu, unit=unit, parts=parts)
 
 
-def all_reduce(group: Group, tensor: torch.Tensor) -> Collective:
+def all_reduce(group: Group, tensor: torch.Tensor, unit: str | None = None, parts: Sequence[int] = ()) -> Collective:
     """All-reduce: ``tensor`` becomes, in place, the sum over the group. Every rank of the group must call it."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    send = group.process_group.allreduce
-    return Collective("all-reduce", group, tensor.nbytes, send, [tensor], _ALL_REDUCE, on_cpu=tensor.is_cpu)
+    how = (group.process_group.allreduce, [tensor], _ALL_REDUCE)
+    return Collective("all-reduce", group, tensor.nbytes, *how, on_cpu=tensor.is_cpu, unit=unit, parts=parts)
 
 
 def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:

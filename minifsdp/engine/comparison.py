@@ -90,7 +90,6 @@ class Comparison:
         if all(chain.number == before for chain, before in zip(self._groups, self._numbers, strict=True)):
             return
         self.read_now()
-        ledger.about(None)
         self._num_steps = ledger.num_steps
         with _disable_current_modes(), self._lanes.gather as lane:
             for chain, group in self._groups.items():
@@ -128,8 +127,6 @@ class Comparison:
             RuntimeError: the ranks have not sent the same in the iteration before.
         """
         ledger.iteration += 1
-        # An iteration that was broken off may have left something.
-        ledger.about(None)
         if self._arrived is not None and self._arrived.query():
             self.read_now()
 

@@ -88,7 +88,7 @@ class ExtendedRow:
         """Never the same: what is inside of a class of its own can change unseen."""
         return object()
 
-    def gather(self, lane: Lane) -> list[Promise]:
+    def gather(self, lane: Lane, name: str | None = None) -> list[Promise]:
         """Asks the shard what to send, and sends it."""
         if self._freed_at is not None:
             # What the class has made of it on the lane, the metadata, was read until then.
@@ -106,7 +106,7 @@ class ExtendedRow:
             if self.group is None:
                 output.copy_(tensor)
             else:
-                work = collectives.gather(self.group, output.view(-1), tensor.view(-1))
+                work = collectives.gather(self.group, output.view(-1), tensor.view(-1), name)
             promises.append(lane.promise(work))
         return promises
 

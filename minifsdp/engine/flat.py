@@ -180,7 +180,7 @@ class FlatLayout(Layout):
                 # A cast or a copy to the device needs a place to go; the right one is where the gather will want it.
                 piece = now.alias[self.partition.piece(self.mesh.shard_index)]
                 piece.copy_(shard, non_blocking=True)
-            return lane.promise(NOTHING if group is None else collectives.gather(group, now.alias, piece))
+            return lane.promise(NOTHING if group is None else collectives.gather(group, now.alias, piece, self.name))
 
     def free(self) -> ReleaseEvent | None:
         """Gives the unsharded tensor's memory back."""

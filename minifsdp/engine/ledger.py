@@ -26,7 +26,7 @@ Who issues a collective gets the promise of its result. If the backend reports a
 knows of which collective. What every *other* rank was doing must be asked for:
 that is done by those who have put themselves down in `explainers`, in a room of their own (``minifsdp/ledger``).
 
-Price: a unit takes eight calls of Python for each step, and the last 2,048 entries are kept, a megabyte.
+Price: a unit takes seven calls of Python for each step, and the last 2,048 entries are kept, a megabyte.
 
 *In torch:* the flight recorder does this for NCCL, in C++; what it has recorded is written to files, for a tool to
 compare afterwards. Gloo has nothing.
@@ -50,10 +50,6 @@ from minifsdp.engine.messages import NOT_THE_PROGRAM, message, way_out_of_main_t
 # The last that were issued, each as the fields of an `Entry` of ``ledger/report.py``: a plain tuple is made without a
 # call of Python, and the garbage collector need not look at it.
 entries: deque[tuple[Any, ...]] = deque(maxlen=2048)
-# What the next entries are about: the name of a unit, which of the outermost module is empty, and which of its
-# parameters have a gradient, if each has its own.
-unit: str | None = None
-parts: tuple[int, ...] = ()
 # 4. How many of the last ones count. Their order has a number: a polynomial of their shapes, modulo a prime.
 _NUM_RECENT, _BASE, _PRIME = 16, 1_000_003, 2**61 - 1
 _OLDEST = pow(_BASE, _NUM_RECENT, _PRIME)
@@ -136,6 +132,8 @@ class Collective:
         issue: the function that sends; what it returns is waited for, if it returns anything.
         arguments: for ``issue``.
         on_cpu: whether it is sent from the memory of a CPU, by the process group.
+        unit: the name of the unit that it is for, which of the outermost module is empty; ``None`` if it is for none.
+        parts: which of the unit's parameters have a gradient, if each has its own.
 
     Attributes:
         about: kind and unit.
@@ -148,13 +146,22 @@ class Collective:
     __slots__ = ("_work", "about", "chain", "epoch")
 
     def __init__(
-        self, kind: str, group: Any, num_bytes: int, issue: Callable[..., Any], *arguments: Any, on_cpu: bool = False
+        self,
+        kind: str,
+        group: Any,
+        num_bytes: int,
+        issue: Callable[..., Any],
+        *arguments: Any,
+        on_cpu: bool = False,
+        unit: str | None = None,
+        parts: Sequence[int] = (),
     ) -> None:
         global waiting, latest
         if verdict:
             raise verdict
         self.chain = chain = group.chain
         self.epoch, self.about = chain.epoch, kind if unit is None else f"{kind} of {unit!r}"
+        parts = tuple(parts)
         chain.hash.update(f"{self.about} {parts};".encode())
         # 1. The way from here out to the program.
         inside = frame = sys._getframe(1)
@@ -226,15 +233,9 @@ class Collective:
         self._work = SimpleNamespace(wait=complete)
 
 
-def about(name: str | None, numbers: Sequence[int] = ()) -> None:
-    """What is issued next is for the unit ``name``, or for none; for its parameters ``numbers`` if given."""
-    global unit, parts
-    unit, parts = name, tuple(numbers)
-
-
-def skip(kind: str, group: Any) -> None:
+def skip(kind: str, group: Any, unit: str) -> None:
     """Writes down what is *not* sent though it might be, as a gradient that is kept: others must not send it either."""
-    Collective(kind, group, 0, lambda: None)
+    Collective(kind, group, 0, lambda: None, unit=unit)
 
 
 def failed(collective: Collective, error: Exception) -> RuntimeError:

@@ -124,7 +124,7 @@ class PerParameterLayout(Layout):
             lanes.gather.follow()
             self._has_copied = False
         with lanes.gather as lane:
-            self._promises = [promise for row in self._rows for promise in row.gather(lane)]
+            self._promises = [promise for row in self._rows for promise in row.gather(lane, self.name)]
         return self
 
     def wait(self) -> None:

@@ -53,7 +53,7 @@ from typing import Any
 import torch
 
 from minifsdp import trace
-from minifsdp.engine import collectives, ledger
+from minifsdp.engine import collectives
 from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.lanes import NOTHING, Lanes, Promise, current_stream
 from minifsdp.engine.layout import Gradient, Layout
@@ -162,21 +162,17 @@ class Reducer:
         gradient.parts.clear()
         new = _InFlight(name, layout, plan, gradient, whole, whole, plan.all_reduces)
         self._lanes.reduce.follow()
-        try:
-            with self._lanes.reduce as lane:
-                new.scattered = lane.promise(self._issue(new))
-            if lane.stream is not None:
-                self._issue_end(new)
-            self._in_flight = new
-            self._complete(before)
-            if not plan.overlaps:
-                del whole
-                self.make_room()
-                self._in_flight = None
-                self._complete(new)
-        finally:
-            # Also if backward is broken off: what is sent next is not for this unit.
-            ledger.unit, ledger.parts = None, ()
+        with self._lanes.reduce as lane:
+            new.scattered = lane.promise(self._issue(new))
+        if lane.stream is not None:
+            self._issue_end(new)
+        self._in_flight = new
+        self._complete(before)
+        if not plan.overlaps:
+            del whole
+            self.make_room()
+            self._in_flight = None
+            self._complete(new)
 
     def make_room(self, *_: Any) -> None:
         """Before a gradient is put together or packed, and so in memory twice: of the one in flight a piece stays."""
@@ -189,7 +185,6 @@ class Reducer:
         """Completes what is in flight; afterwards the compute stream, and the host, may read every gradient."""
         last, self._in_flight = self._in_flight, None
         self._complete(last)
-        ledger.about(None)
         self._stop_cpu()
         for layout, gradient, result in self._arriving:
             layout.accept_gradient(gradient, result)
@@ -224,12 +219,12 @@ class Reducer:
             # 3. Of a sharded unit only the own piece of the sum is wanted.
             new.piece = new.whole.new_empty(new.whole.numel() // shard.size)
             new.event = _noted("RS", new, shard, "reduce")
-            return collectives.reduce_scatter(shard, new.piece, new.whole)
+            return collectives.reduce_scatter(shard, new.piece, new.whole, new.name, new.gradient.numbers)
         if replicas is not None and new.all_reduces:
             # 4. Without a shard group the all-reduce is all there is, so it can be issued at once.
             _add_partial(new)
             new.event = _noted("AR", new, replicas, "reduce")
-            return collectives.all_reduce(replicas, new.piece)
+            return collectives.all_reduce(replicas, new.piece, new.name, new.gradient.numbers)
         return NOTHING
 
     def _issue_end(self, new: _InFlight) -> None:
@@ -292,7 +287,7 @@ def _end(item: _InFlight) -> None:
                 return
             event = _noted("AR", item, replicas, "all_reduce")
             # 4. Over the replicas.
-            collectives.all_reduce(replicas, item.piece).wait()
+            collectives.all_reduce(replicas, item.piece, item.name, item.gradient.numbers).wait()
             if trace.recorder is not None:
                 trace.recorder.finish(event)
         # 5. After the sum.
@@ -343,7 +338,6 @@ def _run_hook(new: _InFlight, hook: CommHook) -> None:
 
 
 def _noted(kind: str, item: _InFlight, group: Group, lane: str) -> trace.Event | None:
-    ledger.about(item.name, item.gradient.numbers)
     if trace.recorder is None:
         return None
     sent = item.whole if kind == "RS" else item.piece

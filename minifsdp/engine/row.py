@@ -189,8 +189,8 @@ class Row:
 
     # --- gather ---
 
-    def gather(self, lane: Lane) -> list[Promise]:
-        """Issues the gather on ``lane``; `arrive` must be called once the promises were waited for."""
+    def gather(self, lane: Lane, name: str | None = None) -> list[Promise]:
+        """Issues the gather of the unit ``name`` on ``lane``; `arrive` is to be called when it was waited for."""
         if self.is_borrowed:
             return []
         self._lane, source = lane, self._source
@@ -202,7 +202,7 @@ class Row:
             # 2. Nothing to sort.
             assert source.group is not None
             self._storage.resize_(self._whole.nbytes)
-            return [collectives.gather_each(source.group, source.targets, piece.split(source.sizes))]
+            return [collectives.gather_each(source.group, source.targets, piece.split(source.sizes), name)]
         if not self._copies:
             # 2. Nothing to sort.
             self._storage.resize_(self._whole.nbytes)
@@ -215,7 +215,8 @@ class Row:
             mine = buffer[source.rank * piece.numel() : (source.rank + 1) * piece.numel()]
             mine.copy_(piece, non_blocking=True)
             piece = mine
-        return [lane.promise(NOTHING if source.group is None else collectives.gather(source.group, buffer, piece))]
+        group = source.group
+        return [lane.promise(NOTHING if group is None else collectives.gather(group, buffer, piece, name))]
 
     def arrive(self) -> None:
         """2. Copies out what has arrived."""

@@ -175,9 +175,7 @@ class Unit(Generic[LayoutT]):
             self._event = trace.recorder.begin(
                 "AG", self.name, num_bytes=layout.num_bytes, ranks=group.ranks, dtype=layout.dtype, lane="gather"
             )
-        ledger.unit = self.name
         self._promise = self.layout.gather(self.lanes)
-        ledger.unit = None
         self.state = State.GATHERING
 
     def wait(self) -> None:
@@ -224,10 +222,8 @@ class Unit(Generic[LayoutT]):
 
     def keep_gradient(self, gradient: Gradient) -> None:
         """Leaves a gradient to a later backward. Other ranks must not reduce theirs, so the ledger has it."""
-        ledger.about(self.name)
         for group in {group for plan in self.plans for group in (plan.mesh.shard, plan.mesh.replicate) if group}:
-            ledger.skip("no reduction", group)
-        ledger.about(None)
+            ledger.skip("no reduction", group, self.name)
         self.layout.keep_unreduced(gradient)
 
 

@@ -41,7 +41,6 @@ def without_ledger() -> Iterator[None]:
         for owner, name, function in (
             (Collective, "__init__", _issue),
             (Collective, "wait", _wait),
-            (ledger, "about", _nothing),
             (ledger, "skip", _nothing),
             *((Comparison, name, _nothing) for name in ("begin_backward", "ask", "read", "begin_forward")),
         ):

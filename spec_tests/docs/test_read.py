@@ -115,10 +115,9 @@ def test_what_only_records_is_told_by_its_form() -> None:
                     self.work()
                 else:
                     self.play()
-                ledger.about(self.name)
-                ledger.unit = self.name
+                ledger.on_its_way = self.event()
                 for group in self.groups:
-                    ledger.skip("x", group)
+                    ledger.skip("x", group, self.name)
                 event = self.free()
                 ledger.Collective(event)
                 event, self._event = self._event, None

@@ -30,7 +30,7 @@ from minifsdp.ledger.board import Board
 from minifsdp.ledger.report import Entry, lines_of_this_rank, state_of_this_rank
 from minifsdp.ledger.watcher import LIMIT, PATIENCE, _told, close
 from spec_tests.benchmarks.without_ledger import without_ledger
-from spec_tests.engine.small import draw, shard_each, square_loss, train_once
+from spec_tests.engine.small import draw, shard_each, square_loss, train_once, units_of
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import MLP, chain
 
@@ -131,6 +131,29 @@ def test_who_looks_at_a_collective_that_is_over_keeps_no_tensor_alive() -> None:
 
 @pytest.mark.spec("ORDER-08", "LEDGER-01")
 @ranks(2)
+def test_a_unit_that_fails_on_one_rank_leaves_its_name_to_nothing_that_is_sent_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = shard_each(chain())
+    train_once(model)
+    unit = units_of(model)[0]
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("too large")
+
+    if dist.get_rank() == 0:
+        with monkeypatch.context() as patched, pytest.raises(MemoryError):
+            patched.setattr(unit.layout, "gather", fail)
+            unit.unshard()
+    ledger.entries.clear()
+    model.clip_grad_norm_(1.0)
+    assert [(entry.kind, entry.unit) for entry in entries()] == [("all_reduce", None)]
+    # Which compares what was sent.
+    train_once(model)
+
+
+@pytest.mark.spec("ORDER-08", "LEDGER-01")
+@ranks(2)
 def test_a_backward_that_is_broken_off_on_one_rank_leaves_no_unit_to_what_is_sent_later() -> None:
     model = shard_each(chain())
 
@@ -138,10 +161,14 @@ def test_a_backward_that_is_broken_off_on_one_rank_leaves_no_unit_to_what_is_sen
         raise LookupError("no such picture")
 
     # The reductions of two units have been issued by then.
-    model.module[0].register_full_backward_pre_hook(fail)
+    handle = model.module[0].register_full_backward_pre_hook(fail)
     with pytest.raises(LookupError):
         square_loss(model, dist.get_rank()).backward()
-    assert (ledger.unit, ledger.parts) == (None, ())
+    handle.remove()
+    ledger.entries.clear()
+    model.clip_grad_norm_(1.0)
+    assert [(entry.kind, entry.unit) for entry in entries()] == [("all_reduce", None)]
+    train_once(model)
 
 
 @pytest.mark.spec("LEDGER-06")

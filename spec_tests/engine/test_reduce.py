@@ -197,7 +197,7 @@ def test_on_the_cpu_a_reduction_is_waited_for_before_the_next_gradient_is_packed
 ) -> None:
     log: list[str] = []
 
-    def reduce_scatter(group: Group, piece: torch.Tensor, whole: torch.Tensor) -> Work:
+    def reduce_scatter(group: Group, piece: torch.Tensor, whole: torch.Tensor, *_: Any) -> Work:
         name = str(int(whole[0]))
         log.append(f"issue {name}")
         piece.copy_(whole[: piece.numel()])

@@ -104,8 +104,9 @@ BREAKS = [
     Break(
         "only-groups-promise-flat",
         FLAT,
-        "            return lane.promise(NOTHING if group is None else collectives.gather(group, now.alias, piece))\n",
-        "            work = NOTHING if group is None else collectives.gather(group, now.alias, piece)\n"
+        "            return lane.promise(NOTHING if group is None else collectives.gather(group, now.alias, piece, "
+        "self.name))\n",
+        "            work = NOTHING if group is None else collectives.gather(group, now.alias, piece, self.name)\n"
         "            return lane.promise(work) if group is not None else work\n",
         "In a world of one rank nobody waits for the cast of the parameters. Race 4 of the list.",
         "flat_alone_in_bf16",
@@ -113,10 +114,8 @@ BREAKS = [
     Break(
         "only-groups-promise-row",
         ROW,
-        "        return [lane.promise(NOTHING if source.group is None else collectives.gather(source.group, buffer, "
-        "piece))]\n",
-        "        if source.group is None:\n            return []\n"
-        "        return [lane.promise(collectives.gather(source.group, buffer, piece))]\n",
+        "        return [lane.promise(NOTHING if group is None else collectives.gather(group, buffer, piece, name))]\n",
+        "        return [] if group is None else [lane.promise(collectives.gather(group, buffer, piece, name))]\n",
         "The same with a DTensor for each parameter.",
         "each_alone_in_bf16",
     ),

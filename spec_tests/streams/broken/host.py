@@ -85,8 +85,8 @@ BREAKS = [
     Break(
         "copies-not-waited-for-at-the-end",
         REDUCE,
-        "        ledger.about(None)\n        self._stop_cpu()\n        for",
-        "        ledger.about(None)\n        for",
+        "        self._stop_cpu()\n        for",
+        "        for",
         "The end of backward completes the last reduction, and not the copies.",
         "flat_offload",
     ),
