@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,7 @@ from minifsdp import FullStateDictConfig, StateDictType, fully_shard
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.fuzz import judge
+from spec_tests.fuzz.__main__ import RECORD, RECORDED
 from spec_tests.fuzz.case import DOORS, Case
 from spec_tests.fuzz.judge import Verdict, counted, judged, replay_line, simplest, summary
 from spec_tests.fuzz.machine import drawn
@@ -80,6 +82,20 @@ def test_a_mistake_is_found_made_small_and_can_be_seen_again() -> None:
     assert again.found is not None
     assert "differs" in again.found
     assert judge.kind_of(again.found) == "differs"
+
+
+@pytest.mark.spec("FUZZ-01", "FUZZ-03")
+def test_at_least_2000_programs_are_recorded_through_both_doors_together_and_apart_and_nothing_was_found() -> None:
+    runs = json.loads(RECORD.read_text())["runs"]
+    assert [(run["door"], run["apart"], run["programs"]) for run in runs] == RECORDED
+    assert sum(run["programs"] for run in runs) >= 2000
+    assert [run["findings"] for run in runs] == [0] * len(runs)
+    for run in runs:
+        assert run["calls"] > 10 * run["programs"]
+        assert run["refused"] > run["programs"]
+        assert min(run["hybrid"], run["mixed precision"]) > run["programs"] / 5
+        # Else little would be judged of programs in which ranks do different things.
+        assert run["ended early"] < (0.8 if run["apart"] else 0.001) * run["programs"]
 
 
 @pytest.mark.spec("FUZZ-08")
