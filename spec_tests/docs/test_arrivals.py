@@ -45,6 +45,7 @@ def test_data_has_arrived_when_the_other_rank_has_sent_it_and_not_when_it_is_wai
     number: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("MINIFSDP_TRANSPORT", "messages")
     recorder, rank = trace.Recorder(), dist.get_rank()
     transport = Group.of(dist.group.WORLD).transport
     # Small pieces by gloo's collectives, as they are sent by default.

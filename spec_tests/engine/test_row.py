@@ -231,7 +231,8 @@ def large_row(dtype: torch.dtype | None = None, first_dim: int = 0) -> tuple[Row
 @pytest.mark.spec("WIRE-10")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @ranks(4)
-def test_large_parameters_arrive_in_their_places(dtype: torch.dtype | None) -> None:
+def test_large_parameters_arrive_in_their_places(dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINIFSDP_TRANSPORT", "messages")
     row, wholes = large_row(dtype)
     chain = world().chain
     chain.begin_epoch()

@@ -65,7 +65,11 @@ def test_ranks_that_wait_in_vain_are_told_within_seconds(door: str, tmp_path: Pa
 @pytest.mark.spec("ORDER-10")
 @pytest.mark.parametrize("when", ["early", "late"])
 @pytest.mark.parametrize("door", DOORS)
-def test_nothing_is_sent_to_a_rank_that_expects_another_size(door: str, when: str, tmp_path: Path) -> None:
+def test_nothing_is_sent_to_a_rank_that_expects_another_size(
+    door: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without a transport nobody can ask.
+    monkeypatch.delenv("MINIFSDP_TRANSPORT", raising=False)
     assert deviate(tmp_path, door, f"swaps layers of other sizes {when}") == [1, 1]
     for rank in range(2):
         said = said_by(tmp_path, rank)
@@ -77,7 +81,10 @@ def test_nothing_is_sent_to_a_rank_that_expects_another_size(door: str, when: st
 
 @pytest.mark.spec("LEDGER-11", "ORDER-10")
 @pytest.mark.parametrize("door", DOORS)
-def test_an_order_that_all_ranks_have_caught_is_not_held_against_what_they_do_later(door: str, tmp_path: Path) -> None:
+def test_an_order_that_all_ranks_have_caught_is_not_held_against_what_they_do_later(
+    door: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MINIFSDP_TRANSPORT", raising=False)
     assert deviate(tmp_path, door, "catches that it swaps layers of other sizes") == [0, 0], said_by(tmp_path, 0)
     for rank in range(2):
         assert "are about to send each other" in (tmp_path / str(rank) / "stdout").read_text()
