@@ -237,6 +237,7 @@ def test_two_ranks_need_no_memory_beside_what_they_are_given() -> None:
 @pytest.mark.spec("WIRE-04")
 @ranks(4)
 def test_four_ranks_need_two_pieces_to_sum_and_nothing_to_gather() -> None:
+    os.environ["MINIFSDP_TRANSPORT"] = "messages"
     assert memory_of(1000) == (0, 2 * 4000)
 
 
@@ -334,6 +335,7 @@ def test_pieces_of_less_than_256_kib_are_sent_in_gloos_thread(monkeypatch: pytes
 @pytest.mark.spec("WIRE-07")
 @ranks(2)
 def test_the_switch_leaves_the_collectives_to_gloo() -> None:
+    os.environ["MINIFSDP_TRANSPORT"] = "messages"
     process_group: Any = dist.group.WORLD
     assert gloo.transport_between(process_group) is not None
     os.environ["MINIFSDP_TRANSPORT"] = "collectives"
@@ -357,7 +359,9 @@ HERE = pathlib.Path(__file__).parent
 
 @pytest.mark.spec("WIRE-08")
 def test_a_rank_that_dies_ends_the_wait_of_the_other() -> None:
-    printed = output_of_ranks(HERE / "wire_ends.py", num_ranks=2, environment={}, limit=60.0)
+    # As if nobody had chosen.
+    environment = {"MINIFSDP_TRANSPORT": ""}
+    printed = output_of_ranks(HERE / "wire_ends.py", num_ranks=2, environment=environment, limit=60.0)
     assert "rank 0: RuntimeError" in printed
     assert printed.count("[1.0, 1.0, 1.0, 1.0], Transport") == 2
 
@@ -372,6 +376,7 @@ def test_where_torch_compares_collectives_there_are_collectives_to_compare() -> 
 @pytest.mark.spec("WIRE-08")
 @ranks(2)
 def test_a_rank_that_never_comes_ends_it_after_the_time_limit_of_the_group() -> None:
+    os.environ["MINIFSDP_TRANSPORT"] = "messages"
     group, new = (Group.of(dist.new_group([0, 1], timeout=timedelta(seconds=1))) for _ in range(2))
     collectives.gather(group, torch.zeros(4), torch.zeros(2)).wait()
     group.chain.begin_epoch()

@@ -73,6 +73,7 @@ def soak(
     shelf = Shelf(pathlib.Path(folder, "runs"), keep=1000 if leak == "on_disk" else 2)
     tracemalloc.start()
     if leak == "queued":
+        os.environ["MINIFSDP_TRANSPORT"] = "messages"
         mock.patch.object(gloo._Queue, "drop_until").start()
     if leak == "ledger":
         mock.patch.object(ledger, "entries", deque(ledger.entries)).start()
