@@ -154,7 +154,7 @@ def test_a_unit_that_fails_on_one_rank_leaves_its_name_to_nothing_that_is_sent_l
 
 @pytest.mark.spec("ORDER-08", "LEDGER-01")
 @ranks(2)
-def test_a_backward_that_is_broken_off_on_one_rank_leaves_no_unit_to_what_is_sent_later() -> None:
+def test_a_backward_that_is_broken_off_leaves_no_unit_to_what_is_sent_later() -> None:
     model = shard_each(chain())
 
     def fail(*_: Any) -> None:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["DOORS", "Call", "Case", "from_json", "to_json"]
+__all__ = ["DOORS", "Call", "Case", "from_json", "to_be_loaded", "to_json"]
 
 DOORS = ("wrapped", "composed")
 
 Call = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass
@@ -43,6 +44,11 @@ class Case:
 
 def _skips_differ(skip: Any) -> bool:
     return isinstance(skip, list) and skip[0] != skip[1]
+
+
+def to_be_loaded(saved: list[T], call: Call) -> T:
+    """What a call loads, of all that was saved: fewer than its index says if a call before it was left out."""
+    return saved[call["index"] % len(saved)]
 
 
 def to_json(case: Case) -> str:

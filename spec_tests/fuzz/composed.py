@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from minifsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from spec_tests.fuzz import net as nets
-from spec_tests.fuzz.case import Call
+from spec_tests.fuzz.case import Call, to_be_loaded
 from spec_tests.fuzz.sides import Pieces, Side, grown, halve
 from spec_tests.fuzz.twin import Twin, damaged
 from spec_tests.fuzz.wrong import WRONG_COMPOSED
@@ -134,7 +134,7 @@ class Composed(Side):
     def load(self, call: Call) -> None:
         if not self.saved:
             return
-        form, state = self.saved[call["index"] % len(self.saved)]
+        form, state = to_be_loaded(self.saved, call)
         form = call.get("form") or form
         state = damaged(state, call.get("damage"))
         options, strict = FORMS[form], call.get("strict", True)
@@ -163,7 +163,7 @@ class Composed(Side):
     def load_optimizer(self, call: Call) -> None:
         if not self.saved_optimizer:
             return
-        form, state = self.saved_optimizer[call["index"] % len(self.saved_optimizer)]
+        form, state = to_be_loaded(self.saved_optimizer, call)
         full = form.startswith("full")
         options = dcp.StateDictOptions(full_state_dict=full, broadcast_from_rank0=form == "full on rank 0")
         dcp.set_optimizer_state_dict(self.model, self.optimizer, state, options=options)

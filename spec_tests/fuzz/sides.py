@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spec_tests.fuzz import net as nets
-from spec_tests.fuzz.case import Call
+from spec_tests.fuzz.case import Call, to_be_loaded
 from spec_tests.fuzz.twin import Twin, chosen
 from spec_tests.harness import kept
 
@@ -67,7 +67,7 @@ class Side:
 
     def has_to_load(self, call: Call) -> bool:
         """Whether the state dict that is to be loaded has anything on this rank; of a full one only rank 0's has."""
-        return bool(self.saved) and bool(self.saved[call["index"] % len(self.saved)][1])
+        return bool(self.saved) and bool(to_be_loaded(self.saved, call)[1])
 
     def saved_against(self, form: str, state: dict[str, Any], expected: dict[str, Tensor]) -> Pieces:
         """The same of a state dict."""

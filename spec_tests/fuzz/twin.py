@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from spec_tests.fuzz import net as nets
-from spec_tests.fuzz.case import Call
+from spec_tests.fuzz.case import Call, to_be_loaded
 
 __all__ = ["Twin", "chosen", "damaged"]
 
@@ -200,7 +200,7 @@ class Twin:
 
     def load(self, call: Call, ranks: Iterable[int] = RANKS) -> None:
         if self.saved:
-            state = damaged(self.saved[call["index"] % len(self.saved)], call.get("damage"))
+            state = damaged(to_be_loaded(self.saved, call), call.get("damage"))
             self.net.load_state_dict(state, strict=call.get("strict", True))
             self._changed()
 
@@ -210,9 +210,7 @@ class Twin:
 
     def load_optimizer(self, call: Call, ranks: Iterable[int] = RANKS) -> None:
         if self.saved_optimizer:
-            self.optimizer.load_state_dict(
-                copy.deepcopy(self.saved_optimizer[call["index"] % len(self.saved_optimizer)])
-            )
+            self.optimizer.load_state_dict(copy.deepcopy(to_be_loaded(self.saved_optimizer, call)))
 
     # --- switches ---
 

@@ -21,7 +21,7 @@ from minifsdp import (
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.fuzz import net as nets
-from spec_tests.fuzz.case import Call
+from spec_tests.fuzz.case import Call, to_be_loaded
 from spec_tests.fuzz.sides import Pieces, Side, grown, halve
 from spec_tests.fuzz.twin import Twin, damaged
 from spec_tests.fuzz.wrong import WRONG_WRAPPED
@@ -179,7 +179,7 @@ class Wrapped(Side):
     def load(self, call: Call) -> None:
         if not self.saved:
             return
-        form, state = self.saved[call["index"] % len(self.saved)]
+        form, state = to_be_loaded(self.saved, call)
         with FSDP.state_dict_type(self.model, *FORMS[call.get("form") or form]):
             self.model.load_state_dict(damaged(state, call.get("damage")), strict=call.get("strict", True))
         self.changed()
@@ -193,7 +193,7 @@ class Wrapped(Side):
     def load_optimizer(self, call: Call) -> None:
         if not self.saved_optimizer:
             return
-        form, state = self.saved_optimizer[call["index"] % len(self.saved_optimizer)]
+        form, state = to_be_loaded(self.saved_optimizer, call)
         with FSDP.state_dict_type(self.model, *FORMS[form]):
             loadable = FSDP.optim_state_dict_to_load(self.model, self.optimizer, state)
         self.optimizer.load_state_dict(loadable)
