@@ -4,20 +4,22 @@ The store of ``torch.distributed`` is a dictionary that all ranks reach, on a co
 collectives do not, which is when it is needed::
 
     asked      3             how often anybody has asked where every rank is
+    0/process  [...]         rank 0: the machine, and its process there
     0/state    {...}         rank 0: where it is, how far its groups are, which question this answers
     0/wanted   1             how often anybody has wanted the list of rank 0
     0/list     {...}         rank 0: its last collectives, one line each
 
 Who wants to know counts ``asked`` up; every rank sees that within a tick and puts up its state, some hundred bytes. A
 list is long, and wanted of few ranks only: of one for each state that there is. Who has ended has left last words,
-which answer all questions. Who neither answers nor has left any was killed, or is stopped.
+which answer all questions; for one that was killed a rank on its machine leaves them (``neighbours.py``). Who neither
+answers nor has any is stopped, or its machine is lost.
 
 Only the watcher's thread may call these functions: where the store's host is stopped, they do not return. Where it has
 ended, they raise, and go on to do so: each further message would only have C++ write warnings.
 
 *In torch:* NCCL's watchdog signals over the same store that a rank has timed out.
 
-Spec: LEDGER-04, LEDGER-13, LEDGER-15.
+Spec: LEDGER-04, LEDGER-13, LEDGER-15, LEDGER-18.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from minifsdp.ledger import neighbours
 
 State = dict[str, Any]
 Line = list[Any]  # chain, epoch, number, what, where, iteration, bytes
@@ -64,13 +68,14 @@ class Board:
             # What is not there would be waited for.
             for count in counts:
                 self._call("add", count, 0)
+            self._call("set", f"{self.rank}/process", json.dumps(neighbours.this_process()))
             self._is_open = True
         asked, wanted = self._call("multi_get", counts)
         return int(asked), int(wanted)
 
     def put_up(self, number: int, state: State) -> None:
-        """Where this rank is, as the answer to all questions up to ``number``."""
-        self._call("set", f"{self.rank}/state", json.dumps({**state, "answers": number}))
+        """Where a rank is, mostly this one, as its answer to all questions up to ``number``."""
+        self._call("set", f"{state['rank']}/state", json.dumps({**state, "answers": number}))
 
     def put_up_list(self, number: int, lines: list[Line]) -> None:
         """This rank's last collectives, for all who have wanted them up to ``number``."""
@@ -79,6 +84,11 @@ class Board:
     def states(self, number: int, limit: float) -> dict[int, State | None]:
         """What each rank answers to question ``number``; ``None`` for those that have not after ``limit`` seconds."""
         return self._answers("state", dict.fromkeys(range(self.num_ranks), number), limit)
+
+    def is_lost(self, rank: int) -> bool:
+        """Whether the process of a rank was on this machine, and is over."""
+        key = f"{rank}/process"
+        return bool(self._call("check", [key])) and neighbours.is_over(json.loads(self._call("get", key)))
 
     def lists(self, ranks: Iterable[int], limit: float) -> dict[int, list[Line]]:
         """The last collectives of some ranks; without those that have not put them up after ``limit`` seconds."""

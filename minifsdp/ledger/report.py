@@ -37,7 +37,9 @@ failed_at = ""
 GONE = "Where the others are is not known: the host of the store, mostly rank 0, has ended."
 SILENT = "Where the others are is not known: the store does not answer; its host, mostly rank 0, may be stopped."
 MOST_RANKS = 16  # that are told of one by one
-TOLD_TO_END = "by SIGTERM"  # how a rank ends that a launcher ends
+# How ranks end: one whose process is over and that has left no words, and one that a launcher ends.
+LOST = "without words, mostly by SIGKILL or a crash: its process is over"
+TOLD_TO_END = "by SIGTERM"
 
 
 class Entry(NamedTuple):
@@ -82,6 +84,11 @@ def state_of_this_rank(ended: str = "") -> State:
         "waits": waits_for,
         "chains": {c.name: [[c.epoch, c.number, c.digest], c.last_epoch] for c in _chains()},
     }
+
+
+def state_of_lost(rank: int) -> State:
+    """What is left of a rank whose process is over, though it has not left any words."""
+    return {"rank": rank, "ended": LOST, "place": "", "iteration": 0, "last": "", "waits": "", "chains": {}}
 
 
 def lines_of_this_rank() -> list[Line]:
@@ -201,7 +208,7 @@ def in_words(states: Mapping[int, State | None], parted: Mapping[int, Line], sto
 
 def _of_rank(state: State | None) -> str:
     if state is None:
-        return "says nothing: it was killed or is stopped, has made no unit yet, or does not come back to Python"
+        return "says nothing: it is stopped, has made no unit yet, is stuck without Python, or its machine is lost"
     if state["ended"] not in ("", TOLD_TO_END):
         return f"has ended, {state['ended']}"
     doing = f"waits for {state['waits']}" if state["waits"] else f"last sent: {state['last'] or 'nothing'}"

@@ -29,7 +29,7 @@ free. This has not run on a GPU yet.
 
 *In torch:* for NCCL a watchdog in C++, with a file of each rank that is compared afterwards; for gloo nothing.
 
-Spec: LEDGER-03, LEDGER-04, LEDGER-06, LEDGER-12 to LEDGER-16.
+Spec: LEDGER-03, LEDGER-04, LEDGER-06, LEDGER-12 to LEDGER-16, LEDGER-18.
 """
 
 from __future__ import annotations
@@ -93,6 +93,8 @@ class Watcher:
         self._stuck_at: Any = None
         self._stuck_since, self._patience = 0.0, PATIENCE
         self._ended, self._has_left = "", threading.Event()
+        # The first look is at once: from then on others can see whether this process is over.
+        self._ring()
         self.thread = threading.Thread(target=self._watch, name="minifsdp ledger", daemon=True)
         self.thread.start()
 
@@ -180,6 +182,9 @@ class Watcher:
     def _find(self, place: Place, number: int) -> Findings:
         """What the answers to a question say; where they differ, by the lists of those who differ."""
         states = self._board.states(number, LIMIT)
+        for rank in [rank for rank, state in states.items() if state is None and self._board.is_lost(rank)]:
+            states[rank] = lost = report.state_of_lost(rank)
+            self._board.put_up(LAST_WORDS, lost)
         if place is not None:
             epoch, ranks = report.unlike(*place, states)
             if len(ranks) > 1:

@@ -27,7 +27,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from minifsdp.ledger.report import GONE, SILENT
+from minifsdp.ledger.report import GONE, LOST, SILENT
 from spec_tests.faults.job import DOORS, FAULTS, SHARDINGS, STAGES, STEPS, TIMEOUT, TO_MEET
 from spec_tests.harness import pool
 from spec_tests.harness.programs import start_module
@@ -44,8 +44,8 @@ STORES = ("of torchrun", "of rank 0")
 SAYS = {
     "raises": "has ended, by ValueError: a bad batch",
     "exits": "has ended, at the end of its program",
-    "is killed": "says nothing: it was killed",
-    "is stopped": "says nothing: it was killed or is stopped",
+    "is killed": f"has ended, {LOST}",
+    "is stopped": "says nothing: it is stopped",
     "is slow": r"STAGE\.py:1, iteration \d+; (waits for|last sent: )",
 }
 # What the others wait for then, or have sent in vain; what the faulty rank has sent just before may be lost on its way.

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from minifsdp.ledger.report import LOST
 from spec_tests.faults import __main__ as matrix
 from spec_tests.faults import cells, restarts
 from spec_tests.faults.cells import (
@@ -157,7 +158,15 @@ def test_an_error_of_a_collective_of_torch_is_followed_by_the_same_report(tmp_pa
     assert codes == [1, -signal.SIGKILL]
     said = said_by(tmp_path, 0)
     assert "the error above is of a collective that minifsdp has not sent" in said
-    assert "rank 1: says nothing: it was killed" in said
+    assert f"rank 1: has ended, {LOST}" in said
+
+
+@pytest.mark.spec("LEDGER-18")
+def test_who_waits_for_a_rank_that_was_killed_is_told_though_no_connection_breaks(tmp_path: Path) -> None:
+    assert deviate(tmp_path, "wrapper", "is killed before a state dict") == [1, -signal.SIGKILL]
+    said = said_by(tmp_path, 0)
+    assert "state_dict() must be called by all of the ranks [0, 1]" in said
+    assert f"rank 1: has ended, {LOST}" in said
 
 
 @pytest.mark.spec("LEDGER-04", "LEDGER-06", "LEDGER-07")
