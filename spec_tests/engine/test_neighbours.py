@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from minifsdp.ledger import neighbours
 from minifsdp.ledger.neighbours import is_over, this_process
+from spec_tests.harness.waiting import comes_true
 
 pytestmark = pytest.mark.pure
 
@@ -35,10 +35,7 @@ def test_a_process_of_this_machine_is_over_as_soon_as_it_was_killed(other: subpr
     assert not is_over([machine, number]) and not is_over(this_process())
     other.kill()
     # Its parent has not asked for its end yet, so the system still lists it.
-    until = time.monotonic() + 10
-    while not is_over([machine, number]):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    assert comes_true(lambda: is_over([machine, number]))
     assert other.returncode is None
     other.wait()
     assert is_over([machine, number])

@@ -30,6 +30,7 @@ from spec_tests.faults.job import DOORS, FAULTS, STAGES
 from spec_tests.faults.restarts import Restart
 from spec_tests.harness import pool
 from spec_tests.harness.programs import run_module
+from spec_tests.harness.waiting import comes_true
 
 pytestmark = pytest.mark.pure
 ROOT = Path(__file__).resolve().parents[2]
@@ -169,15 +170,16 @@ def test_who_waits_for_a_rank_that_was_killed_is_told_though_no_connection_break
     assert f"rank 1: has ended, {LOST}" in said
 
 
+def both_wait(folder: Path) -> bool:
+    return all("waits" in (folder / str(rank) / "stdout").read_text() for rank in range(2))
+
+
 @pytest.mark.spec("LEDGER-04", "LEDGER-06", "LEDGER-07")
 def test_a_sigterm_is_reported_though_the_main_thread_is_stuck(tmp_path: Path) -> None:
     pool.start_early()
     processes = start_ranks("deviate", "wrapper", "is stuck", num_ranks=2, folder=tmp_path)
     try:
-        until = time.monotonic() + IN_SECONDS
-        while any("waits" not in (tmp_path / str(rank) / "stdout").read_text() for rank in range(2)):
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        assert comes_true(lambda: both_wait(tmp_path), IN_SECONDS)
         time.sleep(0.5)
         os.kill(processes[0].pid, signal.SIGTERM)
         processes[0].join(IN_SECONDS)
@@ -204,10 +206,7 @@ def test_a_sigterm_is_reported_by_all_who_get_it_whatever_they_wait_for(tmp_path
     # One is in a collective that the package does not know, the other in none.
     processes = start_ranks("deviate", "wrapper", "is stuck in a barrier", num_ranks=2, folder=tmp_path)
     try:
-        until = time.monotonic() + IN_SECONDS
-        while any("waits" not in (tmp_path / str(rank) / "stdout").read_text() for rank in range(2)):
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        assert comes_true(lambda: both_wait(tmp_path), IN_SECONDS)
         time.sleep(0.5)
         for process in processes:
             os.kill(process.pid, signal.SIGTERM)

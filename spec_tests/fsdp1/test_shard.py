@@ -23,6 +23,7 @@ import minifsdp
 from minifsdp import FullyShardedDataParallel, ShardingStrategy, trace
 from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.harness import device, ranks
+from spec_tests.harness.waiting import comes_true
 from spec_tests.models.modules import UNITS, Stack, seeded
 from spec_tests.models.running import Watch, Wire, batch, iterate, loss_of, of_unit
 from spec_tests.models.sharding import (
@@ -621,4 +622,4 @@ def test_memory_that_a_flat_parameter_had_before_is_free_when_it_is_given_anothe
         parameter.grad = None
     iterate(model)
     gc.collect()
-    assert [ref.expired() for ref in before] == [True] * 5
+    assert comes_true(lambda: [ref.expired() for ref in before] == [True] * 5)

@@ -13,7 +13,8 @@ from dataclasses import replace
 import pytest
 
 from spec_tests.harness.programs import run_module
-from spec_tests.harness_tests.test_session import ROOT, is_running, wait_until
+from spec_tests.harness.waiting import comes_true
+from spec_tests.harness_tests.test_session import ROOT, is_running
 from spec_tests.hunt.__main__ import hunt, main
 from spec_tests.hunt.generators import GENERATORS, Generator
 from spec_tests.properties.description import from_json, to_json
@@ -98,7 +99,7 @@ def test_a_hunt_that_is_ended_says_what_was_tried_and_leaves_no_process_behind(t
         said, _ = hunting.communicate(timeout=60)
     assert said.splitlines()[0] == "stopped"
     assert "0 findings" in said
-    assert wait_until(lambda: not any(is_running(pid) for pid in ranks))
+    assert comes_true(lambda: not any(is_running(pid) for pid in ranks), 60)
 
 
 def descendants(pid: int) -> list[int]:

@@ -12,7 +12,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +20,7 @@ import pytest
 from spec_tests.conftest import choose_rows
 from spec_tests.harness.accounting import ROOT, Accounting, kind_of_proof, read_rows, section_of, verdict
 from spec_tests.harness.programs import run_module, start_module
+from spec_tests.harness.waiting import comes_true
 
 HANGING = """
 import os, pathlib, time
@@ -132,17 +132,10 @@ def is_running(process: int) -> bool:
         return False
 
 
-def wait_until(condition: Any, limit: float = 60.0) -> bool:
-    deadline = time.monotonic() + limit
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return bool(condition())
-
-
 def wait_for_its_ranks(folder: pathlib.Path) -> list[int]:
     """The processes of a session that hangs."""
     files = [folder / "rank-0", folder / "rank-1"]
-    assert wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+    assert comes_true(lambda: all(file.exists() and file.read_text() for file in files), 60)
     return [int(file.read_text()) for file in files]
 
 
@@ -161,7 +154,7 @@ def test_no_rank_survives_its_session_that_is_ended_by_ctrl_c(tmp_path: pathlib.
         processes = wait_for_its_ranks(tmp_path)
         os.killpg(session.pid, signal.SIGINT)  # as Ctrl-C does: to everybody in the foreground
         session.wait(60)
-        assert wait_until(lambda: not any(map(is_running, processes)), 20)
+        assert comes_true(lambda: not any(map(is_running, processes)), 20)
     finally:
         if session.poll() is None:
             session.kill()
@@ -176,7 +169,7 @@ def test_no_rank_survives_its_session_that_is_killed(tmp_path: pathlib.Path) -> 
     finally:
         session.kill()
         session.join(60)
-    assert wait_until(lambda: not any(map(is_running, processes)), 20)
+    assert comes_true(lambda: not any(map(is_running, processes)), 20)
 
 
 # ---- the accounting by itself ---------------------------------------------------------------------------------------

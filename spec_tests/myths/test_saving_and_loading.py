@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifsdp import FullOptimStateDictConfig, FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from spec_tests.harness import device, ranks
+from spec_tests.harness.waiting import comes_true
 from spec_tests.live_bytes import LiveBytes
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, iterate
@@ -183,10 +183,6 @@ def test_a_rank_that_is_sent_tensors_never_has_the_whole_dict() -> None:
         if dist.get_rank() == 1:
             # One value at a time, and what is not of its rows goes again.
             assert live.peak < num_bytes(state)
-            until = time.monotonic() + 10
-            while live.now() and time.monotonic() < until:
-                # Gloo's thread lets go of a tensor a moment after it has said that it is done.
-                time.sleep(0.001)
-            assert live.now() == 0
+            assert comes_true(lambda: live.now() == 0)
     found = {name: value.full_tensor() for name, value in model.state_dict().items()}
     assert all(torch.equal(found[name], value) for name, value in state.items())

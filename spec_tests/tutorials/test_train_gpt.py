@@ -10,7 +10,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 import weakref
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from spec_tests.harness import ranks
 from spec_tests.harness.programs import output_of_ranks
+from spec_tests.harness.waiting import comes_true
 from tutorials.gpt import options
 from tutorials.gpt import ranks as starting
 from tutorials.gpt.counting import CollectiveCounter
@@ -273,8 +273,7 @@ def test_the_counter_knows_the_calls_the_bytes_and_the_peak_of_a_known_sequence(
         group._allgather_base(first, piece).wait()
         held = weakref.ref(first.untyped_storage())
         del first  # Freed by dropping it, as DDP's and FSDP2's buffers are,
-        while held() is not None:  # as soon as gloo's thread has let go of it, too.
-            time.sleep(0.001)
+        assert comes_true(lambda: held() is None)  # as soon as gloo's thread has let go of it, too.
         second, third = torch.empty(200), torch.empty(100)
         dist.all_gather(list(second.chunk(2)), piece)  # 800 bytes, as a list of views of one memory.
         second.untyped_storage().resize_(0)  # Freed by shrinking it, as FSDP1's are.
