@@ -142,7 +142,12 @@ def test_what_only_records_is_told_by_its_form() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", [name for name in all_modules() if read_module(name).recording])
+def records(name: str) -> bool:
+    return bool(recording_lines(ast.parse((PACKAGE / name).read_text(encoding="utf-8"))))
+
+
+# By the code alone: where a line is broken on purpose, its note may not find it, and the others are to be tried.
+@pytest.mark.parametrize("name", [*filter(records, all_modules())])
 def test_the_rest_needs_nothing_of_what_only_records(name: str) -> None:
     """No name or attribute that is given a value only there is read by a line that stays in sight."""
     module = read_module(name)
