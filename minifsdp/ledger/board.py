@@ -87,8 +87,7 @@ class Board:
 
     def is_lost(self, rank: int) -> bool:
         """Whether the process of a rank was on this machine, and is over."""
-        key = f"{rank}/process"
-        return bool(self._call("check", [key])) and neighbours.is_over(json.loads(self._call("get", key)))
+        return (process := self._read(f"{rank}/process")) is not None and neighbours.is_over(process)
 
     def lists(self, ranks: Iterable[int], limit: float) -> dict[int, list[Line]]:
         """The last collectives of some ranks; without those that have not put them up after ``limit`` seconds."""
@@ -101,13 +100,16 @@ class Board:
         while True:
             self._meanwhile()
             for rank in [rank for rank, said in found.items() if said is None]:
-                key = f"{rank}/{what}"
-                said = json.loads(self._call("get", key)) if self._call("check", [key]) else {"answers": 0}
-                if said["answers"] >= numbers[rank]:
+                said = self._read(f"{rank}/{what}")
+                if said is not None and said["answers"] >= numbers[rank]:
                     found[rank] = said
             if None not in found.values() or time.monotonic() > until:
                 return found
             time.sleep(_PAUSE)
+
+    def _read(self, key: str) -> Any:
+        """What was put up under ``key``; ``None`` if nothing was."""
+        return json.loads(self._call("get", key)) if self._call("check", [key]) else None
 
     def _call(self, name: str, *arguments: Any) -> Any:
         if self.is_gone:

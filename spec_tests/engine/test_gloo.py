@@ -20,9 +20,9 @@ from minifsdp.engine.ledger import Collective
 from minifsdp.engine.mesh import Group
 from spec_tests.harness import ranks
 from spec_tests.harness.programs import output_of_ranks
-from spec_tests.harness.waiting import comes_true
 from spec_tests.live_bytes import LiveBytes
 from spec_tests.oracles.counting import count_collectives
+from spec_tests.waiting import comes_true
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.complex64, torch.bool]
 

@@ -6,13 +6,13 @@ import codecs
 import os
 import sys
 import threading
-import time
 
 import pytest
 import torch.distributed as dist
 
 from minifsdp.engine.messages import message, rank_of_this_process, way_out_of_main_thread
 from spec_tests.harness import ranks
+from spec_tests.waiting import comes_true
 
 
 @ranks(2)
@@ -37,9 +37,7 @@ def test_a_program_that_reads_a_text_is_at_its_own_line_and_not_at_one_of_python
     found = []
 
     def look() -> None:
-        until = time.monotonic() + 10
-        while sys._current_frames()[main].f_globals["__name__"] != "codecs" and time.monotonic() < until:
-            time.sleep(0.01)
+        comes_true(lambda: sys._current_frames()[main].f_globals["__name__"] == "codecs")
         found.append(way_out_of_main_thread())
         os.write(target, b"a text")
         os.close(target)

@@ -11,7 +11,7 @@ import pytest
 
 from minifsdp.ledger import neighbours
 from minifsdp.ledger.neighbours import is_over, this_process
-from spec_tests.harness.waiting import comes_true
+from spec_tests.waiting import comes_true
 
 pytestmark = pytest.mark.pure
 

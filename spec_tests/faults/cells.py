@@ -31,6 +31,7 @@ from minifsdp.ledger.report import GONE, LOST, SILENT
 from spec_tests.faults.job import DOORS, FAULTS, SHARDINGS, STAGES, STEPS, TIMEOUT, TO_MEET
 from spec_tests.harness import pool
 from spec_tests.harness.programs import start_module
+from spec_tests.waiting import comes_true
 
 # The group's time-out, the answers of other ranks, last words, and a machine that does other things as well.
 LIMIT = TIMEOUT + 16.0
@@ -160,10 +161,8 @@ def run(cell: Cell, losses: list[float], tell: Callable[[Outcome], object] | Non
 
 def _first_life(cell: Cell, folder: Path) -> tuple[float, str]:
     with _Ranks(cell, cell.fault, folder) as processes:
-        until = time.monotonic() + TO_MEET
         victim = processes[cell.faulty]
-        while not (folder / "struck").exists() and time.monotonic() < until and victim.is_alive():
-            time.sleep(0.02)
+        comes_true(lambda: (folder / "struck").exists() or not victim.is_alive(), TO_MEET)
         begun = time.time()
         for rank in cell.survivors:
             processes[rank].join(max(0.0, begun + LIMIT - time.time()))

@@ -30,7 +30,7 @@ from spec_tests.faults.job import DOORS, FAULTS, STAGES
 from spec_tests.faults.restarts import Restart
 from spec_tests.harness import pool
 from spec_tests.harness.programs import run_module
-from spec_tests.harness.waiting import comes_true
+from spec_tests.waiting import comes_true
 
 pytestmark = pytest.mark.pure
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,7 +23,6 @@ import minifsdp
 from minifsdp import FullyShardedDataParallel, ShardingStrategy, trace
 from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.harness import device, ranks
-from spec_tests.harness.waiting import comes_true
 from spec_tests.models.modules import UNITS, Stack, seeded
 from spec_tests.models.running import Watch, Wire, batch, iterate, loss_of, of_unit
 from spec_tests.models.sharding import (
@@ -46,6 +45,7 @@ from spec_tests.models.values import (
     mean_gradients,
     named,
 )
+from spec_tests.waiting import comes_true
 
 SHARDING = (FULL_SHARD, SHARD_GRAD_OP)
 

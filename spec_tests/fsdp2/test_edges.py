@@ -23,11 +23,11 @@ from minifsdp import trace
 from spec_tests.fsdp2.subject import fully_shard
 from spec_tests.fsdp2.test_counts import WHOLE
 from spec_tests.harness import device, ranks
-from spec_tests.harness.waiting import comes_true
 from spec_tests.models.modules import MLP, WIDTH, Block, seeded
 from spec_tests.models.running import batch, iterate, loss_of, recorded_iteration
 from spec_tests.models.sharding import all_connected, sharded
 from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients, named
+from spec_tests.waiting import comes_true
 
 # --- inputs and outputs ---
 

@@ -30,11 +30,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from spec_tests.waiting import comes_true
 
 __all__ = ["ROOT", "Chunk", "Outcome", "end_leftovers", "run_chunk"]
 
@@ -96,7 +98,7 @@ def run_chunk(chunk: Chunk, folder: Path) -> Outcome:
                 chunk.command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-        hung = not _wait(lambda: leader.poll() is not None, chunk.limit)
+        hung = not comes_true(lambda: leader.poll() is not None, chunk.limit)
         if hung:
             _write_down_stacks(leader, folder, scratch, log)
     finally:
@@ -114,7 +116,7 @@ def end_leftovers(folder: Path) -> None:
             _signal(process, signal.SIGKILL)
         if not left:
             return
-        _wait(lambda: not _processes(folder), PATIENCE)
+        comes_true(lambda: not _processes(folder), PATIENCE)
 
 
 def _processes(folder: Path) -> list[int]:
@@ -133,7 +135,7 @@ def _write_down_stacks(leader: subprocess.Popen[bytes], folder: Path, scratch: P
     others = [process for process in _processes(folder) if process != leader.pid]
     for process in others:
         _signal(process, signal.SIGABRT)
-    _wait(lambda: not set(others) & set(_processes(folder)), PATIENCE)
+    comes_true(lambda: not set(others) & set(_processes(folder)), PATIENCE)
     with log.open("a") as file:
         file.write("\n--- the limit has passed; where every thread was ---\n")
         # The pool of ranks keeps what a rank writes in files of this name.
@@ -141,22 +143,12 @@ def _write_down_stacks(leader: subprocess.Popen[bytes], folder: Path, scratch: P
             file.write(f"--- {output.parent.name}, {output.name} ---\n{output.read_text(errors='replace')}\n")
     leader.send_signal(signal.SIGABRT)
     leader.send_signal(signal.SIGCONT)
-    _wait(lambda: leader.poll() is not None, PATIENCE)
+    comes_true(lambda: leader.poll() is not None, PATIENCE)
 
 
 def _signal(process: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.kill(process, number)
-
-
-def _wait(condition: Callable[[], bool], seconds: float) -> bool:
-    """Until the condition holds, which it returns, or the time is over."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 # ---- how it went ----------------------------------------------------------------------------------------------------

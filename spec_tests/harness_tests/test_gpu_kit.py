@@ -29,6 +29,7 @@ from spec_tests.gpu.stages import Settings, Stage
 from spec_tests.harness import device, pool, ranks
 from spec_tests.harness.programs import run_module
 from spec_tests.harness_tests.test_session import is_running
+from spec_tests.waiting import comes_true
 
 
 def python(name: str, program: str, limit: float = 60.0) -> Chunk:
@@ -275,7 +276,7 @@ def test_the_same_command_goes_on_where_it_was_stopped(word: signal.Signals, tmp
     # A copy of a process that has imported torch: twice five seconds less.
     first, second = (pool.fork_server().Process(target=run_in_a_session_of_its_own, args=(tmp_path,)) for _ in range(2))
     first.start()
-    assert chunks._wait(lambda: (tmp_path / "first").exists(), 60)
+    assert comes_true(lambda: (tmp_path / "first").exists(), 60)
     os.kill(first.pid, word)
     first.join(60)
     left = chunks._processes(tmp_path / "gpu" / "cpu")

@@ -20,7 +20,7 @@ import pytest
 from spec_tests.conftest import choose_rows
 from spec_tests.harness.accounting import ROOT, Accounting, kind_of_proof, read_rows, section_of, verdict
 from spec_tests.harness.programs import run_module, start_module
-from spec_tests.harness.waiting import comes_true
+from spec_tests.waiting import comes_true
 
 HANGING = """
 import os, pathlib, time

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from spec_tests.harness import ranks
 from spec_tests.harness.programs import output_of_ranks
-from spec_tests.harness.waiting import comes_true
+from spec_tests.waiting import comes_true
 from tutorials.gpt import options
 from tutorials.gpt import ranks as starting
 from tutorials.gpt.counting import CollectiveCounter

@@ -19,5 +19,5 @@ def comes_true(condition: Callable[[], object], limit: float = 10.0) -> bool:
     while not condition():
         if time.monotonic() > until:
             return False
-        time.sleep(0.005)
+        time.sleep(0.02)
     return True
