@@ -161,7 +161,7 @@ def _wait_for_all(group: Group, call: str, raises_hand: bool) -> bool:
         ledger.Collective("barrier", group, 0, _wait, store, f"{key}/complete", limit)
     except TimeoutError as error:
         seconds = min(time.monotonic() - begun, limit.total_seconds())
-        ranks, report = list(group.ranks), ledger.explained(group.chain, group.chain.epoch)
+        ranks, report = list(group.ranks), ledger.explained((group.chain, group.chain.epoch, group.chain.number - 1))
         present = [store.check([f"{key}/{index}"]) for index in range(group.size)]
         missing = [rank for rank, is_here in zip(ranks, present, strict=True) if not is_here]
         # Leaves no trace, so that the next call of everybody is a new one, and all ranks have sent the same.

@@ -75,7 +75,7 @@ def gather(group: Group, output: torch.Tensor, piece: torch.Tensor, unit: str | 
         output, piece = torch.view_as_real(output), torch.view_as_real(piece)
     carrier = group.process_group if group.transport is None or not output.is_cpu else group.transport
     how = (getattr(carrier, _GATHER_METHOD), output, piece, _GATHER)
-    return Collective("all-gather", group, output.nbytes, *how, on_cpu=output.is_cpu, unit=unit)
+    return Collective("all-gather", group, output.nbytes, *how, on_cpu=output.is_cpu, unit=unit, dtype=output.dtype)
 
 
 def ask(group: Group, answers: torch.Tensor, mine: torch.Tensor) -> Collective:
@@ -110,7 +110,8 @@ def gather_each(
         outputs, pieces = ([torch.view_as_real(each) for each in tensors] for tensors in (outputs, pieces))
     num_bytes = sum(output.nbytes for output in outputs)
     send = group.transport.all_gather_each
-    return Collective("all-gather", group, num_bytes, send, outputs, pieces, on_cpu=True, unit=unit)
+    dtype = outputs[0].dtype
+    return Collective("all-gather", group, num_bytes, send, outputs, pieces, on_cpu=True, unit=unit, dtype=dtype)
 
 
 def reduce_scatter(
@@ -125,16 +126,16 @@ def reduce_scatter(
         piece, whole = torch.view_as_real(piece), torch.view_as_real(whole)
     carrier = group.process_group if group.transport is None or not whole.is_cpu else group.transport
     method = getattr(carrier, _REDUCE_SCATTER_METHOD)
-    how = (method, piece, whole, _REDUCE_SCATTER)
-    return Collective("reduce-scatter", group, whole.nbytes, *how, on_cpu=whole.is_cpu, unit=unit, parts=parts)
+    what: dict[str, Any] = {"on_cpu": whole.is_cpu, "unit": unit, "parts": parts, "dtype": whole.dtype}
+    return Collective("reduce-scatter", group, whole.nbytes, method, piece, whole, _REDUCE_SCATTER, **what)
 
 
 def all_reduce(group: Group, tensor: torch.Tensor, unit: str | None = None, parts: Sequence[int] = ()) -> Collective:
     """All-reduce: ``tensor`` becomes, in place, the sum over the group. Every rank of the group must call it."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    how = (group.process_group.allreduce, [tensor], _ALL_REDUCE)
-    return Collective("all-reduce", group, tensor.nbytes, *how, on_cpu=tensor.is_cpu, unit=unit, parts=parts)
+    what: dict[str, Any] = {"on_cpu": tensor.is_cpu, "unit": unit, "parts": parts, "dtype": tensor.dtype}
+    return Collective("all-reduce", group, tensor.nbytes, group.process_group.allreduce, [tensor], _ALL_REDUCE, **what)
 
 
 def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:

@@ -1,32 +1,36 @@
-"""Have all ranks sent the same? Asked at the end of each backward.
+"""Did all ranks issue the same collectives? Checked at the end of each backward.
 
 Collectives pair up by the order of their issue, not by name. Two ranks that run two equal units in different order
-train on with each other's weights; if each has used another expert of a layer, the gradients of one are added to those
-of the other. The loss goes down all the same, and nothing says a word.
+train with each other's weights. If each rank uses another expert of a layer, the gradients of one expert are added to
+those of another. The loss still decreases, and no error appears.
 
-So the ranks compare the chains of their ledgers (``ledger.py``): how many collectives they have issued in each group
-since the last comparison, and a hash of which, in which order::
+So the ranks compare the chains of the collective log (``ledger.py``): the number of collectives in each group since the
+last comparison, and a hash of their order::
 
-    rank 0: 9, 5f1d...    rank 1: 9, 5f1d...        fine
-    rank 0: 9, 5f1d...    rank 1: 9, 90ab...        RuntimeError on both, with the first place where they part
+    rank 0: 9, 5f1d...    rank 1: 9, 5f1d...        equal
+    rank 0: 9, 5f1d...    rank 1: 9, 90ab...        RuntimeError on both, with the first position that differs
 
-1. *What it costs*: one collective of 24 bytes a rank for each group and backward. It is issued before the last
-   reduction is waited for, and takes next to no time.
-2. *What it finds*: another order of gathers, gradients of parameters that only some ranks have used, a ``no_sync()``
-   on some ranks: whatever is issued, or left out on purpose, in another place or for another unit.
-3. *Who raises*: all ranks. Where there are replicas, the answer of the shard group goes along with the question to the
-   replicas, so a rank hears of it whose own two groups agree.
-4. *When*: on a CPU before backward returns, so that no optimizer steps. An accelerator computes later, and to wait for
-   the answer would stop the CPU. There it is read when the next forward begins, if it has come, at the latest when the
-   next question is asked; the error says how many steps were taken by then, mostly one. Who saves stops the CPU
-   anyway, so it is read before any state dict, and at the end of the program: nothing wrong is saved without a word.
+1. *Cost*: one collective of 32 bytes for each rank, group and backward. It is issued before the wait for the last
+   reduction and takes almost no time.
+2. *What it finds*: a different order of all-gathers, gradients of parameters that only some ranks used, and any
+   other collective at another position or for another unit.
+3. *Which groups*: those in which this tree communicated during this backward. Other ranks may compute more backwards
+   that do not communicate, for instance through frozen parameters or under ``no_sync()``. These are not compared.
+4. *Which ranks raise*: all. With replicas, the result of the shard group is part of the question to the replicate
+   group, so a rank also raises if both of its own groups agree.
+5. *When*: on a CPU before backward returns, so no optimizer steps. An accelerator computes later, and waiting for the
+   answer would stop the CPU. So the answer is read at the end of the next backward, before a state dict is created, and
+   when the program ends. These moments are the same on all ranks. The message says how many optimizer steps were taken
+   in between, usually one.
 
-A rank that sends *less* than the others lets them wait, and the question with them. That is noticed by another thread
-(``minifsdp/ledger``).
+6. *What it only reports*: optimizers that stepped since the last comparison on some ranks but not on others. That is a
+   mistake if one rank uses ``no_sync()`` and the others do not, but a program may also intend it. One warning appears.
+
+A rank that issues fewer collectives makes the others wait. The watchdog detects that (``minifsdp/ledger``).
 
 *In torch:* nothing.
 
-Spec: ORDER-01 to ORDER-09, ORDER-12.
+Spec: ORDER-01 to ORDER-09, ORDER-12, HEALTHY-01.
 """
 
 from __future__ import annotations
@@ -39,102 +43,89 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from minifsdp.engine import collectives, ledger
 from minifsdp.engine.lanes import Lanes
-from minifsdp.engine.ledger import Collective
-from minifsdp.engine.messages import message
+from minifsdp.engine.ledger import Collective, Tree
+from minifsdp.engine.messages import message, warn
 from minifsdp.engine.unit import Unit
 
-# With an answer of an accelerator that is not read yet; of all trees, also of those that are gone.
+# Comparisons whose answer on an accelerator was not read yet, of all trees, also of deleted ones.
 _unread: list[Comparison] = []
 
 
 def read_all(*_: Any) -> None:
-    """Called before anything is saved, and when the program ends: reads all answers that are still on their way.
+    """Called before a state dict is created, and when the program ends: reads all answers.
 
     Raises:
-        RuntimeError: in some tree the ranks have not sent the same.
+        RuntimeError: in some tree the ranks issued different collectives.
     """
     while _unread:
         _unread[0].read_now()
 
 
 class Comparison:
-    """Compares what the ranks of a tree have sent.
+    """Compares the collectives of all ranks of a tree.
 
     Args:
         units: all units of the tree, in the same order on every rank.
-        lanes: of the tree.
+        lanes: the communication streams of the tree.
+        tree: the units, as the collective log sees them.
     """
 
-    def __init__(self, units: Sequence[Unit], lanes: Lanes) -> None:
-        self._lanes = lanes
+    def __init__(self, units: Sequence[Unit], lanes: Lanes, tree: Tree) -> None:
+        self._lanes, self._tree = lanes, tree
         meshes = [plan.mesh for unit in units for plan in unit.plans]
         groups = [mesh.shard for mesh in meshes] + [mesh.replicate for mesh in meshes]
         self._groups = {group.chain: group for group in groups if group is not None}
-        self._numbers: list[int] = []
-        # What was asked and not read yet; the answers of the last group; an accelerator's event behind their copy.
+        # Questions without an answer yet; the answers of the last group; an accelerator's event behind their copy.
         self._asked: list[Collective] = []
         self._answers = torch.empty(0)
         self._arrived: Any = None
-        # How many steps optimizers had taken when it was asked.
-        self._num_steps = 0
+        # Number of optimizer steps when the question was issued.
+        self._num_steps, self._has_warned = 0, False
 
     def begin_backward(self) -> None:
-        """A backward begins; what it sends is compared at its end."""
-        self._numbers = [chain.number for chain in self._groups]
+        """Called when a backward begins."""
+        self._tree.used.clear()
 
     def ask(self) -> None:
-        """Called at the end of a backward: issues the question. All ranks of the tree must call it.
-
-        A backward that has sent nothing, of a frozen model, is one in which other ranks need not take part.
-        """
-        if all(chain.number == before for chain, before in zip(self._groups, self._numbers, strict=True)):
+        """Called at the end of a backward: issues the question in each group in which the tree communicated."""
+        groups = [(chain, group) for chain, group in self._groups.items() if chain in self._tree.used]
+        if not groups:
             return
         self.read_now()
-        self._num_steps = ledger.num_steps
+        has_stepped, self._num_steps = ledger.num_steps != self._num_steps, ledger.num_steps
         with _disable_current_modes(), self._lanes.gather as lane:
-            for chain, group in self._groups.items():
-                # Filled by kernels, one number after the other: a copy of all from the CPU would stop it.
-                mine = torch.full((3,), chain.digest, device=self._lanes.device)
-                mine[1], mine[2] = chain.number, 0
+            for chain, group in groups:
+                # Filled by kernels, one number after the other. A copy of all of them from the CPU would stop it.
+                mine = torch.full((4,), chain.digest, device=self._lanes.device)
+                mine[1], mine[2], mine[3] = chain.number, 0, has_stepped
                 if self._asked:
-                    # Those who only ask the next group learn from it what the last one has answered.
+                    # Tells the next group whether the last one differs.
                     self._asked[-1].wait()
                     mine[2] = _differ(self._answers)
                 answers = mine.repeat(group.size)
                 self._asked.append(collectives.ask(group, answers, mine))
-                self._answers = answers.view(group.size, 3)
+                self._answers = answers.view(group.size, 4)
                 chain.begin_epoch()
             if lane.stream is not None:
                 self._asked[-1].wait()
                 self._answers = self._answers.to("cpu", non_blocking=True)
-                # For the watcher, too: who reads waits for it.
                 self._arrived = ledger.on_its_way = lane.stream.record_event()
                 _unread.append(self)
 
     def read(self) -> None:
-        """Called at the end of a backward, when its last reduction was waited for. On an accelerator nothing happens.
+        """Called at the end of a backward, after the wait for its last reduction. Does nothing on an accelerator.
 
         Raises:
-            RuntimeError: the ranks have not sent the same.
+            RuntimeError: the ranks issued different collectives.
         """
         if self._arrived is None:
             self.read_now()
 
-    def begin_forward(self) -> None:
-        """An iteration begins; reads an answer of an accelerator, if it has come.
-
-        Raises:
-            RuntimeError: the ranks have not sent the same in the iteration before.
-        """
-        ledger.iteration += 1
-        if self._arrived is not None and self._arrived.query():
-            self.read_now()
-
     def read_now(self) -> None:
-        """Reads the answer, for which the CPU waits if it has not come.
+        """Reads the answer. The CPU waits for it if it has not arrived.
 
         Raises:
-            RuntimeError: the ranks have not sent the same.
+            RuntimeError: the ranks issued different collectives.
         """
         asked, self._asked = self._asked, []
         arrived, self._arrived = self._arrived, None
@@ -143,13 +134,24 @@ class Comparison:
             arrived.synchronize()
         for question in asked[-1:]:
             question.wait()
-        if asked and _differ(self._answers):
-            report = "".join(ledger.explained(question.chain, question.epoch) for question in asked)
-            number = ledger.num_steps - self._num_steps
-            when = ("no step was taken", "one step was taken since", f"{number} steps were taken since")[min(number, 2)]
-            raise RuntimeError(message("order-differs", when=when, report=report))
+        if not asked or not _differ(self._answers):
+            self._warn_of_uneven_steps(asked)
+            return
+        report = "".join(ledger.explained((question.chain, question.epoch, 0)) for question in asked)
+        for question in asked:
+            question.chain.forget()
+        number = ledger.num_steps - self._num_steps
+        when = ("no step was taken", "one step was taken since", f"{number} steps were taken since")[min(number, 2)]
+        raise RuntimeError(message("order-differs", when=when, report=report))
+
+    def _warn_of_uneven_steps(self, asked: Sequence[Collective]) -> None:
+        have_stepped = self._answers[:, 3].tolist() if asked and not self._has_warned else []
+        if len(set(have_stepped)) > 1:
+            self._has_warned = True
+            ranks = [rank for rank, stepped in zip(asked[-1].chain.ranks, have_stepped, strict=True) if stepped]
+            warn(message("uneven-steps", ranks=ranks))
 
 
 def _differ(answers: torch.Tensor) -> torch.Tensor:
-    """Whether the lines of all ranks, ``digest, number, others differ``, tell of a difference."""
+    """Whether the rows ``digest, number, others differ, steps`` of all ranks contain a difference."""
     return (answers[:, :2] != answers[0, :2]).any() | answers[:, 2].any()

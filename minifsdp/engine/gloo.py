@@ -26,9 +26,13 @@ they will be used. Two ranks, a tensor of four elements, what goes over the wire
    afterwards. To be woken takes as long as a small piece is on its way. So who waits for one looks for it half a
    millisecond, leaving the core to whoever wants it, and sleeps only then.
 
-6. *Order.* Receives and sends of one kind meet in the order in which they were issued, as collectives do; a tag of its
-   own keeps each kind apart from the other and from what the program sends itself. A receive that went away would leave
-   its message to the next one. So what was issued stays in a queue until it has come, even if the model has gone.
+6. *Order.* Receives and sends with one tag pair up in the order in which they are issued, as collectives do. If a
+   receive were destroyed, its message would go to the next one. So each exchange stays in a queue until it is complete,
+   even if the model is destroyed before.
+
+7. *New orders.* Gloo's own collectives pair up by order alone, and a wrong size ends the process. So as long as an
+   order of collectives is new (``ledger.py``), pieces of any size go in messages whose tag contains the identity of the
+   all-gather. Ranks that issue different all-gathers never receive each other's values.
 
 The switch: with ``MINIFSDP_TRANSPORT=collectives`` in the environment of *every* rank, gloo's collectives are used as
 those of any other backend are; with ``MINIFSDP_TRANSPORT=messages`` pieces of any size go in messages. Both are left to
@@ -60,7 +64,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from minifsdp.engine.lanes import Promise
 
 # Any numbers that no program uses for its own messages.
-_GATHER_TAG, _REDUCE_TAG, _QUESTION_TAG, _SIZES_TAG = 0x6D696E69, 0x6D696E6A, 0x6D697100, 0x6D697200
+_REDUCE_TAG, _QUESTION_TAG, _SIZES_TAG = 0x6D696E6A, 0x6D697100, 0x6D697200
+_GATHER_TAGS = 0x20000000  # and as many numbers after it
 # 5. In bytes, measured: `spec_tests.benchmarks` has both sides of it.
 _WORTH_A_MESSAGE = 2**18
 _SOON = 0.0005  # seconds, measured with `tiny`
@@ -86,12 +91,24 @@ class Transport:
         self._show_gather, self._show_reduce_scatter = _collectives_of(shown)
         self._gather_in_thread, _ = _collectives_of(backend)
         self._gathers, self._reductions, self._questions = _Queue(), _Queue(), _Queue()
+        self._is_known, self._gather_tag, self._salt = True, _GATHER_TAGS, 0
+
+    def prepare(self, is_known: bool, identity: int, num_errors: int) -> None:
+        """Called before each collective.
+
+        Args:
+            is_known: all ranks have asked about this order of collectives.
+            identity: of the collective; of a known one its size is enough.
+            num_errors: how often the ranks have disagreed so far.
+        """
+        self._is_known, self._salt = is_known, num_errors % 4096 << 16
+        self._gather_tag = _GATHER_TAGS + (identity ^ self._salt) % _GATHER_TAGS
 
     def all_gather_single(self, output: torch.Tensor, piece: torch.Tensor, options: Any) -> Promise:
         """Issues an all-gather, as the method of a process group."""
         if torch._C._len_torch_dispatch_stack():
             self._show_gather(output, piece, options)
-        if piece.nbytes >= self._least_bytes:
+        if piece.nbytes >= self._least_bytes or not self._is_known:
             return self._send_to_all([output.view(self._size, *piece.shape)], [piece])
         if self._size > 2:
             return _Soon(self._gather_in_thread(output, piece, options))
@@ -111,13 +128,19 @@ class Transport:
         # Questions of different sizes must not meet either.
         return self._send_to_all(outputs, [piece], tag + piece.nbytes, self._questions)
 
-    def numbers_of_all(self, number: int) -> list[int]:
-        """What each rank has given, at once and apart from all else. Every rank must call it."""
+    def numbers_of_all(self, number: int) -> Callable[[], list[int]]:
+        """Sends a number to all ranks; every rank must call it. The function that it returns waits for all numbers."""
         with _disable_current_modes():
-            answers = torch.empty(self._size, dtype=torch.int64)
-            self.all_gather_apart(answers, torch.tensor([number]), None, _SIZES_TAG).wait()
-            numbers: list[int] = answers.tolist()
-        return numbers
+            numbers = torch.empty(self._size, dtype=torch.int64)
+            exchange = self.all_gather_apart(numbers, torch.tensor([number]), None, _SIZES_TAG)
+
+        def answers() -> list[int]:
+            exchange.wait()
+            with _disable_current_modes():
+                found: list[int] = numbers.tolist()
+            return found
+
+        return answers
 
     def gathers_each(self, outputs: Sequence[torch.Tensor]) -> bool:
         """Whether several tensors are better gathered one by one than side by side (5)."""
@@ -138,10 +161,10 @@ class Transport:
         self,
         outputs: Sequence[torch.Tensor],
         pieces: Sequence[torch.Tensor],
-        tag: int = _GATHER_TAG,
+        tag: int | None = None,
         queue: _Queue | None = None,
     ) -> Promise:
-        works = []
+        works, tag = [], (self._gather_tag if tag is None else tag + self._salt)
         for output in outputs:
             works += [self._backend.recv([output[other]], other, tag) for other in self._others]
         for output, piece in zip(outputs, pieces, strict=True):
@@ -167,8 +190,8 @@ class Transport:
             parts[other] = piece if other == first else torch.empty_like(piece)
         if is_small:
             return _Sum(self._swap_in_thread(piece, own[first]), parts, piece)
-        works = [self._backend.recv([parts[other]], other, _REDUCE_TAG) for other in self._others]
-        works += [self._backend.send([own[other]], other, _REDUCE_TAG) for other in self._others]
+        works = [self._backend.recv([parts[other]], other, _REDUCE_TAG + self._salt) for other in self._others]
+        works += [self._backend.send([own[other]], other, _REDUCE_TAG + self._salt) for other in self._others]
         return _Sum(_Exchange(works, self._reductions), parts, piece)
 
     def _swap_in_thread(self, received: torch.Tensor, sent: torch.Tensor) -> Promise:
@@ -189,7 +212,7 @@ def _collectives_of(group: Any) -> tuple[Callable[..., Promise], Callable[..., P
 
 
 class _Queue:
-    """6. The messages of one kind that may not have come yet, with the tensors that they read and write."""
+    """6. The incomplete exchanges of one kind, with the tensors that they read and write."""
 
     def __init__(self) -> None:
         self._num_issued = 0

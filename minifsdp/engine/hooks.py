@@ -37,6 +37,7 @@ import torch
 from torch.autograd import Variable
 
 from minifsdp import trace
+from minifsdp.engine import order_check as checks
 from minifsdp.engine.comparison import Comparison
 from minifsdp.engine.layout import Gradient
 from minifsdp.engine.order_check import OrderCheck
@@ -101,8 +102,9 @@ class Cycle:
             self._release_lingering(unit)
         unit.phase = Phase.FORWARD
         if unit.state is State.SHARDED:
-            self.order_check.check(unit)
-            unit.unshard()
+            if checks.always:
+                unit.order_check = self.order_check
+            unit.unshard(is_ahead=False)
         if torch.is_grad_enabled():
             self.schedule.enter(unit)
             if self.forward_prefetch:
@@ -204,7 +206,7 @@ class Cycle:
         if gradient is None:
             return
         if not unit.policy.reduces:
-            unit.keep_gradient(gradient)
+            unit.layout.keep_unreduced(gradient)
         elif len(unit.plans) == 1:
             self.reducer.reduce(unit.name, unit.layout, unit.plan, gradient)
         else:

@@ -1,149 +1,221 @@
-"""The ledger: what this rank has sent to others, in order, always kept.
+"""The collective log: every collective of this rank, in order.
 
-A job on many ranks ends badly in two ways that say nothing: it hangs, since one rank does not come to a collective in
-which the others wait, or it trains on wrong numbers, since two ranks came to different ones. Both are seen at once if
-one can lay side by side what each rank has sent. So every collective of this package is written down as it is issued:
+A job on many ranks fails in two ways that give no reason. It hangs, because one rank does not issue a collective that
+the others wait for. Or it trains on wrong numbers, because two ranks issued different collectives. Both become visible
+when the collectives of all ranks stand side by side. So each collective of this package is recorded when it is issued:
 
-1. *Who, what, where.* Kind, unit, bytes, iteration, and the line of the program that led to it. A name is looked up
-   when it is read, not when it is written; what is kept is a reference to the code and a number.
-2. *Which place in its group.* Collectives of one process group pair up by their order. So each group has a *chain*: a
-   number, and a hash of all that was issued in it so far. Equal chains, equal order; where two chains part, the two
-   ranks send each other the wrong thing.
-3. *In which epoch.* Chains are compared at the end of each backward (``comparison.py``) and begin anew then. What was
-   equal once is never looked at again, and a rank that is merely slow has the beginning of the other's chain.
+1. *Kind, unit, size, place.* The record has the kind, the unit, the number of bytes, the iteration, and the line of the
+   program that led to the collective. It refers to the code by reference; names are looked up when they are read.
+2. *Position in its process group.* Collectives of one process group pair up by order. So each group has a `Chain`: a
+   position, and a hash of all collectives up to there. Equal hashes mean equal order.
+3. *Epoch.* The ranks compare their hashes at the end of each backward (``comparison.py``) and then start a new epoch.
+   A position is an epoch and a number in it. Ranks in different epochs are not compared.
 
-4. *Asked before, where that is needed.* Between CPUs a message that is larger than what was expected ends the process
-   that receives it, in C++. So each rank knows which sizes have followed each other before, on all ranks, and asks the
-   others before it sends anything else. Of two ranks that part at least one does something new, so sizes never differ.
-   What repeats itself, as steps do, is asked about once.
+Two ranks are compared by `identity`: the kind, the number of bytes, the dtype, and the unit, which is described by its
+parameters' names and shapes, without the parts of names that wrappers add, and by the number of its root on this group.
+The place in the program is printed, but never compared: healthy ranks may issue the same collective from different
+lines.
 
-Worked example, two ranks in the group ``0``, one unit each that the other has not::
+4. *Sizes between CPUs.* If two ranks issue collectives of different sizes, gloo ends the process in C++. So as long as
+   an order of collectives is new, the ranks exchange one number for each. An all-gather must not wait for the answers
+   when it is issued, because the program may first do something else on which other ranks depend. So it is sent in
+   messages whose tag contains its identity (``gloo.py``): different all-gathers never meet, and the answers are read in
+   `Collective.wait`. Any other collective waits for them before it is sent. Orders that the ranks have agreed on are
+   remembered, so repeated steps exchange nothing.
 
-    rank 0      #0 all-gather a      #1 all-gather b      chain (2, 5f1d...)
-    rank 1      #0 all-gather a      #1 all-gather c      chain (2, 90ab...)     they part at #1
+Worked example, two ranks, group ``0``, each with one unit that the other one lacks::
 
-Who issues a collective gets the promise of its result. If the backend reports an error to who waits for it, the promise
-knows of which collective. What every *other* rank was doing must be asked for:
-that is done by those who have put themselves down in `explainers`, in a room of their own (``minifsdp/ledger``).
+    rank 0      0: all-gather a      1: all-gather b      hash 5f1d...
+    rank 1      0: all-gather a      1: all-gather c      hash 90ab...     the ranks diverge at position 1
 
-Price: a unit takes seven calls of Python for each step, and the last 2,048 entries are kept, a megabyte.
+A `Collective` is also the handle of its result. If the backend raises an error during `Collective.wait`, the message
+names the collective, and the watchdog (``minifsdp/ledger``) adds what it knows about the other ranks.
 
-*In torch:* the flight recorder does this for NCCL, in C++; what it has recorded is written to files, for a tool to
-compare afterwards. Gloo has nothing.
+Cost: about seven Python calls for each unit and step. The log keeps the last 2,048 records, about one megabyte.
 
-Spec: LEDGER-01 to LEDGER-03, LEDGER-11, ORDER-01, ORDER-10, ORDER-11.
+*In torch:* the flight recorder does this for NCCL in C++ and writes files that a tool compares. Gloo has no recorder.
+
+Spec: LEDGER-01 to LEDGER-03, LEDGER-11, LEDGER-19, ORDER-01, ORDER-10, ORDER-11, ORDER-13.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections import deque
-from collections.abc import Callable, Sequence
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 from zlib import crc32
 
-from minifsdp.engine.messages import NOT_THE_PROGRAM, message, way_out_of_main_thread
+from minifsdp.engine.messages import MORE, NOT_THE_PROGRAM, message, way_out_of_main_thread
 
-# The last that were issued, each as the fields of an `Entry` of ``ledger/report.py``: a plain tuple is made without a
-# call of Python, and the garbage collector need not look at it.
+# The last records, each with the fields of `Entry` in ``ledger/report.py``. A plain tuple costs no Python call, and the
+# garbage collector does not track it.
 entries: deque[tuple[Any, ...]] = deque(maxlen=2048)
-# 4. How many of the last ones count. Their order has a number: a polynomial of their shapes, modulo a prime.
+# 4. An order of the last `_NUM_RECENT` collectives has one number: a polynomial of their sizes, modulo a prime.
 _NUM_RECENT, _BASE, _PRIME = 16, 1_000_003, 2**61 - 1
 _OLDEST = pow(_BASE, _NUM_RECENT, _PRIME)
 _MOST_KNOWN = 8192
-# How many outermost forwards have begun on this rank, and how many steps optimizers have taken.
+# Name components that wrappers add and that do not identify a parameter.
+_OF_WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module"}
+# Number of outermost forwards on this rank, and of optimizer steps.
 iteration = num_steps = 0
-# The collective that this rank waits for right now; chain and epoch of the last one that was issued; an accelerator's
-# event behind what was put on a lane last.
+# The collective that the main thread waits for; chain, epoch and number of the last one that was issued; an
+# accelerator's event behind the last work on a communication stream.
 waiting: Collective | None = None
-latest: tuple[Chain, int] | None = None
+latest: tuple[Chain, int, int] | None = None
 on_its_way: Any = None
-# Asked for more words when a collective has failed, with its chain and epoch; each may return none.
-explainers: list[Callable[[Chain, int], str]] = []
-# Why no more may be sent, if another thread has found that out.
-verdict: RuntimeError | None = None
+# Functions that return text about the other ranks, given a position. The text may be empty.
+explainers: list[Callable[[tuple[Chain, int, int]], str]] = []
+# Why no further collective can complete, if the watchdog knows that.
+verdict = ""
+_numbers, _generations = itertools.count(), Counter[str]()
+
+
+class Tree:
+    """The units of one root, as the log sees them.
+
+    Attributes:
+        number: of this tree in this process.
+        used: the chains in which the tree issued a collective since its last backward began.
+    """
+
+    def __init__(self) -> None:
+        self.number, self.used = next(_numbers), set[Chain]()
+
+
+class UnitName(str):
+    """The full name of a unit, and how the ranks identify it.
+
+    Args:
+        name: full name of the unit's module inside the root.
+        parameters: name inside the unit, and shape, of each parameter.
+        tree: the unit's tree.
+
+    Attributes:
+        digest: equal for units with equal parameter names, without those of wrappers, and equal shapes.
+        tree: as given.
+    """
+
+    digest: int
+    tree: Tree
+
+    def __new__(cls, name: str, parameters: Iterable[tuple[str, Sequence[int]]], tree: Tree) -> UnitName:
+        """Computes the digest once, because it is part of every record."""
+        made = super().__new__(cls, name)
+        paths = [(f"{name}.{path}".split("."), tuple(shape)) for path, shape in parameters]
+        cleaned = [([part for part in parts if part not in _OF_WRAPPERS], shape) for parts, shape in paths]
+        made.digest, made.tree = crc32(repr(cleaned).encode()), tree
+        return made
 
 
 class Chain:
-    """The order of what this rank has issued in one process group, since the last comparison.
+    """The order of the collectives that this rank issued in one process group since the last comparison.
 
     Args:
         name: of the process group, the same on all of its ranks.
         ranks: global ranks in it.
+        process_group: referenced weakly, because this chain is stored under it.
 
     Attributes:
-        epoch: how often it was compared.
-        number: entries since then.
+        key: name and generation; differs from the key of an earlier group of the same name.
+        epoch: number of comparisons so far.
+        number: collectives issued since the last comparison.
         hash: of all of them.
-        last_epoch: epoch, number and digest of the one before.
-        ask: tells a number to all ranks, and returns those of all; ``None`` where it need not be asked (4).
-        known: what has followed an order, the last time that all ranks said so.
-        recent, context: kinds and sizes of the last ones of this epoch between CPUs, and one number for their order.
+        last_epoch: epoch, number and digest of the epoch before.
+        transport: sends between CPUs; ``None`` where the process group does it.
+        known: which size follows an order, for orders that the ranks have asked about.
+        agreed: identities of the units that all ranks agreed to all-gather (``order_check.py``).
+        num_errors: how often the ranks disagreed. Part of each tag, so that later messages never meet earlier ones.
+        recent, context: sizes of the last collectives of this epoch between CPUs, and one number for their order.
     """
 
     def __init__(self, name: str, ranks: tuple[int, ...], process_group: Any) -> None:
-        self.name, self.ranks, self.process_group = name, ranks, process_group
+        _generations[name] += 1
+        self.name, self.ranks, self.process_group = name, ranks, weakref.ref(process_group)
+        self.key = f"{name}#{_generations[name]}"
         self.epoch, self.number, self.hash = -1, 0, blake2b(digest_size=7)
-        self.ask: Callable[[int], list[int]] | None = None
+        self.transport: Any = None
         self.known: dict[int, int] = {}
+        self.agreed: set[int] = set()
+        self.num_errors = 0
+        self._trees: dict[int, int] = {}
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
-        """What was issued so far was found equal on all ranks, or was reported."""
+        """Starts a new epoch, at the same position on all ranks."""
         self.last_epoch = (self.epoch, self.number, self.digest)
         self.epoch, self.number, self.hash = self.epoch + 1, 0, blake2b(digest_size=7)
-        # All ranks are at this place, so what follows it may be known from the last epoch already.
         self.recent, self.context = deque([0] * _NUM_RECENT, maxlen=_NUM_RECENT), 0
 
+    def forget(self) -> None:
+        """The ranks disagree, and all of them know that: no order is known any more."""
+        self.num_errors += 1
+        self.known.clear()
+
+    def identity_of(self, unit: UnitName) -> int:
+        """Identifies a unit on this group: its parameters, and the number of its root among the roots that used it."""
+        return crc32(b"%d" % self._trees.setdefault(unit.tree.number, len(self._trees)), unit.digest)
+
     def place(self) -> tuple[int, Any]:
-        """Where the chain is now, for `return_to`."""
+        """The current position, for `return_to`."""
         return self.number, self.hash.copy()
 
     def return_to(self, place: tuple[int, Any]) -> None:
-        """Takes back the last entry, to which no other rank has come: the next one has its number."""
+        """Removes the last record, which no other rank has: the next one gets its number."""
         self.number, self.hash = place
         entries.pop()
 
     @property
     def digest(self) -> int:
-        """56 bits of all that was issued in this epoch, and of its order."""
+        """56 bits of the order of this epoch."""
         return int.from_bytes(self.hash.digest(), "big")
 
 
-chains: WeakKeyDictionary[Any, Chain] = WeakKeyDictionary()
+chains: weakref.WeakKeyDictionary[Any, Chain] = weakref.WeakKeyDictionary()
 
 
 def chain_of(process_group: Any, ranks: tuple[int, ...]) -> Chain:
-    """The chain of a process group, one for all who use it."""
+    """The chain of a process group."""
     if process_group not in chains:
         chains[process_group] = Chain(getattr(process_group, "group_name", str(ranks)), ranks, process_group)
     return chains[process_group]
 
 
+def forget_groups() -> None:
+    """The default process group was destroyed, and all other groups with it."""
+    global waiting, latest, on_its_way, verdict
+    waiting = latest = on_its_way = None
+    verdict = ""
+    chains.clear()
+    entries.clear()
+
+
 class Collective:
-    """A collective that is issued by making this, and the promise of its result.
+    """Issues a collective, and is the handle of its result.
 
     Args:
         kind, num_bytes: as in `Entry`.
-        group: whose ranks must all issue the same.
-        issue: the function that sends; what it returns is waited for, if it returns anything.
+        group: all of its ranks must issue the same collective.
+        issue: the function that sends. It returns a handle or ``None``.
         arguments: for ``issue``.
-        on_cpu: whether it is sent from the memory of a CPU, by the process group.
-        unit: the name of the unit that it is for, which of the outermost module is empty; ``None`` if it is for none.
-        parts: which of the unit's parameters have a gradient, if each has its own.
+        on_cpu: whether the process group sends from CPU memory.
+        unit: the name of the unit, empty for the one of the outermost module; ``None`` if there is no unit.
+        parts: numbers of the unit's parameters whose gradients it contains, if each has its own.
+        dtype: of the elements, if known.
 
     Attributes:
         about: kind and unit.
-        chain, epoch: its place.
+        chain, epoch, number: its position.
 
     Raises:
-        RuntimeError: it cannot be sent: another rank has gone, has sent something else, or is about to.
+        RuntimeError: it cannot complete, because another rank has left or issues a different collective.
     """
 
-    __slots__ = ("_work", "about", "chain", "epoch")
+    __slots__ = ("_question", "_work", "about", "chain", "epoch", "number")
 
     def __init__(
         self,
@@ -155,77 +227,103 @@ class Collective:
         on_cpu: bool = False,
         unit: str | None = None,
         parts: Sequence[int] = (),
+        dtype: Any = None,
     ) -> None:
         global waiting, latest
         if verdict:
-            raise verdict
+            raise RuntimeError(verdict)
         self.chain = chain = group.chain
-        self.epoch, self.about = chain.epoch, kind if unit is None else f"{kind} of {unit!r}"
+        self.epoch, self.number = chain.epoch, chain.number
+        self.about = kind if unit is None else f"{kind} of {unit!r}"
         parts = tuple(parts)
-        chain.hash.update(f"{self.about} {parts};".encode())
-        # 1. The way from here out to the program.
+        of_unit: Any = chain.identity_of(unit) if isinstance(unit, UnitName) else unit
+        identity = f"{kind} {num_bytes} {dtype} {of_unit} {parts};".encode()
+        chain.hash.update(identity)
+        # 1. The frame of the program that led here.
         inside = frame = sys._getframe(1)
         while frame and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:
             inside, frame = frame, frame.f_back  # type: ignore[assignment]
         where = (inside and inside.f_code, frame and frame.f_code, frame and frame.f_lineno)
         if frame is None:
-            # A thread of autograd, as accelerators have. The program waits for it in the main thread.
+            # A thread of autograd, on an accelerator. The program waits for it in the main thread.
             where = way_out_of_main_thread()
-        entries.append((kind, unit, parts, num_bytes, iteration, chain.name, chain.epoch, chain.number, *where))
+        name = None if unit is None else str(unit)
+        position = (chain.key, chain.epoch, chain.number)
+        entries.append((kind, name, parts, num_bytes, iteration, crc32(identity), *position, *where))
         chain.number += 1
-        waiting, latest = self, (chain, chain.epoch)
+        if isinstance(unit, UnitName):
+            unit.tree.used.add(chain)
+        waiting, latest = self, (chain, self.epoch, self.number)
+        self._question: tuple[int, Callable[[], list[int]]] | None = None
         try:
-            if on_cpu and chain.ask is not None:
-                # 4. Nothing is sent to a rank that expects another size.
-                shape, recent = crc32(kind.encode()) + (num_bytes << 32), chain.recent
-                if chain.known.get(chain.context) != shape:
-                    self._ask(chain.ask, shape)
-                chain.context = (chain.context * _BASE + shape - recent[0] * _OLDEST) % _PRIME
-                recent.append(shape)
+            if on_cpu and chain.transport is not None:
+                self._agree(kind, num_bytes, identity)
             try:
                 self._work = issue(*arguments)
             except RuntimeError as error:
                 raise failed(self, error) from error
         finally:
-            # Also if the program catches what was raised: it waits no more.
+            # Also if the program catches the exception: nothing is waited for any more.
             waiting = None
 
-    def _ask(self, numbers_of_all: Callable[[int], list[int]], shape: int) -> None:
-        """Makes sure that all ranks are about to send as much in the same way, and remembers it.
+    def _agree(self, kind: str, num_bytes: int, identity: bytes) -> None:
+        """4. Makes sure that no rank receives a size that it does not expect."""
+        chain, shape = self.chain, crc32(kind.encode()) + (num_bytes << 32)
+        is_known = chain.known.get(chain.context) == shape
+        chain.transport.prepare(is_known, num_bytes if is_known else crc32(identity), chain.num_errors)
+        if not is_known:
+            if len(chain.known) >= _MOST_KNOWN:
+                # At the same position on all ranks.
+                chain.known.clear()
+            chain.known[chain.context] = shape
+            answers = chain.transport.numbers_of_all((chain.context * _BASE + shape) % _PRIME)
+            self._question = chain.num_errors, answers
+            if kind != "all-gather":
+                self._read_answers()
+        chain.context = (chain.context * _BASE + shape - chain.recent[0] * _OLDEST) % _PRIME
+        chain.recent.append(shape)
 
-        If they do, and mean another unit, it is the comparison that tells.
-        """
-        chain = self.chain
+    def _read_answers(self) -> None:
+        """Raises on all ranks if they issue collectives of different kinds or sizes."""
+        assert self._question is not None
+        chain, (num_errors, answers) = self.chain, self._question
+        self._question = None
+        if num_errors != chain.num_errors:
+            # The ranks have disagreed since. All of them give up what they issued then.
+            self._work = None
+            return
         try:
-            numbers = numbers_of_all((chain.context * _BASE + shape) % _PRIME)
+            numbers = answers()
         except RuntimeError as error:
             raise failed(self, error) from error
         if len({*numbers}) > 1:
-            # All ranks know, and may begin again together.
+            self._work = None
+            report = explained((chain, self.epoch, self.number))
             chain.begin_epoch()
-            raise RuntimeError(message("about-to-part", ranks=list(chain.ranks), report=explained(chain, self.epoch)))
-        if len(chain.known) >= _MOST_KNOWN:
-            # At the same place on all ranks.
-            chain.known.clear()
-        chain.known[chain.context] = shape
+            chain.forget()
+            raise RuntimeError(message("about-to-part", ranks=list(chain.ranks), report=report))
 
     def wait(self) -> None:
-        """Until this returns, what was promised must not be used on the compute stream.
+        """Waits until the result may be used on the compute stream.
 
         Raises:
-            RuntimeError: the backend has given up: another rank has gone, or did not come in time.
+            RuntimeError: the backend reports an error: another rank has left, or the time-out has passed.
         """
         global waiting
         if self._work is None:
             return
         waiting = self
         try:
-            self._work.wait()
+            if self._question is not None:
+                self._read_answers()
+            if self._work is not None:
+                self._work.wait()
         except RuntimeError as error:
-            raise failed(self, error) from error
+            # An error of `_read_answers` has its report.
+            raise error if MORE in str(error) else failed(self, error) from error
         finally:
             waiting = None
-        # The watcher may be looking at this, and must not keep tensors alive.
+        # The watchdog may hold this object, which must not keep tensors alive.
         self._work = None
 
     def wait_for(self, complete: Callable[[], Any]) -> None:
@@ -233,20 +331,15 @@ class Collective:
         self._work = SimpleNamespace(wait=complete)
 
 
-def skip(kind: str, group: Any, unit: str) -> None:
-    """Writes down what is *not* sent though it might be, as a gradient that is kept: others must not send it either."""
-    Collective(kind, group, 0, lambda: None, unit=unit)
-
-
 def failed(collective: Collective, error: Exception) -> RuntimeError:
-    """What to raise when ``collective`` has failed with ``error``: that, and what is known of the other ranks."""
+    """The error to raise when ``collective`` failed with ``error``, with a report about the other ranks."""
     if verdict:
-        return verdict
+        return RuntimeError(verdict)
     chain, what = collective.chain, collective.about
-    report = explained(chain, collective.epoch)
+    report = explained((chain, collective.epoch, collective.number))
     return RuntimeError(message("collective-failed", what=what, ranks=list(chain.ranks), error=error, report=report))
 
 
-def explained(chain: Chain, epoch: int) -> str:
-    """What is known of the other ranks of a chain, in lines of their own."""
-    return "".join(f"\n{text}" for text in (explain(chain, epoch) for explain in explainers) if text)
+def explained(place: tuple[Chain, int, int]) -> str:
+    """A report about the other ranks of a chain, in lines of its own."""
+    return "".join(f"\n{text}" for text in (explain(place) for explain in explainers) if text)

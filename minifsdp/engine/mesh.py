@@ -74,8 +74,7 @@ class Group:
     def chain(self) -> Chain:
         """The order of what this rank has issued in the process group."""
         chain = chain_of(self.process_group, self.ranks)
-        if self.transport is not None:
-            chain.ask = self.transport.numbers_of_all
+        chain.transport = self.transport
         return chain
 
     @classmethod

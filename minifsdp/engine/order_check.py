@@ -1,82 +1,95 @@
-"""Do all ranks gather the same unit? Asked before the first gather of each unit.
+"""Do all ranks all-gather the same unit? Checked before the first all-gather of each unit.
 
-Collectives pair up by the order of their issue, not by name. If rank 0 gathers unit ``a`` while rank 1 gathers ``b``,
-then with units of equal size each gets the other's weights, in silence; with units of different size one of them hangs
-or dies of a message about sizes. Both come from control flow that depends on the rank: a tower that runs only when the
-batch has an image, an expert that got no tokens.
+Collectives pair up by the order of their issue, not by name. If rank 0 all-gathers unit ``a`` while rank 1 all-gathers
+``b``, units of equal size get each other's weights without an error. Units of different sizes hang. Both come from
+control flow that depends on the rank: a tower that runs only if the batch has an image, an expert without tokens.
 
-So before a unit is gathered for the first time, every rank says which one it means, by its number in the tree::
+So before a unit is all-gathered for the first time, the ranks exchange its identity (``ledger.py``)::
 
-    rank 0: 2    rank 1: 2        fine, never asked again
-    rank 0: 2    rank 1: 3        RuntimeError on both, with the names and with what was gathered before
+    rank 0: a    rank 1: a        equal, never checked again
+    rank 0: a    rank 1: b        RuntimeError on both, with the names and with the units before
 
-One small collective and one wait for each unit, once. With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, or while `always` is
-set, it is asked for every gather, which finds an order that changes later at once, at a price that only debugging pays;
-without it that is found at the end of the backward (``comparison.py``).
+The check is a small all-gather, once for each unit and group. Where a forward needs the unit, the rank waits for the
+answer before it issues the all-gather. Where an all-gather is issued ahead of time, by a prefetch or by ``unshard()``,
+nothing waits: the program may do something else first on which other ranks depend. The answer is read when the unit is
+waited for.
 
-What it cannot find is a rank that does not gather at all: the others then wait for it. Waiting in vain is noticed by
-another thread (``minifsdp/ledger``).
+With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, or while `always` is set, every all-gather is checked. This finds an order that
+changes later immediately, at a cost that only debugging pays. Otherwise the comparison at the end of the backward finds
+it (``comparison.py``). A rank that does not all-gather at all makes the others wait. The watchdog detects that.
 
 *In torch:* FSDP1 has the check in ``_exec_order_utils.py``, for debugging only; FSDP2 has none.
 
-Spec: NEW-19.
+Spec: NEW-19, HEALTHY-01.
 """
 
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import DebugLevel, get_debug_level
+from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import _disable_current_modes
 
 from minifsdp.engine import collectives
-from minifsdp.engine.mesh import Group
+from minifsdp.engine.ledger import Collective, UnitName
 from minifsdp.engine.messages import message
 from minifsdp.engine.unit import Unit
 
-# Whether every gather is asked for, in all trees and from now on; for debugging, equal on all ranks.
+# Whether every all-gather is checked, in all trees; for debugging. Must be equal on all ranks.
 always = False
 
 
 class OrderCheck:
-    """Compares what the ranks are about to gather.
+    """Compares the units that the ranks are about to all-gather.
 
     Args:
-        units: all units of the tree, in the same order on every rank.
-        device: where the numbers travel.
+        units: all units of the tree.
+        device: of the numbers that are exchanged.
     """
 
     def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
         self._units, self._device = list(units), device
         self._always = dist.is_initialized() and get_debug_level() == DebugLevel.DETAIL
-        self._agreed: dict[Unit, None] = {}
+        self._asked: dict[Unit, tuple[Collective, torch.Tensor]] = {}
+        self._before: dict[str, None] = {}
 
-    def check(self, unit: Unit) -> None:
-        """Called before ``unit`` is gathered for a forward. All ranks of its shard group must call it.
+    def ask(self, unit: Unit) -> None:
+        """Called before an all-gather of ``unit`` is issued. All ranks of its shard group must call it."""
+        group = unit.plan.mesh.shard
+        if group is None:
+            return
+        assert isinstance(unit.name, UnitName)
+        identity = group.chain.identity_of(unit.name)
+        if identity in group.chain.agreed and not (self._always or always):
+            return
+        group.chain.agreed.add(identity)
+        # Not a part of training: modes that count collectives, or that only pretend to have memory, do not see it.
+        with _disable_current_modes():
+            answers = torch.full((group.size,), identity, device=self._device)
+            question = collectives.ask(group, answers, torch.tensor([identity], device=self._device))
+        self._asked[unit] = question, answers
+
+    def read(self, unit: Unit) -> None:
+        """Called before ``unit`` is used: waits for the answer to `ask`, if there was a question.
 
         Raises:
-            RuntimeError: the ranks are about to gather different units.
+            RuntimeError: the ranks all-gather different units.
         """
-        if unit in self._agreed and not (self._always or always):
+        if not (self._always or always):
+            unit.order_check = None
+        if unit not in self._asked:
             return
-        group = unit.plan.mesh.shard
-        if group is not None:
-            numbers = self._ask(group, self._units.index(unit))
-            if len(set(numbers)) > 1:
-                names = [f"rank {rank}: {self._name(n)}" for rank, n in zip(group.ranks, numbers, strict=True)]
-                before = [earlier.name for earlier in self._agreed]
-                raise RuntimeError(message("different-order", about_to=", ".join(names), before=before))
-        self._agreed[unit] = None
-
-    def _name(self, number: int) -> str:
-        return repr(self._units[number].name) if number < len(self._units) else "a unit of another model"
-
-    def _ask(self, group: Group, number: int) -> list[int]:
-        """What each rank of ``group`` says."""
-        # Not a part of training: who counts collectives, or only pretends to have memory, does not see it. Where a
-        # group only pretends to communicate, everybody says the same.
+        question, answers = self._asked.pop(unit)
+        question.wait()
         with _disable_current_modes():
-            numbers = torch.full((group.size,), number, device=self._device)
-            collectives.ask(group, numbers, torch.tensor([number], device=self._device)).wait()
-            answers: list[int] = numbers.tolist()
-        return answers
+            identities: list[int] = answers.tolist()
+        chain = question.chain
+        if len(set(identities)) > 1:
+            chain.forget()
+            chain.agreed.discard(chain.identity_of(unit.name))
+            unit.order_check = self
+            names = {chain.identity_of(each.name): repr(each.name) for each in self._units}
+            both = zip(chain.ranks, identities, strict=True)
+            about_to = [f"rank {rank}: {names.get(number, 'another unit')}" for rank, number in both]
+            raise RuntimeError(message("different-order", about_to=", ".join(about_to), before=[*self._before]))
+        self._before[str(unit.name)] = None

@@ -57,6 +57,7 @@ from minifsdp.engine import collectives
 from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.lanes import NOTHING, Lanes, Promise, current_stream
 from minifsdp.engine.layout import Gradient, Layout
+from minifsdp.engine.ledger import UnitName
 from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.messages import message
 
@@ -219,6 +220,9 @@ class Reducer:
             # 3. Of a sharded unit only the own piece of the sum is wanted.
             new.piece = new.whole.new_empty(new.whole.numel() // shard.size)
             new.event = _noted("RS", new, shard, "reduce")
+            if replicas is not None and new.all_reduces and isinstance(new.name, UnitName):
+                # Issued later, maybe after the ranks compare this backward.
+                new.name.tree.used.add(replicas.chain)
             return collectives.reduce_scatter(shard, new.piece, new.whole, new.name, new.gradient.numbers)
         if replicas is not None and new.all_reduces:
             # 4. Without a shard group the all-reduce is all there is, so it can be issued at once.

@@ -30,10 +30,11 @@ from typing import Any
 
 import torch
 
-from minifsdp.engine import misuse
+from minifsdp.engine import ledger, misuse
 from minifsdp.engine.comparison import Comparison
 from minifsdp.engine.hooks import Cycle
 from minifsdp.engine.lanes import Lanes
+from minifsdp.engine.ledger import Tree, UnitName
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.order_check import OrderCheck
 from minifsdp.engine.reduce import Reducer
@@ -78,8 +79,12 @@ class Root:
         self.units = [unit for _, unit in units]
         self._forward_is_open = self.is_dissolved = False
         self.after_optimizer: Any = None
+        # A tree that is built again, for instance after a conversion, is the same tree to other ranks.
+        tree = units[0][1].tree if units else Tree()
         for name, unit in units:
-            unit.name = unit.layout.name = name
+            unit.tree = tree
+            shapes = [(owned.path, owned.shape) for owned in unit.layout.parameters]
+            unit.name = unit.layout.name = UnitName(name, shapes, tree)
             unit.choose(stays_for_backward=unit is outermost and keeps_outermost)
             if unit.phase is not Phase.SUMMONED:
                 unit.layout.settle()
@@ -87,12 +92,14 @@ class Root:
                 # The model may have been converted since.
                 for plan in unit.plans:
                     plan.use(unit.layout.dtype)
-            unit.join(self.lanes, self.limiter)
+        order_check = OrderCheck(self.units, device)
+        for unit in self.units:
+            unit.join(self.lanes, self.limiter, order_check)
         self.cycle = Cycle(
             self.units,
             Reducer(self.lanes, offloads=any(unit.layout.offloads for unit in self.units)),
-            OrderCheck(self.units, device),
-            Comparison(self.units, self.lanes),
+            order_check,
+            Comparison(self.units, self.lanes, tree),
             backward_prefetch=backward_prefetch,
             forward_prefetch=forward_prefetch,
         )
@@ -143,7 +150,7 @@ class Root:
         # 3. Once in an iteration is enough: nothing else writes to shards while it runs.
         self.lanes.gather.follow(self.after_optimizer)
         self.after_optimizer = None
-        self.cycle.comparison.begin_forward()
+        ledger.iteration += 1
         # 4. Changed since it was gathered.
         for unit in self.units:
             if (unit.state is not State.SHARDED or unit.policy.resting is not None) and unit.layout.is_stale():

@@ -40,9 +40,9 @@ from torch import nn
 from typing_extensions import TypeVar
 
 from minifsdp import trace
-from minifsdp.engine import ledger
 from minifsdp.engine.lanes import Lanes, Promise
-from minifsdp.engine.layout import Gradient, Layout, full_name
+from minifsdp.engine.layout import Layout, full_name
+from minifsdp.engine.ledger import Tree
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.messages import message
 from minifsdp.engine.precision import Precision
@@ -123,6 +123,7 @@ class Unit(Generic[LayoutT]):
     Attributes:
         plan, plans: the first plan, and all of them, nearly always one.
         name: full name of the module inside the root; set by the root.
+        tree: the root's units, as the collective log sees them; set by the root.
         policy: when it gathers, frees and reduces.
         awaits_backward: a forward has been recorded whose backward has not begun.
         inner: the units inside this unit's module.
@@ -144,13 +145,15 @@ class Unit(Generic[LayoutT]):
         self.plans = plan if isinstance(plan, tuple) else (plan,)
         self.plan = self.plans[0]
         self.policy = policy
-        self.name = type(module).__name__
+        self.name, self.tree = type(module).__name__, Tree()
         self.state, self.phase = State.SHARDED, Phase.IDLE
         self.awaits_backward = False
         self.inner: frozenset[Unit] = frozenset()
         self.graph_task, self.num_uses, self.num_pending, self.counted_in = -1, 0, 0, -1
         self.lanes: Lanes
         self.limiter: RateLimiter
+        # An `OrderCheck` until all ranks agree on this unit, then ``None``.
+        self.order_check: Any = None
         self._promise: Promise | None = None
         self._event: trace.Event | None = None
 
@@ -158,15 +161,23 @@ class Unit(Generic[LayoutT]):
         """Another policy, the same but for ``changes``."""
         self.policy = replace(self.policy, **changes)
 
-    def join(self, lanes: Lanes, limiter: RateLimiter) -> None:
-        """Becomes part of a tree, which shares its lanes and its limiter."""
-        self.lanes, self.limiter = lanes, limiter
+    def join(self, lanes: Lanes, limiter: RateLimiter, order_check: Any = None) -> None:
+        """Becomes part of a tree, which shares its communication streams, its limiter and its order check."""
+        self.lanes, self.limiter, self.order_check = lanes, limiter, order_check
 
-    def unshard(self) -> None:
-        """SHARDED -> GATHERING: issues the gather. In any other state there is nothing to do."""
+    def unshard(self, *, is_ahead: bool = True) -> None:
+        """SHARDED -> GATHERING: issues the all-gather. In any other state there is nothing to do.
+
+        Args:
+            is_ahead: whether the caller may do something else before it waits.
+        """
         # On a user's list to be prefetched, and in no tree yet: it is gathered when its own forward comes.
         if self.state is not State.SHARDED or "limiter" not in vars(self):
             return
+        if self.order_check is not None:
+            self.order_check.ask(self)
+            if not is_ahead:
+                self.order_check.read(self)
         self.limiter.admit(self.name)
         layout = self.layout
         if trace.recorder is not None and layout.offloads:
@@ -188,6 +199,8 @@ class Unit(Generic[LayoutT]):
             return
         if self.state is State.SHARDED:
             raise RuntimeError(message("never-gathered", name=self.name))
+        if self.order_check is not None:
+            self.order_check.read(self)
         promise, self._promise = self._promise, None
         if promise is not None:
             promise.wait()
@@ -219,12 +232,6 @@ class Unit(Generic[LayoutT]):
             if trace.recorder is not None:
                 trace.recorder.begin("FREE", self.name, num_bytes=self.layout.num_bytes)
             self.limiter.released(event)
-
-    def keep_gradient(self, gradient: Gradient) -> None:
-        """Leaves a gradient to a later backward. Other ranks must not reduce theirs, so the ledger has it."""
-        for group in {group for plan in self.plans for group in (plan.mesh.shard, plan.mesh.replicate) if group}:
-            ledger.skip("no reduction", group, self.name)
-        self.layout.keep_unreduced(gradient)
 
 
 def not_while_summoned(unit: Unit, what: str) -> RuntimeError:

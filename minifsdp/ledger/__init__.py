@@ -1,13 +1,14 @@
-"""What every rank is doing, told by those that are left when a collective fails.
+"""Reports about all ranks when a collective fails or waits too long.
 
-``engine/ledger.py`` writes down what this rank sends. Here ranks tell each other, through the store of
-``torch.distributed`` and from a thread of its own, so that neither a stuck main thread nor a stuck device can stop it:
+``engine/ledger.py`` records the collectives of this rank. Here the ranks exchange their states through the store of
+``torch.distributed``, from a thread of its own, so that neither a blocked main thread nor a blocked device prevents it:
 
-* ``board.py``: where ranks put what they know of themselves, and how one asks all others;
-* ``report.py``: what this rank knows of itself; where two ranks part; the words for it;
-* ``watcher.py``: the thread, and the moments at which it speaks;
-* ``process.py``: when it begins, and what is done when the program ends;
-* ``python -m minifsdp.ledger FILE``: draws what was written to a file at such a moment.
+* ``board.py``: the channel through the store;
+* ``report.py``: the state of a rank, the position where two ranks diverge, and the text of a report;
+* ``watcher.py``: the watchdog thread;
+* ``process.py``: its start and end, signals, and the end of the program;
+* ``neighbours.py``: whether the process of another rank on this machine has ended;
+* ``python -m minifsdp.ledger FILE``: draws a report that was written to a file.
 
-Nothing of it runs in a training step; the thread looks at the store twice in a second.
+None of it runs in a training step. The thread reads the store twice a second.
 """

@@ -26,20 +26,20 @@ def drawn(told: dict[str, Any], most: int) -> str:
     """The text.
 
     Args:
-        told: what the file says: ``states``, ``lines`` and ``parted``, by rank.
+        told: what the file says: ``states``, ``lines`` and ``diverging``, by rank.
         most: how many places to show, the last ones.
     """
     states = {int(rank): state for rank, state in told["states"].items()}
-    parted = {int(rank): line for rank, line in told["parted"].items()}
+    diverging = {int(rank): line for rank, line in told["diverging"].items()}
     columns = {int(rank): {tuple(line[:3]): line for line in lines} for rank, lines in told["lines"].items()}
-    text = [in_words(states, parted), ""]
+    text = [in_words(states, diverging), ""]
     places = sorted({place for column in columns.values() for place in column})[-most:]
     for index, (group, epoch, number) in enumerate(places):
         if index == 0 or places[index - 1][:2] != (group, epoch):
             heads = "".join(f"rank {rank}".ljust(WIDTH) for rank in columns)
             text.append(f"group {group}, epoch {epoch}".ljust(24) + heads)
         there = [column.get((group, epoch, number)) for column in columns.values()]
-        mark = ">" if len({line[3] for line in there if line}) > 1 else " "
+        mark = ">" if len({line[7] for line in there if line}) > 1 else " "
         cells = "".join((f"{line[3]} ({line[4]})" if line else "").ljust(WIDTH) for line in there)
         text.append(f"{number:>6}{mark:>16}  {cells}".rstrip())
     return "\n".join(text)

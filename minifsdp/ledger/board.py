@@ -1,25 +1,25 @@
-"""The board: where every rank puts up what it knows of itself, for all others to read.
+"""The store channel: each rank publishes its state in the store of ``torch.distributed``, and reads that of the others.
 
-The store of ``torch.distributed`` is a dictionary that all ranks reach, on a connection of its own. It works when
-collectives do not, which is when it is needed::
+The store is a dictionary that all ranks reach on a connection of its own. It works when collectives do not::
 
-    asked      3             how often anybody has asked where every rank is
-    0/process  [...]         rank 0: the machine, and its process there
-    0/state    {...}         rank 0: where it is, how far its groups are, which question this answers
-    0/wanted   1             how often anybody has wanted the list of rank 0
-    0/list     {...}         rank 0: its last collectives, one line each
+    asked      3             number of questions so far; any rank increases it
+    host       0             1 as soon as the rank that hosts the store has left
+    0/process  [...]         machine and process of rank 0
+    0/state    {...}         state of rank 0, and the number of the question that it answers
+    0/wanted   1             how often other ranks asked for the list of rank 0
+    0/list     {...}         the last collectives of rank 0, one line each
 
-Who wants to know counts ``asked`` up; every rank sees that within a tick and puts up its state, some hundred bytes. A
-list is long, and wanted of few ranks only: of one for each state that there is. Who has ended has left last words,
-which answer all questions; for one that was killed a rank on its machine leaves them (``neighbours.py``). Who neither
-answers nor has any is stopped, or its machine is lost.
+A rank that needs the states of the others increases ``asked``. Every watchdog sees that within a tick and publishes its
+state, about one hundred bytes. A list is long, so a rank asks only for a few of them. A rank that ends publishes an
+*exit record*, a state that answers all questions. If a process was killed, another rank on its machine publishes the
+record (``neighbours.py``).
 
-Only the watcher's thread may call these functions: where the store's host is stopped, they do not return. Where it has
-ended, they raise, and go on to do so: each further message would only have C++ write warnings.
+Only the watchdog thread may call these functions: if the host of the store is stopped, they do not return. If the host
+has ended, they raise, also in later calls, because each further message would make C++ write a warning.
 
 *In torch:* NCCL's watchdog signals over the same store that a rank has timed out.
 
-Spec: LEDGER-04, LEDGER-13, LEDGER-15, LEDGER-18.
+Spec: LEDGER-04, LEDGER-13, LEDGER-15, LEDGER-16, LEDGER-18.
 """
 
 from __future__ import annotations
@@ -34,21 +34,23 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from minifsdp.ledger import neighbours
 
 State = dict[str, Any]
-Line = list[Any]  # chain, epoch, number, what, where, iteration, bytes
-LAST_WORDS = 1 << 60  # answers any question
-_PAUSE = 0.05  # seconds between two looks
+Line = list[Any]  # chain, epoch, number, what, where, iteration, bytes, identity
+EXIT_RECORD = 1 << 60  # the number of an answer to all questions
+_PAUSE = 0.05  # seconds between two reads
+_HOST = 0  # the rank that hosts the store, if no launcher does
 
 
 class Board:
-    """One job's board.
+    """The store channel of one life of the default process group.
 
     Args:
-        store: of the default group; a connection of its own is made, if it can be.
+        store: of the default group.
         rank, num_ranks: of this process, and of all.
-        meanwhile: called while others are waited for, who may be waiting for this one.
+        meanwhile: called while this rank waits for others, because they may wait for this one.
 
     Attributes:
-        is_gone: the store's host has ended.
+        is_gone: the host of the store has ended.
+        of_host: the exit record of the store's host, if it left one.
     """
 
     def __init__(self, store: Any, rank: int, num_ranks: int, meanwhile: Callable[[], None]) -> None:
@@ -56,41 +58,49 @@ class Board:
         self._store = PrefixStore("minifsdp/ledger", own)
         self.rank, self.num_ranks, self._meanwhile = rank, num_ranks, meanwhile
         self.is_gone = self._is_open = False
+        self.of_host: State | None = None
 
     def ask(self) -> int:
-        """Asks all ranks where they are; returns the number of the question."""
+        """Asks all ranks for their state; returns the number of the question."""
         return int(self._call("add", "asked", 1))
 
     def wishes(self) -> tuple[int, int]:
-        """How many questions there were, and how often this rank's list was wanted."""
-        counts = ["asked", f"{self.rank}/wanted"]
+        """The number of questions so far, and how often other ranks asked for this rank's list."""
+        counts = ["asked", f"{self.rank}/wanted", "host"]
         if not self._is_open:
-            # What is not there would be waited for.
+            # Reading a key that does not exist would block.
             for count in counts:
                 self._call("add", count, 0)
             self._call("set", f"{self.rank}/process", json.dumps(neighbours.this_process()))
             self._is_open = True
-        asked, wanted = self._call("multi_get", counts)
-        return int(asked), int(wanted)
+        asked, wanted, has_left = map(int, self._call("multi_get", counts))
+        if has_left and self.of_host is None:
+            # Kept, because the store ends with its host.
+            self.of_host = self._read(f"{_HOST}/state")
+        return asked, wanted
 
     def put_up(self, number: int, state: State) -> None:
-        """Where a rank is, mostly this one, as its answer to all questions up to ``number``."""
+        """Publishes a state, usually of this rank, as the answer to all questions up to ``number``."""
         self._call("set", f"{state['rank']}/state", json.dumps({**state, "answers": number}))
 
     def put_up_list(self, number: int, lines: list[Line]) -> None:
-        """This rank's last collectives, for all who have wanted them up to ``number``."""
+        """Publishes this rank's last collectives for all requests up to ``number``."""
         self._call("set", f"{self.rank}/list", json.dumps({"lines": lines, "answers": number}))
 
+    def announce_exit(self) -> None:
+        """Tells all ranks that the host of the store leaves; its exit record is published."""
+        self._call("add", "host", 1)
+
     def states(self, number: int, limit: float) -> dict[int, State | None]:
-        """What each rank answers to question ``number``; ``None`` for those that have not after ``limit`` seconds."""
+        """The answer of each rank to question ``number``; ``None`` if there is none after ``limit`` seconds."""
         return self._answers("state", dict.fromkeys(range(self.num_ranks), number), limit)
 
     def is_lost(self, rank: int) -> bool:
-        """Whether the process of a rank was on this machine, and is over."""
+        """Whether the process of a rank ran on this machine and has ended."""
         return (process := self._read(f"{rank}/process")) is not None and neighbours.is_over(process)
 
     def lists(self, ranks: Iterable[int], limit: float) -> dict[int, list[Line]]:
-        """The last collectives of some ranks; without those that have not put them up after ``limit`` seconds."""
+        """The last collectives of some ranks, without ranks that do not answer within ``limit`` seconds."""
         wanted = {rank: int(self._call("add", f"{rank}/wanted", 1)) for rank in ranks}
         return {rank: said["lines"] for rank, said in self._answers("list", wanted, limit).items() if said}
 
@@ -108,7 +118,7 @@ class Board:
             time.sleep(_PAUSE)
 
     def _read(self, key: str) -> Any:
-        """What was put up under ``key``; ``None`` if nothing was."""
+        """The value of ``key``, or ``None``."""
         return json.loads(self._call("get", key)) if self._call("check", [key]) else None
 
     def _call(self, name: str, *arguments: Any) -> Any:

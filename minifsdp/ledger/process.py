@@ -1,32 +1,34 @@
-"""What the ledger installs in a process: when its watcher begins, and what is done when the program ends.
+"""Starts and ends the watchdog, and handles the end of the process.
 
-1. *It begins* when the first process group is met, if there are other ranks and a store to reach them by.
-2. *A program ends* by an exception that is not caught, or at its end. Either is told to the others, so that who waits
-   for this rank can say why it does not come. If the exception is of a collective that the program, a DTensor or a
-   checkpoint has sent past this package, the report follows it.
-3. *A launcher ends it* with SIGTERM. The signal wakes the watcher, which reports and ends the process. A handler that
-   the program has for SIGTERM is left alone, and a process that is forked from this one, as a worker of a data loader
-   is, has none of this.
+1. *It starts* when a model is sharded over a process group that has other ranks and a store that reaches them.
+2. *It ends* when the default process group is destroyed. The thread, its store connection and its pipe are closed, the
+   signal handler and the exit handler are removed, and the collective log is cleared. The next default group gets a new
+   watchdog.
+3. *The program ends* while the group exists. The exit handler publishes why: at its end, or by an exception. If the
+   exception is of a collective that this package did not issue, the report about the other ranks is printed.
+4. *A launcher sends SIGTERM*. The signal wakes the watchdog, which prints the report and ends the process. This needs
+   Python's default handler for SIGTERM: a handler of the program's own is left alone, whether it was set before or
+   after, and so is a wake-up descriptor of the program's own, such as asyncio's. A forked process has none of this.
 
-Worked example: rank 1 ends by ``ValueError: a bad batch``; rank 0, whose collective has failed, says "rank 1: has
-ended, by ValueError: a bad batch".
+Worked example: rank 1 ends by ``ValueError: a bad batch``. Rank 0, whose collective fails, reports "rank 1: has ended,
+by ValueError: a bad batch".
 
 *In torch:* ``torch.distributed.elastic`` writes the exception of a function that is marked with ``record`` to a file.
 
-Spec: LEDGER-05, LEDGER-06, LEDGER-08.
+Spec: LEDGER-05, LEDGER-06, LEDGER-08, LEDGER-19.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import re
 import signal
 import sys
 import threading
-from contextlib import suppress
+import weakref
 from functools import cache
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -35,112 +37,141 @@ from minifsdp.engine import comparison, ledger
 from minifsdp.engine.ledger import Chain
 from minifsdp.engine.messages import MORE, message
 from minifsdp.ledger import report
-from minifsdp.ledger.watcher import LIMIT, TICK, Watcher, close
-
-# What is in the errors of backends and of the store: a rank has gone, or has not come in time.
-_OF_BACKENDS = re.compile(r"[Tt]imed out|timeout|[Cc]onnection (closed|reset)|NCCL|[Bb]roken pipe")
+from minifsdp.ledger.watcher import LIMIT, TICK, Watcher
 
 _watcher: Watcher | None = None
+# The store of the default group: torch.distributed holds it until that group is destroyed, and nothing else does.
+_life: Any = None
 
 
 def begin() -> None:
-    """Called when a process group is met; begins to watch, once for each default group that ranks can talk in."""
+    """Called for each process group that is used: starts the watchdog, once for each life of the default group."""
+    global _watcher, _life
+    if not dist.is_initialized() or (_life is not None and _life() is not None):
+        return
+    store = own = dist.distributed_c10d._get_default_store()
+    _life = weakref.ref(store)
+    weakref.finalize(store, _end).atexit = False
+    while isinstance(own, PrefixStore):
+        own = own.underlying_store
+    # Other stores belong to one process, which has no other rank to ask.
+    if dist.get_world_size() == 1 or not isinstance(own, TCPStore | FileStore):
+        return
+    is_host = isinstance(own, TCPStore) and dist.get_rank() == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    _watcher = Watcher(store, is_host, handles_sigterm)
+    atexit.register(_at_exit)
+    _watch_signals(_watcher)
+
+
+def _end() -> None:
+    """The default process group was destroyed."""
     global _watcher
-    if not dist.is_initialized() or (_watcher is not None and _watcher.world is dist.group.WORLD):
+    watcher, _watcher = _watcher, None
+    ledger.forget_groups()
+    if watcher is not None:
+        atexit.unregister(_at_exit)
+        _leave_signals(watcher)
+        watcher.stop()
+
+
+def explain(place: tuple[Chain, int, int]) -> str:
+    """For the error of a collective: the report about all ranks."""
+    return "" if _watcher is None else _watcher.ask(place)
+
+
+def _at_exit() -> None:
+    watcher = _watcher
+    if watcher is None:
         return
-    if _watcher is not None:
-        # What was found out about other groups does not concern those that are made now.
-        _watcher.say_last_words("to begin anew, with other process groups")
-        _watcher = ledger.verdict = ledger.latest = ledger.on_its_way = None
-    store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    # Others are of one process, and have no other rank to ask.
-    if dist.get_world_size() == 1 or not isinstance(store, TCPStore | FileStore):
-        return
-    is_host = isinstance(store, TCPStore) and dist.get_rank() == 0
-    _watcher = Watcher(_bell(), is_host and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ)
-    _watch_signals()
-
-
-@cache
-def _bell() -> tuple[int, int]:
-    """A pipe for all watchers of this process, of which one comes after the other."""
-    ends = os.pipe()
-    for end in ends:
-        os.set_blocking(end, False)
-    return ends
-
-
-def explain(chain: Chain, epoch: int) -> str:
-    """For the error of a collective that has failed: where every rank is."""
-    return "" if _watcher is None else _watcher.ask((chain, epoch))
-
-
-def watch_the_end() -> None:
-    """Leaves last words when the program ends, also if it has not come to its first group."""
-    before = sys.excepthook
-
-    def last_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
-        with suppress(Exception):
-            begin()
-        if _watcher is not None:
-            report.failed_at = report.place_of(trace)
-            if isinstance(error, RuntimeError) and _OF_BACKENDS.search(str(error)) and MORE not in str(error):
-                # Of a collective that the program, DTensor or a checkpoint has sent past this package.
-                print(message("sent-by-others", report=_watcher.ask(None)), file=sys.stderr, flush=True)
-            first = (str(error).splitlines() or [""])[0]
-            _watcher.say_last_words(f"by {kind.__name__}: {first}")
-            if _watcher.is_host:
-                # They hear of it at once.
-                for chain in list(ledger.chains.values()):
-                    close(chain.process_group)
-            _watcher.let_others_read()
-
-    sys.excepthook = last_error
-    atexit.register(_at_the_end)
-
-
-def _at_the_end() -> None:
-    with suppress(Exception):
-        begin()
-    ended, is_wrong = "at the end of its program", False
+    ended, is_wrong = report.IN_ORDER, False
+    # Python keeps an uncaught exception here, whichever hook prints it. An interactive session keeps those before, too.
+    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+    if error is not None:
+        ended, report.failed_at = f"by {type(error).__name__}: {error}", report.place_of(error.__traceback__)
     try:
         comparison.read_all()
-    except RuntimeError as error:
-        print(error, file=sys.stderr, flush=True)
-        ended, is_wrong = "by RuntimeError: the ranks have not sent each other the same", True
-    if _watcher is not None:
-        _watcher.say_last_words(ended)
-        _watcher.let_others_read()
+    except RuntimeError as differs:
+        print(differs, file=sys.stderr, flush=True)
+        ended, is_wrong = "by RuntimeError: the ranks issued different collectives", True
+    if error is not None and _is_of_backend(error):
+        print(message("sent-by-others", report=watcher.ask(None)), file=sys.stderr, flush=True)
+    watcher.leave(ended, is_failure=error is not None or is_wrong)
     if is_wrong:
-        # Who looks at the status shall not take for right what the program has saved.
-        sys.stdout.flush()
-        os._exit(1)
+        # The status tells that the results of the program are wrong.
+        _StatusAtExit.replace(1)
 
 
-def _watch_signals() -> None:
-    """Has SIGTERM wake the thread, unless the program has a handler of its own."""
+def _is_of_backend(error: BaseException) -> bool:
+    """Whether a collective of another package raised it. Errors of gloo have no type of their own, but name a file."""
+    is_torch_s = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
+    return is_torch_s and MORE not in str(error)
+
+
+class _StatusAtExit:
+    """Ends the process with another status after all exit handlers have run, when Python deletes its modules."""
+
+    _kept: _StatusAtExit | None = None
+
+    def __init__(self, status: int) -> None:
+        self._end = (os._exit, status)
+
+    @classmethod
+    def replace(cls, status: int) -> None:
+        """From now on the process ends with ``status``."""
+        cls._kept = cls(status)
+
+    def __del__(self) -> None:
+        end, status = self._end
+        end(status)
+
+
+def _watch_signals(watcher: Watcher) -> None:
+    """Lets SIGTERM wake the watchdog, unless the program handles the signal, or wake-ups, itself."""
     if threading.current_thread() is not threading.main_thread():
         return
-    if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, _wait_for_report):
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return
     signal.signal(signal.SIGTERM, _wait_for_report)
-    signal.set_wakeup_fd(_bell()[1], warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=_forget_signals)
+    before = signal.set_wakeup_fd(watcher.wake_up_end, warn_on_full_buffer=False)
+    if before != -1:
+        signal.set_wakeup_fd(before)
+    _watch_forks()
+
+
+def _leave_signals(watcher: Watcher) -> None:
+    """Removes what `_watch_signals` installed, and nothing else."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is _wait_for_report:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    before = signal.set_wakeup_fd(-1)
+    if before not in (-1, watcher.wake_up_end):
+        signal.set_wakeup_fd(before)
+
+
+def handles_sigterm() -> bool:
+    """Whether SIGTERM is still handled here, and not by a handler that the program set later."""
+    return signal.getsignal(signal.SIGTERM) is _wait_for_report
 
 
 def _wait_for_report(number: int, frame: FrameType | None) -> None:
-    """In the main thread: the watcher ends the process when it has reported. If it is gone, there is no report."""
+    """In the main thread: the watchdog ends the process after its report. Without a watchdog there is no report."""
     if _watcher is not None:
+        _watcher.report_sigterm()
         _watcher.thread.join(3 * LIMIT + 2 * TICK)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _forget_signals() -> None:
-    # A worker of a data loader is no rank. It would ring its parent's bell.
-    signal.set_wakeup_fd(-1)
-    if signal.getsignal(signal.SIGTERM) is _wait_for_report:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+@cache
+def _watch_forks() -> None:
+    # Once, because Python cannot remove it.
+    os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _forget_in_child() -> None:
+    """A forked process, such as a worker of a data loader, is no rank, and must not wake its parent's watchdog."""
+    global _watcher
+    watcher, _watcher = _watcher, None
+    if watcher is not None:
+        _leave_signals(watcher)

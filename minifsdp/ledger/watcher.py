@@ -1,35 +1,32 @@
-"""The thread that tells other ranks what this one does, and asks them when something is wrong.
+"""The watchdog: a thread that publishes the state of this rank, and asks the others when this rank waits too long.
 
-It wakes twice in a second, or when it is called, and does one of four things:
+It wakes twice a second, or when it is called, and does one of four things:
 
-1. *Answers.* Another rank has asked; this one puts its state on the board, whatever its main thread is stuck in.
-2. *Asks for the main thread*, whose collective has failed: its error will say where every rank is.
-3. *Asks of its own accord*, when the main thread waits for one collective longer than a few seconds. If the answers
-   show that ranks have issued different collectives at one place, or that one has ended, waiting is in vain. So the
-   reason is kept as the `ledger.verdict`, the group's connections are closed, and each rank's wait ends in an error
-   within seconds instead of at the group's time-out, half an hour later. Else another rank is slow, and it goes on
-   waiting.
-4. *Reports a SIGTERM.* A launcher that ends all ranks because one has died sends it. The main thread may be stuck in
-   C++, where no handler of Python runs; but the signal wakes this thread.
+1. *It answers.* Another rank asked; this one publishes its state, whatever its main thread is doing.
+2. *It asks for the main thread*, whose collective failed: the error then says where every rank is.
+3. *It asks on its own* when the main thread waits for one collective longer than a few seconds. If the answers prove
+   that the collective cannot complete, the reason becomes the `ledger.verdict` and the group's connections are closed,
+   so each rank's wait ends in an error within seconds instead of at the group's time-out. There are two proofs: at one
+   position of the group, two ranks issued different collectives; or a rank has ended that did not issue this one.
+   Otherwise the rank keeps waiting, and prints once what each rank is doing.
+4. *It reports a SIGTERM.* A launcher sends it to all ranks because one has died. The main thread may be blocked in
+   C++, where no Python handler runs, but the signal wakes this thread.
 
-Worked example: rank 1 leaves out ``layers.2``, and goes on to gather ``layers.3``. Rank 0 waits for ``layers.2``, and
-rank 1 for ``layers.3``. After two seconds the first to ask finds that they part, and closes; both raise.
+Worked example: rank 1 omits ``layers.2`` and continues with the all-gather of ``layers.3``. Rank 0 waits for
+``layers.2``, and rank 1 for ``layers.3``. After two seconds the first rank that asks finds that they diverge and closes
+the group. Both raise.
 
-What is found is printed in the error and written to a file, which ``python -m minifsdp.ledger`` draws. When the program
-ends (``process.py``), it leaves last words on the board. What goes wrong in one look, say because the store's host has
-gone, ends that look and not the thread: this rank's own place can always be told.
+The report is part of the error and is written to a file, which ``python -m minifsdp.ledger`` draws. An exception in one
+look, for instance because the store's host has ended, ends that look, not the thread.
 
-A rank that is merely slow makes all others ask. So of that little is sent: a state for each rank, to a question that
-all of them share, and the lists of one rank for each state that there is.
+On an accelerator, collectives run after the CPU has continued. The main thread also counts as waiting if an event
+behind the last collective is not complete. The reason is printed immediately, and raised when the main thread issues
+its next collective, because the results on the device are invalid. The group is aborted to free the device. The event
+is only queried after the main thread issued nothing for `PATIENCE` seconds. No GPU has run this yet.
 
-An accelerator's collectives run after the CPU has gone on. There it counts as waiting, too, if an event behind the last
-of them has not come. The reason is printed at once, and raised when the main thread issues its next collective, in
-whichever group, since what the device has computed is worth nothing; the group is aborted, so that the device comes
-free. This has not run on a GPU yet.
+*In torch:* for NCCL a watchdog in C++ and one file for each rank, which are compared later. Gloo has none.
 
-*In torch:* for NCCL a watchdog in C++, with a file of each rank that is compared afterwards; for gloo nothing.
-
-Spec: LEDGER-03, LEDGER-04, LEDGER-06, LEDGER-12 to LEDGER-16, LEDGER-18.
+Spec: LEDGER-03, LEDGER-04, LEDGER-06, LEDGER-12 to LEDGER-17, LEDGER-20, LEDGER-21, HEALTHY-01.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -55,112 +52,135 @@ from minifsdp.engine import ledger
 from minifsdp.engine.ledger import Chain
 from minifsdp.engine.messages import message, rank_of_this_process
 from minifsdp.ledger import report
-from minifsdp.ledger.board import LAST_WORDS, Board, Line, State
+from minifsdp.ledger.board import EXIT_RECORD, Board, Line, State
 
-TICK = 0.25  # seconds between two looks at the board
-HASTE = 0.05  # the same for some time after a question: who has asked mostly asks for more at once
-PATIENCE = 2.0  # seconds that the main thread may wait before this one asks
+TICK = 0.25  # seconds between two looks at the store
+HASTE = 0.05  # the same for some time after a question, because more questions usually follow
+PATIENCE = 2.0  # seconds that the main thread may wait before this thread asks
 LIMIT = 2.0  # seconds that other ranks have to answer
 _TAG = 0x6D696E6B  # of a message that is never sent
+FOLDER = "MINIFSDP_LEDGER_DIR"
 
-Place = tuple[Chain, int] | None  # a chain and an epoch of it
-# The states of all ranks, the lists of some, and what these have issued where they part.
+Place = tuple[Chain, int, int] | None  # a chain, an epoch, and a number in it
+# The states of all ranks, the lists of some, and the collectives of these where they diverge.
 Findings = tuple[dict[int, State | None], dict[int, list[Line]], dict[int, Line]]
 
 
 class Watcher:
-    """One thread for each default group.
+    """The watchdog of one life of the default group.
 
     Args:
-        bell: both ends of a pipe, which wakes the thread: one for the process, since signals ring it as well.
+        store: of the default group; referenced only through a copy.
         is_host: whether the store ends with this process.
+        handles_sigterm: whether a SIGTERM is to be reported.
 
     Attributes:
-        world: the default group.
-        is_host: as given.
-        thread: itself.
+        thread: the thread.
+        wake_up_end: of a pipe; a byte written to it wakes the thread.
     """
 
-    def __init__(self, bell: tuple[int, int], is_host: bool) -> None:
-        self.world, self.is_host = dist.group.WORLD, is_host
-        store = dist.distributed_c10d._get_default_store()
+    def __init__(self, store: Any, is_host: bool, handles_sigterm: Callable[[], bool]) -> None:
+        self._is_host, self._handles_sigterm = is_host, handles_sigterm
         self._board = Board(store, dist.get_rank(), dist.get_world_size(), self._answer)
-        self._bell, self._rung = bell
+        self._pipe_end, self.wake_up_end = os.pipe()
+        for end in (self._pipe_end, self.wake_up_end):
+            os.set_blocking(end, False)
         self._answered, self._answered_at, self._listed = 0, 0.0, 0
         self._asking = threading.Lock()
         self._wanted: list[Place] = []
-        self._found, self._is_told = "", threading.Event()
+        self._found, self._is_found = "", threading.Event()
         self._stuck_at: Any = None
         self._stuck_since, self._patience = 0.0, PATIENCE
+        self._has_printed = self._is_stopped = self._has_sigterm = False
         self._ended, self._has_left = "", threading.Event()
-        # The first look is at once: from then on others can see whether this process is over.
+        # The first look is immediate: from then on other ranks can see whether this process has ended.
         self._ring()
-        self.thread = threading.Thread(target=self._watch, name="minifsdp ledger", daemon=True)
+        self.thread = threading.Thread(target=self._watch, name="minifsdp watchdog", daemon=True)
         self.thread.start()
 
     # --- called by the main thread ---
 
     def ask(self, place: Place) -> str:
-        """2. Where every rank is, and where those of the group of ``place`` part."""
+        """2. A report about all ranks, and about the position where those of the group of ``place`` diverge."""
         with self._asking:
-            self._is_told.clear()
+            self._is_found.clear()
             self._wanted, self._found = [place], ""
             self._ring()
-            self._is_told.wait(3 * LIMIT + 2 * TICK)
+            self._is_found.wait(3 * LIMIT + 2 * TICK)
             return self._found or self._alone()
 
-    def say_last_words(self, ended: str) -> None:
-        """The program is over; returns when the board has it, or does not answer."""
-        self._ended = self._ended or ended
+    def stop(self) -> None:
+        """Ends the thread without an exit record: the group was destroyed, and the program continues."""
+        self._is_stopped = True
+        self._ring()
+        self.thread.join(LIMIT)
+        if not self.thread.is_alive():
+            os.close(self._pipe_end)
+            os.close(self.wake_up_end)
+
+    def leave(self, ended: str, *, is_failure: bool) -> None:
+        """Publishes an exit record, because the program ends.
+
+        If this process hosts the store, it stays for two ticks, in which the other watchdogs copy the record. After a
+        failure it stays until all ranks have ended, for a few seconds at most, so that they can still ask each other.
+        """
+        if is_failure and self._is_host:
+            # Ends the waits of all other ranks at once.
+            for chain in list(ledger.chains.values()):
+                close(chain.process_group())
+        self._ended = ended
         self._ring()
         self._has_left.wait(LIMIT)
+        if self._is_host:
+            with suppress(Exception):
+                self._board.states(EXIT_RECORD, 2 * LIMIT if is_failure else 2 * TICK)
 
-    def let_others_read(self) -> None:
-        """The host of the store stays until all other ranks have ended, too, or for a few seconds."""
-        if self.is_host:
-            self.thread.join(2 * LIMIT)
+    def report_sigterm(self) -> None:
+        """Called by the handler of the signal."""
+        self._has_sigterm = True
+        self._ring()
 
     def _ring(self) -> None:
         with suppress(OSError):
-            os.write(self._rung, bytes(1))
+            os.write(self.wake_up_end, bytes(1))
 
     # --- the thread ---
 
     def _watch(self) -> None:
-        while not self._ended:
+        while not (self._ended or self._is_stopped):
             try:
                 self._look(self._listen())
             except Exception:
-                # The store's host has gone, or anything else. The next look may need none of it.
+                # The store's host has ended, or anything else. The next look may not need it.
                 time.sleep(TICK)
-        with suppress(Exception):
-            self._leave(self._ended)
-        self._has_left.set()
-        self._is_told.set()
-        if self.is_host:
+        if self._ended:
             with suppress(Exception):
-                self._board.states(LAST_WORDS, 2 * LIMIT)
+                self._publish_exit(self._ended)
+        self._has_left.set()
+        self._is_found.set()
 
     def _listen(self) -> bytes:
         was_asked = time.monotonic() - self._answered_at < PATIENCE
-        ready, _, _ = select.select([self._bell], [], [], HASTE if was_asked else TICK)
-        return os.read(self._bell, 64) if ready else b""
+        ready, _, _ = select.select([self._pipe_end], [], [], HASTE if was_asked else TICK)
+        return os.read(self._pipe_end, 64) if ready else b""
 
     def _look(self, signals: bytes) -> None:
-        if signal.SIGTERM in signals:
-            self._report_sigterm()
+        if self._is_stopped:
+            return
+        if self._has_sigterm or (signal.SIGTERM in signals and self._handles_sigterm()):
+            self._end_by_sigterm()
         if self._wanted:
             place = self._wanted.pop()
             try:
-                self._found = self._ask_all(place)
+                self._found = _told(*self._find(place, self._board.ask()))
             finally:
-                self._is_told.set()
+                self._is_found.set()
         self._answer()
         if self._is_stuck():
             self._examine()
 
     def _answer(self) -> None:
-        """1. Whatever others have asked since the last time."""
+        """1. Answers the questions since the last look."""
         asked, wanted = self._board.wishes()
         if asked > self._answered:
             self._board.put_up(asked, report.state_of_this_rank())
@@ -169,108 +189,131 @@ class Watcher:
             self._board.put_up_list(wanted, report.lines_of_this_rank())
             self._listed = wanted
 
-    def _leave(self, ended: str) -> None:
-        """Puts up what answers all questions there will be."""
-        self._answered = self._listed = LAST_WORDS
-        self._board.put_up_list(LAST_WORDS, report.lines_of_this_rank())
-        self._board.put_up(LAST_WORDS, report.state_of_this_rank(ended))
-
-    def _ask_all(self, place: Place) -> str:
-        """What is known of all ranks, in words; and in a file."""
-        return _told(*self._find(place, self._board.ask()))
+    def _publish_exit(self, ended: str) -> None:
+        self._answered = self._listed = EXIT_RECORD
+        self._board.put_up_list(EXIT_RECORD, report.lines_of_this_rank())
+        self._board.put_up(EXIT_RECORD, report.state_of_this_rank(ended))
+        if self._is_host:
+            self._board.announce_exit()
 
     def _find(self, place: Place, number: int) -> Findings:
-        """What the answers to a question say; where they differ, by the lists of those who differ."""
+        """The answers to a question; where they differ, also the lists of ranks that differ."""
         states = self._board.states(number, LIMIT)
         for rank in [rank for rank, state in states.items() if state is None and self._board.is_lost(rank)]:
             states[rank] = lost = report.state_of_lost(rank)
-            self._board.put_up(LAST_WORDS, lost)
+            self._board.put_up(EXIT_RECORD, lost)
         if place is not None:
-            epoch, ranks = report.unlike(*place, states)
+            epoch, ranks = report.unlike(*place[:2], states)
             if len(ranks) > 1:
                 lists = self._board.lists(ranks[: report.MOST_RANKS], LIMIT)
-                return states, lists, report.parting(place[0].name, epoch, lists)
+                return states, lists, report.divergence(place[0].key, epoch, lists)
         return states, {self._board.rank: report.lines_of_this_rank()}, {}
 
     def _alone(self) -> str:
-        """The same, where no other rank can be asked."""
-        rank, why = self._board.rank, report.GONE if self._board.is_gone else report.SILENT
-        return _told({rank: report.state_of_this_rank()}, {rank: report.lines_of_this_rank()}, {}, why)
+        """The report if no other rank can be asked."""
+        board, why = self._board, report.GONE if self._board.is_gone else report.SILENT
+        states: dict[int, State | None] = {board.rank: report.state_of_this_rank()}
+        if board.of_host is not None:
+            states[board.of_host["rank"]] = board.of_host
+        return _told(states, {board.rank: report.lines_of_this_rank()}, {}, why)
 
     def _is_stuck(self) -> bool:
-        """Whether the main thread has waited for the same collective, or the device, for longer than it should."""
-        at = self._waits_for()
+        """Whether the main thread has waited for the same collective, or for the device, longer than expected."""
+        waiting, event = ledger.waiting, ledger.on_its_way
+        # The position, not the collective, which would keep tensors alive.
+        at = event if waiting is None else (waiting.chain.key, waiting.epoch, waiting.number)
         if at != self._stuck_at:
             self._stuck_at, self._stuck_since, self._patience = at, time.monotonic(), PATIENCE
-        return at is not None and time.monotonic() - self._stuck_since > self._patience
-
-    @staticmethod
-    def _waits_for() -> Any:
-        waiting, event = ledger.waiting, ledger.on_its_way
-        if waiting is not None:
-            # Its place, and not itself: it would keep tensors alive.
-            return waiting.chain.name, waiting.chain.epoch, waiting.chain.number
-        return None if event is None or event.query() else event
+        if at is None or time.monotonic() - self._stuck_since <= self._patience:
+            return False
+        if waiting is None and _is_complete(event):
+            if ledger.on_its_way is event:
+                ledger.on_its_way = None
+            return False
+        return True
 
     def _examine(self) -> None:
-        """3. The main thread waits: for a slow rank, or in vain?"""
-        # Who waits long asks ever more rarely.
+        """3. The main thread waits: for a slow rank, or for a collective that cannot complete?"""
         self._patience *= 2
         place, is_known = _last_place(), ledger.waiting is not None
         if place is None:
             return
-        # What another rank has asked a moment ago will do, unless something is wrong.
+        # The answers to a question of another rank a moment ago are recent enough, unless they contain a proof.
         just_now = time.monotonic() - self._answered_at < 2 * TICK
-        if not _is_in_vain(place, self._find(place, self._answered if just_now else self._board.ask())):
+        found = self._find(place, self._answered if just_now else self._board.ask())
+        if not _cannot_complete(place, found, is_known):
+            self._print_once(place, found[0])
             return
         found = self._find(place, self._board.ask())
-        if _is_in_vain(place, found) and self._waits_for() == self._stuck_at:
-            ledger.verdict = RuntimeError(message("waits-in-vain", ranks=list(place[0].ranks), report=_told(*found)))
+        if _cannot_complete(place, found, is_known) and _last_place() == place:
+            ledger.verdict = message("waits-in-vain", ranks=list(place[0].ranks), report=_told(*found))
             if not is_known:
-                # A device waits, and the main thread does not know yet.
+                # The device waits, and the main thread does not know yet.
                 print(ledger.verdict, file=sys.stderr, flush=True)
-            close(place[0].process_group)
+            close(place[0].process_group())
 
-    def _report_sigterm(self) -> None:
-        """4. The main thread ends the process when it comes back to Python; if it does not, this one does."""
+    def _print_once(self, place: tuple[Chain, int, int], states: Mapping[int, State | None]) -> None:
+        """After a long wait: what each rank is doing, printed by one of those that wait. Nothing ends."""
+        waits = [rank for rank in place[0].ranks if (state := states[rank]) and state["waits"]]
+        if self._patience >= 16 * PATIENCE and not self._has_printed and self._board.rank in waits[:1]:
+            print(message("still-waiting", report=report.in_words(states, {})), file=sys.stderr, flush=True)
+            self._has_printed = True
+
+    def _end_by_sigterm(self) -> None:
+        """4. Prints the report and ends the process."""
         text = ""
         with suppress(Exception):
-            # Other ranks, which are told to end as well, ask at the same time.
-            self._leave(report.TOLD_TO_END)
-            text = self._ask_all(_last_place())
+            # Other ranks, which get the signal as well, ask at the same time.
+            self._publish_exit(report.ENDED_BY_LAUNCHER)
+            text = _told(*self._find(_last_place(), self._board.ask()))
         with suppress(Exception):
             print(message("told-to-end", report=text or self._alone()), file=sys.stderr, flush=True)
-        if self.is_host:
+        if self._is_host:
             time.sleep(TICK)
         os._exit(128 + signal.SIGTERM)
 
 
+def _is_complete(event: Any) -> bool:
+    """Whether an accelerator has reached an event. In this thread, which has no current device."""
+    device = getattr(event, "device", None)
+    if device is None:
+        return bool(event.query())
+    with torch.get_device_module(device).device(device):
+        return bool(event.query())
+
+
 def _last_place() -> Place:
-    """What the main thread waits for, or has sent last."""
+    """The position for which the main thread waits, or the last one that it issued."""
     waiting = ledger.waiting
-    return ledger.latest if waiting is None else (waiting.chain, waiting.epoch)
+    return ledger.latest if waiting is None else (waiting.chain, waiting.epoch, waiting.number)
 
 
-def _is_in_vain(place: tuple[Chain, int], found: Findings) -> bool:
-    """Whether one in the group of ``place`` has ended, or two have parted."""
-    states, _, parted = found
-    of_group = [states[rank] for rank in place[0].ranks]
-    return any(state["ended"] for state in of_group if state) or bool(parted)
+def _cannot_complete(place: tuple[Chain, int, int], found: Findings, on_cpu: bool) -> bool:
+    """Whether two ranks diverge, or a rank has ended without the collective at ``place``.
+
+    A process that ends on a CPU has sent everything that it issued. The kernels of an accelerator end with the process.
+    """
+    chain, epoch, number = place
+    states, _, diverging = found
+    ended = [state for rank in chain.ranks if (state := states[rank]) and state["ended"]]
+    return bool(diverging) or any(
+        not (on_cpu and report.has_issued(state, chain.key, epoch, number)) for state in ended
+    )
 
 
 def close(process_group: Any) -> None:
-    """Ends all that is waited for in a group, on this rank and, as connections close, on the others.
+    """Ends all waits in a group, on this rank and, because connections close, on the others.
 
-    Not what ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` waits for before a collective; that ends with the other rank's process.
+    Waits of ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` before a collective end with the other rank's process.
     """
-    for device in process_group._device_types:
+    for device in getattr(process_group, "_device_types", ()):
         with suppress(RuntimeError):
             backend: Any = process_group._get_backend(device)
             # DETAIL has wrapped it.
             backend = getattr(backend, "wrapped_pg", backend)
             is_gloo = type(backend) is dist.ProcessGroupGloo
             if is_gloo:
-                # It has no abort. But a wait that runs out of time closes all connections of its group.
+                # It has no abort. But a receive that times out closes all connections of its group.
                 other = (backend.rank() + 1) % backend.size()
                 backend.recv([torch.zeros(1)], other, _TAG).wait(timedelta(milliseconds=1))
             else:
@@ -278,16 +321,30 @@ def close(process_group: Any) -> None:
 
 
 def _told(
-    states: Mapping[int, State | None], lists: Mapping[int, list[Line]], parted: Mapping[int, Line], why: str = ""
+    states: Mapping[int, State | None], lists: Mapping[int, list[Line]], diverging: Mapping[int, Line], why: str = ""
 ) -> str:
-    """What is known, in words; writes it to a file, too, and says where that is."""
-    words = report.in_words(states, parted, why)
-    folder = Path(os.environ.get("MINIFSDP_LEDGER_DIR", tempfile.gettempdir()))
-    # Neither two jobs without an id nor two lives of one shall write to the same file.
-    run, life = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    path = folder / f"minifsdp-ledger-{run}-{life}-rank{rank_of_this_process()}-{os.getpid()}.json"
+    """The report, which is also written to a file whose path it ends with."""
+    words = report.in_words(states, diverging, why)
+    if os.environ.get(FOLDER) == "off":
+        return words
     try:
-        path.write_text(json.dumps({"states": states, "lines": lists, "parted": parted}), encoding="utf-8")
+        path = _write(json.dumps({"states": states, "lines": lists, "diverging": diverging}))
     except OSError as error:
         return f"{words}\n(could not be written to a file: {error})"
     return f"{words}\nTo draw it: python -m minifsdp.ledger {path}"
+
+
+def _write(text: str) -> Path:
+    """A new file that only this user can read, in `FOLDER` or in a new folder. Texts of exceptions may hold secrets."""
+    folder = Path(os.environ.get(FOLDER) or tempfile.mkdtemp(prefix="minifsdp-"))
+    # Two jobs without an id, two lives of a job, and two reports of a process write to different files.
+    run, life = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    stem = f"minifsdp-ledger-{run}-{life}-rank{rank_of_this_process()}-{os.getpid()}"
+    names = (f"{stem}{f'-{number}' if number else ''}.json" for number in range(100))
+    for path in map(folder.joinpath, names):
+        with suppress(FileExistsError):
+            end = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(end, "w", encoding="utf-8") as file:
+                file.write(text)
+            return path
+    raise FileExistsError(f"{folder} already has 100 reports of this process")

@@ -33,7 +33,8 @@ class Tower(nn.Module):
 def test_ranks_that_gather_different_units_raise_on_every_rank_with_both_names() -> None:
     rank = dist.get_rank()
     model: Any = FSDP(Tower(), device_id=device())
-    with pytest.raises(RuntimeError, match=rf"rank {rank}: the ranks are about to gather different units") as caught:
+    begin = rf"rank {rank}: the ranks are about to all-gather different units"
+    with pytest.raises(RuntimeError, match=begin) as caught:
         model(draw(rank), rank == 0)
     assert "rank 0: 'left', rank 1: 'right'" in str(caught.value)
 

@@ -2,7 +2,8 @@
 
     python -m spec_tests.faults.anew FOLDER
 
-Prints for each of its lives how many watchers there are, and how many ends of pipes have been opened.
+Prints for each of its lives how many watchdogs there are, how many ends of pipes were opened, and how many of both are
+left when the process group was destroyed.
 """
 
 from __future__ import annotations
@@ -36,14 +37,16 @@ def main() -> None:
         model = sharded("function", keeps=False, are_equal=True)
         for _ in range(2):
             model(x).sum().backward()
-        threads = [thread for thread in threading.enumerate() if thread.name == "minifsdp ledger"]
+        threads = [thread for thread in threading.enumerate() if thread.name == "minifsdp watchdog"]
         print(len(threads), num_pipes() - before, flush=True)
         try:
             # One leaves out a unit, and each waits for what the other does not send.
             model(x, "b" if rank else "ab").sum().backward()
         except RuntimeError:
-            print("caught", ledger.verdict is not None, flush=True)
+            print("caught", bool(ledger.verdict), flush=True)
         dist.destroy_process_group()
+        threads = [thread for thread in threading.enumerate() if thread.name == "minifsdp watchdog"]
+        print("left", len(threads), max(0, num_pipes() - before), flush=True)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ SAYS = {
     "raises": "has ended, by ValueError: a bad batch",
     "exits": "has ended, at the end of its program",
     "is killed": f"has ended, {LOST}",
-    "is stopped": "says nothing: it is stopped",
+    "is stopped": "no answer: it is stopped",
     "is slow": r"STAGE\.py:1, iteration \d+; (waits for|last sent: )",
 }
 # What the others wait for then, or have sent in vain; what the faulty rank has sent just before may be lost on its way.

@@ -107,7 +107,7 @@ def main() -> None:
         if what == "has a stuck device" and step == 2:
             # An accelerator's event that never comes; the CPU has gone on.
             ledger.on_its_way = SimpleNamespace(query=lambda: False)
-            while ledger.verdict is None:
+            while not ledger.verdict:
                 time.sleep(0.1)
         if what == "reads a DTensor" and step == 2 and not deviates:
             model.a.weight.full_tensor()

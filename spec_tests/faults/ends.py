@@ -21,7 +21,8 @@ def ends_as_python_does(main: Callable[[], None]) -> None:
         main()
     except SystemExit as ended:
         status = int(ended.code or 0)
-    except BaseException:
+    except BaseException as error:
+        sys.last_value = error
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         status = 1
     atexit._run_exitfuncs()
