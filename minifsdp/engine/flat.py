@@ -122,6 +122,7 @@ class FlatLayout(Layout):
         stays = self._now.is_borrowed and self.hides_originals
         self._guards = guards_for(self.parameters) if stays or not self.hides_originals else []
         self._show(self.views_of(self._now.leaf) if stays else self.owner.stand_ins)
+        self.watch_steps()
 
     # --- the unsharded tensor ---
 
@@ -168,7 +169,7 @@ class FlatLayout(Layout):
         if self.owner.collect():
             # Copied on the compute stream, which the lane has not followed since.
             lanes.gather.follow()
-        self._gathered_at = self.owner.stamp()
+        self._gathered_at = self._stamp()
         now, shard, group = self._now, self.owner.shard.data, self.mesh.shard
         if now.is_borrowed:
             now.follow(shard)
@@ -186,9 +187,13 @@ class FlatLayout(Layout):
         """Gives the unsharded tensor's memory back."""
         return self._now.release()
 
+    def _stamp(self) -> object:
+        # A rank that stores nothing of the unit sees no version change in a step, and must gather as the others do.
+        return self.steps.count, self.owner.stamp()
+
     def is_stale(self) -> bool:
-        """Whether the shard has been changed in place, or replaced, since the last gather began."""
-        return self._gathered_at != self.owner.stamp()
+        """Whether the shard has been changed since the last gather began. A copy that no rank sends is made again."""
+        return self._gathered_at != self._stamp() or (self.mesh.shard is None and not self._now.is_borrowed)
 
     # --- what modules see ---
 
@@ -273,7 +278,9 @@ class FlatLayout(Layout):
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Adds to the unreduced gradient that the flat parameter shows."""
         self.owner.keep_unreduced(gradient.parts[0])
-        optimizer_watch.note_unreduced(self)
+        if self.mesh.shard is not None:
+            # Where nothing is sharded it has the size of the parameter, and a step on it is local SGD.
+            optimizer_watch.note_unreduced(self)
 
     def pack(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
         """It is packed already."""

@@ -134,6 +134,12 @@ def full_name(prefix: str, path: str) -> str:
     return f"{prefix}.{path}" if prefix else path
 
 
+class Steps:
+    """How many steps optimizers have taken on parameters of one tree of units."""
+
+    count = 0
+
+
 class Layout(ABC):
     """How the parameters of one unit lie in memory. Of autograd a layout touches its own leaves alone.
 
@@ -147,6 +153,7 @@ class Layout(ABC):
         offloads: whether shard and gradient live on the CPU between computations.
         parameters: what the unit is made of, in order.
         reduces_unused: whether trained parameters that got no gradient take part in a reduction, with zeros.
+        steps: those of optimizers, counted for the whole tree.
     """
 
     name: str = ""
@@ -156,6 +163,13 @@ class Layout(ABC):
     offloads: bool
     parameters: list[OwnedParameter]
     reduces_unused: bool = False
+    steps: Steps
+
+    def watch_steps(self) -> None:
+        """Called at the end of construction: from now on the steps of optimizers that hold the parameters count."""
+        self.steps = Steps()
+        for watch in misuse.watchers:
+            watch(self)
 
     def full_name(self, path: str) -> str:
         """A parameter's name inside the root."""

@@ -14,15 +14,18 @@ What is done at the beginning of an iteration, in this order:
    never ended, bring every unit back to a defined state;
 2. take over, or refuse, what users have put in the place of parameters;
 3. let the gather lane follow the compute stream, which has just run the optimizer;
-4. free what is still gathered from before if its shard was changed since. That happens to the root after a forward that
-   no backward followed; computing on it would mean to train on yesterday's weights.
+4. free the parameters that are still unsharded if their shard has changed since the all-gather. This happens to the
+   root after a recorded forward without a backward. Parameters that an evaluation has gathered and kept are freed
+   before a recorded forward in any case: a change through ``.data`` leaves no trace.
+5. at the end, if no backward can follow, the modules show sharded parameters again, also where memory is kept. An
+   optimizer that is made now, or a change of the parameters, must see the parameters that are trained.
 
 A unit that ran forward on its own first was the root of its own small tree. When it turns out later that there is a
 larger one around it, the larger tree takes it over.
 
 *In torch:* ``_lazy_init`` and ``_root_pre_forward``; being taken over ends there in an assertion about ``_is_root``.
 
-Spec: CTOR-10, CTOR-11, SHARD-05, NEW-15.
+Spec: CTOR-10, CTOR-11, SHARD-05, NEW-15, FRESH-01 to FRESH-05.
 """
 
 from collections.abc import Sequence
@@ -88,6 +91,11 @@ class Root:
                 for plan in unit.plans:
                     plan.use(unit.layout.dtype)
             unit.join(self.lanes, self.limiter)
+        # The steps that were counted before the units became one tree stay counted.
+        steps = max((unit.layout.steps for unit in self.units), key=lambda steps: steps.count, default=None)
+        for unit in self.units:
+            assert steps is not None
+            unit.layout.steps = steps
         self.cycle = Cycle(
             self.units,
             Reducer(self.lanes, offloads=any(unit.layout.offloads for unit in self.units)),
@@ -145,12 +153,15 @@ class Root:
         self.after_optimizer = None
         self.cycle.comparison.begin_forward()
         # 4. Changed since it was gathered.
+        is_recorded = self.cycle.is_recorded = torch.is_grad_enabled()
         for unit in self.units:
-            if (unit.state is not State.SHARDED or unit.policy.resting is not None) and unit.layout.is_stale():
+            if (unit.state is not State.SHARDED or unit.policy.resting is not None) and (
+                (unit.is_for_evaluation and (is_recorded or unit.policy.reshard_after_evaluation))
+                or unit.layout.is_stale()
+            ):
                 unit.reshard()
-        self._forward_is_open = True
+        self._forward_is_open, self._caller = True, caller
         self.cycle.num_forwards += 1
-        self.cycle.is_recorded = torch.is_grad_enabled()
         return True
 
     def end_forward(self) -> None:
@@ -158,9 +169,17 @@ class Root:
         self._forward_is_open = False
         # If no backward follows, the optimizer may be next, and write to a shard that a vain prefetch still reads.
         self.lanes.gather.join()
-        if not self.cycle.is_recorded and any(unit.layout.offloads for unit in self.units):
+        if self.cycle.is_recorded and self._expects_backward():
+            return
+        self.cycle.end_evaluation()
+        if any(unit.layout.offloads for unit in self.units):
             # No backward will wait for the copies of the shards, and the user may write to them next.
             self.lanes.gather.synchronize()
+
+    def _expects_backward(self) -> bool:
+        """Whether autograd has recorded the forward that has just ended."""
+        units = self.units if self._caller is None else (self._caller,)
+        return any(unit.counted_in == self.cycle.num_forwards for unit in units)
 
     def fail_forward(self) -> None:
         """Called when the outermost of the calls has raised: the units are as if it had never begun."""

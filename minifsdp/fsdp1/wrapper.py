@@ -159,7 +159,8 @@ class Wrapper(nn.Module):
         )
         plan = ReducePlan.mean(self.mesh, precision.reduce or layout.dtype)
         frees = self.sharding_strategy in build.FREES_AFTER_FORWARD and self.mesh.shard is not None
-        return Unit(module, layout, plan, precision, UnitPolicy(reshard_after_forward=frees))
+        policy = UnitPolicy(reshard_after_forward=frees, reshard_after_evaluation=frees or self.mesh.shard is None)
+        return Unit(module, layout, plan, precision, policy)
 
     # --- what it contains ---
 
