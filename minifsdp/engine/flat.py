@@ -69,6 +69,8 @@ class FlatLayout(Layout):
     Attributes:
         forms: of each parameter, how it lies in the row.
         hides_originals: whether the original parameters are out of sight between computations.
+        is_stored: whether it computes in the stored dtype in place of the compute dtype.
+        is_recorded_stored: whether it did so in the last forward that autograd recorded.
         is_summoned: whether the modules show full parameters that are the user's, see ``summoned.py``.
     """
 
@@ -136,7 +138,7 @@ class FlatLayout(Layout):
             made = Unsharded(self.partition.padded_numel, dtype, self.device, shard if borrows else None)
             made.leaf.register_post_accumulate_grad_hook(functools.partial(_complete, weakref.ref(self)))
             self._variants[dtype] = made
-        self._now = self._variants[dtype]
+        self._now, self.is_stored = self._variants[dtype], stored
         self.dtype, self.num_bytes = dtype, self._now.num_bytes
 
     def on_gradient(self, notify: Callable[[], None] | None, make_room: Callable[..., None] | None = None) -> bool:
@@ -211,7 +213,7 @@ class FlatLayout(Layout):
         # 1. and 2. Now, and all at once.
         views = self.views_of(leaf)
         if torch.is_grad_enabled():
-            self._recorded = views
+            self._recorded, self.is_recorded_stored = views, self.is_stored
             if self._make_room is not None and len(views) > 1 and leaf.requires_grad and not self._any_distributed:
                 # The backward of the split, which comes behind that of the view.
                 views[0].grad_fn.next_functions[0][0].register_prehook(self._make_room)  # type: ignore[union-attr]
