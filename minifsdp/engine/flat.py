@@ -171,7 +171,8 @@ class FlatLayout(Layout):
         if self.owner.collect():
             # Copied on the compute stream, which the lane has not followed since.
             lanes.gather.follow()
-        self._gathered_at = self._stamp()
+        # A rank that stores nothing of the unit sees no version change in a step, and must gather as the others do.
+        self._gathered_at = self.steps.count, self.owner.stamp()
         now, shard, group = self._now, self.owner.shard.data, self.mesh.shard
         if now.is_borrowed:
             now.follow(shard)
@@ -189,13 +190,10 @@ class FlatLayout(Layout):
         """Gives the unsharded tensor's memory back."""
         return self._now.release()
 
-    def _stamp(self) -> object:
-        # A rank that stores nothing of the unit sees no version change in a step, and must gather as the others do.
-        return self.steps.count, self.owner.stamp()
-
     def is_stale(self) -> bool:
         """Whether the shard has been changed since the last gather began. A copy that no rank sends is made again."""
-        return self._gathered_at != self._stamp() or (self.mesh.shard is None and not self._now.is_borrowed)
+        is_copy = self.mesh.shard is None and not self._now.is_borrowed
+        return is_copy or self._gathered_at != (self.steps.count, self.owner.stamp())
 
     # --- what modules see ---
 
@@ -280,9 +278,7 @@ class FlatLayout(Layout):
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Adds to the unreduced gradient that the flat parameter shows."""
         self.owner.keep_unreduced(gradient.parts[0])
-        if self.mesh.shard is not None:
-            # Where nothing is sharded it has the size of the parameter, and a step on it is local SGD.
-            optimizer_watch.note_unreduced(self)
+        optimizer_watch.note_unreduced(self)
 
     def pack(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
         """It is packed already."""

@@ -82,7 +82,9 @@ def note_unreduced(layout: Layout) -> None:
 
 
 def check_reduced(what: str, layouts: Iterable[Layout]) -> None:
-    """Whether none of ``layouts`` is left with an unreduced gradient, and none is summoned.
+    """Whether no sharded one of ``layouts`` is left with an unreduced gradient, and none is summoned.
+
+    A unit that is not sharded may be trained on each rank alone, as local SGD does between two averages.
 
     Raises:
         RuntimeError: one is.
@@ -90,7 +92,7 @@ def check_reduced(what: str, layouts: Iterable[Layout]) -> None:
     chosen = list(layouts)
     if not summoned.isdisjoint(chosen):
         raise RuntimeError(message("step-while-summoned", what=what))
-    if any(layout.has_unreduced for layout in chosen):
+    if any(layout.has_unreduced and layout.gather_group is not None for layout in chosen):
         raise RuntimeError(message("unreduced-gradients", what=what))
 
 
