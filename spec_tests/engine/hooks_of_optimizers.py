@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from minifsdp import FullyShardedDataParallel, fully_shard
+from minifsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
 
 def num_hooks() -> int:
@@ -21,7 +21,8 @@ def num_hooks() -> int:
 
 
 def wrapped(model: nn.Module) -> Any:
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    options: dict[str, Any] = {"sharding_strategy": ShardingStrategy.NO_SHARD, "device_id": torch.device("cpu")}
+    return FullyShardedDataParallel(model, **options)
 
 
 def main() -> None:
