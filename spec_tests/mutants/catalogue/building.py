@@ -338,7 +338,7 @@ MUTANTS = [
     Mutant(
         "checked-once-for-good",
         "watch",
-        "_checked.clear()",
+        "_held.clear()",
         "pass",
         "An optimizer that stepped before sharding is not checked again.",
         "CTOR-05",
