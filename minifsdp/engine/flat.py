@@ -25,9 +25,8 @@ The unsharded tensor is as long-lived as the shard (see ``unsharded.py``). There
 evaluation shall run in full precision, a second one for that; only one of them has memory at a time.
 
 *In torch:* ``FlatParamHandle``, 2834 lines in ``_flat_param.py``. Its parameter switches between sharded, padded,
-unsharded, low-precision and CPU data; here the shard and the unsharded leaf are two tensors for good. Torch pads
-between original parameters that stay visible. Left out: a shard has ``ceil(total / N)`` elements (SHARD-02), and local
-state dicts are shards of just that size.
+unsharded, low-precision and CPU data; here the shard and the unsharded leaf are two tensors. Torch pads between
+original parameters that stay visible; here a shard has ``ceil(total / N)`` elements (SHARD-02).
 
 Spec: SHARD-02, SHARD-03, SHARD-09, SHARD-13, FWD-04, ORIG-12, ORIG-15, MP-02, MP-03, OFF-02, STREAM-05, STREAM-10,
 STREAM-12.
@@ -69,8 +68,7 @@ class FlatLayout(Layout):
     Attributes:
         forms: of each parameter, how it lies in the row.
         hides_originals: whether the original parameters are out of sight between computations.
-        is_stored: whether it computes in the stored dtype in place of the compute dtype.
-        is_recorded_stored: whether it did so in the last forward that autograd recorded.
+        is_stored, is_recorded_stored: whether it computes in full precision, and did so when autograd last recorded.
         is_summoned: whether the modules show full parameters that are the user's, see ``summoned.py``.
     """
 
@@ -124,7 +122,6 @@ class FlatLayout(Layout):
         stays = self._now.is_borrowed and self.hides_originals
         self._guards = guards_for(self.parameters) if stays or not self.hides_originals else []
         self._show(self.views_of(self._now.leaf) if stays else self.owner.stand_ins)
-        self.watch_steps()
 
     # --- the unsharded tensor ---
 
@@ -171,7 +168,6 @@ class FlatLayout(Layout):
         if self.owner.collect():
             # Copied on the compute stream, which the lane has not followed since.
             lanes.gather.follow()
-        # A rank that stores nothing of the unit sees no version change in a step, and must gather as the others do.
         self._gathered_at = self.steps.count, self.owner.stamp()
         now, shard, group = self._now, self.owner.shard.data, self.mesh.shard
         if now.is_borrowed:
@@ -191,7 +187,7 @@ class FlatLayout(Layout):
         return self._now.release()
 
     def is_stale(self) -> bool:
-        """Whether the shard has been changed since the last gather began. A copy that no rank sends is made again."""
+        """Whether the shard has changed since the last gather. A copy that is only cast is always stale."""
         is_copy = self.mesh.shard is None and not self._now.is_borrowed
         return is_copy or self._gathered_at != (self.steps.count, self.owner.stamp())
 

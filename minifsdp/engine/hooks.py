@@ -153,17 +153,6 @@ class Cycle:
         # A part without grad inside a recorded forward is no evaluation: it is checkpointed and will be computed again.
         return unit.policy.reshard_after_evaluation and unit.policy.reshard_after_backward and not self.is_recorded
 
-    def end_evaluation(self) -> None:
-        """The outermost forward is over, and no backward can follow: the units that ran show sharded parameters.
-
-        What is kept in memory is for later evaluations, or for the backward of an earlier forward.
-        """
-        for unit in self.units:
-            if unit.ran_in == self.num_forwards and unit.state is not State.SHARDED:
-                unit.layout.show_sharded()
-                # With grad mode, autograd may need the memory for a loss that is not in the output. No forward does.
-                unit.is_for_evaluation |= self.is_recorded and not unit.awaits_backward
-
     # --- backward ---
 
     def begin_backward(self) -> None:

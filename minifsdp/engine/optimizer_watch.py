@@ -27,18 +27,16 @@ Spec: CTOR-05, NOSYNC-10, FUZZ-06, FRESH-04, FRESH-06.
 """
 
 import functools
-import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterable
-from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from minifsdp.engine import ledger
-from minifsdp.engine.layout import Layout
+from minifsdp.engine.layout import Layout, Steps
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.misuse import replaced
 
@@ -47,8 +45,7 @@ _unreduced: weakref.WeakSet[Layout] = weakref.WeakSet()
 summoned: weakref.WeakSet[Layout] = weakref.WeakSet()
 # All layouts, and those of each optimizer that has taken a step, with the sizes that its groups had then.
 _layouts: weakref.WeakSet[Layout] = weakref.WeakSet()
-_held: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], list[weakref.ref[Layout]]]]
-_held = weakref.WeakKeyDictionary()
+_held = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], list[weakref.ref[Layout]]]]()
 # The handle of the hook while it is installed.
 _installed: list[Any] = []
 # Called before the state dict of an optimizer is taken; attached from outside, see ``minifsdp/__init__.py``.
@@ -61,19 +58,18 @@ def watch(layout: Layout) -> None:
     _held.clear()
     if not _installed:
         _installed.append(torch_optimizer.register_optimizer_step_pre_hook(_before_step))
+    layout.steps = Steps()
     _layouts.add(layout)
     weakref.finalize(layout, _end).atexit = False
 
 
 def _end() -> None:
     """A layout is gone. Removes the hook if it was the last one."""
-    if _installed and not any(True for _ in _layouts):
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and frame.f_code.co_filename != torch_optimizer.__file__:
-            frame = frame.f_back
-        if frame is None:
-            # Otherwise garbage collection ran during a step, in which PyTorch iterates over the hooks.
-            _installed.pop().remove()
+    if not _installed or any(True for _ in _layouts):
+        return
+    # While a step runs, PyTorch iterates over the hooks. Garbage collection during one leaves the hook there.
+    if all(frame.f_code.co_filename != torch_optimizer.__file__ for frame, _ in traceback.walk_stack(None)):
+        _installed.pop().remove()
 
 
 def note_unreduced(layout: Layout) -> None:
@@ -138,7 +134,9 @@ def _layouts_of(optimizer: torch.optim.Optimizer) -> list[Layout]:
     known = _held.get(optimizer)
     if known is None or known[0] != sizes:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        _warn_if_stale(optimizer, parameters)
+        num_stale, kind = sum(parameter in replaced for parameter in parameters), type(optimizer).__name__
+        if num_stale:
+            warn(message("stale-optimizer", num_stale=num_stale, number=len(parameters), type=kind))
         held = set(parameters)
         mine = [weakref.ref(layout) for layout in _layouts if not held.isdisjoint(layout.local_parameters())]
         for look in before_saving:
@@ -146,9 +144,3 @@ def _layouts_of(optimizer: torch.optim.Optimizer) -> list[Layout]:
                 optimizer.register_state_dict_pre_hook(look)
         known = _held[optimizer] = sizes, mine
     return [layout for reference in known[1] if (layout := reference()) is not None]
-
-
-def _warn_if_stale(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-    num_stale = sum(parameter in replaced for parameter in parameters)
-    if num_stale:
-        warn(message("stale-optimizer", num_stale=num_stale, number=len(parameters), type=type(optimizer).__name__))

@@ -78,7 +78,6 @@ class PerParameterLayout(Layout):
         self._resting: list[torch.Tensor] | None = None
         self._describe()
         self._show(self._sharded)
-        self.watch_steps()
 
     def _describe(self) -> None:
         """What follows from the rows, and is asked for often."""
@@ -165,12 +164,12 @@ class PerParameterLayout(Layout):
                 self._show(self._sharded)
 
     def _stamp(self) -> object:
-        # What is done to a DTensor is counted at the DTensor; what is done to its local tensor, at the row; and what
-        # list operators and fused kernels do, nowhere but in the number of steps.
+        # A DTensor counts what is done to it, and the row what is done to its local tensor. List operators and fused
+        # kernels increase neither version, so the steps are counted, too.
         return self.steps.count, [row.stamp() for row in self._rows], list(map(VERSION, self._sharded))
 
     def is_stale(self) -> bool:
-        """Whether a shard has been changed since the last gather began. A copy that no rank sends is made again."""
+        """Whether a shard has changed since the last gather began. A copy that is only cast is always stale."""
         return self._gathered_at != self._stamp() or (self.gather_group is None and not self._is_borrowed)
 
     # --- what modules see ---

@@ -37,6 +37,7 @@ from minifsdp.engine import misuse
 from minifsdp.engine.comparison import Comparison
 from minifsdp.engine.hooks import Cycle
 from minifsdp.engine.lanes import Lanes
+from minifsdp.engine.layout import Steps
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.order_check import OrderCheck
 from minifsdp.engine.reduce import Reducer
@@ -91,11 +92,6 @@ class Root:
                 for plan in unit.plans:
                     plan.use(unit.layout.dtype)
             unit.join(self.lanes, self.limiter)
-        # The steps that were counted before the units became one tree stay counted.
-        steps = max((unit.layout.steps for unit in self.units), key=lambda steps: steps.count, default=None)
-        for unit in self.units:
-            assert steps is not None
-            unit.layout.steps = steps
         self.cycle = Cycle(
             self.units,
             Reducer(self.lanes, offloads=any(unit.layout.offloads for unit in self.units)),
@@ -104,11 +100,14 @@ class Root:
             backward_prefetch=backward_prefetch,
             forward_prefetch=forward_prefetch,
         )
-        self._find_inner_units()
+        self._connect_units()
 
-    def _find_inner_units(self) -> None:
+    def _connect_units(self) -> None:
         by_module = {unit.module: unit for unit in self.units}
+        # The steps that were counted before the units became one tree stay counted.
+        steps = max((unit.layout.steps for unit in self.units), key=lambda steps: steps.count, default=Steps())
         for unit in self.units:
+            unit.layout.steps = steps
             inside = (by_module.get(module) for module in unit.module.modules())
             unit.inner = frozenset(other for other in inside if other is not None and other is not unit)
 
@@ -169,17 +168,18 @@ class Root:
         self._forward_is_open = False
         # If no backward follows, the optimizer may be next, and write to a shard that a vain prefetch still reads.
         self.lanes.gather.join()
-        if self.cycle.is_recorded and self._expects_backward():
+        units = self.units if self._caller is None else (self._caller,)
+        if self.cycle.is_recorded and any(unit.counted_in == self.cycle.num_forwards for unit in units):
             return
-        self.cycle.end_evaluation()
+        # 5. What is kept in memory is for later evaluations, or for the backward of an earlier forward.
+        for unit in self.units:
+            if unit.ran_in == self.cycle.num_forwards and unit.state is not State.SHARDED:
+                unit.layout.show_sharded()
+                # With grad mode, autograd may need the memory for a loss that is not in the output. No forward does.
+                unit.is_for_evaluation |= self.cycle.is_recorded and not unit.awaits_backward
         if any(unit.layout.offloads for unit in self.units):
             # No backward will wait for the copies of the shards, and the user may write to them next.
             self.lanes.gather.synchronize()
-
-    def _expects_backward(self) -> bool:
-        """Whether autograd has recorded the forward that has just ended."""
-        units = self.units if self._caller is None else (self._caller,)
-        return any(unit.counted_in == self.cycle.num_forwards for unit in units)
 
     def fail_forward(self) -> None:
         """Called when the outermost of the calls has raised: the units are as if it had never begun."""

@@ -40,7 +40,7 @@ from torch import nn
 from typing_extensions import TypeVar
 
 from minifsdp import trace
-from minifsdp.engine import ledger
+from minifsdp.engine import ledger, misuse
 from minifsdp.engine.lanes import Lanes, Promise
 from minifsdp.engine.layout import Gradient, Layout, full_name
 from minifsdp.engine.lifetime import RateLimiter
@@ -156,6 +156,8 @@ class Unit(Generic[LayoutT]):
         self.limiter: RateLimiter
         self._promise: Promise | None = None
         self._event: trace.Event | None = None
+        for watch in misuse.watchers:
+            watch(layout)
 
     def choose(self, **changes: Any) -> None:
         """Another policy, the same but for ``changes``."""

@@ -212,13 +212,11 @@ class Wrapper(nn.Module):
     def _choose_precision(self, *, for_backward: bool = False) -> None:
         """Full precision for modules in evaluation mode. A forward that was recorded before keeps its precision."""
         for wrapper in Wrapper.fsdp_modules(self):
-            unit, stored = wrapper._unit, not wrapper.module.training
             wrapper._cast_buffers()
-            if unit is None:
-                continue
-            if for_backward and unit.awaits_backward:
+            unit, stored = wrapper._unit, not wrapper.module.training
+            if unit is not None and for_backward and unit.awaits_backward:
                 stored = unit.layout.is_recorded_stored
-            if unit.layout.is_stored is not stored:
+            if unit is not None and unit.layout.is_stored is not stored:
                 unit.reshard()
                 unit.layout.use_stored_dtype(stored)
                 unit.plan.use((not stored and unit.precision.reduce) or unit.layout.dtype)
@@ -274,11 +272,10 @@ class Wrapper(nn.Module):
         for _, owner in self._own_modules():
             for name, buffer in owner._buffers.items():
                 if buffer is not None and buffer.is_floating_point():
+                    key = owner, name
                     if not stored and buffer.dtype is not dtype:
-                        self._buffer_dtypes[owner, name] = buffer.dtype
-                    owner._buffers[name] = buffer.to(
-                        self._buffer_dtypes.get((owner, name), buffer.dtype) if stored else dtype
-                    )
+                        self._buffer_dtypes[key] = buffer.dtype
+                    owner._buffers[name] = buffer.to(self._buffer_dtypes.get(key, buffer.dtype) if stored else dtype)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ __all__ = ["MUTANTS"]
 MUTANTS = [
     Mutant(
         "stale-optimizer-is-silent",
-        "_warn_if_stale",
+        "_layouts_of",
         "if num_stale:",
         "if False:",
         "Nobody says that an optimizer holds parameters that sharding has replaced.",

@@ -9,7 +9,7 @@ __all__ = ["MUTANTS"]
 MUTANTS = [
     Mutant(
         "unsharded-parameters-after-an-evaluation",
-        "Cycle.end_evaluation",
+        "Root.end_forward",
         "                unit.layout.show_sharded()\n",
         "                pass\n",
         "Modules that keep their memory go on showing unsharded parameters after an evaluation.",
@@ -82,8 +82,8 @@ MUTANTS = [
     Mutant(
         "hook-for-steps-stays",
         "_end",
-        "            _installed.pop().remove()\n",
-        "            pass\n",
+        "        _installed.pop().remove()\n",
+        "        pass\n",
         "The hook for steps stays after the last unit.",
         "FRESH-06",
     ),
