@@ -131,7 +131,8 @@ class Cycle:
         """The forward of the unit is over, and all of its modules' outputs have been watched."""
         if trace.recorder is not None:
             trace.recorder.finish(self._spans.pop(unit, None))
-        unit.phase, unit.ran_in = Phase.IDLE, self.num_forwards
+        unit.phase = Phase.IDLE
+        unit.ran_in = self.num_forwards
         if is_recorded:
             unit.awaits_backward = True
             if unit.counted_in != self.num_forwards:
