@@ -104,7 +104,7 @@ class FlatLayout(Layout):
         else:
             self.owner = FlatOwnership(home, parameters, shard, keeps)
         self.hides_originals = self.owner.hides_originals
-        self._compute_dtype = precision.compute
+        self._compute_dtype = precision.computes_in(shard.dtype)
         self._variants: dict[torch.dtype, Unsharded] = {}
         self._on_gradient: Callable[[], None] | None = None
         self.use_stored_dtype(False)
@@ -114,7 +114,7 @@ class FlatLayout(Layout):
             for index, owned in enumerate(self.parameters)
             for slot in owned.slots
         ]
-        self.is_summoned = False
+        self.is_summoned = self._is_shared = False
         self._gathered_at: object = None
         # The views of the last forward that autograd recorded.
         self._recorded: Sequence[torch.Tensor] | None = None
@@ -261,24 +261,32 @@ class FlatLayout(Layout):
         gradient, leaf.grad = leaf.grad, None
         if gradient is None:
             return None
+        # Without a split, this is a view of a tensor that autograd may give to other functions. A hook may keep it, too.
+        hooks = list((self.owner.shard._backward_hooks or {}).values())
+        self._is_shared = bool(hooks) or self.partition.is_single
         # The user's hooks on a flat parameter. Autograd owns another tensor and calls none of them.
-        for hook in list((self.owner.shard._backward_hooks or {}).values()):
+        for hook in hooks:
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
         if with_unreduced:
             unreduced = self.owner.take_unreduced()
             if unreduced is not None:
-                gradient = unreduced.add_(gradient)
+                gradient, self._is_shared = unreduced.add_(gradient), False
         return Gradient([gradient])
 
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Adds to the unreduced gradient that the flat parameter shows."""
-        self.owner.keep_unreduced(gradient.parts[0])
+        (part,) = gradient.parts
+        self.owner.keep_unreduced(part.clone() if self._is_shared else part)
         optimizer_watch.note_unreduced(self)
 
-    def pack(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
-        """It is packed already."""
-        return gradient.parts[0].to(dtype)
+    def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
+        """The gradient is packed already.
+
+        Args:
+            is_written: the caller writes to the result in place.
+        """
+        return gradient.parts[0].to(dtype, copy=is_written and self._is_shared)
 
     def copy_to_host(self, piece: torch.Tensor) -> torch.Tensor:
         """Cast first, for the CPU cannot cast what is not there yet; PyTorch pins what such a copy goes to."""

@@ -96,11 +96,12 @@ class Lane:
         device: the compute device.
     """
 
-    __slots__ = ("_context", "_device", "name", "stream")
+    __slots__ = ("_contexts", "_device", "name", "stream")
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name, self._device = name, device
-        self._context: Any = None
+        # A hook of the user may enter it again.
+        self._contexts: list[Any] = []
         self.stream: Any = None
         if device.type != "cpu":
             # Collectives go first: they are short for the GPU and are always waited for.
@@ -108,15 +109,15 @@ class Lane:
 
     def __enter__(self) -> Lane:
         if self.stream is not None:
-            self._context = torch.get_device_module(self._device).stream(self.stream)
-            self._context.__enter__()
+            self._contexts.append(torch.get_device_module(self._device).stream(self.stream))
+            self._contexts[-1].__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.stream is not None:
-            self._context.__exit__(kind, error, trace)
+            self._contexts.pop().__exit__(kind, error, trace)
 
     def follow(self, event: Any = None) -> None:
         """Rule 1: what is issued on the lane from now on runs after what the compute stream has been given so far.

@@ -264,8 +264,14 @@ class Layout(ABC):
         """Adds unsharded gradients to those that wait for their reduction."""
 
     @abstractmethod
-    def pack(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
-        """``gradient`` as a reduction wants it: 1-D, of ``dtype``, the pieces of all ranks one after the other."""
+    def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
+        """``gradient`` as a reduction needs it: 1-D, of ``dtype``, the local shards of all ranks one after the other.
+
+        Args:
+            gradient: as `take_gradient` returns it.
+            dtype: of the result.
+            is_written: the caller writes to the result, which must then share no memory with another tensor.
+        """
 
     @abstractmethod
     def copy_to_host(self, piece: torch.Tensor) -> torch.Tensor:

@@ -96,19 +96,21 @@ class UnitName(str):
         tree: the unit's tree.
 
     Attributes:
+        identities: of the unit, by chain.
         digest: equal for units with equal parameter names, without those of wrappers, and equal shapes.
         tree: as given.
     """
 
     digest: int
     tree: Tree
+    identities: dict[Chain, int]
 
     def __new__(cls, name: str, parameters: Iterable[tuple[str, Sequence[int]]], tree: Tree) -> UnitName:
         """Computes the digest once, because it is part of every record."""
         made = super().__new__(cls, name)
         paths = [(f"{name}.{path}".split("."), tuple(shape)) for path, shape in parameters]
         cleaned = [([part for part in parts if part not in _OF_WRAPPERS], shape) for parts, shape in paths]
-        made.digest, made.tree = crc32(repr(cleaned).encode()), tree
+        made.digest, made.tree, made.identities = crc32(repr(cleaned).encode()), tree, {}
         return made
 
 
@@ -158,7 +160,9 @@ class Chain:
 
     def identity_of(self, unit: UnitName) -> int:
         """Identifies a unit on this group: its parameters, and the number of its root among the roots that used it."""
-        return crc32(b"%d" % self._trees.setdefault(unit.tree.number, len(self._trees)), unit.digest)
+        number = self._trees.setdefault(unit.tree.number, len(self._trees))
+        unit.identities[self] = identity = crc32(b"%d" % number, unit.digest)
+        return identity
 
     def place(self) -> tuple[int, Any]:
         """The current position, for `return_to`."""
@@ -236,7 +240,10 @@ class Collective:
         self.epoch, self.number = chain.epoch, chain.number
         self.about = kind if unit is None else f"{kind} of {unit!r}"
         parts = tuple(parts)
-        of_unit: Any = chain.identity_of(unit) if isinstance(unit, UnitName) else unit
+        of_unit: Any = unit
+        if isinstance(unit, UnitName):
+            unit.tree.used.add(chain)
+            of_unit = unit.identities.get(chain) or chain.identity_of(unit)
         identity = f"{kind} {num_bytes} {dtype} {of_unit} {parts};".encode()
         chain.hash.update(identity)
         # 1. The frame of the program that led here.
@@ -251,8 +258,6 @@ class Collective:
         position = (chain.key, chain.epoch, chain.number)
         entries.append((kind, name, parts, num_bytes, iteration, crc32(identity), *position, *where))
         chain.number += 1
-        if isinstance(unit, UnitName):
-            unit.tree.used.add(chain)
         waiting, latest = self, (chain, self.epoch, self.number)
         self._question: tuple[int, Callable[[], list[int]]] | None = None
         try:

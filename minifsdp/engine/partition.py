@@ -123,6 +123,11 @@ class Partition:
         padding = self.padded_numel - self.numel
         return [*self.numels, padding] if padding else list(self.numels)
 
+    @cached_property
+    def is_single(self) -> bool:
+        """Whether the row is one parameter and nothing else."""
+        return len(self.numels) == 1 and self.numel == self.padded_numel
+
     def piece(self, index: int) -> slice:
         """The elements of the padded row that rank ``index`` stores."""
         return slice(index * self.shard_numel, (index + 1) * self.shard_numel)
@@ -154,9 +159,9 @@ class Partition:
     def views(self, row: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
         """The parameters in a padded row, by one split of all of it; why is told in ``flat.py``, 2.
 
-        A row that is one parameter and nothing else needs none, and its gradient no copy.
+        A row that is one parameter and nothing else needs none. Its gradient may share memory with other gradients.
         """
-        if len(shapes) == 1 and shapes[0].numel() == len(row):
+        if self.is_single:
             return [row.view(shapes[0])]
         pieces = row.split_with_sizes(self.split_sizes)
         return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=False)]

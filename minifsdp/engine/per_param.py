@@ -30,6 +30,7 @@ Spec: FS2-04 to FS2-08, FS2-13, FS2-19, FS2-22, FS2-28, FS2-MP-02, FS2-MP-03, FS
 STREAM-05, STREAM-10.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -65,7 +66,7 @@ class PerParameterLayout(Layout):
         self.meshes = list(dict.fromkeys(sharding.table for sharding in shardings))
         self.device, self.offloads, self._pins = options.device, options.offload, options.pin
         self.parameters = list(parameters.values())
-        self._unreduced_dtype = options.precision.reduce
+        self._precision = options.precision
         self._sorted = Rows(parameters, shardings, options)
         self._entries = self._sorted.entries
         self._places = [
@@ -82,8 +83,9 @@ class PerParameterLayout(Layout):
     def _describe(self) -> None:
         """What follows from the rows, and is asked for often."""
         self._rows = self._sorted.rows
-        trained = next((entry.row for entry in self._entries if entry.parameter.requires_grad), self._rows[0])
-        self.dtype = trained.dtype
+        trained = [entry.row.dtype for entry in self._entries if entry.parameter.requires_grad]
+        # Gradients of several dtypes travel in one that holds them all.
+        self.dtype = functools.reduce(torch.promote_types, trained or [self._rows[0].dtype])
         self.num_bytes = sum(row.num_bytes for row in self._rows)
         self._is_borrowed = all(row.is_borrowed for row in self._rows)
         self._sharded: list[torch.Tensor] = [entry.parameter for entry in self._entries]
@@ -266,7 +268,7 @@ class PerParameterLayout(Layout):
         for number, part in zip(gradient.numbers, gradient.parts, strict=True):
             entry = self._entries[number]
             if entry.unreduced is None:
-                entry.unreduced = part.to(self._unreduced_dtype or part.dtype)
+                entry.unreduced = part.to(self._precision.reduces_in(part.dtype))
             else:
                 entry.unreduced.add_(part)
 
@@ -275,7 +277,7 @@ class PerParameterLayout(Layout):
         """Whether something waits for its reduction."""
         return any(entry.unreduced is not None for entry in self._entries)
 
-    def pack(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
+    def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
         """2. Cut and sorted by rank; where rows are missing, zeros."""
         parts, dtypes, numel = [], set(), 0
         num = self._entries[gradient.numbers[0]].sharding.cut.num_shards
@@ -284,7 +286,7 @@ class PerParameterLayout(Layout):
             parts.append(part if cut.dim == 0 else torch.cat(part.chunk(num, cut.dim)))
             dtypes.add(part.dtype)
             numel += cut.padded_numel
-        if len(dtypes) > 1:
+        if len(dtypes) > 1 or dtype.is_complex:
             parts = [part.to(dtype) for part in parts]
         row = torch.empty(numel, dtype=dtype, device=self.device)
         # Casts on the way, so that there is no second copy of everything.
@@ -308,6 +310,8 @@ class PerParameterLayout(Layout):
             entry = self._entries[number]
             part = piece[start : start + entry.piece.numel()].view(entry.piece.shape)
             start += entry.sharding.cut.chunk_numel
+            if part.is_complex() and not entry.piece.is_complex():
+                part = part.real.contiguous()
             if part.dtype is not entry.piece.dtype:
                 part = part.to(entry.piece.dtype)
             before = entry.parameter.grad

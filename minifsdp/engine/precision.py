@@ -47,6 +47,15 @@ class Precision:
     reduce: torch.dtype | None = None
     keep_reduce_dtype: bool = False
 
+    def computes_in(self, stored: torch.dtype) -> torch.dtype | None:
+        """The compute dtype of parameters. Complex ones keep theirs, because a real dtype drops imaginary parts."""
+        return None if stored.is_complex else self.compute
+
+    def reduces_in(self, computed: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients travel that were computed in ``computed``."""
+        chosen = self.reduce or computed
+        return torch.promote_types(chosen, computed) if computed.is_complex else chosen
+
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """``value`` with every tensor in it replaced, through tuples, lists, dicts and dataclasses, of any nesting.

@@ -159,14 +159,19 @@ class Reducer:
         if before is not None and before.scattered is not NOTHING:
             self.make_room()
         # 1. On the compute stream, from which the parts have their memory: it is free again at once.
-        whole = layout.pack(gradient, plan.dtype)
+        is_written = plan.mesh.shard is None or plan.hook is not None or plan.scaling.before != 1.0
+        whole = layout.pack(gradient, plan.dtype, is_written=is_written)
         gradient.parts.clear()
         new = _InFlight(name, layout, plan, gradient, whole, whole, plan.all_reduces)
         self._lanes.reduce.follow()
-        with self._lanes.reduce as lane:
-            new.scattered = lane.promise(self._issue(new))
-        if lane.stream is not None:
-            self._issue_end(new)
+        try:
+            with self._lanes.reduce as lane:
+                new.scattered = lane.promise(self._issue(new))
+            if lane.stream is not None:
+                self._issue_end(new)
+        except BaseException:
+            self._wait_for_streams()
+            raise
         self._in_flight = new
         self._complete(before)
         if not plan.overlaps:
@@ -199,6 +204,14 @@ class Reducer:
             last.ended.wait()
         self._stop_cpu()
         self._arriving.clear()
+
+    def _wait_for_streams(self) -> None:
+        """After an exception of a hook: nothing may reuse memory that the communication streams still use."""
+        lanes = (self._lanes.reduce, self._lanes.all_reduce)
+        for lane in lanes:
+            lane.join()
+        for lane in lanes:
+            lane.follow()
 
     def _stop_cpu(self) -> None:
         """With offload, the CPU's one stop: then it may read gradients, and write to shards, which gathers have read.

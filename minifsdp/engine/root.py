@@ -92,10 +92,7 @@ class Root:
             unit.choose(stays_for_backward=unit is outermost and keeps_outermost)
             if unit.phase is not Phase.SUMMONED:
                 unit.layout.settle()
-            if unit.precision.reduce is None:
-                # The model may have been converted since.
-                for plan in unit.plans:
-                    plan.use(unit.layout.dtype)
+            unit.plan_reductions()
         order_check = OrderCheck(self.units, device)
         for unit in self.units:
             unit.join(self.lanes, self.limiter, order_check)
@@ -154,6 +151,8 @@ class Root:
         for unit in self.units:
             if unit.phase is not Phase.SUMMONED:
                 unit.layout.notice_edits()
+            if unit.layout.dtype is not unit.planned_for:
+                unit.plan_reductions()
         # 3. Once in an iteration is enough: nothing else writes to shards while it runs.
         self.lanes.gather.follow(self.after_optimizer)
         self.after_optimizer = None

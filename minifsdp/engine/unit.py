@@ -133,6 +133,7 @@ class Unit(Generic[LayoutT]):
         num_pending: outermost forwards in which it was recorded and whose backward has not ended.
         counted_in: the number of the latest of these; it counts once, however often the unit runs in it.
         ran_in: the number of the latest outermost forward in which it ran.
+        planned_for: the dtype of the unsharded parameters when the reductions were planned.
         num_uses: recorded forwards since the last backward, counted where nothing is trained.
         is_for_evaluation: the parameters were gathered for a forward that no backward follows.
     """
@@ -151,6 +152,7 @@ class Unit(Generic[LayoutT]):
         self.policy = policy
         self.name, self.tree = type(module).__name__, Tree()
         self.state, self.phase = State.SHARDED, Phase.IDLE
+        self.planned_for: object = None
         self.awaits_backward = self.is_for_evaluation = False
         self.inner: frozenset[Unit] = frozenset()
         self.graph_task, self.num_uses, self.num_pending, self.counted_in, self.ran_in = -1, 0, 0, -1, -1
@@ -166,6 +168,12 @@ class Unit(Generic[LayoutT]):
     def choose(self, **changes: Any) -> None:
         """Another policy, the same but for ``changes``."""
         self.policy = replace(self.policy, **changes)
+
+    def plan_reductions(self) -> None:
+        """Chooses the dtype in which gradients travel, again if the model was converted."""
+        self.planned_for = self.layout.dtype
+        for plan in self.plans:
+            plan.use(self.precision.reduces_in(self.planned_for))
 
     def join(self, lanes: Lanes, limiter: RateLimiter, order_check: Any = None) -> None:
         """Becomes part of a tree, which shares its communication streams, its limiter and its order check."""

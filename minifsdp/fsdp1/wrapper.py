@@ -157,7 +157,7 @@ class Wrapper(nn.Module):
             offload=self.cpu_offload.offload_params,
             keep_originals=self._use_orig_params,
         )
-        plan = ReducePlan.mean(self.mesh, precision.reduce or layout.dtype)
+        plan = ReducePlan.mean(self.mesh, precision.reduces_in(layout.dtype))
         frees = self.sharding_strategy in build.FREES_AFTER_FORWARD and self.mesh.shard is not None
         policy = UnitPolicy(reshard_after_forward=frees, reshard_after_evaluation=frees or self.mesh.shard is None)
         return Unit(module, layout, plan, precision, policy)
@@ -219,7 +219,9 @@ class Wrapper(nn.Module):
             if unit is not None and unit.layout.is_stored is not stored:
                 unit.reshard()
                 unit.layout.use_stored_dtype(stored)
-                unit.plan.use((not stored and unit.precision.reduce) or unit.layout.dtype)
+                unit.plan_reductions()
+                if stored:
+                    unit.plan.use(unit.layout.dtype)
 
     def _prepare_inputs(self, args: Any, kwargs: Any, is_outermost_call: bool) -> tuple[Any, Any]:
         if is_outermost_call and self.compute_device.type != "cpu":

@@ -209,7 +209,7 @@ def _options(device: torch.device, mp_policy: MixedPrecisionPolicy, offload_poli
 def _make_unit(
     module: nn.Module, layout: PerParameterLayout, precision: Precision, mesh: DeviceMesh, reshard: bool | int
 ) -> Unit:
-    plans = tuple(ReducePlan.mean(table, precision.reduce or layout.dtype) for table in layout.meshes)
+    plans = tuple(ReducePlan.mean(table, precision.reduces_in(layout.dtype)) for table in layout.meshes)
     unit = Unit(module, layout, plans, precision, UnitPolicy(reshard_after_forward=True))
     num_ranks = choose_reshard(unit, reshard)
     if num_ranks is not None:

@@ -232,6 +232,11 @@ class FSDPModule:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients, also those of sharded parameters that full ones stand in for (FUZZ-04)."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
+        for unit in _units(self, recurse=True):
+            # Gradients that wait for their reduction, or for their all-reduce.
+            unit.layout.take_gradient(with_unreduced=True)
+            for plan in unit.plans:
+                plan.partial = None
         for parameter in (p for unit in _units(self, recurse=True) for p in unit.layout.local_parameters()):
             parameter.grad = None if set_to_none or parameter.grad is None else torch.zeros_like(parameter.grad)
 

@@ -116,9 +116,9 @@ BREAKS = [
     Break(
         "packed-on-the-reduce-stream",
         REDUCE,
-        "        whole = layout.pack(gradient, plan.dtype)\n",
+        "        whole = layout.pack(gradient, plan.dtype, is_written=is_written)\n",
         "        self._lanes.reduce.follow()\n        with self._lanes.reduce:\n"
-        "            whole = layout.pack(gradient, plan.dtype)\n",
+        "            whole = layout.pack(gradient, plan.dtype, is_written=is_written)\n",
         "Gradients of the compute stream are dropped while the reduce stream packs them.",
         "each_full",
     ),
