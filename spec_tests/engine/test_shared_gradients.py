@@ -1,0 +1,230 @@
+"""Gradients keep their memory, their dtype and their imaginary parts."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from minifsdp.engine.lanes import Lane, current_stream
+from spec_tests.harness import device, ranks
+
+STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+
+
+class Add(nn.Module):
+    """Adds a parameter to its input, so autograd gives both of them one gradient tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight
+
+
+class Model(nn.Module):
+    """A layer before the addition, and a product after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.add = nn.Linear(4, 4), Add()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.add(self.before(x)) * x.detach()
+
+
+def both() -> Any:
+    return dist.init_device_mesh(device().type, (2,))
+
+
+def batch(rank: int, number: int = 0) -> Tensor:
+    return torch.full((4, 4), 1.0 + rank + 2 * number, device=device())
+
+
+def gradients_of_plain(counts: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The mean over ranks of the sum over micro-batches, in one process."""
+    model = Model().to(device(), dtype)
+    for rank in range(dist.get_world_size()):
+        for number in range(counts):
+            (model(batch(rank, number).to(dtype)).sum() / dist.get_world_size()).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def full_gradients(model: FSDP) -> dict[str, Tensor]:
+    with FSDP.summon_full_params(model, with_grads=True):
+        names = {name.replace("_fsdp_wrapped_module.", ""): p for name, p in model.named_parameters()}
+        return {name: p.grad.clone() for name, p in names.items() if p.grad is not None}
+
+
+@pytest.mark.spec("GRAD-01")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("counts", [1, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(2)
+def test_a_gradient_that_shares_memory_with_another_one_changes_neither(
+    strategy: ShardingStrategy, counts: int, dtype: torch.dtype
+) -> None:
+    model = Model().to(device(), dtype)
+    options: dict[str, Any] = {"sharding_strategy": strategy, "device_id": device(), "use_orig_params": True}
+    model.add = FSDP(model.add, **options)  # type: ignore[assignment]
+    model.before = FSDP(model.before, **options)  # type: ignore[assignment]
+    wrapped = FSDP(model, **options)
+    for number in range(counts):
+        context = wrapped.no_sync() if number < counts - 1 else contextlib.nullcontext()
+        with context:
+            x = batch(dist.get_rank(), number).to(dtype).requires_grad_()
+            plain = Model().to(device(), dtype)
+            (expected,) = torch.autograd.grad(plain(y := x.detach().requires_grad_()).sum(), y)
+            wrapped(x).sum().backward()
+            assert x.grad is not None
+            assert torch.allclose(x.grad, expected, rtol=1e-2)
+    for name, gradient in full_gradients(wrapped).items():
+        assert torch.allclose(gradient, gradients_of_plain(counts, dtype)[name], rtol=1e-2), name
+
+
+@pytest.mark.spec("GRAD-01")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(2)
+def test_a_communication_hook_that_divides_in_place_changes_no_other_gradient(strategy: ShardingStrategy) -> None:
+    wrapped = FSDP(Add(), sharding_strategy=strategy, device_id=device())
+
+    def divide(state: None, whole: Tensor, piece: Tensor | None = None) -> None:
+        whole.div_(2.0)
+        dist.all_reduce(whole)
+        if piece is not None:
+            piece.copy_(whole.chunk(2)[dist.get_rank()])
+
+    wrapped.register_comm_hook(None, divide)
+    x = batch(dist.get_rank()).requires_grad_()
+    wrapped(x).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+@pytest.mark.spec("GRAD-01")
+@ranks(2)
+def test_a_gradient_that_a_hook_keeps_is_not_changed_by_the_reduction() -> None:
+    wrapped = FSDP(Add(), sharding_strategy=ShardingStrategy.NO_SHARD, device_id=device())
+    kept: list[Tensor] = []
+    wrapped.module._parameters["_flat_param"].register_hook(kept.append)  # type: ignore[union-attr]
+    (wrapped(batch(0)).sum() * (1.0 + dist.get_rank())).backward()
+    assert torch.equal(kept[0], torch.full((16,), 1.0 + dist.get_rank(), device=device()))
+
+
+class SeveralDtypes(nn.Module):
+    """Weights in bfloat16 before a norm in float32 and a complex phase."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        self.second = nn.Parameter(torch.ones(4))
+        self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = (self.first.float() * x).sum() + (self.second * x).sum() + (self.phase * (x * 1j)).imag.sum()
+        return product + (self.phase * x).imag.sum()
+
+
+@pytest.mark.spec("GRAD-02")
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@ranks(2)
+def test_gradients_of_several_dtypes_in_one_unit_lose_nothing(reduce_dtype: torch.dtype | None) -> None:
+    plain = SeveralDtypes().to(device())
+    model = copy.deepcopy(plain)
+    fully_shard(model, mesh=both(), mp_policy=MixedPrecisionPolicy(None, reduce_dtype))
+    x = torch.tensor([1.001, 2.002, 3.003, 4.004], device=device())
+    for rank in range(2):
+        (plain(x * (1 + rank)) / 2).backward()
+    model(x * (1 + dist.get_rank())).backward()
+    for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is not None and expected.grad is not None
+        tolerance = 1e-2 if parameter.dtype is torch.bfloat16 else 1e-6
+        assert torch.allclose(parameter.grad.full_tensor(), expected.grad, rtol=tolerance), name  # type: ignore[attr-defined]
+
+
+class Phase(nn.Module):
+    """One complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.phase * x).imag.sum()
+
+
+@pytest.mark.spec("GRAD-02")
+@ranks(2)
+def test_complex_parameters_keep_their_imaginary_parts_under_mixed_precision() -> None:
+    wrapped = FSDP(
+        Phase(),
+        mixed_precision=MixedPrecision(torch.bfloat16, torch.bfloat16),
+        device_id=device(),
+        use_orig_params=True,
+    )
+    wrapped(torch.ones(4, device=device())).backward()
+    (gradient,) = full_gradients(wrapped).values()
+    assert torch.equal(gradient, torch.full((4,), 1j, device=device()))
+
+
+@pytest.mark.spec("GRAD-03")
+@pytest.mark.parametrize("set_to_none", [True, False])
+@ranks(2)
+def test_zero_grad_drops_gradients_that_wait_for_their_reduction(set_to_none: bool) -> None:
+    model: Any = fully_shard(nn.Linear(4, 4).to(device()), mesh=both())
+    model.set_requires_gradient_sync(False)
+    model(batch(dist.get_rank())).sum().backward()
+    model.zero_grad(set_to_none)
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(1, 4, device=device())).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), torch.ones(4, 4, device=device()))
+
+
+@pytest.mark.spec("GRAD-04")
+@ranks(2)
+def test_gradients_travel_in_the_dtype_to_which_the_model_was_converted() -> None:
+    model: Any = fully_shard(nn.Linear(4, 4).to(device(), torch.bfloat16), mesh=both())
+    model(torch.ones(1, 4, device=device(), dtype=torch.bfloat16)).sum().backward()
+    model.float()
+    model.zero_grad()
+    x = torch.full((1, 4), 1.001 + dist.get_rank(), device=device())
+    model(x).sum().backward()
+    assert torch.allclose(model.weight.grad.full_tensor(), torch.full((4, 4), 1.501, device=device()), rtol=1e-6)
+
+
+@pytest.mark.spec("GRAD-05")
+@pytest.mark.accelerator
+@ranks(2)
+def test_a_stream_that_is_entered_twice_is_left_twice() -> None:
+    lane, before = Lane("test", device()), current_stream(device())
+    with lane:
+        with lane:
+            pass
+        assert current_stream(device()) == lane.stream
+    assert current_stream(device()) == before
+
+
+@pytest.mark.spec("GRAD-05")
+@pytest.mark.accelerator
+@ranks(2)
+def test_after_a_hook_that_raises_no_memory_is_reused_that_a_stream_still_reads() -> None:
+    model: Any = fully_shard(nn.Linear(64, 64).to(device()), mesh=dist.init_device_mesh(device().type, (1, 2)))
+
+    def fail(_: Tensor) -> None:
+        raise LookupError("no such statistic")
+
+    model.set_all_reduce_hook(fail)
+    with pytest.raises(LookupError):
+        model(torch.ones(1, 64, device=device())).sum().backward()
+    for _ in range(3):
+        # The simulated accelerator reports memory that is reused before its readers are done.
+        torch.zeros(64 * 65, device=device())

@@ -1,0 +1,67 @@
+"""Mutants of GRAD: gradients that share memory, of several dtypes, that wait, and of converted models."""
+
+from __future__ import annotations
+
+from spec_tests.mutants.mutant import Mutant
+
+__all__ = ["MUTANTS"]
+
+MUTANTS = [
+    Mutant(
+        "reduces-in-shared-memory",
+        "FlatLayout.pack",
+        "copy=is_written and self._is_shared",
+        "copy=False",
+        "A gradient that shares memory with another one is reduced in place.",
+        "GRAD-01",
+    ),
+    Mutant(
+        "accumulates-in-shared-memory",
+        "FlatLayout.keep_unreduced",
+        "part.clone() if self._is_shared else part",
+        "part",
+        "Accumulation writes into memory that belongs to another gradient.",
+        "GRAD-01",
+    ),
+    Mutant(
+        "reduces-in-the-dtype-of-the-first",
+        "PerParameterLayout._describe",
+        "functools.reduce(torch.promote_types, trained or [self._rows[0].dtype])",
+        "(trained or [self._rows[0].dtype])[0]",
+        "A unit reduces in the dtype of its first parameter.",
+        "GRAD-02",
+    ),
+    Mutant(
+        "casts-complex-parameters",
+        "Precision.computes_in",
+        "None if stored.is_complex else self.compute",
+        "self.compute",
+        "Complex parameters are cast to a real dtype.",
+        "GRAD-02",
+    ),
+    Mutant(
+        "zero-grad-keeps-waiting-gradients",
+        "FSDPModule.zero_grad",
+        "unit.layout.take_gradient(with_unreduced=True)",
+        "pass",
+        "zero_grad() keeps gradients that wait for their reduction.",
+        "GRAD-03",
+    ),
+    Mutant(
+        "keeps-the-dtype-before-a-conversion",
+        "Root.begin_forward",
+        "if unit.layout.dtype is not unit.planned_for:",
+        "if False:",
+        "A converted model reduces in its old dtype.",
+        "GRAD-04",
+    ),
+    Mutant(
+        "stream-context-is-not-a-stack",
+        "Lane.__exit__",
+        "self._contexts.pop().__exit__(",
+        "self._contexts[-1].__exit__(",
+        "A stream that is entered twice is left to the wrong stream.",
+        "GRAD-05",
+        "simulated",
+    ),
+]
