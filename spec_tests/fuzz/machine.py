@@ -72,6 +72,9 @@ class Programs(RuleBasedStateMachine):
         if "complex" in kinds and self.options["steps_by"] == "fused":
             # PyTorch's fused optimizers refuse complex parameters.
             self.options["steps_by"] = "foreach"
+        if self.door == "composed" and self.options["optimizer"] == "sgd" and self.options["steps_by"] == "fused":
+            # DTensor of torch 2.13 has no fused SGD.
+            self.options["steps_by"] = "foreach"
         if "dtypes" in kinds:
             # With a `param_dtype` a bfloat16 parameter computes in another dtype than in one process.
             self.options.update(mixed=False, begins="double")
