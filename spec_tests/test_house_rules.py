@@ -30,8 +30,8 @@ TOOLS, EXPLAIN = "tools/", "tools/explain"
 # table of what public calls may be given.
 APART = (TRANSPORT, DEBUGGING, ARGUMENTS, TOOLS, "batches.py", "engine/ledger.py", "engine/comparison.py", "ledger/")
 BUDGETS = {
-    "house": 6230,
-    "story": 2982,
+    "house": 6274,
+    "story": 3015,
     TRANSPORT: 151,
     DEBUGGING: 380,
     ARGUMENTS: 166,
@@ -94,7 +94,7 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all that is imported for `fully_shard` itself, without what is attached to it.
-FULLY_SHARD = 2491
+FULLY_SHARD = 2508
 
 
 def imported_for(module: str) -> set[str]:

@@ -25,9 +25,8 @@ The unsharded tensor is as long-lived as the shard (see ``unsharded.py``). There
 evaluation shall run in full precision, a second one for that; only one of them has memory at a time.
 
 *In torch:* ``FlatParamHandle``, 2834 lines in ``_flat_param.py``. Its parameter switches between sharded, padded,
-unsharded, low-precision and CPU data; here the shard and the unsharded leaf are two tensors for good. Torch pads
-between original parameters that stay visible. Left out: a shard has ``ceil(total / N)`` elements (SHARD-02), and local
-state dicts are shards of just that size.
+unsharded, low-precision and CPU data; here the shard and the unsharded leaf are two tensors. Torch pads between
+original parameters that stay visible; here a shard has ``ceil(total / N)`` elements (SHARD-02).
 
 Spec: SHARD-02, SHARD-03, SHARD-09, SHARD-13, FWD-04, ORIG-12, ORIG-15, MP-02, MP-03, OFF-02, STREAM-05, STREAM-10,
 STREAM-12.
@@ -69,6 +68,7 @@ class FlatLayout(Layout):
     Attributes:
         forms: of each parameter, how it lies in the row.
         hides_originals: whether the original parameters are out of sight between computations.
+        is_stored, is_recorded_stored: whether it computes in full precision, and did so when autograd last recorded.
         is_summoned: whether the modules show full parameters that are the user's, see ``summoned.py``.
     """
 
@@ -135,7 +135,7 @@ class FlatLayout(Layout):
             made = Unsharded(self.partition.padded_numel, dtype, self.device, shard if borrows else None)
             made.leaf.register_post_accumulate_grad_hook(functools.partial(_complete, weakref.ref(self)))
             self._variants[dtype] = made
-        self._now = self._variants[dtype]
+        self._now, self.is_stored = self._variants[dtype], stored
         self.dtype, self.num_bytes = dtype, self._now.num_bytes
 
     def on_gradient(self, notify: Callable[[], None] | None, make_room: Callable[..., None] | None = None) -> bool:
@@ -168,7 +168,7 @@ class FlatLayout(Layout):
         if self.owner.collect():
             # Copied on the compute stream, which the lane has not followed since.
             lanes.gather.follow()
-        self._gathered_at = self.owner.stamp()
+        self._gathered_at = self.steps.count, self.owner.stamp()
         now, shard, group = self._now, self.owner.shard.data, self.mesh.shard
         if now.is_borrowed:
             now.follow(shard)
@@ -187,8 +187,9 @@ class FlatLayout(Layout):
         return self._now.release()
 
     def is_stale(self) -> bool:
-        """Whether the shard has been changed in place, or replaced, since the last gather began."""
-        return self._gathered_at != self.owner.stamp()
+        """Whether the shard has changed since the last gather. A copy that is only cast is always stale."""
+        is_copy = self.mesh.shard is None and not self._now.is_borrowed
+        return is_copy or self._gathered_at != (self.steps.count, self.owner.stamp())
 
     # --- what modules see ---
 
@@ -206,7 +207,7 @@ class FlatLayout(Layout):
         # 1. and 2. Now, and all at once.
         views = self.views_of(leaf)
         if torch.is_grad_enabled():
-            self._recorded = views
+            self._recorded, self.is_recorded_stored = views, self.is_stored
             if self._make_room is not None and len(views) > 1 and leaf.requires_grad and not self._any_distributed:
                 # The backward of the split, which comes behind that of the view.
                 views[0].grad_fn.next_functions[0][0].register_prehook(self._make_room)  # type: ignore[union-attr]

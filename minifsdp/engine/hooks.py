@@ -100,9 +100,11 @@ class Cycle:
         if self._lingering is not None:
             self._release_lingering(unit)
         unit.phase = Phase.FORWARD
-        if unit.state is State.SHARDED:
-            self.order_check.check(unit)
-            unit.unshard()
+        if unit.state is not State.UNSHARDED:
+            unit.is_for_evaluation = not self.is_recorded
+            if unit.state is State.SHARDED:
+                self.order_check.check(unit)
+                unit.unshard()
         if torch.is_grad_enabled():
             self.schedule.enter(unit)
             if self.forward_prefetch:
@@ -130,6 +132,7 @@ class Cycle:
         if trace.recorder is not None:
             trace.recorder.finish(self._spans.pop(unit, None))
         unit.phase = Phase.IDLE
+        unit.ran_in = self.num_forwards
         if is_recorded:
             unit.awaits_backward = True
             if unit.counted_in != self.num_forwards:
@@ -140,19 +143,16 @@ class Cycle:
                 self._lingering = unit
                 return
         if self._frees_after_forward(unit):
-            unit.reshard(rests=unit.awaits_backward)
+            unit.reshard(rests=unit.awaits_backward and self.is_recorded)
         else:
             unit.layout.show_resting(is_kept=not unit.policy.reshard_after_forward)
 
     def _frees_after_forward(self, unit: Unit) -> bool:
         if unit.policy.reshard_after_forward:
             # The root's backward follows its forward at once: freeing it would only mean to gather it again.
-            return not (unit.policy.stays_for_backward and unit.awaits_backward)
-        if not (unit.policy.reshard_after_evaluation and unit.policy.reshard_after_backward):
-            return False
-        # Kept for its backward. After an evaluation nothing would free it later; but a part without
-        # grad inside a recorded forward is no evaluation, it is checkpointed and will be computed again.
-        return not unit.awaits_backward and not self.is_recorded
+            return not (unit.policy.stays_for_backward and unit.awaits_backward and self.is_recorded)
+        # A part without grad inside a recorded forward is no evaluation: it is checkpointed and will be computed again.
+        return unit.policy.reshard_after_evaluation and unit.policy.reshard_after_backward and not self.is_recorded
 
     # --- backward ---
 

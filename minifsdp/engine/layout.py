@@ -1,8 +1,7 @@
 """What a unit asks of the tensors it consists of: the contract, and the places where modules keep parameters.
 
-A unit does not know how its parameters lie in memory. It knows a dozen verbs, and a *layout* answers them: the
-per-parameter layout with a tensor each, the flat layout with one long tensor for all. Read this page as a table of
-contents; the lines under each verb are in ``per_param.py`` and ``flat.py``.
+A unit does not know how its parameters lie in memory. It calls a dozen methods of a *layout*: ``per_param.py`` has one
+tensor for each parameter, ``flat.py`` has one long tensor for all.
 
 Two variables, that is the idea of every layout here. The *shard* is what the optimizer owns: small, in full precision,
 always there. The *unsharded leaf* is what autograd owns: large, in the compute dtype, with memory only while it is
@@ -16,8 +15,7 @@ Two ranks, a flat layout; the dot is padding::
 `Slot` is the other half: a place in some module where a parameter is looked up by name. What a layout *shows* there
 changes with time: the full tensor during compute, outside of it the shard, or something that stands in for it.
 
-*In torch:* FSDP1 has one variable, ``FlatParameter``, whose ``.data`` is five different tensors in turn, and saves and
-restores ``.grad`` around them. FSDP2 has the two variables.
+*In torch:* FSDP1 has one variable, ``FlatParameter``, whose ``.data`` is five tensors in turn. FSDP2 has both.
 
 Spec: SHARD-02, ORIG-01 to ORIG-04, FWD-04, CTOR-12.
 """
@@ -134,6 +132,12 @@ def full_name(prefix: str, path: str) -> str:
     return f"{prefix}.{path}" if prefix else path
 
 
+class Steps:
+    """How many steps optimizers have taken on parameters of one tree of units."""
+
+    count = 0
+
+
 class Layout(ABC):
     """How the parameters of one unit lie in memory. Of autograd a layout touches its own leaves alone.
 
@@ -147,6 +151,7 @@ class Layout(ABC):
         offloads: whether shard and gradient live on the CPU between computations.
         parameters: what the unit is made of, in order.
         reduces_unused: whether trained parameters that got no gradient take part in a reduction, with zeros.
+        steps: those of optimizers, counted for the whole tree.
     """
 
     name: str = ""
@@ -156,6 +161,7 @@ class Layout(ABC):
     offloads: bool
     parameters: list[OwnedParameter]
     reduces_unused: bool = False
+    steps = Steps()
 
     def full_name(self, path: str) -> str:
         """A parameter's name inside the root."""

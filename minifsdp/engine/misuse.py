@@ -17,6 +17,7 @@ Spec: CTOR-05, ORIG-16, MYTH-28.
 
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,8 +32,8 @@ from minifsdp.engine.messages import message
 # optimizers must not hold.
 _taken = WeakTensorKeyDictionary()
 replaced = WeakTensorKeyDictionary()
-# Who wants to know when there is more of it; see ``optimizer_watch.py``.
-watchers: list[Callable[[bool], None]] = []
+# Called with each new layout; see ``optimizer_watch.py``.
+watchers: list[Callable[[Any], None]] = []
 _doors: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _places: weakref.WeakKeyDictionary[nn.Module, dict[str, str | None]] = weakref.WeakKeyDictionary()
 
@@ -47,8 +48,6 @@ def note_taken(parameter: nn.Parameter, path: str, *, is_replaced: bool) -> None
     """
     for registry in (_taken, replaced) if is_replaced else (_taken,):
         registry[parameter] = path
-    for tell in watchers:
-        tell(is_replaced)
 
 
 def note_place(module: nn.Module, name: str, path: str | None) -> None:

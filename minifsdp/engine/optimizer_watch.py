@@ -11,51 +11,65 @@ one warning that all 4 of its 4 parameters were replaced.
 
 * *A step inside of* ``summon_full_params()``. What the optimizer owns is hidden there, and overwritten on leaving.
 
-The check is a hook that PyTorch runs before the step of any optimizer. It looks at an optimizer once in its life, and
-at an empty set from then on.
+The check is a hook that PyTorch runs before the step of any optimizer. It looks for the parameters of an optimizer
+once, and again if its groups change or a new unit is made.
+
+The hook also counts the steps, for each tree of units, because a step can change parameters without a trace: fused
+kernels, and list operators on DTensors, do not increase the version of a tensor. Unsharded parameters from before a
+step are stale. A step counts for a tree only if the optimizer holds parameters of it. So a step of another optimizer
+on one rank does not make that rank alone issue an all-gather.
+
+The hook is installed with the first unit and removed with the last one.
 
 *In torch:* nothing in the first case, a size mismatch without a name in the second.
 
-Spec: CTOR-05, NOSYNC-10, FUZZ-06.
+Spec: CTOR-05, NOSYNC-10, FUZZ-06, FRESH-04, FRESH-06.
 """
 
 import functools
+import traceback
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim import optimizer as torch_optimizer
 
 from minifsdp.engine import ledger
-from minifsdp.engine.layout import Layout
+from minifsdp.engine.layout import Layout, Steps
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.misuse import replaced
 
 _unreduced: weakref.WeakSet[Layout] = weakref.WeakSet()
 # Whose full parameters are in the user's hands; a step would be lost, or go to what is about to be overwritten.
 summoned: weakref.WeakSet[Layout] = weakref.WeakSet()
-_checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+# All layouts, and those of each optimizer that has taken a step, with the sizes that its groups had then.
+_layouts: weakref.WeakSet[Layout] = weakref.WeakSet()
+_held = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], list[weakref.ref[Layout]]]]()
+# The handle of the hook while it is installed.
+_installed: list[Any] = []
 # Called before the state dict of an optimizer is taken; attached from outside, see ``minifsdp/__init__.py``.
 before_saving: list[Callable[..., None]] = []
 
 
-def watch(is_replaced: bool) -> None:
-    """Called when a unit has taken a parameter: from now on optimizers are watched.
+def watch(layout: Layout) -> None:
+    """Called when a unit has taken parameters: from now on the steps of optimizers are watched."""
+    # An optimizer that was fine when it stepped may hold parameters that this unit has replaced.
+    _held.clear()
+    if not _installed:
+        _installed.append(torch_optimizer.register_optimizer_step_pre_hook(_before_step))
+    layout.steps = Steps()
+    _layouts.add(layout)
+    weakref.finalize(layout, _end).atexit = False
 
-    Args:
-        is_replaced: whether modules show something else in its place. Then an optimizer that was fine when it stepped
-            may hold what has just been replaced.
-    """
-    if is_replaced:
-        _checked.clear()
-    _begin()
 
-
-@functools.cache
-def _begin() -> None:
-    register_optimizer_step_pre_hook(_before_step)
+def _end() -> None:
+    """A layout is gone. Removes the hook if it was the last one."""
+    if not _installed or any(True for _ in _layouts):
+        return
+    # While a step runs, PyTorch iterates over the hooks. Garbage collection during one leaves the hook there.
+    if all(frame.f_code.co_filename != torch_optimizer.__file__ for frame, _ in traceback.walk_stack(None)):
+        _installed.pop().remove()
 
 
 def note_unreduced(layout: Layout) -> None:
@@ -64,7 +78,9 @@ def note_unreduced(layout: Layout) -> None:
 
 
 def check_reduced(what: str, layouts: Iterable[Layout]) -> None:
-    """Whether none of ``layouts`` is left with an unreduced gradient, and none is summoned.
+    """Whether no sharded one of ``layouts`` is left with an unreduced gradient, and none is summoned.
+
+    A unit that is not sharded may be trained on each rank alone, as local SGD does between two averages.
 
     Raises:
         RuntimeError: one is.
@@ -72,22 +88,13 @@ def check_reduced(what: str, layouts: Iterable[Layout]) -> None:
     chosen = list(layouts)
     if not summoned.isdisjoint(chosen):
         raise RuntimeError(message("step-while-summoned", what=what))
-    if any(layout.has_unreduced for layout in chosen):
+    if any(layout.has_unreduced and layout.gather_group is not None for layout in chosen):
         raise RuntimeError(message("unreduced-gradients", what=what))
 
 
-def num_steps() -> int:
-    """Optimizer steps so far, of any optimizer: a reason to gather again that is there on all ranks, or on none."""
-    return ledger.num_steps
-
-
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    ledger.num_steps += 1
-    if optimizer not in _checked:
-        _checked.add(optimizer)
-        for look in before_saving:
-            optimizer.register_state_dict_pre_hook(look)
-        _warn_if_stale(optimizer)
+    if _count_step(optimizer):
+        ledger.num_steps += 1
     _, *given = args
     closure = given[0] if given else kwargs.get("closure")
     if closure is None:
@@ -101,24 +108,39 @@ def _close_and_check(closure: Callable[[], Any], optimizer: torch.optim.Optimize
     """The gradients that an optimizer steps on are those that its closure leaves behind."""
     loss = closure()
     _check_gradients_of(optimizer)
+    # The closure may have gathered parameters, and the optimizer changes them next.
+    _count_step(optimizer)
     return loss
 
 
+def _count_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Counts a step for the trees of which ``optimizer`` holds parameters; whether there are any."""
+    counts = {layout.steps for layout in _layouts_of(optimizer)}
+    for steps in counts:
+        steps.count += 1
+    return bool(counts)
+
+
 def _check_gradients_of(optimizer: torch.optim.Optimizer) -> None:
-    if not (_unreduced or summoned):
-        return
-    held = set(_parameters_of(optimizer))
-    mine = [layout for layout in _unreduced | summoned if not held.isdisjoint(layout.local_parameters())]
-    check_reduced(f"{type(optimizer).__name__}.step()", mine)
-    _unreduced.difference_update(mine)
+    if _unreduced or summoned:
+        mine = [layout for layout in _layouts_of(optimizer) if layout in _unreduced or layout in summoned]
+        check_reduced(f"{type(optimizer).__name__}.step()", mine)
+        _unreduced.difference_update(mine)
 
 
-def _warn_if_stale(optimizer: torch.optim.Optimizer) -> None:
-    parameters = _parameters_of(optimizer)
-    num_stale = sum(parameter in replaced for parameter in parameters)
-    if num_stale:
-        warn(message("stale-optimizer", num_stale=num_stale, number=len(parameters), type=type(optimizer).__name__))
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _layouts_of(optimizer: torch.optim.Optimizer) -> list[Layout]:
+    """The layouts of which ``optimizer`` holds parameters. When it is seen first, it is checked."""
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    known = _held.get(optimizer)
+    if known is None or known[0] != sizes:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        num_stale, kind = sum(parameter in replaced for parameter in parameters), type(optimizer).__name__
+        if num_stale:
+            warn(message("stale-optimizer", num_stale=num_stale, number=len(parameters), type=kind))
+        held = set(parameters)
+        mine = [weakref.ref(layout) for layout in _layouts if not held.isdisjoint(layout.local_parameters())]
+        for look in before_saving:
+            if mine and look not in optimizer._optimizer_state_dict_pre_hooks.values():
+                optimizer.register_state_dict_pre_hook(look)
+        known = _held[optimizer] = sizes, mine
+    return [layout for reference in known[1] if (layout := reference()) is not None]

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from minifsdp.engine import misuse, optimizer_watch
+from minifsdp.engine import misuse
 from minifsdp.engine.layout import OwnedParameter
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.ownership import Ownership, frozen_among_trained
@@ -110,13 +110,6 @@ class OriginalOwnership(Ownership):
         return self.partition.views(row, self.shapes)
 
     # --- values ---
-
-    def stamp(self) -> object:
-        """Changes whenever the values of a slice are changed in place, or its memory is replaced, on any rank.
-
-        A rank that has no part of what is trained sees no version change in a step, and must gather all the same.
-        """
-        return optimizer_watch.num_steps(), super().stamp()
 
     def collect(self) -> bool:
         """Copies into the shard what the user has given other memory, and makes it a slice again; whether any was.

@@ -164,12 +164,13 @@ class PerParameterLayout(Layout):
                 self._show(self._sharded)
 
     def _stamp(self) -> object:
-        # What is done to a DTensor is counted at the DTensor; what is done to its local tensor, at the row.
-        return [row.stamp() for row in self._rows], list(map(VERSION, self._sharded))
+        # A DTensor counts what is done to it, and the row what is done to its local tensor. List operators and fused
+        # kernels increase neither version, so the steps are counted, too.
+        return self.steps.count, [row.stamp() for row in self._rows], list(map(VERSION, self._sharded))
 
     def is_stale(self) -> bool:
-        """Whether a shard has been changed since the last gather began."""
-        return self._gathered_at != self._stamp()
+        """Whether a shard has changed since the last gather began. A copy that is only cast is always stale."""
+        return self._gathered_at != self._stamp() or (self.gather_group is None and not self._is_borrowed)
 
     # --- what modules see ---
 

@@ -14,15 +14,18 @@ What is done at the beginning of an iteration, in this order:
    never ended, bring every unit back to a defined state;
 2. take over, or refuse, what users have put in the place of parameters;
 3. let the gather lane follow the compute stream, which has just run the optimizer;
-4. free what is still gathered from before if its shard was changed since. That happens to the root after a forward that
-   no backward followed; computing on it would mean to train on yesterday's weights.
+4. free the parameters that are still unsharded if their shard has changed since the all-gather. This happens to the
+   root after a recorded forward without a backward. Parameters that an evaluation has gathered and kept are freed
+   before a recorded forward in any case: a change through ``.data`` leaves no trace.
+5. at the end, if no backward can follow, the modules show sharded parameters again, also where memory is kept. An
+   optimizer that is made now, or a change of the parameters, must see the parameters that are trained.
 
 A unit that ran forward on its own first was the root of its own small tree. When it turns out later that there is a
 larger one around it, the larger tree takes it over.
 
 *In torch:* ``_lazy_init`` and ``_root_pre_forward``; being taken over ends there in an assertion about ``_is_root``.
 
-Spec: CTOR-10, CTOR-11, SHARD-05, NEW-15.
+Spec: CTOR-10, CTOR-11, SHARD-05, NEW-15, FRESH-01 to FRESH-05.
 """
 
 from collections.abc import Sequence
@@ -34,6 +37,7 @@ from minifsdp.engine import misuse
 from minifsdp.engine.comparison import Comparison
 from minifsdp.engine.hooks import Cycle
 from minifsdp.engine.lanes import Lanes
+from minifsdp.engine.layout import Steps
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.order_check import OrderCheck
 from minifsdp.engine.reduce import Reducer
@@ -96,11 +100,14 @@ class Root:
             backward_prefetch=backward_prefetch,
             forward_prefetch=forward_prefetch,
         )
-        self._find_inner_units()
+        self._connect_units()
 
-    def _find_inner_units(self) -> None:
+    def _connect_units(self) -> None:
         by_module = {unit.module: unit for unit in self.units}
+        # The steps that were counted before the units became one tree stay counted.
+        steps = max((unit.layout.steps for unit in self.units), key=lambda steps: steps.count, default=Steps())
         for unit in self.units:
+            unit.layout.steps = steps
             inside = (by_module.get(module) for module in unit.module.modules())
             unit.inner = frozenset(other for other in inside if other is not None and other is not unit)
 
@@ -145,12 +152,15 @@ class Root:
         self.after_optimizer = None
         self.cycle.comparison.begin_forward()
         # 4. Changed since it was gathered.
+        is_recorded = self.cycle.is_recorded = torch.is_grad_enabled()
         for unit in self.units:
-            if (unit.state is not State.SHARDED or unit.policy.resting is not None) and unit.layout.is_stale():
+            if (unit.state is not State.SHARDED or unit.policy.resting is not None) and (
+                (unit.is_for_evaluation and (is_recorded or unit.policy.reshard_after_evaluation))
+                or unit.layout.is_stale()
+            ):
                 unit.reshard()
-        self._forward_is_open = True
+        self._forward_is_open, self._caller = True, caller
         self.cycle.num_forwards += 1
-        self.cycle.is_recorded = torch.is_grad_enabled()
         return True
 
     def end_forward(self) -> None:
@@ -158,7 +168,16 @@ class Root:
         self._forward_is_open = False
         # If no backward follows, the optimizer may be next, and write to a shard that a vain prefetch still reads.
         self.lanes.gather.join()
-        if not self.cycle.is_recorded and any(unit.layout.offloads for unit in self.units):
+        units = self.units if self._caller is None else (self._caller,)
+        if self.cycle.is_recorded and any(unit.counted_in == self.cycle.num_forwards for unit in units):
+            return
+        # 5. What is kept in memory is for later evaluations, or for the backward of an earlier forward.
+        for unit in self.units:
+            if unit.ran_in == self.cycle.num_forwards and unit.state is not State.SHARDED:
+                unit.layout.show_sharded()
+                # With grad mode, autograd may need the memory for a loss that is not in the output. No forward does.
+                unit.is_for_evaluation |= self.cycle.is_recorded and not unit.awaits_backward
+        if any(unit.layout.offloads for unit in self.units):
             # No backward will wait for the copies of the shards, and the user may write to them next.
             self.lanes.gather.synchronize()
 

@@ -40,7 +40,7 @@ from torch import nn
 from typing_extensions import TypeVar
 
 from minifsdp import trace
-from minifsdp.engine import ledger
+from minifsdp.engine import ledger, misuse
 from minifsdp.engine.lanes import Lanes, Promise
 from minifsdp.engine.layout import Gradient, Layout, full_name
 from minifsdp.engine.lifetime import RateLimiter
@@ -87,7 +87,8 @@ class UnitPolicy:
     Attributes:
         reshard_after_forward: free after forward and gather again for backward, or keep in between.
         reshard_after_backward: free after a backward.
-        reshard_after_evaluation: free after a forward that no backward will follow, also if it would be kept for one.
+        reshard_after_evaluation: free after a forward without grad mode, also if it would be kept for a backward. If
+            not, later evaluations use the memory again.
         stays_for_backward: it belongs to the outermost module, whose backward follows at once, and is not freed before.
         resting: where the unit is resharded to after forward, instead of all the way.
         gathers_in_backward: whether backward needs the parameters.
@@ -129,7 +130,9 @@ class Unit(Generic[LayoutT]):
         graph_task: number of the backward in which the gradient of its output arrived.
         num_pending: outermost forwards in which it was recorded and whose backward has not ended.
         counted_in: the number of the latest of these; it counts once, however often the unit runs in it.
+        ran_in: the number of the latest outermost forward in which it ran.
         num_uses: recorded forwards since the last backward, counted where nothing is trained.
+        is_for_evaluation: the parameters were gathered for a forward that no backward follows.
     """
 
     def __init__(
@@ -146,13 +149,15 @@ class Unit(Generic[LayoutT]):
         self.policy = policy
         self.name = type(module).__name__
         self.state, self.phase = State.SHARDED, Phase.IDLE
-        self.awaits_backward = False
+        self.awaits_backward = self.is_for_evaluation = False
         self.inner: frozenset[Unit] = frozenset()
-        self.graph_task, self.num_uses, self.num_pending, self.counted_in = -1, 0, 0, -1
+        self.graph_task, self.num_uses, self.num_pending, self.counted_in, self.ran_in = -1, 0, 0, -1, -1
         self.lanes: Lanes
         self.limiter: RateLimiter
         self._promise: Promise | None = None
         self._event: trace.Event | None = None
+        for watch in misuse.watchers:
+            watch(layout)
 
     def choose(self, **changes: Any) -> None:
         """Another policy, the same but for ``changes``."""

@@ -64,8 +64,7 @@ def summoned(
         if with_grads and unit.layout.hides_originals:
             raise NotImplementedError(message("summon-no-grads", unit=unit.name))
     if with_grads:
-        sharded = [unit.layout for unit in units if unit.plan.mesh.shard is not None]
-        optimizer_watch.check_reduced("summon_full_params(with_grads=True)", sharded)
+        optimizer_watch.check_reduced("summon_full_params(with_grads=True)", [unit.layout for unit in units])
     with ExitStack() as stack:
         for unit in units:
             stack.enter_context(_one(unit, writeback, rank0_only, offload_to_cpu, with_grads))

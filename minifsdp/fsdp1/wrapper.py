@@ -45,7 +45,7 @@ from minifsdp.engine.messages import message
 from minifsdp.engine.precision import Precision, cast_floating, move
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.root import Root
-from minifsdp.engine.unit import Phase, State, Unit, UnitPolicy, modules_of_unit
+from minifsdp.engine.unit import Phase, Unit, UnitPolicy, modules_of_unit
 from minifsdp.fsdp1 import build, initial, wrap
 from minifsdp.fsdp1.compiling import warn_if_compiled
 from minifsdp.fsdp1.ignored import find_ignored
@@ -159,7 +159,8 @@ class Wrapper(nn.Module):
         )
         plan = ReducePlan.mean(self.mesh, precision.reduce or layout.dtype)
         frees = self.sharding_strategy in build.FREES_AFTER_FORWARD and self.mesh.shard is not None
-        return Unit(module, layout, plan, precision, UnitPolicy(reshard_after_forward=frees))
+        policy = UnitPolicy(reshard_after_forward=frees, reshard_after_evaluation=frees or self.mesh.shard is None)
+        return Unit(module, layout, plan, precision, policy)
 
     # --- what it contains ---
 
@@ -188,8 +189,8 @@ class Wrapper(nn.Module):
         is_outermost_call = tree.begin_forward(self._unit)
         try:
             unit = self._unit
-            if self._full_precision_in_eval and unit is not None and unit.state is State.SHARDED:
-                unit.layout.use_stored_dtype(not self.training)
+            if is_outermost_call and self._full_precision_in_eval:
+                self._choose_precision()
             args, kwargs = self._prepare_inputs(args, kwargs, is_outermost_call)
             if unit is not None:
                 tree.cycle.pre_forward(unit)
@@ -204,13 +205,27 @@ class Wrapper(nn.Module):
             raise
         if is_outermost_call:
             tree.end_forward()
+            if self._full_precision_in_eval and not torch.is_grad_enabled():
+                self._choose_precision(for_backward=True)
         return output
+
+    def _choose_precision(self, *, for_backward: bool = False) -> None:
+        """Full precision for modules in evaluation mode. A forward that was recorded before keeps its precision."""
+        for wrapper in Wrapper.fsdp_modules(self):
+            wrapper._cast_buffers()
+            unit, stored = wrapper._unit, not wrapper.module.training
+            if unit is not None and for_backward and unit.awaits_backward:
+                stored = unit.layout.is_recorded_stored
+            if unit is not None and unit.layout.is_stored is not stored:
+                unit.reshard()
+                unit.layout.use_stored_dtype(stored)
+                unit.plan.use((not stored and unit.precision.reduce) or unit.layout.dtype)
 
     def _prepare_inputs(self, args: Any, kwargs: Any, is_outermost_call: bool) -> tuple[Any, Any]:
         if is_outermost_call and self.compute_device.type != "cpu":
             args, kwargs = move(self.compute_device, (args, kwargs))
         chosen = self.mixed_precision
-        if chosen.param_dtype is not None and (self.training or not self._full_precision_in_eval):
+        if chosen.param_dtype is not None and (self.module.training or not self._full_precision_in_eval):
             casts = chosen.cast_root_forward_inputs if self._is_tree_root else chosen.cast_forward_inputs
             if casts:
                 args, kwargs = cast_floating(chosen.param_dtype, (args, kwargs))
@@ -253,11 +268,14 @@ class Wrapper(nn.Module):
         dtype = self.mixed_precision.buffer_dtype
         if dtype is None:
             return
+        stored = self._full_precision_in_eval and not self.module.training
         for _, owner in self._own_modules():
             for name, buffer in owner._buffers.items():
-                if buffer is not None and buffer.is_floating_point() and buffer.dtype is not dtype:
-                    self._buffer_dtypes[owner, name] = buffer.dtype
-                    owner._buffers[name] = buffer.to(dtype)
+                if buffer is not None and buffer.is_floating_point():
+                    key = owner, name
+                    if not stored and buffer.dtype is not dtype:
+                        self._buffer_dtypes[key] = buffer.dtype
+                    owner._buffers[name] = buffer.to(self._buffer_dtypes.get(key, buffer.dtype) if stored else dtype)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -210,8 +210,7 @@ def _make_unit(
     module: nn.Module, layout: PerParameterLayout, precision: Precision, mesh: DeviceMesh, reshard: bool | int
 ) -> Unit:
     plans = tuple(ReducePlan.mean(table, precision.reduce or layout.dtype) for table in layout.meshes)
-    policy = UnitPolicy(reshard_after_forward=True, reshard_after_evaluation=False)
-    unit = Unit(module, layout, plans, precision, policy)
+    unit = Unit(module, layout, plans, precision, UnitPolicy(reshard_after_forward=True))
     num_ranks = choose_reshard(unit, reshard)
     if num_ranks is not None:
         small = smaller_mesh(mesh, num_ranks)

@@ -42,7 +42,7 @@ def choose_reshard(unit: Unit, choice: bool | int) -> int | None:
     if unit.policy.resting is not None:
         # What rests right now is of this iteration, and nothing else would end that.
         unit.policy.resting.end()
-    unit.choose(reshard_after_forward=frees, resting=None)
+    unit.choose(reshard_after_forward=frees, reshard_after_evaluation=frees, resting=None)
     if isinstance(choice, bool) or choice in (1, num_shards):
         return None
     if len(unit.plans) > 1:

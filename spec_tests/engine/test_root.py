@@ -451,7 +451,9 @@ def test_an_evaluation_may_follow_an_exception_and_be_interrupted_by_one(strateg
         fuse.breaks_in = None
         with torch.no_grad():
             torch.testing.assert_close(model(draw(4)), plain(draw(4)))
-        assert_at_rest(model)
+        if strategy is not ShardingStrategy.SHARD_GRAD_OP:
+            # That strategy keeps the parameters for the next evaluation (FRESH-03).
+            assert_at_rest(model)
     fuse.breaks_in = "forward"
     with torch.no_grad(), pytest.raises(OnPurpose):
         model(draw(4))

@@ -397,7 +397,7 @@ def clip_of(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -
 
 @pytest.mark.spec("NOSYNC-10")
 @pytest.mark.parametrize("act", [step_of, clip_of])
-@flat_strategies
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 @ranks(2)
 def test_a_step_and_clipping_refuse_gradients_that_were_never_reduced(
     strategy: ShardingStrategy, act: Callable[[FullyShardedDataParallel, torch.optim.Optimizer], None]
@@ -464,7 +464,7 @@ def test_dropping_unreduced_gradients_makes_a_step_possible_again(
 
 @pytest.mark.spec("NOSYNC-10")
 @pytest.mark.parametrize("by_name", [False, True])
-@flat_strategies
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 @ranks(2)
 def test_a_step_with_a_closure_is_judged_by_what_the_closure_leaves_behind(
     strategy: ShardingStrategy, by_name: bool

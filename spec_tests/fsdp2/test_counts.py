@@ -77,14 +77,15 @@ def test_without_gradient_sync_all_is_as_ever_but_for_the_reductions() -> None:
     assert recorded_iteration(model, 2) == WHOLE[None]
 
 
-@pytest.mark.spec("FS2-17", "FS2-21")
+@pytest.mark.spec("FS2-17", "FRESH-03")
 @pytest.mark.parametrize("reshard_after_forward", WHOLE)
 @ranks(2)
 def test_the_whole_of_an_evaluation(reshard_after_forward: bool | None) -> None:
     model = sharded(reshard_after_forward=reshard_after_forward).eval()
-    first = WHOLE[reshard_after_forward].split(" |")[0].replace(" keepR", "")
-    kept = {None: {"AGR"}, True: set(), False: {"AGR", "AG0", "AG1", "AG2", "AG3"}}[reshard_after_forward]
-    again = " ".join(word for word in first.split() if word not in kept)
+    first = WHOLE[reshard_after_forward].split(" |")[0]
+    # The root is kept for a backward only.
+    first = first.replace(" keepR", "") if reshard_after_forward is False else first.replace("keepR", "FREER")
+    again = "F0 F1 F2 F3" if reshard_after_forward is False else first
     for expected in (first, again, again):
         with trace.record() as recorder, torch.no_grad():
             model(batch())

@@ -6,6 +6,7 @@ from spec_tests.mutants.catalogue import (
     backward,
     building,
     checkpoints,
+    fresh,
     fully_shard,
     optimizer_states,
     precision,
@@ -31,5 +32,6 @@ EVERY: list[Mutant] = [
     *switches.MUTANTS,
     *rest.MUTANTS,
     *sending.MUTANTS,
+    *fresh.MUTANTS,
 ]
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}

@@ -162,8 +162,8 @@ MUTANTS = [
     Mutant(
         "step-on-unreduced-gradients",
         "check_reduced",
-        "if any(layout.has_unreduced for layout in chosen):",
-        "if False:",
+        "if any(layout.has_unreduced and",
+        "if any(False and",
         "Clipping and step() take gradients that were never reduced.",
         "NOSYNC-10",
     ),
@@ -619,7 +619,7 @@ MUTANTS = [
     Mutant(
         "every-optimizer-answers-for-all",
         "_check_gradients_of",
-        "[layout for layout in _unreduced | summoned if not held.isdisjoint(layout.local_parameters())]",
+        "[layout for layout in _layouts_of(optimizer) if layout in _unreduced or layout in summoned]",
         "list(_unreduced)",
         "An optimizer of other parameters is refused, too.",
         "NOSYNC-10",

@@ -9,7 +9,7 @@ __all__ = ["MUTANTS"]
 MUTANTS = [
     Mutant(
         "stale-optimizer-is-silent",
-        "_warn_if_stale",
+        "_layouts_of",
         "if num_stale:",
         "if False:",
         "Nobody says that an optimizer holds parameters that sharding has replaced.",
@@ -338,7 +338,7 @@ MUTANTS = [
     Mutant(
         "checked-once-for-good",
         "watch",
-        "_checked.clear()",
+        "_held.clear()",
         "pass",
         "An optimizer that stepped before sharding is not checked again.",
         "CTOR-05",

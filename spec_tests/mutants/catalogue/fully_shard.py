@@ -270,8 +270,8 @@ MUTANTS = [
     Mutant(
         "always-freed-after-forward",
         "choose_reshard",
-        "unit.choose(reshard_after_forward=frees, resting=None)",
-        "unit.choose(reshard_after_forward=True, resting=None)",
+        "unit.choose(reshard_after_forward=frees, ",
+        "unit.choose(reshard_after_forward=True, ",
         "reshard_after_forward=False frees after forward.",
         "FS2-17",
     ),

@@ -34,7 +34,7 @@ MUTANTS = [
     Mutant(
         "integer-buffers-are-cast",
         "Wrapper._cast_buffers",
-        "buffer.is_floating_point() and ",
+        " and buffer.is_floating_point()",
         "",
         "buffer_dtype turns counters into floating numbers.",
         "MP-17",
@@ -114,8 +114,8 @@ MUTANTS = [
     Mutant(
         "evaluates-in-full-precision",
         "Wrapper.forward",
-        "self._full_precision_in_eval and unit is not None",
-        "unit is not None",
+        "if is_outermost_call and self._full_precision_in_eval:",
+        "if is_outermost_call:",
         "Mixed precision does not apply in eval().",
         "MP-28",
     ),

@@ -42,7 +42,7 @@ MUTANTS = [
     Mutant(
         "root-is-freed-after-forward",
         "Cycle._frees_after_forward",
-        "return not (unit.policy.stays_for_backward and unit.awaits_backward)",
+        "return not (unit.policy.stays_for_backward and unit.awaits_backward and self.is_recorded)",
         "return True",
         "The root is freed after its forward and gathered again at once.",
         "SHARD-05",
@@ -81,10 +81,10 @@ MUTANTS = [
     ),
     Mutant(
         "evaluation-keeps-what-it-gathered",
-        "Cycle._frees_after_forward",
-        "return not unit.awaits_backward and not self.is_recorded",
-        "return False",
-        "After an evaluation SHARD_GRAD_OP keeps all parameters gathered.",
+        "Wrapper._make_unit",
+        "reshard_after_forward=frees, ",
+        "reshard_after_forward=False, ",
+        "FULL_SHARD keeps all parameters gathered between forward and backward.",
         "SHARD-14",
     ),
     Mutant(
@@ -241,9 +241,9 @@ MUTANTS = [
     ),
     Mutant(
         "stamp-without-steps",
-        "OriginalOwnership.stamp",
-        "return optimizer_watch.num_steps(), ",
-        "return 0, ",
+        "FlatLayout.is_stale",
+        "!= (self.steps.count, ",
+        "!= ((self._gathered_at or [0])[0], ",
         "A rank on which nothing of a kept unit lies does not see that a step was taken.",
         "ORIG-05",
     ),
@@ -474,7 +474,7 @@ MUTANTS = [
     Mutant(
         "kept-flat-unit-is-never-stale",
         "FlatLayout.is_stale",
-        "self._gathered_at != self.owner.stamp()",
+        "self._gathered_at != (self.steps.count, self.owner.stamp())",
         "False",
         "A unit that was kept computes with the values from before the step.",
         "SHARD-05",

@@ -251,8 +251,8 @@ MUTANTS = [
     Mutant(
         "reshard-switch-keeps-small-group",
         "choose_reshard",
-        "unit.choose(reshard_after_forward=frees, resting=None)",
-        "unit.choose(reshard_after_forward=frees)",
+        "reshard_after_evaluation=frees, resting=None)",
+        "reshard_after_evaluation=frees)",
         "After set_reshard_after_forward(True) backward still gathers in the small group.",
         "NEW-05 NEW-06",
     ),

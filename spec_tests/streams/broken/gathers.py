@@ -439,8 +439,8 @@ BREAKS = [
     Break(
         "stale-root-is-kept",
         ROOT,
-        "unit.policy.resting is not None) and unit.layout.is_stale():\n                unit.reshard()\n",
-        "unit.policy.resting is not None) and unit.layout.is_stale():\n                pass\n",
+        "or unit.layout.is_stale()\n            ):\n                unit.reshard()\n",
+        "or unit.layout.is_stale()\n            ):\n                pass\n",
         "A root that is still gathered from before the optimizer step is computed on.",
         "flat_loss_abandoned",
         "wrong values",

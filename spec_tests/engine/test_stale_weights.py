@@ -1,0 +1,294 @@
+"""No forward computes with weights from before an optimizer step, and only steps of its own optimizers count."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+
+from minifsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from spec_tests.harness import device, ranks
+from spec_tests.harness.programs import output_of_ranks
+from spec_tests.models.running import Wire
+
+Parameters = Iterable[nn.Parameter]
+
+
+class OwnStep(torch.optim.SGD):
+    """An optimizer with a step of its own, by a list operator."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        torch._foreach_add_(parameters, [p.grad for p in parameters], alpha=-0.5)
+
+
+class NoOptimizer:
+    """An update by hand; not derived from PyTorch's class."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        self.parameters = list(parameters)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=0.5)
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+OPTIMIZERS: dict[str, Callable[[Parameters], Any]] = {
+    "SGD": lambda ps: torch.optim.SGD(ps, 0.5, foreach=False),
+    "SGD foreach": lambda ps: torch.optim.SGD(ps, 0.5, foreach=True),
+    "SGD fused": lambda ps: torch.optim.SGD(ps, 0.5, fused=True),
+    "AdamW foreach": lambda ps: torch.optim.AdamW(ps, 0.1, foreach=True),
+    "AdamW fused": lambda ps: torch.optim.AdamW(ps, 0.1, fused=True),
+    "own step": lambda ps: OwnStep(ps, 0.5),
+    "no optimizer": NoOptimizer,
+}
+
+
+def tiny() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).to(device())
+
+
+def in_place(model: nn.Sequential, **options: Any) -> Any:
+    fully_shard(model[0], **options)
+    return fully_shard(model, **options)
+
+
+def kept_after_backward(model: nn.Sequential) -> Any:
+    in_place(model, reshard_after_forward=False)
+    model.set_reshard_after_backward(False)  # type: ignore[operator]
+    return model
+
+
+def around(strategy: str, originals: bool) -> Callable[[nn.Sequential], Any]:
+    def wrap(model: nn.Sequential) -> Any:
+        options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": originals}
+        model[0] = FullyShardedDataParallel(model[0], device_id=device(), **options)
+        return FullyShardedDataParallel(model, device_id=device(), **options)
+
+    return wrap
+
+
+KINDS: dict[str, Callable[[nn.Sequential], Any]] = {
+    "fully_shard": in_place,
+    "fully_shard False": lambda model: in_place(model, reshard_after_forward=False),
+    "kept after backward": kept_after_backward,
+    **{
+        f"{strategy}{' originals' if originals else ''}": around(strategy, originals)
+        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+        for originals in (False, True)
+    },
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def batch() -> Tensor:
+    return torch.linspace(-1, 1, 32).view(4, 8).to(device())
+
+
+def evaluate(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        result: Tensor = model(batch())
+    return result.clone()
+
+
+def backward(model: nn.Module) -> Tensor:
+    loss: Tensor = model(batch()).square().mean()
+    loss.backward()
+    return loss
+
+
+def trained(model: nn.Module, optimizer: Any, between: str) -> list[Tensor]:
+    seen = []
+    for _ in range(2):
+        if between == "closure":
+            optimizer.step(lambda: backward(model))
+        else:
+            backward(model)
+            if between == "evaluation":
+                evaluate(model)
+            elif between == "recorded forward":
+                model(batch())
+            optimizer.step()
+        seen.append(evaluate(model))
+        if between == "recorded forward":
+            seen.append(model(batch()).detach().clone())
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.spec("FRESH-04")
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    # PyTorch has no fused SGD for DTensors.
+    [(kind, one) for kind in KINDS for one in OPTIMIZERS if one != "SGD fused" or "SHARD" in kind],
+)
+@ranks(2)
+def test_a_forward_after_a_step_uses_the_new_weights(kind: str, optimizer: str) -> None:
+    for between in ("nothing", "evaluation", "recorded forward", "closure"):
+        if between == "closure" and optimizer in ("own step", "no optimizer"):
+            continue
+        plain = tiny()
+        model = KINDS[kind](copy.deepcopy(plain))
+        results = [trained(one, OPTIMIZERS[optimizer](one.parameters()), between) for one in (model, plain)]
+        for got, expected in zip(*results, strict=True):
+            assert torch.allclose(got, expected, atol=1e-4), between
+
+
+@pytest.mark.spec("FRESH-04")
+@every_kind
+@ranks(2)
+def test_an_optimizer_in_backward_is_noticed(kind: str) -> None:
+    plain = tiny()
+    model = KINDS[kind](copy.deepcopy(plain))
+    for one in (model, plain):
+        for parameter in one.parameters():
+            alone = torch.optim.AdamW([parameter], lr=0.1, fused=True)
+            parameter.register_post_accumulate_grad_hook(lambda p, alone=alone: (alone.step(), alone.zero_grad())[0])
+    for _ in range(2):
+        for one in (model, plain):
+            one(batch())
+            backward(one)
+        assert torch.allclose(evaluate(model), evaluate(plain), atol=1e-4)
+
+
+@pytest.mark.spec("FRESH-04")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "SHARD" in kind])
+@ranks(2)
+def test_parameters_that_are_set_from_a_vector_are_noticed(kind: str) -> None:
+    model = KINDS[kind](tiny())
+    model(batch())
+    parameters = [parameter for parameter in model.parameters() if parameter.is_leaf and parameter.numel()]
+    if kind == "SHARD_GRAD_OP originals":
+        # Between a forward and its backward this strategy shows unsharded parameters.
+        evaluate(model)
+        parameters = [parameter for parameter in model.parameters() if parameter.numel()]
+    vector = nn.utils.parameters_to_vector(parameters).detach()
+    nn.utils.vector_to_parameters(torch.zeros_like(vector), parameters)
+    assert torch.count_nonzero(evaluate(model)) == 0
+
+
+@pytest.mark.spec("FRESH-04")
+@ranks(2)
+def test_a_rank_whose_optimizer_lacks_empty_parameters_gathers_with_the_others() -> None:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "use_orig_params": True}
+    inner = FullyShardedDataParallel(nn.Linear(1, 1, bias=False), device_id=device(), **options)
+    model = FullyShardedDataParallel(nn.Sequential(nn.Linear(8, 1), inner), device_id=device(), **options)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.numel()], lr=0.1, fused=True)
+    backward(model)
+    before = evaluate(model)
+    optimizer.step()
+    assert not torch.equal(evaluate(model), before)
+
+
+# --- which steps count ---
+
+
+@pytest.mark.spec("FRESH-06")
+@every_kind
+@ranks(2)
+def test_a_step_of_another_optimizer_on_one_rank_leads_to_no_all_gather(kind: str) -> None:
+    model, other = KINDS[kind](tiny()), tiny()
+    sharded_alone = FullyShardedDataParallel(
+        tiny(), process_group=_group_of_each_rank(), device_id=device(), sharding_strategy=ShardingStrategy.NO_SHARD
+    )
+    torch.optim.SGD(model.parameters(), 0.1)
+    evaluate(model)
+    if dist.get_rank() == 0:
+        for one in (other, sharded_alone):
+            optimizer = torch.optim.SGD(one.parameters(), 0.1)
+            backward(one)
+            optimizer.step()
+    with Wire() as wire:
+        evaluate(model)
+    keeps = kind in ("fully_shard False", "kept after backward") or "NO_SHARD" in kind or "SHARD_GRAD_OP" in kind
+    assert wire.calls().count("AG") == (0 if keeps else 2)
+
+
+def _group_of_each_rank() -> Any:
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return groups[dist.get_rank()]
+
+
+@pytest.mark.spec("FRESH-06")
+@pytest.mark.pure
+def test_the_hook_is_installed_with_the_first_unit_and_removed_with_the_last() -> None:
+    script = Path(__file__).with_name("hooks_of_optimizers.py")
+    stages = ["two models 1", "one model 1", "no model 0"]
+    assert output_of_ranks(script, num_ranks=1, environment={}).splitlines() == ["before 0", *stages, *stages]
+
+
+@pytest.mark.spec("FRESH-06")
+@ranks(1)
+def test_a_model_that_ends_during_a_step_does_not_disturb_it() -> None:
+    """PyTorch iterates over the hooks then."""
+    plain = tiny()
+    models = [in_place(tiny())]
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+
+    def forget(*_: Any) -> None:
+        models.clear()
+        gc.collect()
+
+    handle = torch_optimizer.register_optimizer_step_pre_hook(forget)
+    try:
+        backward(plain)
+        optimizer.step()
+    finally:
+        handle.remove()
+    assert models == []
+
+
+# --- local SGD ---
+
+
+@pytest.mark.spec("FRESH-07", "NOSYNC-10")
+@pytest.mark.parametrize("originals", [False, True])
+@ranks(2)
+def test_replicas_take_local_steps_and_the_program_averages_them(originals: bool) -> None:
+    plain = tiny()
+    model = around("NO_SHARD", originals)(copy.deepcopy(plain))
+    x = batch() * (1 + dist.get_rank())
+    for one in (model, plain):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            if one is model:
+                with model.no_sync():
+                    model(x).square().mean().backward()
+                    model.clip_grad_norm_(0.5)
+            else:
+                plain(x).square().mean().backward()
+                nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        for parameter in one.parameters():
+            dist.all_reduce(parameter.data)
+            parameter.data /= 2
+    assert torch.allclose(evaluate(model), evaluate(plain), atol=1e-5)
+    # A backward that reduces is right afterwards.
+    for one in (model, plain):
+        one.zero_grad()
+        one(x).square().mean().backward()
+    total = torch.stack([p.grad.square().sum() for p in model.parameters() if p.grad is not None]).sum()
+    for parameter in plain.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= 2
+    expected = torch.stack([p.grad.square().sum() for p in plain.parameters() if p.grad is not None]).sum()
+    assert torch.allclose(total, expected, rtol=1e-3)

@@ -1,0 +1,495 @@
+"""What modules show after a forward that no backward can follow, with both APIs.
+
+Each program runs on the sharded model and on a copy that is not sharded. Both ranks have the same batch, so the mean
+of the gradients is the gradient of the copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+from minifsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from spec_tests.fsdp2.subject import fully_shard, register_fsdp_forward_method
+from spec_tests.harness import device, ranks
+from spec_tests.models.running import Wire
+from spec_tests.models.sharding import grid
+
+Optimizer = torch.optim.Optimizer
+
+
+class Tiny(nn.Module):
+    """Two inner units and parameters of the root around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (self.first, *self.blocks):
+            x = torch.tanh(block(x))
+        result: Tensor = self.head(x)
+        return result
+
+    def generate(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self(x).detach()
+        return x
+
+
+def in_place(**options: Any) -> Callable[[Tiny], Any]:
+    def shard(model: Tiny) -> Any:
+        for block in model.blocks:
+            fully_shard(block, **options)
+        return fully_shard(model, **options)
+
+    return shard
+
+
+def around(strategy: str, *, keeps_originals: bool, **options: Any) -> Callable[[Tiny], Any]:
+    def shard(model: Tiny) -> Any:
+        options.update(sharding_strategy=ShardingStrategy[strategy], use_orig_params=keeps_originals)
+        options["device_id"] = device()
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = FullyShardedDataParallel(block, **options)
+        return FullyShardedDataParallel(model, **options)
+
+    return shard
+
+
+FREES = {
+    "fully_shard": in_place(),
+    "fully_shard True": in_place(reshard_after_forward=True),
+    "FULL_SHARD": around("FULL_SHARD", keeps_originals=False),
+    "FULL_SHARD originals": around("FULL_SHARD", keeps_originals=True),
+    "NO_SHARD": around("NO_SHARD", keeps_originals=False),
+    "NO_SHARD originals": around("NO_SHARD", keeps_originals=True),
+}
+KEEPS = {
+    "fully_shard False": in_place(reshard_after_forward=False),
+    "SHARD_GRAD_OP": around("SHARD_GRAD_OP", keeps_originals=False),
+    "SHARD_GRAD_OP originals": around("SHARD_GRAD_OP", keeps_originals=True),
+}
+ALL = FREES | KEEPS
+every_kind = pytest.mark.parametrize("kind", ALL)
+NO_GRADIENTS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+
+
+def batch() -> Tensor:
+    return torch.linspace(-1, 1, 32).view(4, 8).to(device())
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def evaluate(model: nn.Module, without: Callable[[], AbstractContextManager[Any]] = torch.no_grad) -> Tensor:
+    with without():
+        result: Tensor = model(batch())
+    return result.clone()
+
+
+def backward(model: nn.Module) -> None:
+    model(batch()).square().mean().backward()
+
+
+def assert_shows_shards(model: nn.Module, owned: list[nn.Parameter]) -> None:
+    shown = list(model.parameters())
+    assert len(shown) == len(owned)
+    assert all(parameter is expected for parameter, expected in zip(shown, owned, strict=True))
+
+
+@pytest.mark.spec("FRESH-01")
+@pytest.mark.parametrize("mode", NO_GRADIENTS)
+@every_kind
+@ranks(2)
+def test_after_an_evaluation_the_modules_show_sharded_parameters(kind: str, mode: str) -> None:
+    model = ALL[kind](Tiny())
+    owned = list(model.parameters())
+    for place in range(3):
+        evaluate(model, NO_GRADIENTS[mode])
+        assert_shows_shards(model, owned)
+        if place == 1:
+            model(batch())
+            evaluate(model, NO_GRADIENTS[mode])
+            assert_shows_shards(model, owned)
+        backward(model)
+        evaluate(model, NO_GRADIENTS[mode])
+        assert_shows_shards(model, owned)
+        # An original parameter without elements on this rank has no gradient.
+        assert all(parameter.grad is not None for parameter in owned if parameter.numel())
+        model.zero_grad()
+
+
+@pytest.mark.spec("FRESH-01")
+@every_kind
+@ranks(2)
+def test_after_a_forward_in_which_nothing_requires_grad_too(kind: str) -> None:
+    model = ALL[kind](Tiny().requires_grad_(False))
+    owned = list(model.parameters())
+    for _ in range(2):
+        assert torch.allclose(model(batch()), Tiny()(batch()))
+        assert_shows_shards(model, owned)
+        with torch.no_grad():
+            for parameter in owned:
+                parameter.data.add_(0)
+
+
+@pytest.mark.spec("FRESH-01")
+@pytest.mark.parametrize("keeps", [None, False])
+@pytest.mark.parametrize("records", [False, True])
+@ranks(2)
+def test_after_a_registered_method_the_module_shows_sharded_parameters(keeps: bool | None, records: bool) -> None:
+    plain = Tiny()
+    model = in_place(reshard_after_forward=keeps)(copy.deepcopy(plain))
+    owned = list(model.parameters())
+    register_fsdp_forward_method(model, "generate")
+    for _ in range(2):
+        with torch.set_grad_enabled(records):
+            expected = plain.generate(batch())
+            assert torch.allclose(model.generate(batch()), expected, atol=1e-6)
+        if keeps is None:
+            assert_shows_shards(model, owned)
+        else:
+            # The blocks may be kept for a backward of what the method has computed on the way.
+            assert all(isinstance(parameter, DTensor) for parameter in model.head.parameters())
+        for one in (model, plain):
+            optimizer = sgd(one)
+            backward(one)
+            optimizer.step()
+            optimizer.zero_grad()
+            if keeps is None:
+                for parameter in one.parameters():
+                    parameter.data.mul_(0.5)
+
+
+@pytest.mark.spec("FRESH-01")
+@ranks(2)
+def test_a_loss_that_is_not_in_the_output_still_has_its_backward() -> None:
+    class Sideways(Tiny):
+        def forward(self, x: Tensor) -> Tensor:
+            self.loss = super().forward(x).square().mean()
+            return self.loss.detach()
+
+    plain = Sideways()
+    model = in_place()(copy.deepcopy(plain))
+    owned = list(model.parameters())
+    for one in (model, plain):
+        one(batch())
+    assert_shows_shards(model, owned)
+    for one in (model, plain):
+        one.loss.backward()
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(parameter.grad.full_tensor(), expected.grad)
+
+
+# --- what programs do after an evaluation ---
+
+
+def new_optimizer(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.2)
+
+
+def scaled(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    return optimizer
+
+
+def scaled_by_data(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+    return optimizer
+
+
+def scaled_by_a_list_operator(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 0.5)
+    return optimizer
+
+
+def clamped(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.01, 0.01)
+    return optimizer
+
+
+def initialized(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.1)
+    return optimizer
+
+
+def gradients_scaled(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.25)
+    return optimizer
+
+
+def gradients_dropped(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    for parameter in model.parameters():
+        parameter.grad = None
+    return optimizer
+
+
+def frozen_and_thawed(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    model.requires_grad_(False)
+    evaluate(model)
+    model.requires_grad_(True)
+    return sgd(model)
+
+
+def averaged(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    """Puts other weights in place for an evaluation, as an exponential moving average does, and then the former."""
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter * 0.5)
+    evaluated.append(evaluate(model))
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), before, strict=True):
+            parameter.copy_(value)
+    evaluated.append(evaluate(model))
+    return optimizer
+
+
+evaluated: list[Tensor] = []
+EDITS = [
+    new_optimizer,
+    scaled,
+    scaled_by_data,
+    scaled_by_a_list_operator,
+    clamped,
+    initialized,
+    gradients_scaled,
+    gradients_dropped,
+    frozen_and_thawed,
+    averaged,
+]
+WITHOUT_A_TRACE = [scaled_by_data, scaled_by_a_list_operator, clamped]
+PLACES = ["before the first step", "between backward and step", "between micro-batches", "after the step", "logged"]
+
+
+def run(model: nn.Module, place: str, edit: Callable[[nn.Module, Optimizer], Optimizer]) -> list[Tensor]:
+    evaluated.clear()
+    optimizer = sgd(model)
+
+    def visit(here: str) -> None:
+        nonlocal optimizer
+        if here == place:
+            evaluated.append(evaluate(model))
+            optimizer = edit(model, optimizer)
+
+    for _ in range(2):
+        visit("before the first step")
+        backward(model)
+        visit("between micro-batches")
+        backward(model)
+        visit("between backward and step")
+        optimizer.step()
+        visit("after the step")
+        optimizer.zero_grad()
+        if place == "logged":
+            # A recorded forward without a backward, and then an evaluation.
+            model(batch())
+            visit("logged")
+    backward(model)
+    optimizer.step()
+    return [*evaluated, evaluate(model)]
+
+
+@pytest.mark.spec("FRESH-02")
+@pytest.mark.parametrize("place", PLACES)
+@every_kind
+@ranks(2)
+def test_what_is_done_with_the_parameters_after_an_evaluation_is_not_lost(kind: str, place: str) -> None:
+    for edit in EDITS:
+        if place == "logged" and kind in KEEPS and edit in WITHOUT_A_TRACE:
+            # What is kept for the backward that does not come is not gathered again; so it is in torch.
+            continue
+        plain = Tiny().to(device())
+        model = ALL[kind](copy.deepcopy(plain))
+        for got, expected in zip(run(model, place, edit), run(plain, place, edit), strict=True):
+            assert torch.allclose(got, expected, atol=1e-5), edit.__name__
+
+
+@pytest.mark.spec("FRESH-02")
+@pytest.mark.parametrize("edit", [scaled_by_data, scaled_by_a_list_operator, clamped, initialized])
+@pytest.mark.parametrize("kind", FREES)
+@ranks(2)
+def test_an_evaluation_after_an_evaluation_sees_every_kind_of_edit(
+    kind: str, edit: Callable[[nn.Module, Optimizer], Optimizer]
+) -> None:
+    plain = Tiny().to(device())
+    model = FREES[kind](copy.deepcopy(plain))
+    for _ in range(2):
+        for one in (model, plain):
+            evaluate(one)
+            edit(one, sgd(one))
+        assert torch.allclose(evaluate(model), evaluate(plain), atol=1e-6)
+
+
+@pytest.mark.spec("FRESH-02")
+@pytest.mark.parametrize("keeps", [None, True, False])
+@ranks(2)
+def test_a_part_may_be_converted_and_trained_in_part_and_weights_tied_after_an_evaluation(keeps: bool | None) -> None:
+    plain = Tiny().to(device())
+    model = in_place(reshard_after_forward=keeps)(copy.deepcopy(plain))
+    x, results = batch(), list[Tensor]()
+    for one in (model, plain):
+        with torch.no_grad():
+            one(x)
+        one.head.to(torch.float64)
+        one.to(torch.float64)
+        with torch.no_grad():
+            one(x.double())
+        one.head.weight = one.first.weight
+        one.first.bias.requires_grad_(False)
+        optimizer = torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.1)
+        one(x.double()).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            results.append(one(x.double()))
+    assert torch.allclose(*results, atol=1e-5)
+
+
+@pytest.mark.spec("FRESH-02")
+@pytest.mark.parametrize("kind", ["fully_shard", "fully_shard False"])
+@ranks(2)
+def test_optimizer_state_is_saved_and_loaded_after_an_evaluation(kind: str) -> None:
+    model = ALL[kind](Tiny())
+    optimizer = torch.optim.Adam(model.parameters())
+    backward(model)
+    optimizer.step()
+    expected = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    evaluate(model)
+    saved = get_optimizer_state_dict(model, optimizer)
+    assert saved["state"].keys() == expected["state"].keys()
+    evaluate(model)
+    other = torch.optim.Adam(model.parameters())
+    set_optimizer_state_dict(model, other, saved)
+    for parameter in model.parameters():
+        assert torch.equal(
+            other.state[parameter]["exp_avg"].to_local(), optimizer.state[parameter]["exp_avg"].to_local()
+        )
+
+
+@pytest.mark.spec("FRESH-02")
+@every_kind
+@ranks(2)
+def test_an_optimizer_in_backward_that_is_attached_after_an_evaluation_steps(kind: str) -> None:
+    plain = Tiny().to(device())
+    model = ALL[kind](copy.deepcopy(plain))
+    for one in (model, plain):
+        evaluate(one)
+        for parameter in one.parameters():
+            alone = torch.optim.SGD([parameter], lr=0.1)
+            parameter.register_post_accumulate_grad_hook(lambda p, alone=alone: (alone.step(), alone.zero_grad())[0])
+        for _ in range(2):
+            backward(one)
+    assert torch.allclose(evaluate(model), evaluate(plain), atol=1e-5)
+
+
+# --- all-gathers and memory of an evaluation ---
+
+
+def gathers(action: Callable[[], object]) -> int:
+    with Wire() as wire:
+        action()
+    return wire.calls().count("AG")
+
+
+@pytest.mark.spec("FRESH-03")
+@pytest.mark.parametrize("kind", KEEPS)
+@ranks(2)
+def test_ranks_may_evaluate_different_numbers_of_batches_where_parameters_are_kept(kind: str) -> None:
+    model = KEEPS[kind](Tiny())
+    optimizer = sgd(model)
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert gathers(lambda: evaluate(model)) == 3
+        for _ in range(4 if dist.get_rank() == 0 else 1):
+            assert gathers(lambda: evaluate(model)) == 0
+        # A recorded forward gathers again: a change through `.data` has no trace.
+        assert gathers(lambda: backward(model)) == 3
+
+
+@pytest.mark.spec("FRESH-03")
+@pytest.mark.parametrize("originals", [False, True])
+@ranks(4)
+def test_replicas_that_keep_parameters_may_too(originals: bool) -> None:
+    options = {"process_group": grid()}
+    model = around("_HYBRID_SHARD_ZERO2", keeps_originals=originals, **options)(Tiny())
+    optimizer = sgd(model)
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        for number in range(2 + dist.get_rank()):
+            assert gathers(lambda: evaluate(model)) == (3 if number == 0 else 0)
+
+
+@pytest.mark.spec("FRESH-03")
+@pytest.mark.parametrize("kind", ["fully_shard", "fully_shard True", "FULL_SHARD", "FULL_SHARD originals"])
+@ranks(2)
+def test_where_parameters_are_freed_each_evaluation_gathers_each_unit_once(kind: str) -> None:
+    model = FREES[kind](Tiny())
+    for _ in range(3):
+        assert gathers(lambda: evaluate(model)) == 3
+
+
+@pytest.mark.spec("FRESH-03")
+@ranks(2)
+def test_parameters_that_were_unsharded_manually_are_used_and_sharded_after_the_evaluation() -> None:
+    model = in_place()(Tiny())
+    owned = list(model.parameters())
+    assert isinstance(model, FSDPModule)
+    model.unshard()
+    assert gathers(lambda: evaluate(model)) == 2
+    assert_shows_shards(model, owned)
+
+
+@pytest.mark.spec("FRESH-03")
+@ranks(2)
+def test_no_sync_keeps_its_parameters_across_an_evaluation() -> None:
+    model = KEEPS["SHARD_GRAD_OP"](Tiny())
+    with model.no_sync():
+        backward(model)
+        assert gathers(lambda: evaluate(model)) == 0
+        assert gathers(lambda: backward(model)) == 0
+
+
+@pytest.mark.spec("FRESH-05")
+@pytest.mark.parametrize("originals", [False, True])
+@pytest.mark.parametrize("records", [False, True])
+@ranks(2)
+def test_a_copy_in_another_dtype_that_no_rank_sends_is_made_again_for_each_forward(
+    originals: bool, records: bool
+) -> None:
+    mixed = MixedPrecision(param_dtype=torch.bfloat16)
+    plain = Tiny().to(device())
+    models: list[Any] = [around("NO_SHARD", keeps_originals=originals, mixed_precision=mixed)(copy.deepcopy(plain))]
+    for _ in range(2):
+        for one in (*models, plain):
+            with torch.set_grad_enabled(records):
+                one(batch())
+            for parameter in one.parameters():
+                parameter.data.mul_(0.5)
+        for model in models:
+            assert torch.allclose(evaluate(model).float(), evaluate(plain), atol=2e-2)

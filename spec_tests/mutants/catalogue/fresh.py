@@ -1,0 +1,114 @@
+"""Mutants of FRESH: sharded parameters after an evaluation, and current weights in the next forward."""
+
+from __future__ import annotations
+
+from spec_tests.mutants.mutant import Mutant
+
+__all__ = ["MUTANTS"]
+
+MUTANTS = [
+    Mutant(
+        "unsharded-parameters-after-an-evaluation",
+        "Root.end_forward",
+        "                unit.layout.show_sharded()\n",
+        "                pass\n",
+        "Modules that keep their memory go on showing unsharded parameters after an evaluation.",
+        "FRESH-01",
+    ),
+    Mutant(
+        "root-is-kept-after-an-evaluation",
+        "Cycle._frees_after_forward",
+        "return unit.policy.reshard_after_evaluation and unit.policy.reshard_after_backward and not self.is_recorded",
+        "return False",
+        "The root of fully_shard stays unsharded after an evaluation, and the next one does not see an edit.",
+        "FRESH-02 FRESH-03",
+    ),
+    Mutant(
+        "evaluation-memory-serves-training",
+        "Root.begin_forward",
+        "(unit.is_for_evaluation and (is_recorded or unit.policy.reshard_after_evaluation))\n                or ",
+        "",
+        "A recorded forward uses the parameters that an evaluation has gathered.",
+        "FRESH-03",
+    ),
+    Mutant(
+        "choice-to-keep-does-not-reach-evaluations",
+        "choose_reshard",
+        "reshard_after_evaluation=frees",
+        "reshard_after_evaluation=True",
+        "reshard_after_forward=False frees the parameters after each evaluation.",
+        "FRESH-03",
+    ),
+    Mutant(
+        "steps-are-not-counted-for-dtensors",
+        "PerParameterLayout._stamp",
+        "return self.steps.count, ",
+        "return 0, ",
+        "A step by list operators on DTensors leaves no trace.",
+        "FRESH-04",
+    ),
+    Mutant(
+        "kept-flat-units-are-always-stale",
+        "FlatLayout.gather",
+        "self.steps.count, self.owner.stamp()",
+        "-1, self.owner.stamp()",
+        "A unit is gathered again for each forward.",
+        "FRESH-03",
+    ),
+    Mutant(
+        "a-closure-is-no-part-of-the-step",
+        "_close_and_check",
+        "    _count_step(optimizer)\n    return loss",
+        "    return loss",
+        "What the closure gathers looks newer than the step that follows.",
+        "FRESH-04",
+    ),
+    Mutant(
+        "old-cast-is-kept",
+        "FlatLayout.is_stale",
+        "is_copy or ",
+        "",
+        "NO_SHARD keeps an old copy in another dtype.",
+        "FRESH-05",
+    ),
+    Mutant(
+        "every-optimizer-counts",
+        "_layouts_of",
+        "for layout in _layouts if not held.isdisjoint(layout.local_parameters())]",
+        "for layout in _layouts]",
+        "A step of another optimizer on one rank lets that rank gather alone.",
+        "FRESH-06",
+    ),
+    Mutant(
+        "hook-for-steps-stays",
+        "_end",
+        "        _installed.pop().remove()\n",
+        "        pass\n",
+        "The hook for steps stays after the last unit.",
+        "FRESH-06",
+    ),
+    Mutant(
+        "local-steps-are-refused",
+        "check_reduced",
+        " and layout.gather_group is not None",
+        "",
+        "A step on gradients of this rank alone is refused also where nothing is sharded.",
+        "FRESH-07",
+    ),
+    Mutant(
+        "evaluation-rounds-its-gradients",
+        "Wrapper._choose_precision",
+        "                unit.plan.use((not stored and unit.precision.reduce) or unit.layout.dtype)\n",
+        "",
+        "A backward in evaluation mode reduces in low precision.",
+        "FRESH-08",
+    ),
+    Mutant(
+        "wrong-module-is-asked-for-its-mode",
+        "Wrapper._choose_precision",
+        "not wrapper.module.training",
+        "not wrapper.training",
+        "The mode of the wrapper decides on the precision, not that of the module.",
+        "FRESH-08",
+    ),
+]
