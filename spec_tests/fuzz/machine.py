@@ -29,7 +29,8 @@ NUM_CALLS, BATCH = 14, 10
 batches = st.integers(0, 3)
 parts = st.none() | st.integers(0, NUM_BLOCKS - 1)
 flags = st.booleans()
-PLAIN_KINDS = tuple(kind for kind in KINDS if kind != "dtypes")
+# A flat parameter has one dtype.
+FLAT_KINDS = tuple(kind for kind in KINDS if kind not in ("both", "dtypes"))
 steps_by = st.sampled_from([None, "foreach", "foreach", "fused"])
 edits = st.sampled_from([None, "data", "foreach"])
 damages = st.sampled_from([None, None, None, "missing", "extra", "shape", "type", "none", "list"])
@@ -69,7 +70,7 @@ class Programs(RuleBasedStateMachine):
     def begin(self, data: st.DataObject) -> None:
         self.options = data.draw(self.shapes)
         kinds = self.options["kinds"] or []
-        if "complex" in kinds and self.options["steps_by"] == "fused":
+        if {"complex", "both"} & set(kinds) and self.options["steps_by"] == "fused":
             # PyTorch's fused optimizers refuse complex parameters.
             self.options["steps_by"] = "foreach"
         if self.door == "composed" and self.options["optimizer"] == "sgd" and self.options["steps_by"] == "fused":
@@ -229,7 +230,7 @@ class Wrapped(Programs):
     wrong_calls = tuple(WRONG_WRAPPED)
     shapes = st.fixed_dictionaries(
         {
-            "kinds": st.none() | st.lists(st.sampled_from(PLAIN_KINDS), min_size=NUM_BLOCKS, max_size=NUM_BLOCKS),
+            "kinds": st.none() | st.lists(st.sampled_from(FLAT_KINDS), min_size=NUM_BLOCKS, max_size=NUM_BLOCKS),
             "steps_by": steps_by,
             "full_in_eval": flags,
             "hook": st.sampled_from([False, False, True]),

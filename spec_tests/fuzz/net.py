@@ -18,6 +18,7 @@ kind         computes                                            parameters
 ``view``     ``x + table.t()``                                   one, used through a view
 ``expand``   ``x + table`` by broadcasting                       one row
 ``complex``  ``x + real(x * factor) + imag(x * factor) / 2``     one, complex
+``both``     the same, and ``+ shift``                           one real and one complex, in one unit
 ``dtypes``   ``x + (x @ low) * single + double``                 bfloat16, float32 and float64 in one unit
 ===========  ==================================================  =====================================================
 
@@ -47,7 +48,7 @@ __all__ = [
 ]
 
 NUM_BLOCKS, WIDTH, SAMPLES = 3, 4, 3
-KINDS = ("mlp", "add", "view", "expand", "complex", "dtypes")
+KINDS = ("mlp", "add", "view", "expand", "complex", "both", "dtypes")
 DTYPES = {"double": torch.float64, "float": torch.float32}
 SHAPES = {"add": (SAMPLES, WIDTH), "view": (WIDTH, SAMPLES), "expand": (1, WIDTH)}
 
@@ -74,7 +75,9 @@ class Block(nn.Module):
         if kind == "mlp":
             self.wide = nn.Linear(WIDTH, 5)
             self.narrow = nn.Linear(5, WIDTH, bias=False)
-        elif kind == "complex":
+        elif kind in ("complex", "both"):
+            if kind == "both":
+                self.shift = nn.Parameter(torch.randn(WIDTH) / 4)
             self.factor = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128) / 4)
         elif kind == "dtypes":
             self.low = nn.Parameter((torch.randn(WIDTH, WIDTH) / 4).bfloat16())
@@ -88,9 +91,9 @@ class Block(nn.Module):
             x = self.inner(x)
         if self.kind == "mlp":
             return x + self.narrow(torch.tanh(self.wide(x)))
-        if self.kind == "complex":
+        if self.kind in ("complex", "both"):
             product = x * self.factor
-            return x + product.real + product.imag / 2
+            return x + product.real + product.imag / 2 + (self.shift if self.kind == "both" else 0)
         if self.kind == "dtypes":
             return x + (x.to(self.low.dtype) @ self.low).to(x.dtype) * self.single + self.double_
         return x + (self.table.t() if self.kind == "view" else self.table)

@@ -134,12 +134,12 @@ class Player:
             self._compare(self._kept_against(), FLOAT if self.case.options.get("mixed") else None)
         if self._compares and not self.side.is_summoned:
             if self.found is None:
-                self._compare(self.side.parameters_against(self.twin))
+                rounds = bool(self.case.options.get("full_in_eval"))
+                self._compare(self.side.parameters_against(self.twin), FLOAT if rounds else None)
                 # In evaluation mode with full precision gradients are exact, too.
                 self._compare(self.side.gradients_against(self.twin), FLOAT if self.is_rounded else None)
             # All ranks take part, also those that have found something.
-            is_rounded = call["do"] == "step" and bool(self.case.options.get("full_in_eval"))
-            if is_rounded or call["do"] == "convert":
+            if call["do"] == "convert" or (call["do"] == "step" and self.case.options.get("full_in_eval")):
                 self._take_over()
         return said
 
