@@ -118,7 +118,7 @@ def test_a_short_program_of_each_kind_gives_what_one_process_gives(kind: str) ->
     assert list(report(KNOWN[kind])) == []
 
 
-@pytest.mark.spec("FUZZ-13")
+@pytest.mark.spec("FUZZ-12")
 @pytest.mark.parametrize("door", DOORS)
 def test_drawn_programs_contain_every_ingredient(door: str) -> None:
     cases = [case for seed in SEEDS for case in drawn(30, door, seed)]

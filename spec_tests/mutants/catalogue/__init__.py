@@ -8,6 +8,7 @@ from spec_tests.mutants.catalogue import (
     checkpoints,
     fresh,
     fully_shard,
+    fuzz,
     optimizer_states,
     precision,
     rest,
@@ -33,5 +34,6 @@ EVERY: list[Mutant] = [
     *rest.MUTANTS,
     *sending.MUTANTS,
     *fresh.MUTANTS,
+    *fuzz.MUTANTS,
 ]
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}
