@@ -258,6 +258,7 @@ class Player:
             "edit": hides or not self.side.keeps_edits,
             "save": hides or (self.side.is_summoned and not self.side.keeps_edits),
             "zero_grad": self.side.is_summoned,
+            "new_optimizer": self.side.is_summoned,
         }.get(call["do"], False)
         if is_lost and call["do"] == "edit":
             # Here, too, nothing waits for its backward any more.

@@ -170,7 +170,10 @@ class Side:
             (self.model if call["of_model"] else self.optimizer).zero_grad(set_to_none=call["to_none"])
 
     def new_optimizer(self, call: Call) -> None:
-        if self.is_left_unsharded or self.is_summoned:
+        if self.is_summoned:
+            # An optimizer over unsharded parameters is a mistake of the program.
+            return
+        if self.is_left_unsharded:
             self.reshard_all()
         self.optimizer = nets.optimizer_over(self.model.parameters(), self.options)
 

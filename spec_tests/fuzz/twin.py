@@ -206,6 +206,8 @@ class Twin:
 
     def mode(self, call: Call, ranks: Iterable[int] = RANKS) -> None:
         self.net.train(call["train"])
+        if self.options.get("full_in_eval"):
+            self._changed()
 
     def _changed(self) -> None:
         # A backward through what was computed from other values is refused by autograd, or by nobody (FWD-05).

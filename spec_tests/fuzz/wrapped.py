@@ -157,6 +157,9 @@ class Wrapped(Side):
 
     def mode(self, call: Call) -> None:
         (self.model.module if call.get("inner") else self.model).train(call["train"])
+        if self.options.get("full_in_eval"):
+            # The parameters have another dtype from here on.
+            self.changed()
 
     # --- calls ---
 
