@@ -133,7 +133,7 @@ def test_the_mode_of_the_wrapped_module_decides(strategy: str) -> None:
         model.module.train()
         assert not is_exact(model, plain)
         # One unit alone.
-        model.module.second.eval()
+        model.module.second.module.eval()
         with torch.no_grad():
             assert model(batch()).dtype is torch.float32
 
