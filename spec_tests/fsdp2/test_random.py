@@ -96,7 +96,8 @@ class Seen:
 
 def train(words: ModuleType, seed: int, mesh: Any) -> Seen:
     model, dice = shard(words, seed, mesh)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9, foreach=seed % 2 == 0)
     seen = Seen()
     for step in range(4):
         is_last = step % 2 == 1 or dice.random() < 0.5

@@ -26,8 +26,13 @@ second. There an error that tells of it, or that only one of the ranks gets, end
 that all ranks come to the end and the twin, which knows who has called what, would not have let them, or has other
 parameters. What all ranks refuse alike ends nothing.
 
+Units are of several kinds (``net.py``): a parameter can share its gradient's memory with the input, be used through
+a view, or have another dtype. Hooks keep the gradients of each rank's input and of the tensors between blocks. After
+every call they are compared with the gradients of the same batch in the plain model. So a later write is found.
+
 * ``case.py``: a program as plain data.
 * ``machine.py``: the state machine that draws them.
+* ``known.py``: short programs, one for each kind of wrong number.
 * ``net.py``: the model and its batches.
 * ``twin.py``: one process.
 * ``sides.py``, ``wrapped.py``, ``composed.py``: the sharded model, through either door; what each call does to it.

@@ -11,7 +11,14 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from minifsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from minifsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from spec_tests.fuzz import net as nets
 from spec_tests.fuzz.case import Call, to_be_loaded
 from spec_tests.fuzz.sides import Pieces, Side, grown, halve
@@ -48,6 +55,7 @@ class Composed(Side):
                 shard(block.inner)
             shard(block)
         self.model = shard(net)
+        register_fsdp_forward_method(self.model, "generate")
         self.handles: list[Any] = []
         self.owned = dict(self.model.named_parameters())
 
@@ -89,15 +97,21 @@ class Composed(Side):
             )
         return found
 
+    def joined(self, name: str, shards: list[Tensor], twin: Twin) -> dict[str, Tensor]:
+        return {name.split("'")[1]: torch.cat(shards)}
+
     # --- calls ---
 
-    def _output(self, call: Call) -> Tensor:
+    def generate(self, call: Call) -> Tensor:
+        return self.model.generate(nets.batch(call["batch"], self.rank).to(nets.DTYPES[self.dtype]))
+
+    def _output(self, call: Call, kept: nets.Kept | None = None) -> Tensor:
         try:
-            return super()._output(call)
+            return super()._output(call, kept)
         except Exception:
             # Nothing tells the units that it was broken off, until the same module is called again: a part of it that
             # is called alone would meet what was gathered before.
-            self._reshard_all()
+            self.reshard_all()
             raise
 
     def clip(self, call: Call) -> Tensor:
@@ -105,17 +119,33 @@ class Composed(Side):
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def edit(self, call: Call) -> None:
-        with torch.no_grad():
-            for parameter in self.owned.values():
-                parameter.mul_(0.5)
+        if self.is_left_unsharded:
+            self.reshard_all()
+        self.edited(list(self.model.parameters() if call.get("of_model") else self.owned.values()), call.get("how", ""))
+        self.changed()
+
+    def convert(self, call: Call) -> None:
+        self.reshard_all()
+        self.dtype = call["dtype"]
+        self.model.zero_grad()
+        if call["how"] == "method":
+            getattr(self.model, self.dtype)()
+        else:
+            dtype = nets.DTYPES[self.dtype]
+            state = self.model.state_dict()
+            state = {key: value.to(dtype) if value.is_floating_point() else value for key, value in state.items()}
+            self.model.load_state_dict(state, assign=True)
+        self.owned = dict(self.model.named_parameters())
+        self.new_optimizer(call)
         self.changed()
 
     def apply(self, call: Call) -> None:
-        self._reshard_all()
+        self.reshard_all()
         self.model.apply(halve)
         self.changed()
 
-    def _reshard_all(self) -> None:
+    def reshard_all(self) -> None:
+        super().reshard_all()
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -175,9 +205,11 @@ class Composed(Side):
         self.at(call.get("part")).set_reshard_after_forward(not call["value"], recurse=call.get("recurse", True))
 
     def keep_after_backward(self, call: Call) -> None:
+        self.is_left_unsharded |= call["value"]
         self.at(call.get("part")).set_reshard_after_backward(not call["value"], recurse=call.get("recurse", True))
 
     def unshard(self, call: Call) -> None:
+        self.is_left_unsharded = True
         handle = self.at(call.get("part")).unshard(async_op=call["later"])
         if handle is not None:
             self.handles.append(handle)

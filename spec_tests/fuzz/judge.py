@@ -35,6 +35,11 @@ DEFAULTS = {
     "optimizer": "sgd",
     "mixed": False,
     "replicas": None,
+    "kinds": None,
+    "steps_by": None,
+    "begins": "double",
+    "full_in_eval": False,
+    "hook": False,
 }
 
 

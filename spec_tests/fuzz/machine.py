@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from spec_tests.fuzz import composed, wrapped
 from spec_tests.fuzz.case import Call, Case
-from spec_tests.fuzz.net import NUM_BLOCKS
+from spec_tests.fuzz.net import KINDS, NUM_BLOCKS
 from spec_tests.fuzz.wrong import WRONG_COMPOSED, WRONG_WRAPPED
 
 __all__ = ["drawn"]
@@ -29,6 +29,10 @@ NUM_CALLS, BATCH = 14, 10
 batches = st.integers(0, 3)
 parts = st.none() | st.integers(0, NUM_BLOCKS - 1)
 flags = st.booleans()
+# A flat parameter has one dtype.
+FLAT_KINDS = tuple(kind for kind in KINDS if kind not in ("both", "dtypes"))
+steps_by = st.sampled_from([None, "foreach", "foreach", "fused"])
+edits = st.sampled_from([None, "data", "foreach"])
 damages = st.sampled_from([None, None, None, "missing", "extra", "shape", "type", "none", "list"])
 
 
@@ -38,6 +42,7 @@ class Programs(RuleBasedStateMachine):
     door: str
     forms: tuple[str, ...] = ()
     wrong_calls: tuple[str, ...] = ()
+    evaluations: tuple[str, ...] = ("evaluate",)
     shapes: st.SearchStrategy[dict[str, Any]]
 
     def __init__(self) -> None:
@@ -64,16 +69,61 @@ class Programs(RuleBasedStateMachine):
     @initialize(data=st.data())
     def begin(self, data: st.DataObject) -> None:
         self.options = data.draw(self.shapes)
+        kinds = self.options["kinds"] or []
+        if {"complex", "both"} & set(kinds) and self.options["steps_by"] == "fused":
+            # PyTorch's fused optimizers refuse complex parameters.
+            self.options["steps_by"] = "foreach"
+        if self.door == "composed" and self.options["optimizer"] == "sgd" and self.options["steps_by"] == "fused":
+            # DTensor of torch 2.13 has no fused SGD.
+            self.options["steps_by"] = "foreach"
+        if "dtypes" in kinds:
+            # With a `param_dtype` a bfloat16 parameter computes in another dtype than in one process.
+            self.options.update(mixed=False, begins="double")
+        if self.options["mixed"]:
+            self.options.pop("begins", None)
+        else:
+            self.options.pop("full_in_eval", None)
 
     # --- training ---
 
-    @rule(batch=batches, to_none=flags, skip=parts)
-    def train(self, batch: int, to_none: bool, skip: int | None) -> None:
-        self.call("zero_grad", together=True, to_none=to_none, of_model=False)
-        self.call("forward", batch=batch, skip=skip)
+    @rule(batch=batches, to_none=flags, skip=parts, evaluations=st.sets(st.integers(0, 4), max_size=2))
+    def train(self, batch: int, to_none: bool, skip: int | None, evaluations: set[int]) -> None:
+        """A step, with evaluations at any place of it."""
+        arguments: list[dict[str, Any]] = [
+            {"do": "zero_grad", "together": True, "to_none": to_none, "of_model": False},
+            {"do": "forward", "batch": batch, "skip": skip},
+            {"do": "backward", "which": "all"},
+            {"do": "step", "together": True},
+        ]
+        for place, of_call in enumerate([*arguments, None]):
+            if place in evaluations:
+                self.call(self.evaluations[batch % len(self.evaluations)], batch=batch)
+            if of_call is not None:
+                self.call(**of_call)
+        self.num_pending = 0
+
+    @rule(batch=batches, drops=flags, of_model=flags, to_none=flags, evaluates=flags)
+    def accumulate(self, batch: int, drops: bool, of_model: bool, to_none: bool, evaluates: bool) -> None:
+        """Micro-batches, of which only the last one reduces. `drops`: the gradients of the first are discarded."""
+        self.begin_accumulating()
+        for number in range(2):
+            self.call("forward", batch=batch + number)
+            self.call("backward", which="all")
+            if drops and number == 0:
+                self.call("zero_grad", together=True, to_none=to_none, of_model=of_model)
+            if evaluates:
+                self.call("evaluate", batch=batch)
+        self.end_accumulating()
+        self.call("forward", batch=batch)
         self.call("backward", which="all")
         self.call("step", together=True)
         self.num_pending = 0
+
+    def begin_accumulating(self) -> None:
+        raise NotImplementedError
+
+    def end_accumulating(self) -> None:
+        raise NotImplementedError
 
     @rule(batch=batches, skip=parts, part=st.none() | parts)
     def forward(self, batch: int, skip: int | None, part: int | None) -> None:
@@ -103,9 +153,15 @@ class Programs(RuleBasedStateMachine):
     def clip(self, most: float, norm: float | str) -> None:
         self.call("clip", most=most, norm=norm)
 
-    @rule()
-    def edit(self) -> None:
-        self.call("edit", together=True)
+    @rule(how=edits, of_model=flags)
+    def edit(self, how: str | None, of_model: bool) -> None:
+        self.call("edit", together=True, how=how, of_model=of_model)
+
+    @rule(batch=batches, evaluates=flags)
+    def new_optimizer(self, batch: int, evaluates: bool) -> None:
+        if evaluates:
+            self.call(self.evaluations[-1], batch=batch)
+        self.call("new_optimizer", together=True)
 
     @rule(train=flags)
     def mode(self, train: bool) -> None:
@@ -174,6 +230,10 @@ class Wrapped(Programs):
     wrong_calls = tuple(WRONG_WRAPPED)
     shapes = st.fixed_dictionaries(
         {
+            "kinds": st.none() | st.lists(st.sampled_from(FLAT_KINDS), min_size=NUM_BLOCKS, max_size=NUM_BLOCKS),
+            "steps_by": steps_by,
+            "full_in_eval": flags,
+            "hook": st.sampled_from([False, False, True]),
             "strategy": st.sampled_from(["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]),
             "originals": flags,
             "nested": flags,
@@ -186,6 +246,25 @@ class Wrapped(Programs):
             "replicas": st.sampled_from([None, None, None, 1, 2]),
         }
     )
+
+    def begin_accumulating(self) -> None:
+        self.call("enter", what="no_sync")
+
+    def end_accumulating(self) -> None:
+        self.call("leave")
+
+    @rule(batch=batches, inner=flags, records=flags)
+    def evaluate_in_mode(self, batch: int, inner: bool, records: bool) -> None:
+        """An evaluation in evaluation mode, or a step in it."""
+        self.call("mode", train=False, inner=inner)
+        if records:
+            self.call("zero_grad", together=True, to_none=True, of_model=False)
+            self.call("forward", batch=batch)
+            self.call("backward", which="all")
+            self.call("step", together=True)
+        else:
+            self.call("evaluate", batch=batch)
+        self.call("mode", train=True)
 
     @rule()
     def no_sync(self) -> None:
@@ -218,6 +297,9 @@ class Composed(Programs):
     wrong_calls = tuple(WRONG_COMPOSED)
     shapes = st.fixed_dictionaries(
         {
+            "kinds": st.none() | st.lists(st.sampled_from(KINDS), min_size=NUM_BLOCKS, max_size=NUM_BLOCKS),
+            "steps_by": steps_by,
+            "begins": st.sampled_from(["double", "double", "float"]),
             "frees": st.sampled_from([None, True, False]),
             "nested": flags,
             "uses": st.sampled_from([1, 1, 2]),
@@ -227,6 +309,32 @@ class Composed(Programs):
             "replicas": st.sampled_from([None, None, None, 1, 2]),
         }
     )
+
+    evaluations = ("evaluate", "generate")
+
+    def begin_accumulating(self) -> None:
+        self.call("sync", value=False, recurse=True)
+
+    def end_accumulating(self) -> None:
+        self.call("sync", value=True, recurse=True)
+
+    @rule(batch=batches)
+    def generate(self, batch: int) -> None:
+        self.call("generate", batch=batch)
+
+    @precondition(lambda self: not self.options.get("mixed"))
+    @rule(batch=batches, dtype=st.sampled_from(["double", "float"]), how=st.sampled_from(["method", "assign"]))
+    def convert(self, batch: int, dtype: str, how: str) -> None:
+        """Another dtype after a step: no gradient waits for its reduction then."""
+        if "dtypes" in (self.options["kinds"] or []) and dtype == "float":
+            return
+        self.call("sync", together=True, value=True)
+        self.call("keep_after_backward", together=True, value=False)
+        self.call("forward", batch=batch)
+        self.call("backward", which="all")
+        self.call("step", together=True)
+        self.call("convert", together=True, dtype=dtype, how=how)
+        self.num_pending = 0
 
     @rule(value=flags, part=parts, recurse=flags)
     def sync(self, value: bool, part: int | None, recurse: bool) -> None:

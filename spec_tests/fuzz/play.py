@@ -77,6 +77,12 @@ class Player:
         self.twin = Twin(case.options, self.rank)
         # In mixed precision units compute in float32.
         self.tolerance: Tolerance = FLOAT if case.options.get("mixed") else DOUBLE
+        # Whether gradients were computed in float32, where all else is exact.
+        self.is_rounded = False
+        if case.options.get("begins") == "float":
+            self.tolerance = FLOAT
+        if case.options.get("full_in_eval"):
+            self.tolerance = DOUBLE
         self.log: list[str] = []
         self.found: str | None = None
 
@@ -115,6 +121,9 @@ class Player:
 
     def make(self, call: Call) -> str:
         """One call; how it went."""
+        if call["do"] == "step" and self.case.options.get("strategy") == "NO_SHARD" and self.twin.waiting_units:
+            # Local SGD: ranks train apart on purpose.
+            call = {"do": "zero_grad", "to_none": True, "of_model": True}
         mine = call.get("on", self.rank) == self.rank
         ranks = (call["on"],) if "on" in call else (0, 1)
         given, error = self._try(self.side, call) if mine else (None, None)
@@ -124,10 +133,39 @@ class Player:
         else:
             self._follow(call, given, ranks, mine=mine)
         self.log.append(f"{call['do']}: {said}")
-        if self._compares and not self.side.is_summoned and self.found is None:
-            self._compare(self.side.parameters_against(self.twin))
-            self._compare(self.side.gradients_against(self.twin))
+        if self._compares and self.found is None:
+            self._compare(self._kept_against(), FLOAT if self.case.options.get("mixed") else None)
+        if self._compares and not self.side.is_summoned:
+            if self.found is None:
+                rounds = bool(self.case.options.get("full_in_eval"))
+                self._compare(self.side.parameters_against(self.twin), FLOAT if rounds else None)
+                # In evaluation mode with full precision gradients are exact, too.
+                self._compare(self.side.gradients_against(self.twin), FLOAT if self.is_rounded else None)
+            # All ranks take part, also those that have found something.
+            if call["do"] == "convert" or (call["do"] == "step" and self.case.options.get("full_in_eval")):
+                self._take_over()
         return said
+
+    def _kept_against(self) -> Pieces:
+        """The gradients that hooks have kept, of all forwards so far: of the input, and between the blocks."""
+        return {
+            f"gradient of {name} in forward {number}": (mine.gradients.get(name), expected)
+            for number, (mine, plain) in enumerate(zip(self.side.kept, self.twin.kept, strict=True))
+            for name, expected in plain.gradients.items()
+        }
+
+    def _take_over(self) -> None:
+        """The twin takes the values of the ranks: later it is compared more exactly than what was rounded before."""
+        shards: dict[str, Any] = {name: mine for name, (mine, _) in self.side.parameters_against(self.twin).items()}
+        everybody: list[Any] = [shards, shards]
+        dist.all_gather_object(everybody, shards)
+        _, of_all = self.side.piece
+        values = dict(self.twin.net.named_parameters())
+        with torch.no_grad():
+            for name in shards:
+                parts = [shards[name]] if of_all == 1 else [each[name] for each in everybody]
+                for key, value in self.side.joined(name, parts, self.twin).items():
+                    values[key].copy_(value)
 
     def _try(self, side: Any, call: Call, *rest: Any) -> tuple[Any, BaseException | None]:
         try:
@@ -142,6 +180,9 @@ class Player:
             # Whatever was left of the graphs is gone, or was computed from other values.
             self.side.changed()
             self.twin._changed()
+            # A backward that was interrupted has called some of the hooks.
+            self.side.kept.clear()
+            self.twin.kept.clear()
         if OURS.search(text):
             entry = re.search(r"#(E-[a-z0-9-]+)", text)
             said = entry.group(1) if entry else text.splitlines()[0]
@@ -151,7 +192,7 @@ class Player:
         if self.case.is_apart and OF_GLOO.search(text):
             raise error
         # A program that is wrong for any model, or a call that never came to minifsdp.
-        leaves_traces = call["do"] in ("forward", "evaluate", "strange_input", "backward", "backward_again")
+        leaves_traces = call["do"] in ("forward", "evaluate", "generate", "strange_input", "backward", "backward_again")
         # PyTorch's own `load_state_dict` copies what fits before it raises.
         leaves_traces |= call["do"] == "load" and self.side.has_to_load(call)
         _, expected = self._try(self.twin, call, ranks) if leaves_traces else (None, None)
@@ -172,10 +213,28 @@ class Player:
             return False
         if call["do"] in ("step", "clip"):
             return not self.twin.waiting_units
-        return call["do"] in ("forward", "evaluate", "backward", "zero_grad", "mode", "save", "edit", "apply")
+        return call["do"] in (
+            "forward",
+            "evaluate",
+            "backward",
+            "zero_grad",
+            "mode",
+            "save",
+            "edit",
+            "apply",
+            "generate",
+            "new_optimizer",
+            "convert",
+        )
 
     def _follow(self, call: Call, given: Any, ranks: tuple[int, ...], *, mine: bool) -> None:
         """The twin does the same."""
+        if call["do"] == "convert" and call["dtype"] == "double" and not self.case.options.get("mixed"):
+            self.tolerance = DOUBLE
+        elif call["do"] == "convert":
+            self.tolerance = FLOAT
+        if call["do"] == "zero_grad" and not any((*self.twin.pending, self.twin.waiting_units)):
+            self.is_rounded = False
         if call["do"] == "clip":
             # The norm is computed in float32 here and there.
             self.tolerance = FLOAT
@@ -186,7 +245,9 @@ class Player:
         if not self._compares or not mine:
             return
         if isinstance(expected, torch.Tensor):
-            self._compare({f"result of {call}": (given, expected)})
+            in_low = bool(self.case.options.get("full_in_eval")) and self.twin.net.training
+            self.is_rounded |= in_low and call["do"] == "forward"
+            self._compare({f"result of {call}": (given, expected)}, FLOAT if in_low else None)
         elif call["do"] == "save" and given is not None:
             self._compare(self.side.saved_against(call["form"], given, self.twin.saved[-1]))
         elif call["do"] == "enter":
@@ -200,19 +261,22 @@ class Player:
             "edit": hides or not self.side.keeps_edits,
             "save": hides or (self.side.is_summoned and not self.side.keeps_edits),
             "zero_grad": self.side.is_summoned,
+            "new_optimizer": self.side.is_summoned,
         }.get(call["do"], False)
         if is_lost and call["do"] == "edit":
             # Here, too, nothing waits for its backward any more.
             self.twin._changed()
         return {"do": "nothing"} if is_lost else call
 
-    def _compare(self, pieces: Pieces) -> None:
+    def _compare(self, pieces: Pieces, tolerance: Tolerance | None = None) -> None:
+        chosen = tolerance or self.tolerance
         for name, (mine, expected) in pieces.items():
             if not isinstance(mine, torch.Tensor) or expected is None or mine.shape != expected.shape:
                 self._note(f"differs: {name}: {_shown(mine)} here, {_shown(expected)} in one process")
                 continue
-            mine, expected = mine.detach().double(), expected.detach().double()
-            if not torch.allclose(mine, expected, rtol=self.tolerance.rtol, atol=self.tolerance.atol, equal_nan=True):
+            # In complex128, which has every dtype's values.
+            mine, expected = (tensor.detach().to(torch.complex128) for tensor in (mine, expected))
+            if not torch.allclose(mine, expected, rtol=chosen.rtol, atol=chosen.atol, equal_nan=True):
                 self._note(f"differs: {name}, by up to {float((mine - expected).abs().max()):.3g}")
 
 

@@ -45,6 +45,10 @@ class Side:
         self.contexts: list[tuple[Call, contextlib.ExitStack]] = []
         self.shard(nets.made(options))
         self.optimizer = nets.optimizer_over(self.model.parameters(), options)
+        self.kept: list[nets.Kept] = []
+        self.dtype = options.get("begins", "double")
+        # Whether a recorded forward or the user has left units unsharded. Then `model.parameters()` can be unsharded.
+        self.is_left_unsharded = False
 
     # --- by each door ---
 
@@ -64,6 +68,14 @@ class Side:
     def gradients_against(self, twin: Twin) -> Pieces:
         """The same of gradients, of those units of which none waits."""
         raise NotImplementedError
+
+    def joined(self, name: str, shards: list[Tensor], twin: Twin) -> dict[str, Tensor]:
+        """The parameters in an entry of `parameters_against`, from all ranks' local shards of it."""
+        raise NotImplementedError
+
+    def reshard_all(self) -> None:
+        """Makes `model.parameters()` the sharded parameters, after a forward that no backward has followed."""
+        self.is_left_unsharded = False
 
     def has_to_load(self, call: Call) -> bool:
         """Whether the state dict that is to be loaded has anything on this rank; of a full one only rank 0's has."""
@@ -117,21 +129,22 @@ class Side:
     # --- training ---
 
     def forward(self, call: Call) -> Tensor:
-        output = self._output(call)
+        self.is_left_unsharded = True
+        kept = nets.Kept()
+        output = self._output(call, kept)
         self.pending.append(nets.loss_of(output))
+        self.kept.append(kept)
         return output
 
     @torch.no_grad()
     def evaluate(self, call: Call) -> Tensor:
+        if "bang" in call:
+            self.is_left_unsharded = True
         return self._output(call)
 
-    def _output(self, call: Call) -> Tensor:
-        number, part = call["batch"], call.get("part")
-        if part is not None:
-            return self.at(part)(nets.batch(number, self.rank, nets.WIDTH))
-        skip = call.get("skip")
-        skip = skip[self.rank] if isinstance(skip, list) else skip
-        return self.model(nets.batch(number, self.rank), skip=skip, bang=call.get("bang"))
+    def _output(self, call: Call, kept: nets.Kept | None = None) -> Tensor:
+        call = {**call, "dtype": self.dtype}
+        return nets.output_of(self.model, self.at(call.get("part")), call, self.rank, kept)
 
     def strange_input(self, call: Call) -> Any:
         return self.model(call["input"])
@@ -141,6 +154,7 @@ class Side:
         if losses:
             self.used = torch.stack(losses).sum()
             self.used.backward(retain_graph=False)
+            self.is_left_unsharded = bool(self.pending) and self.is_left_unsharded
 
     def backward_again(self, call: Call) -> None:
         if self.used is not None:
@@ -154,6 +168,22 @@ class Side:
         # Gradients are hidden while full parameters are shown, and an optimizer cannot find them.
         if not self.is_summoned:
             (self.model if call["of_model"] else self.optimizer).zero_grad(set_to_none=call["to_none"])
+
+    def new_optimizer(self, call: Call) -> None:
+        if self.is_summoned:
+            # An optimizer over unsharded parameters is a mistake of the program.
+            return
+        if self.is_left_unsharded:
+            self.reshard_all()
+        self.optimizer = nets.optimizer_over(self.model.parameters(), self.options)
+
+    def edited(self, parameters: list[Any], how: str) -> None:
+        """Halves parameters, in one of the ways that users do it."""
+        with torch.no_grad():
+            if how == "foreach":
+                torch._foreach_mul_(parameters, 0.5)
+            for parameter in parameters if how != "foreach" else []:
+                (parameter.data if how == "data" else parameter).mul_(0.5)
 
     def mode(self, call: Call) -> None:
         self.model.train(call["train"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ from spec_tests.fuzz import judge
 from spec_tests.fuzz.__main__ import RECORD, RECORDED
 from spec_tests.fuzz.case import DOORS, Case
 from spec_tests.fuzz.judge import Verdict, counted, judged, replay_line, simplest, summary
-from spec_tests.fuzz.machine import drawn
+from spec_tests.fuzz.known import KNOWN
+from spec_tests.fuzz.machine import FLAT_KINDS, drawn
+from spec_tests.fuzz.net import KINDS
 from spec_tests.fuzz.wrong import WRONG_COMPOSED, WRONG_WRAPPED
 from spec_tests.harness import ranks
 from spec_tests.models.modules import WIDTH, Block, seeded
@@ -104,6 +108,40 @@ def test_a_record_tells_of_what_was_found() -> None:
     told = summary([Verdict(case, "differs", ("forward: ok", "step: E-step-while-summoned")), Verdict(case, None)])
     assert (told["programs"], told["findings"], told["calls"], told["refused"]) == (2, 1, 2, 1)
     assert (told["hybrid"], told["mixed precision"], told["ended early"]) == (2, 2, 0)
+
+
+@pytest.mark.ranks
+@pytest.mark.cpu
+@pytest.mark.spec("FUZZ-12")
+@pytest.mark.parametrize("kind", list(KNOWN))
+def test_a_short_program_of_each_kind_gives_what_one_process_gives(kind: str) -> None:
+    assert list(report(KNOWN[kind])) == []
+
+
+@pytest.mark.spec("FUZZ-12")
+@pytest.mark.parametrize("door", DOORS)
+def test_drawn_programs_contain_every_ingredient(door: str) -> None:
+    cases = [case for seed in SEEDS for case in drawn(30, door, seed)]
+
+    def count(name: str, value: object = None) -> int:
+        """The programs that have this option, or this argument of a call."""
+        given = [[case.options.get(name), *(call.get(name) for call in case.calls)] for case in cases]
+        return sum(any(each == value if value is not None else bool(each) for each in all_of) for all_of in given)
+
+    wanted: list[tuple[str, object]] = [("steps_by", "foreach"), ("steps_by", "fused"), ("of_model", True)]
+    wanted += [("how", "data"), ("how", "foreach"), ("do", "new_optimizer"), ("do", "evaluate"), ("do", "zero_grad")]
+    if door == "composed":
+        wanted += [("do", "generate"), ("do", "convert"), ("how", "assign"), ("begins", "float")]
+    else:
+        wanted += [("full_in_eval", True), ("hook", True), ("inner", True)]
+    few = {(name, value): count(name, value) for name, value in wanted if count(name, value) < 5}
+    assert few == {}
+    kinds = Counter(kind for case in cases for kind in case.options.get("kinds") or [])
+    assert set(kinds) == set(FLAT_KINDS if door == "wrapped" else KINDS)
+    # An evaluation between a backward and a step, before a forward, and between forward and backward.
+    pairs = Counter(pair for case in cases for pair in pairwise([call["do"] for call in case.calls]))
+    for pair in (("backward", "evaluate"), ("evaluate", "step"), ("evaluate", "forward"), ("forward", "evaluate")):
+        assert pairs[pair] >= 5, pair
 
 
 # --- each thing that was found ---

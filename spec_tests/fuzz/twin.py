@@ -68,6 +68,9 @@ class Twin:
         self.net = nets.made(options)
         self.optimizer = nets.optimizer_over(self.net.parameters(), options)
         self.pending: list[list[Tensor]] = [[] for _ in RANKS]
+        self.kept: list[nets.Kept] = []
+        self.inputs: list[list[Tensor]] = [[] for _ in RANKS]
+        self.dtype = options.get("begins", "double")
         self.used: Tensor | None = None
         self.saved: list[dict[str, Any]] = []
         self.saved_optimizer: list[dict[str, Any]] = []
@@ -101,22 +104,26 @@ class Twin:
         for rank in ranks:
             before = seen.clone()
             self.net.seen.copy_(before)
-            output = self._output(call, rank)
-            if keeps:
+            kept = nets.Kept() if keeps else None
+            called = self.net if call.get("part") is None else self.net.blocks[call["part"]]
+            output = nets.output_of(self.net, called, {**call, "dtype": self.dtype}, rank, kept)
+            if kept is not None:
                 self.pending[rank].append(nets.loss_of(output))
+                self.inputs[rank].append(kept.input)
+                if rank == self.rank:
+                    self.kept.append(kept)
             mine = output if rank == self.rank else mine
         if self.rank not in tuple(ranks):
             self.net.seen.copy_(seen)
         return mine
 
-    def _output(self, call: Call, rank: int) -> Tensor:
-        number, part = call["batch"], call.get("part")
-        if part is not None:
-            return self.net.blocks[part](nets.batch(number, rank, nets.WIDTH))
-        # A list stands for what each rank leaves out.
-        skip = call.get("skip")
-        skip = skip[rank] if isinstance(skip, list) else skip
-        return self.net(nets.batch(number, rank), skip=skip, bang=call.get("bang"))
+    def generate(self, call: Call, ranks: Iterable[int] = RANKS) -> Tensor | None:
+        mine, seen = None, self.net.seen.clone()
+        for rank in ranks:
+            self.net.seen.copy_(seen)
+            output = self.net.generate(nets.batch(call["batch"], rank).to(nets.DTYPES[self.dtype]))
+            mine = output if rank == self.rank else mine
+        return mine
 
     def strange_input(self, call: Call, ranks: Iterable[int] = RANKS) -> Any:
         return self.net(call["input"])
@@ -130,8 +137,9 @@ class Twin:
             total = torch.stack(losses).sum()
             if rank == self.rank:
                 self.used = total
-            gradients = torch.autograd.grad(total, parameters, allow_unused=True)
-            for name, gradient in zip(names, gradients, strict=True):
+            # The hooks of `Kept` are called only for a tensor that is on the way to one of these.
+            gradients = torch.autograd.grad(total, (*parameters, *self.inputs[rank]), allow_unused=True)
+            for name, gradient in zip(names, gradients, strict=False):
                 if gradient is not None:
                     held = self.waiting[rank].get(name)
                     self.waiting[rank][name] = gradient if held is None else held + gradient
@@ -165,8 +173,8 @@ class Twin:
 
     def zero_grad(self, call: Call, ranks: Iterable[int] = RANKS) -> None:
         self.net.zero_grad(set_to_none=call["to_none"])
-        if self.options["door"] == "wrapped":
-            # What waits is in `.grad` there.
+        if self.options["door"] == "wrapped" or call["of_model"]:
+            # The wrapper has unreduced gradients in `.grad`, where an optimizer finds them too.
             for of_rank in self.waiting:
                 for name in list(of_rank):
                     of_rank[name] = torch.zeros_like(of_rank[name])
@@ -184,13 +192,29 @@ class Twin:
 
     apply = edit
 
+    def new_optimizer(self, call: Call, ranks: Iterable[int] = RANKS) -> None:
+        self.optimizer = nets.optimizer_over(self.net.parameters(), self.options)
+
+    def convert(self, call: Call, ranks: Iterable[int] = RANKS) -> None:
+        if self.waiting_units:
+            return
+        self.dtype = call["dtype"]
+        getattr(self.net, self.dtype)()
+        self.net.zero_grad()
+        self.new_optimizer(call)
+        self._changed()
+
     def mode(self, call: Call, ranks: Iterable[int] = RANKS) -> None:
         self.net.train(call["train"])
+        if self.options.get("full_in_eval"):
+            self._changed()
 
     def _changed(self) -> None:
         # A backward through what was computed from other values is refused by autograd, or by nobody (FWD-05).
         for of_rank in self.pending:
             of_rank.clear()
+        for inputs in self.inputs:
+            inputs.clear()
         self.used = None
 
     # --- saving ---

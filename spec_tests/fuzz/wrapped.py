@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -37,6 +40,15 @@ FORMS: dict[str, tuple[StateDictType, Any]] = {
 }
 
 
+def halve_in_place(group: dist.ProcessGroup, gradient: Tensor, *shard: Tensor) -> None:
+    """A communication hook that writes into the gradient that it is given."""
+    gradient.div_(2)
+    if shard:
+        dist.reduce_scatter_tensor(shard[0], gradient, group=group)
+    else:
+        dist.all_reduce(gradient, group=group)
+
+
 class Wrapped(Side):
     """See `Side`."""
 
@@ -47,6 +59,16 @@ class Wrapped(Side):
         prefetch = options.get("prefetch", "pre")
         # In float32 everywhere; a part that is called alone gets an input in float64.
         mixed = MixedPrecision(param_dtype=torch.float32, cast_forward_inputs=True) if options.get("mixed") else None
+        full = {"FSDP_USE_FULL_PREC_IN_EVAL": "1"} if options.get("full_in_eval") else {}
+        with mock.patch.dict(os.environ, full):
+            self._wrap(net, prefetch, mixed)
+        if options.get("hook") and options.get("replicas") is None:
+            self.model.register_comm_hook(self.group, halve_in_place)
+        # In the order of `parameters()`; of each unit what this rank owns, whole or in slices.
+        self.owned = list(self.model.named_parameters())
+
+    def _wrap(self, net: nets.Net, prefetch: str, mixed: MixedPrecision | None) -> None:
+        options = self.options
         self.model = FSDP(
             net,
             **self._ranks(),
@@ -57,8 +79,6 @@ class Wrapped(Side):
             use_orig_params=options.get("originals", False),
             cpu_offload=CPUOffload(offload_params=options.get("offload", False)),
         )
-        # In the order of `parameters()`; of each unit what this rank owns, whole or in slices.
-        self.owned = list(self.model.named_parameters())
 
     def _ranks(self) -> dict[str, Any]:
         """Who shares, and how."""
@@ -129,6 +149,18 @@ class Wrapped(Side):
         pieces = whole.chunk(of_all)
         return pieces[number] if number < len(pieces) else whole.new_empty(shape)
 
+    def joined(self, name: str, shards: list[Tensor], twin: Twin) -> dict[str, Tensor]:
+        whole = shards[0] if self.options.get("strategy") == "NO_SHARD" else torch.cat(shards)
+        plain = {n: p for n, p in twin.net.named_parameters() if twin.unit_of[n] == name.split("'")[1]}
+        rows = whole.split([parameter.numel() for parameter in plain.values()])
+        return {n: row.view(p.shape) for (n, p), row in zip(plain.items(), rows, strict=True)}
+
+    def mode(self, call: Call) -> None:
+        (self.model.module if call.get("inner") else self.model).train(call["train"])
+        if self.options.get("full_in_eval"):
+            # The parameters have another dtype from here on.
+            self.changed()
+
     # --- calls ---
 
     def clip(self, call: Call) -> Tensor:
@@ -140,9 +172,10 @@ class Wrapped(Side):
         if self.hides_from_some:
             return
         shown = self.model.parameters() if self.is_summoned else [parameter for _, parameter in self.owned]
-        with torch.no_grad():
-            for parameter in shown:
-                parameter.mul_(0.5)
+        how = call.get("how", "")
+        is_whole = self.options.get("strategy") == "NO_SHARD"
+        # A unit that a recorded forward has left unsharded sees an edit only by its version, except with `NO_SHARD`.
+        self.edited(list(shown), "" if self.is_left_unsharded and not is_whole else how)
 
     def apply(self, call: Call) -> None:
         self.model.apply(halve)

@@ -47,9 +47,12 @@ def optimizer_for(description: Description, model: nn.Module) -> torch.optim.Opt
     parameters = list(model.parameters())
     if not parameters:
         return None
+    # List operators, which PyTorch uses by default on a GPU, do not increase the version of a DTensor.
+    foreach = description.seed % 2 == 0
     if description.adam:
-        return torch.optim.Adam(parameters, lr=LEARNING_RATE, eps=EPSILON)
-    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM if description.momentum else 0.0)
+        return torch.optim.Adam(parameters, lr=LEARNING_RATE, eps=EPSILON, foreach=foreach)
+    momentum = MOMENTUM if description.momentum else 0.0
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=momentum, foreach=foreach)
 
 
 def loss_of(outputs: list[Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ from spec_tests.mutants.catalogue import (
     checkpoints,
     fresh,
     fully_shard,
+    fuzz,
     gradients,
     optimizer_states,
     precision,
@@ -35,5 +36,6 @@ EVERY: list[Mutant] = [
     *rest.MUTANTS,
     *sending.MUTANTS,
     *fresh.MUTANTS,
+    *fuzz.MUTANTS,
 ]
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}

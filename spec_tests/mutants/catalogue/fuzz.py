@@ -1,0 +1,18 @@
+"""Mutants of FUZZ: wrong numbers that the drawn programs must find."""
+
+from __future__ import annotations
+
+from spec_tests.mutants.mutant import Mutant
+
+__all__ = ["MUTANTS"]
+
+MUTANTS = [
+    Mutant(
+        "a-fused-step-leaves-flat-units-as-they-are",
+        "FlatLayout.gather",
+        "self.steps.count, self.owner.stamp()",
+        "0, self.owner.stamp()",
+        "A forward after the step of a fused optimizer uses the parameters from before the step.",
+        "FUZZ-12",
+    ),
+]
