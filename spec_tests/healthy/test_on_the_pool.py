@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +10,15 @@ import pytest
 import torch.distributed as dist
 
 from spec_tests.harness import ranks
-from spec_tests.healthy.programs import uneven
+from spec_tests.healthy.programs import names, ordinary, uneven
 from spec_tests.healthy.quiet import says_nothing_wrong
 
-# torch's FSDP, the other implementation, advises against NO_SHARD.
-pytestmark = [pytest.mark.cpu, pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated")]
+# torch's FSDP, the other implementation, advises against NO_SHARD and `state_dict_type`.
+pytestmark = [
+    pytest.mark.cpu,
+    pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated"),
+    pytest.mark.filterwarnings("ignore:FSDP.state_dict_type"),
+]
 
 
 def cases(module: Any, table: str) -> list[Any]:
@@ -44,4 +49,37 @@ def test_ranks_may_do_different_numbers_of_things_that_send_nothing(module: str,
 @pytest.mark.parametrize(("module", "name", "api"), cases(uneven, "ON_FOUR"))
 @ranks(4, timeout=20)
 def test_groups_in_which_nothing_is_sent_are_not_compared(module: str, name: str, api: str) -> None:
+    run(module, name, api)
+
+
+@pytest.mark.spec("HEALTHY-01")
+@pytest.mark.parametrize(("module", "name", "api"), cases(ordinary, "ON_TWO"))
+@ranks(2, timeout=20)
+def test_ordinary_programs_are_left_alone(module: str, name: str, api: str) -> None:
+    run(module, name, api)
+
+
+@pytest.mark.spec("HEALTHY-03")
+@pytest.mark.parametrize(("module", "name", "api"), cases(ordinary, "ON_FOUR"))
+@ranks(4, timeout=20)
+def test_groups_of_different_ranks_are_left_alone(module: str, name: str, api: str) -> None:
+    run(module, name, api)
+
+
+@pytest.mark.spec("HEALTHY-04")
+@pytest.mark.parametrize(("module", "name", "api"), cases(names, "ON_TWO"))
+@ranks(2, timeout=30)
+def test_ranks_may_wrap_their_modules_differently(module: str, name: str, api: str) -> None:
+    run(module, name, api)
+
+
+@pytest.mark.spec("HEALTHY-05")
+@pytest.mark.parametrize("transport", ["messages", "by size", "collectives"])
+@pytest.mark.parametrize(("module", "name", "api"), cases(ordinary, "AHEAD"))
+@ranks(2, timeout=20)
+def test_an_all_gather_that_the_program_issues_does_not_block(module: str, name: str, api: str, transport: str) -> None:
+    if transport == "by size":
+        os.environ.pop("MINIFSDP_TRANSPORT", None)
+    else:
+        os.environ["MINIFSDP_TRANSPORT"] = transport
     run(module, name, api)

@@ -167,8 +167,9 @@ class WithExperts(nn.Module):
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_experts))
+        self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -371,7 +372,7 @@ def assert_gradient(module: nn.Module, plain: Towers, name: str, *ranks: int) ->
 
 
 def ddp_with_join_next_to_it(api: str) -> None:
-    """A DistributedDataParallel model has uneven inputs, which `Join` covers, next to a sharded model that has even ones."""
+    """A DDP model has uneven inputs, which `Join` covers, next to a sharded model that has even ones."""
     training = Training(api)
     torch.manual_seed(1)
     other = DistributedDataParallel(nn.Linear(WIDTH, WIDTH))
