@@ -87,7 +87,7 @@ def layer_drop_and_early_exit(api: str) -> None:
 
 
 def freezing_by_epoch(api: str) -> None:
-    """The program freezes the first layer in the first epoch and trains only that layer in the second, as adapters do."""
+    """The first layer is frozen in the first epoch, and only that layer trains in the second, as adapters do."""
     options = {"use_orig_params": True} if api == "wrapper" else {}
     training = Training(api, **options)
     for epoch in range(2):
