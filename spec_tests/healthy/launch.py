@@ -21,7 +21,7 @@ from spec_tests.harness.pool import free_port
 from spec_tests.healthy.quiet import accusations
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 90.0  # seconds for a program
+LIMIT = 60.0  # seconds for a program
 AT_ONCE = 2.5  # seconds from the last line of a program to the end of its process
 
 

@@ -39,6 +39,8 @@ def training(api: str, num_layers: int = 1, **options: Any) -> Any:
     """Imported here: some programs do something before the first import."""
     from spec_tests.healthy.programs.support import Net, Training
 
+    # All ranks begin with the same parameters.
+    torch.manual_seed(0)
     return Training(api, Net(num_layers), **options)
 
 
