@@ -51,7 +51,8 @@ def complaint(launch: Launch) -> str:
             ranks = [started([*command[:2], "torch.distributed.run", *options, "-m", *command[2:]], folder)]
             num_right = launch.num_ranks
         results = [finished(rank) for rank in ranks]
-    found = []
+        left = [path.name for path in Path(folder).iterdir() if launch.program == "file_store"]
+    found = [f"a file is left: {left}"] if left else []
     for rank, (status, output, errors) in enumerate(results):
         if status != 0:
             found.append(f"process {rank} has ended with {status}:\n{errors[-3000:]}")

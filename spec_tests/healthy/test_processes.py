@@ -19,7 +19,7 @@ BOTH = {
         ("destroyed_and_made_again", "plain"),
         ("destroyed_and_made_again", "torchrun"),
         ("two_models_in_turn_with_a_store_each", "plain"),
-        ("same_file_again", "plain"),
+        ("file_store", "plain"),
         ("ten_groups", "plain"),
         ("ten_new_groups", "plain"),
     ],
