@@ -51,7 +51,9 @@ def complaint(launch: Launch) -> str:
             ranks = [started([*command[:2], "torch.distributed.run", *options, "-m", *command[2:]], folder)]
             num_right = launch.num_ranks
         results = [finished(rank) for rank in ranks]
-        left = [path.name for path in Path(folder).iterdir() if launch.program == "file_store"]
+        # With `fully_shard` torch leaves the file of its mesh.
+        is_file_store = (launch.program, launch.api) == ("file_store", "wrapper")
+        left = [path.name for path in Path(folder).iterdir() if is_file_store]
     found = [f"a file is left: {left}"] if left else []
     for rank, (status, output, errors) in enumerate(results):
         if status != 0:

@@ -64,13 +64,22 @@ def leave() -> None:
 # ---- groups and stores ----
 
 
+def store_of_launcher() -> Any:
+    """The store of torchrun's agent, or one that rank 0 hosts."""
+    is_host = RANK == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), WORLD, is_host)
+
+
+def join_life(life: object, store: Any) -> None:
+    """Without a prefix torch sometimes finds addresses of an earlier life at the store and waits for them."""
+    join(store=dist.PrefixStore(f"life {life}", store), rank=RANK, world_size=WORLD)
+
+
 def destroyed_and_made_again(api: str) -> None:
     """The default group is destroyed and made again at the same store, under a prefix; a rank is late in the second."""
-    has_store = RANK == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), WORLD, has_store)
+    store = store_of_launcher()
     for life, seconds in enumerate((0.0, SECONDS)):
-        # Without a prefix torch sometimes finds addresses of the first life and waits for them.
-        join(store=dist.PrefixStore(f"life {life}", store), rank=RANK, world_size=WORLD)
+        join_life(life, store)
         train(api, seconds)
         leave()
 
@@ -84,7 +93,7 @@ def two_models_in_turn_with_a_store_each(api: str) -> None:
 
 
 def file_store(api: str) -> None:
-    """The default group has a `file://` store; its file is gone when all ranks have ended."""
+    """The default group has a `file://` store; its file is gone when all ranks have ended (wrapper)."""
     join(init_method=f"file://{PLACE}/store", rank=RANK, world_size=WORLD)
     train(api, SECONDS)
     leave()
@@ -92,9 +101,7 @@ def file_store(api: str) -> None:
 
 def prefix_store(api: str) -> None:
     """The default group has a prefix store over another prefix store."""
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(*address, WORLD, RANK == 0)
-    join(store=dist.PrefixStore("b", dist.PrefixStore("a", store)), rank=RANK, world_size=WORLD)
+    join(store=dist.PrefixStore("b", dist.PrefixStore("a", store_of_launcher())), rank=RANK, world_size=WORLD)
     train(api, SECONDS)
     leave()
 
@@ -153,8 +160,7 @@ def ten_new_groups(api: str) -> None:
 
 def host_of_the_store_leaves(api: str) -> None:
     """Rank 0 hosts the store and leaves; ranks 1 and 2 go on in a group of their own, and save."""
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), WORLD, RANK == 0)
-    join(store=store, rank=RANK, world_size=WORLD)
+    join(store=store_of_launcher(), rank=RANK, world_size=WORLD)
     group = dist.new_group([1, 2])
     if RANK > 0:
         from spec_tests.healthy.programs.support import state_dict_of
@@ -183,10 +189,12 @@ def no_temporary_folder(api: str) -> None:
 
 def started_again(api: str) -> None:
     """Every rank ends with status 1 in its first life; torchrun starts the job again."""
-    join()
+    life = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    join_life(life, store_of_launcher())
     trained = training(api)
     trained.step(0)
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if life == "0":
+        dist.barrier()
         os._exit(1)
     train(api, SECONDS)
     leave()
