@@ -5,6 +5,7 @@ Spec: HEALTHY-04.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -78,11 +79,16 @@ def checkpoint_wrapper_on_one_rank(api: str) -> None:
 
 def checkpoint_wrapper_around_units_on_one_rank(api: str) -> None:
     """Rank 1 wraps its sharded layers in `checkpoint_wrapper`, as a trainer does after sharding."""
+    train_with_layers_inside(api, checkpoint_wrapper, of_rank=1)
+
+
+def train_with_layers_inside(api: str, outer: Callable[[nn.Module], nn.Module], of_rank: int) -> None:
+    """One rank puts its sharded layers inside of other modules before the first forward."""
     training = Training(api)
-    if rank() == 1:
+    if rank() == of_rank:
         layers = next(module for module in training.model.modules() if isinstance(module, Net)).layers
         for index, layer in enumerate(layers):
-            layers[index] = checkpoint_wrapper(layer)
+            layers[index] = outer(layer)
     for step in range(3):
         training.step(step)
     training.check()
@@ -153,12 +159,24 @@ def module_on_one_rank(api: str) -> None:
     training.check()
 
 
+def units_compiled_on_one_rank(api: str) -> None:
+    """Rank 0 puts its sharded layers inside of modules with the attribute `_orig_mod`."""
+    train_with_layers_inside(api, Compiled, of_rank=0)
+
+
+def units_inside_module_on_one_rank(api: str) -> None:
+    """Rank 0 puts its sharded layers inside of modules with the attribute `module`."""
+    train_with_layers_inside(api, Replicated, of_rank=0)
+
+
 BOTH = [
     checkpoint_on_one_rank,
     checkpoint_wrapper_on_one_rank,
     checkpoint_wrapper_around_units_on_one_rank,
     compiled_on_one_rank,
     module_on_one_rank,
+    units_compiled_on_one_rank,
+    units_inside_module_on_one_rank,
 ]
 # torch's wrapper does not run the reentrant kind on one rank only.
 ON_TWO = {"wrapper": BOTH, "fully_shard": [*BOTH, reentrant_checkpoint_on_one_rank]}
