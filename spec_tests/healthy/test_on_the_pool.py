@@ -40,35 +40,35 @@ def run(module: str, name: str, api: str) -> None:
 
 @pytest.mark.spec("HEALTHY-02")
 @pytest.mark.parametrize(("module", "name", "api"), cases(uneven, "ON_TWO"))
-@ranks(2, timeout=20)
+@ranks(2, timeout=60)
 def test_ranks_may_do_different_numbers_of_things_that_send_nothing(module: str, name: str, api: str) -> None:
     run(module, name, api)
 
 
 @pytest.mark.spec("HEALTHY-03")
 @pytest.mark.parametrize(("module", "name", "api"), cases(uneven, "ON_FOUR"))
-@ranks(4, timeout=20)
+@ranks(4, timeout=60)
 def test_groups_in_which_nothing_is_sent_are_not_compared(module: str, name: str, api: str) -> None:
     run(module, name, api)
 
 
 @pytest.mark.spec("HEALTHY-01")
 @pytest.mark.parametrize(("module", "name", "api"), cases(ordinary, "ON_TWO"))
-@ranks(2, timeout=20)
+@ranks(2, timeout=60)
 def test_ordinary_programs_are_left_alone(module: str, name: str, api: str) -> None:
     run(module, name, api)
 
 
 @pytest.mark.spec("HEALTHY-03")
 @pytest.mark.parametrize(("module", "name", "api"), cases(ordinary, "ON_FOUR"))
-@ranks(4, timeout=20)
+@ranks(4, timeout=60)
 def test_groups_of_different_ranks_are_left_alone(module: str, name: str, api: str) -> None:
     run(module, name, api)
 
 
 @pytest.mark.spec("HEALTHY-04")
 @pytest.mark.parametrize(("module", "name", "api"), cases(names, "ON_TWO"))
-@ranks(2, timeout=30)
+@ranks(2, timeout=60)
 def test_ranks_may_wrap_their_modules_differently(module: str, name: str, api: str) -> None:
     run(module, name, api)
 

@@ -47,22 +47,6 @@ def checkpoint_on_one_rank(api: str) -> None:
     training.check()
 
 
-def reentrant_checkpoint_on_one_rank(api: str) -> None:
-    """The same with the reentrant kind of activation checkpointing, and no rank is late."""
-
-    class Reentrant(Net):
-        def forward(self, x: Tensor, num_layers: int | None = None) -> Tensor:
-            x = x.requires_grad_()
-            for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=True) if len(x) > 100 else layer(x)
-            return self.head(x)
-
-    training = Training(api, Reentrant())
-    for step in range(3):
-        training.step(step, rows)
-    training.check()
-
-
 def checkpoint_wrapper_on_one_rank(api: str) -> None:
     """Rank 0 wraps its layers in `checkpoint_wrapper` before it shards them; the wrapper is not part of the names."""
 
@@ -178,5 +162,4 @@ BOTH = [
     units_compiled_on_one_rank,
     units_inside_module_on_one_rank,
 ]
-# torch's wrapper does not run the reentrant kind on one rank only.
-ON_TWO = {"wrapper": BOTH, "fully_shard": [*BOTH, reentrant_checkpoint_on_one_rank]}
+ON_TWO = {"wrapper": BOTH, "fully_shard": BOTH}
