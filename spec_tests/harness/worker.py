@@ -67,7 +67,7 @@ __all__ = ["REWRITTEN", "Answer", "Seat", "Task", "kept", "leftover_groups", "se
 # Modules beside the tests proper whose assertions are to show values as well.
 REWRITTEN = tuple(
     f"spec_tests.{name}"
-    for name in ("checkpoint", "compat", "engine", "fsdp1", "fsdp2", "models", "oracles", "tutorials")
+    for name in ("checkpoint", "compat", "engine", "fsdp1", "fsdp2", "healthy", "models", "oracles", "tutorials")
 )
 
 T = TypeVar("T")

@@ -1,0 +1,47 @@
+"""``python -m spec_tests.healthy PROGRAM API``: one rank of a program of ``programs/lives.py``.
+
+Prints ``right`` when the program has finished, unless the program prints it itself at its very end. The exit handler
+that runs last prints for how long the main thread has slept since then. Time in which a busy machine runs other
+processes does not count.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+from pathlib import Path
+
+awake_at = []
+
+
+def seconds_asleep() -> float:
+    """How long the main thread has slept since some moment: neither running nor waiting for a processor."""
+    ran, waited, _ = map(int, Path("/proc/self/schedstat").read_text().split())
+    return time.monotonic() - (ran + waited) / 1e9
+
+
+@atexit.register
+def tell() -> None:
+    """Registered before everything else, so it runs behind everything else."""
+    for before in awake_at:
+        print(f"slept {seconds_asleep() - before:.2f} s", flush=True)
+
+
+def main() -> None:
+    import torch
+
+    from spec_tests.healthy.programs import lives
+
+    name, api = sys.argv[1:]
+    torch.set_num_threads(1)
+    try:
+        getattr(lives, name)(api)
+        if not name.startswith("exit_handlers"):
+            print("right", flush=True)
+    finally:
+        awake_at.append(seconds_asleep())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,476 @@
+"""Ordinary programs, which no check may disturb.
+
+Spec: HEALTHY-01, HEALTHY-05, HEALTHY-09.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spec_tests.healthy.programs.support import (
+    FSDP,
+    WIDTH,
+    Net,
+    Strategy,
+    Training,
+    assert_same,
+    batch,
+    full_parameters,
+    fully_shard,
+    mesh_of,
+    rank,
+    shard,
+    state_dict_of,
+)
+
+
+def two_models_in_turn(api: str) -> None:
+    """A generator and a discriminator train in turn, as in a GAN: each step uses both and updates one."""
+    generator, judge = Training(api), Training(api, Net(1))
+    for step in range(3):
+        x = batch(rank(), step)
+        judge.model(generator.model(x)).square().mean().backward()
+        for of_rank in range(2):
+            (judge.plain(generator.plain(batch(of_rank, step))).square().mean() / 2).backward()
+        generator.update()
+        judge.optimizer.zero_grad()
+        judge.plain_optimizer.zero_grad()
+        with torch.no_grad():
+            made, plain_made = generator.model(x), [generator.plain(batch(r, step)) for r in range(2)]
+        (1 - judge.model(made)).square().mean().backward()
+        for of_rank in range(2):
+            ((1 - judge.plain(plain_made[of_rank])).square().mean() / 2).backward()
+        judge.update()
+    generator.check()
+    judge.check()
+
+
+def teacher_and_student(api: str) -> None:
+    """A frozen sharded teacher gives the targets of a student."""
+    torch.manual_seed(1)
+    teacher = Net().requires_grad_(False)
+    plain_teacher = copy.deepcopy(teacher)
+    teacher = shard(api, teacher).eval()
+    student = Training(api, Net(1))
+    for step in range(3):
+        with torch.no_grad():
+            target = teacher(batch(rank(), step))
+        (student.model(batch(rank(), step)) - target).square().mean().backward()
+        for of_rank in range(2):
+            x = batch(of_rank, step)
+            ((student.plain(x) - plain_teacher(x)).square().mean() / 2).backward()
+        student.update()
+    student.check()
+
+
+def layer_drop_and_early_exit(api: str) -> None:
+    """All ranks leave out the same layers, in the last step all layers."""
+    training = Training(api, Net(3))
+    for step, num_layers in enumerate((3, 1, 2, 0)):
+        training.step(step, num_layers=num_layers)
+    training.check()
+
+
+def freezing_by_epoch(api: str) -> None:
+    """The first layer is frozen in the first epoch, and only that layer trains in the second, as adapters do."""
+    options = {"use_orig_params": True} if api == "wrapper" else {}
+    training = Training(api, **options)
+    for epoch in range(2):
+        for model in (training.model, training.plain):
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(("layers.0" in name) == (epoch == 1))
+        for step in range(2):
+            training.step(10 * epoch + step)
+    training.check()
+
+
+def average_of_the_weights(api: str) -> None:
+    """The program keeps an exponential moving average of the local shards and evaluates with it."""
+    training = Training(api)
+    averages = [parameter.detach().clone() for parameter in training.model.parameters()]
+    plain_averages = [parameter.detach().clone() for parameter in training.plain.parameters()]
+    for step in range(3):
+        training.step(step)
+        for of_model, parameters in (
+            (averages, training.model.parameters()),
+            (plain_averages, training.plain.parameters()),
+        ):
+            for average, parameter in zip(of_model, parameters, strict=True):
+                average.lerp_(parameter.detach(), 0.1)
+    with torch.no_grad():
+        for of_model, parameters in (
+            (averages, training.model.parameters()),
+            (plain_averages, training.plain.parameters()),
+        ):
+            for average, parameter in zip(of_model, parameters, strict=True):
+                parameter.copy_(average)
+    training.check()
+
+
+def clipping_manually(api: str) -> None:
+    """The program sums the squares of its local gradients with its own all-reduce, and scales them."""
+    training = Training(api)
+    for step in range(3):
+        training.loss(step).backward()
+        training.plain_backward(step)
+        gradients = [local(parameter.grad) for parameter in training.model.parameters()]
+        total = torch.stack([gradient.square().sum() for gradient in gradients if gradient is not None]).sum()
+        dist.all_reduce(total)
+        for gradient in gradients:
+            gradient.mul_(0.01 / total.sqrt())
+        plain = torch.cat([parameter.grad.flatten() for parameter in training.plain.parameters()]).norm()
+        for parameter in training.plain.parameters():
+            parameter.grad.mul_(0.01 / plain)
+        training.update()
+    training.check()
+
+
+def local(tensor: Any) -> Any:
+    """The part of a tensor that this rank stores."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def collectives_of_the_program(api: str) -> None:
+    """The program issues collectives of its own on the default group in forward, in backward and between the calls."""
+
+    class Measured(Net):
+        def forward(self, x: Tensor, num_layers: int | None = None) -> Tensor:
+            metric = x.detach().mean()
+            dist.all_reduce(metric)
+            return super().forward(x)
+
+    training = Training(api, Measured())
+    training.plain.__class__ = Net
+    for step in range(3):
+        loss = training.loss(step)
+        metrics: list[Any] = [None, None]
+        dist.all_gather_object(metrics, {"loss": loss.item()})
+        loss.register_hook(lambda gradient: dist.barrier())
+        loss.backward()
+        dist.broadcast(torch.ones(3), 0)
+        training.plain_backward(step)
+        training.update()
+        dist.monitored_barrier(timeout=timedelta(seconds=15))
+    training.check()
+
+
+def exception_that_all_ranks_catch(api: str) -> None:
+    """An exception ends a forward, a backward, and a loss on all ranks; each rank catches it and goes on."""
+
+    class Failing(Net):
+        fails = False
+
+        def forward(self, x: Tensor, num_layers: int | None = None) -> Tensor:
+            for layer in self.layers:
+                x = layer(x).tanh()
+                if self.fails:
+                    raise LookupError("a bad batch")
+            return self.head(x)
+
+    training = Training(api, Failing())
+    failing = next(module for module in training.model.modules() if isinstance(module, Failing))
+    training.step(0)
+    for step in range(1, 4):
+        failing.fails = step == 1
+        try:
+            loss = training.loss(step)
+            if step == 2:
+                raise LookupError("a bad loss")
+            if step == 3:
+                loss.register_hook(lambda gradient: fail())
+            loss.backward()
+        except LookupError:
+            failing.fails = False
+            training.optimizer.zero_grad()
+    for step in range(4, 6):
+        training.step(step)
+    training.check()
+
+
+def fail() -> None:
+    raise LookupError("a bad gradient")
+
+
+def retry_with_smaller_batch(api: str) -> None:
+    """All ranks run out of memory in the middle of a forward, and try again with half of the batch."""
+
+    class Small(Net):
+        def forward(self, x: Tensor, num_layers: int | None = None) -> Tensor:
+            x = self.layers[0](x)
+            if len(x) > 4:
+                raise torch.OutOfMemoryError("tried to allocate too much")
+            return self.head(self.layers[1](x))
+
+    training = Training(api, Small())
+    for step in range(2):
+        for rows in (8, 4):
+            try:
+                training.step(step, lambda _, rows=rows: rows)
+                break
+            except torch.OutOfMemoryError:
+                training.optimizer.zero_grad()
+    training.check()
+
+
+def keyboard_interrupt_that_all_ranks_catch(api: str) -> None:
+    """A user interrupts the training loop on all ranks, as in a notebook, and starts it again."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        training = Training(api)
+        for first in (0, 2):
+            try:
+                for step in range(first, first + 2):
+                    training.step(step)
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                pass
+        training.check()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    """What a function returns that runs in another thread."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def inference_in_threads(api: str) -> None:
+    """All ranks evaluate the sharded model in another thread, while a second thread runs a plain model."""
+    training, plain, is_over = Training(api), Net(), threading.Event()
+
+    def serve() -> None:
+        with torch.no_grad():
+            while not is_over.wait(0.01):
+                plain(batch(0, 0))
+
+    server = threading.Thread(target=serve)
+    server.start()
+    try:
+        for step in range(2):
+            training.step(step)
+            with torch.no_grad():
+                expected = training.plain(batch(rank(), 7))
+            found = in_thread(lambda: evaluated(training.model))
+            torch.testing.assert_close(found, expected)
+    finally:
+        is_over.set()
+        server.join()
+    training.check()
+
+
+def evaluated(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = model(batch(rank(), 7))
+        return out
+
+
+def saving_in_a_thread(api: str) -> None:
+    """A thread writes a state dict to a file while training goes on."""
+    training = Training(api)
+    training.step(0)
+    expected = {name: value.clone() for name, value in training.plain.state_dict().items()}
+    state = {name: value.clone() for name, value in state_dict_of(training.model).items()}
+    with tempfile.TemporaryFile() as file:
+
+        def save() -> None:
+            time.sleep(0.2)
+            torch.save(state, file)
+
+        saver = threading.Thread(target=save)
+        saver.start()
+        for step in range(1, 4):
+            training.step(step)
+        saver.join()
+        file.seek(0)
+        torch.testing.assert_close(torch.load(file), expected)
+    training.check()
+
+
+def child_processes(api: str) -> None:
+    """Rank 1 starts a subprocess and forks, with SIGTERM for one of the children, while both ranks train."""
+    training = Training(api)
+    training.step(0)
+    for step in range(1, 3):
+        if rank() == 1:
+            subprocess.run([sys.executable, "-c", "print()"], check=True, stdout=subprocess.DEVNULL)
+            child = os.fork()
+            if child == 0:
+                if step == 1:
+                    os._exit(0)
+                time.sleep(30)
+            if step == 2:
+                os.kill(child, signal.SIGTERM)
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            assert status == (0 if step == 1 else -signal.SIGTERM)
+        training.step(step)
+    training.check()
+
+
+def a_rank_that_is_always_late(api: str) -> None:
+    """200 steps, in which rank 1 is late by some milliseconds at changing places."""
+    training = Training(api, Net(1))
+    for step in range(200):
+        if rank() == 1 and step % 3 == 0:
+            time.sleep(0.004)
+        loss = training.loss(step)
+        if rank() == 1 and step % 3 == 1:
+            time.sleep(0.004)
+        loss.backward()
+        if rank() == 1 and step % 3 == 2:
+            time.sleep(0.004)
+        training.plain_backward(step)
+        training.update()
+    training.check()
+
+
+def models_that_come_and_go(api: str) -> None:
+    """A search trains ten models one after the other on the same group; nothing keeps the earlier ones alive."""
+    last: Any = None
+    for trial in range(10):
+        training = Training(api, Net(1 + trial % 3))
+        training.step(trial)
+        training.check()
+        if trial == 8:
+            last = weakref.ref(next(training.model.parameters()))
+    del training
+    assert last is not None
+
+
+def gather_ahead_and_send(api: str) -> None:
+    """Rank 0 issues an all-gather before it sends a batch, and rank 1 issues it after it has received the batch."""
+    # A new group has seen no collective of this size.
+    group = dist.new_group([0, 1])
+    training = Training(api, Net(0), group=group)
+    for step in range(2):
+        received = batch(1, step)
+        if rank() == 0:
+            handle = training.model.unshard(async_op=True)
+            dist.send(received, 1)
+        else:
+            received.zero_()
+            dist.recv(received, 0)
+            assert torch.equal(received, batch(1, step))
+            handle = training.model.unshard(async_op=True)
+        handle.wait()
+        training.step(step)
+    training.check()
+
+
+def gather_many_ahead_and_send(api: str) -> None:
+    """Rank 0 issues all-gathers of three units of different sizes before rank 1, which waits for a message."""
+    group, sizes = dist.new_group([0, 1]), (3, 5, 8)
+    units = [fully_shard(nn.Linear(size, size), mesh=mesh_of(group)) for size in sizes]
+    message = torch.zeros(2)
+    if rank() == 1:
+        dist.recv(message, 0)
+    handles = [unit.unshard(async_op=True) for unit in units]
+    if rank() == 0:
+        dist.send(message, 1)
+    for handle, unit, size in zip(handles, units, sizes, strict=True):
+        handle.wait()
+        unit(torch.ones(2, size)).sum().backward()
+
+
+def stages_of_a_pipeline(api: str) -> None:
+    """Two stages of a pipeline, each sharded over a group of its own, send activations and gradients to each other."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    stage, other = rank() // 2, (rank() + 2) % 4
+    torch.manual_seed(0)
+    plains = [Net(1), Net(2)]
+    model = shard(api, copy.deepcopy(plains[stage]), group=groups[stage])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        if stage == 0:
+            out = model(batch(rank(), step))
+            dist.send(out.detach(), other)
+            gradient = torch.empty_like(out)
+            dist.recv(gradient, other)
+            out.backward(gradient)
+        else:
+            x = torch.empty(4, WIDTH)
+            dist.recv(x, other)
+            model(x.requires_grad_()).square().mean().backward()
+            assert x.grad is not None
+            dist.send(x.grad, other)
+        optimizer.step()
+        optimizer.zero_grad()
+        both = nn.Sequential(*plains)
+        for of_rank in range(2):
+            (both(batch(of_rank, step)).square().mean() / 2).backward()
+        with torch.no_grad():
+            for parameter in both.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    assert_same(model, plains[stage])
+
+
+def hybrid_with_a_local_evaluation(api: str) -> None:
+    """One replica of two evaluates three batches more than the other; only its shard group communicates."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    if api == "wrapper":
+        training = Training(api, device_mesh=mesh, sharding_strategy=Strategy.HYBRID_SHARD)
+    else:
+        training = Training(api, mesh=mesh)
+    for step in range(2):
+        training.step(step)
+        with torch.no_grad():
+            for number in range(3 if rank() < 2 else 0):
+                training.model(batch(rank() % 2, number))
+    training.check()
+
+
+def summoned_on_all_ranks(api: str) -> None:
+    """All ranks read the unsharded parameters between steps, and one of them takes a long look at them."""
+    training = Training(api)
+    for step in range(2):
+        training.step(step)
+        found = full_parameters(training.model)
+        if rank() == 0:
+            assert all(value.isfinite().all() for value in found.values())
+            time.sleep(0.3)
+    if api == "wrapper":
+        with FSDP.summon_full_params(training.model):
+            pass
+    training.check()
+
+
+BOTH = [
+    two_models_in_turn,
+    teacher_and_student,
+    layer_drop_and_early_exit,
+    freezing_by_epoch,
+    average_of_the_weights,
+    clipping_manually,
+    collectives_of_the_program,
+    exception_that_all_ranks_catch,
+    retry_with_smaller_batch,
+    keyboard_interrupt_that_all_ranks_catch,
+    inference_in_threads,
+    saving_in_a_thread,
+    child_processes,
+    a_rank_that_is_always_late,
+    models_that_come_and_go,
+    summoned_on_all_ranks,
+]
+ON_TWO = {"wrapper": BOTH, "fully_shard": BOTH}
+AHEAD = {"fully_shard": [gather_ahead_and_send, gather_many_ahead_and_send]}
+ON_FOUR = {api: [stages_of_a_pipeline, hybrid_with_a_local_evaluation] for api in ("wrapper", "fully_shard")}

@@ -1,0 +1,47 @@
+"""What a message may say about a healthy program.
+
+A check may print a line about a rank that is late, with what each rank waits for. It may not say that a rank has gone
+wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+ACCUSES = re.compile(
+    r"cannot come|(has|have) ended|(has|have) failed|ranks part at|diverge|differ|not sent each other|"
+    r"about to (send|gather)|told to end|SIGTERM has come|is stopped|Traceback|\w+Error\b|minifsdp\.\w+ FILE"
+)
+
+
+def accusations(text: str) -> list[str]:
+    """The lines of ``text`` that say that something is wrong."""
+    return [line for line in text.splitlines() if ACCUSES.search(line)]
+
+
+@contextmanager
+def says_nothing_wrong() -> Iterator[None]:
+    """What this process writes to stderr in the meantime does not say that something is wrong.
+
+    Raises:
+        AssertionError: it does.
+    """
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            text = file.read().decode(errors="replace")
+            print(text, file=sys.stderr, end="", flush=True)
+    assert not accusations(text)

@@ -1,0 +1,85 @@
+"""Healthy programs that share the processes of the harness."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from spec_tests.harness import ranks
+from spec_tests.healthy.programs import names, ordinary, uneven
+from spec_tests.healthy.quiet import says_nothing_wrong
+
+# torch's FSDP, the other implementation, advises against NO_SHARD and `state_dict_type`.
+pytestmark = [
+    pytest.mark.cpu,
+    pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated"),
+    pytest.mark.filterwarnings("ignore:FSDP.state_dict_type"),
+]
+
+
+def cases(module: Any, table: str) -> list[Any]:
+    """Each program of a module with each API."""
+    return [
+        pytest.param(module.__name__.rpartition(".")[2], program.__name__, api, id=f"{program.__name__}-{api}")
+        for api, programs in getattr(module, table).items()
+        for program in programs
+    ]
+
+
+def run(module: str, name: str, api: str) -> None:
+    program: Callable[[str], None] = getattr(globals()[module], name)
+    with says_nothing_wrong():
+        program(api)
+        # A rank that ends its test waits for the others, as a program does that ends in order.
+        dist.barrier()
+
+
+@pytest.mark.spec("HEALTHY-02")
+@pytest.mark.parametrize(("module", "name", "api"), cases(uneven, "ON_TWO"))
+@ranks(2, timeout=60)
+def test_ranks_may_do_different_numbers_of_things_that_send_nothing(module: str, name: str, api: str) -> None:
+    run(module, name, api)
+
+
+@pytest.mark.spec("HEALTHY-03")
+@pytest.mark.parametrize(("module", "name", "api"), cases(uneven, "ON_FOUR"))
+@ranks(4, timeout=60)
+def test_groups_in_which_nothing_is_sent_are_not_compared(module: str, name: str, api: str) -> None:
+    run(module, name, api)
+
+
+@pytest.mark.spec("HEALTHY-01")
+@pytest.mark.parametrize(("module", "name", "api"), cases(ordinary, "ON_TWO"))
+@ranks(2, timeout=60)
+def test_ordinary_programs_are_left_alone(module: str, name: str, api: str) -> None:
+    run(module, name, api)
+
+
+@pytest.mark.spec("HEALTHY-03")
+@pytest.mark.parametrize(("module", "name", "api"), cases(ordinary, "ON_FOUR"))
+@ranks(4, timeout=60)
+def test_groups_of_different_ranks_are_left_alone(module: str, name: str, api: str) -> None:
+    run(module, name, api)
+
+
+@pytest.mark.spec("HEALTHY-04")
+@pytest.mark.parametrize(("module", "name", "api"), cases(names, "ON_TWO"))
+@ranks(2, timeout=60)
+def test_ranks_may_wrap_their_modules_differently(module: str, name: str, api: str) -> None:
+    run(module, name, api)
+
+
+@pytest.mark.spec("HEALTHY-05")
+@pytest.mark.parametrize("transport", ["messages", "by size", "collectives"])
+@pytest.mark.parametrize(("module", "name", "api"), cases(ordinary, "AHEAD"))
+@ranks(2, timeout=20)
+def test_an_all_gather_that_the_program_issues_does_not_block(module: str, name: str, api: str, transport: str) -> None:
+    if transport == "by size":
+        os.environ.pop("MINIFSDP_TRANSPORT", None)
+    else:
+        os.environ["MINIFSDP_TRANSPORT"] = transport
+    run(module, name, api)

@@ -1,0 +1,80 @@
+"""Healthy programs that need processes of their own.
+
+They mostly wait, so some run at once: the first test starts all that were chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from spec_tests.healthy.launch import Launch, complaint
+
+pytestmark = [pytest.mark.cpu, pytest.mark.pure]
+APIS = ("wrapper", "fully_shard")
+BOTH = {
+    "HEALTHY-06": [
+        ("destroyed_and_made_again", "plain"),
+        ("destroyed_and_made_again", "torchrun"),
+        ("two_models_in_turn_with_a_store_each", "plain"),
+        ("file_store", "plain"),
+        ("ten_groups", "plain"),
+        ("ten_new_groups", "plain"),
+    ],
+    "HEALTHY-07": [
+        ("late_at_every_place", "plain"),
+        ("prefix_store", "plain"),
+        ("host_of_the_store_leaves", "plain"),
+        ("no_temporary_folder", "plain"),
+        ("started_again", "restarts"),
+        ("spawned", "plain"),
+    ],
+    "HEALTHY-08": [("sigterm_handler_set_later", "plain"), ("asyncio_around_training", "plain")],
+    "HEALTHY-09": [("data_loader", "plain")],
+    "HEALTHY-10": [("rank_1_ends_later", "plain")],
+}
+# What these do has nothing to do with the API.
+ONE = {
+    "HEALTHY-07": [("hash_store", "plain")],
+    "HEALTHY-08": [
+        ("sigterm_handler_set_before", "torchrun"),
+        ("wakeup_descriptor", "plain"),
+        ("own_excepthook", "plain"),
+        ("exit_handlers", "plain"),
+        ("exit_handlers_without_destroying", "plain"),
+    ],
+    "HEALTHY-09": [("fork_that_ends_as_programs_do", "plain")],
+    "HEALTHY-10": [("rank_0_ends_later", "plain"), ("rank_1_ends_early", "plain"), ("rank_1_ends_early", "torchrun")],
+}
+LAUNCHES = [
+    pytest.param(
+        Launch(program, api, launcher, 3 if program == "host_of_the_store_leaves" else 2),
+        marks=pytest.mark.spec(requirement),
+        id=f"{program}-{api}-{launcher}",
+    )
+    for table, apis in ((BOTH, APIS), (ONE, ("fully_shard",)))
+    for requirement, programs in table.items()
+    for program, launcher in programs
+    for api in apis
+]
+
+
+@pytest.fixture(scope="module")
+def complaints(request: pytest.FixtureRequest) -> Iterator[dict[Launch, Future[str]]]:
+    """Of all launches that were chosen, in their order."""
+    items = [item for item in request.session.items if item.path == request.path]
+    chosen = [item.callspec.params["launch"] for item in items]  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(3) as threads:
+        futures = {launch: threads.submit(complaint, launch) for launch in chosen}
+        yield futures
+        for future in futures.values():
+            future.cancel()
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_programs_in_processes_of_their_own_are_left_alone(
+    launch: Launch, complaints: dict[Launch, Future[str]]
+) -> None:
+    assert complaints[launch].result() == ""
