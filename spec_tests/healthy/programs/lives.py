@@ -319,7 +319,13 @@ def wakeup_descriptor(api: str) -> None:
 def own_excepthook(api: str) -> None:
     """The program replaces `sys.excepthook`, shows an error to it as a shell does, and trains on."""
     shown: list[Any] = []
-    sys.excepthook = lambda kind, error, trace: shown.append(kind)
+
+    def show(kind: Any, error: Any, trace: Any) -> None:
+        shown.append(kind)
+        if kind is not LookupError:
+            sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = show
     join()
     trained = train(api)
     mine = sys.excepthook
