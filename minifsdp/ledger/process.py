@@ -165,12 +165,23 @@ def _wait_for_report(number: int, frame: FrameType | None) -> None:
 
 @cache
 def _watch_forks() -> None:
-    # Once, because Python cannot remove it.
-    os.register_at_fork(after_in_child=_forget_in_child)
+    # Once, because Python cannot remove them.
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_forget_in_child)
+
+
+def _before_fork() -> None:
+    """A signal that a new child gets at once must not wake its parent's watchdog."""
+    if _watcher is not None:
+        _leave_signals(_watcher)
+
+
+def _after_fork() -> None:
+    if _watcher is not None:
+        _watch_signals(_watcher)
 
 
 def _forget_in_child() -> None:
-    """A forked process, such as a worker of a data loader, is no rank, and must not wake its parent's watchdog."""
+    """A forked process, such as a worker of a data loader, is no rank."""
     global _watcher
     watcher, _watcher = _watcher, None
     if watcher is not None:
