@@ -87,7 +87,7 @@ class StateDictMethods(Wrapper):
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         destination = kwargs.get("destination", args[0] if args else None)
         # Another model may have written to the same dict.
-        self._before = dict(destination or {})
+        self._before = dict(destination or {}) if self._is_outermost_here(prefix) else {}
         if self._is_outermost_here(prefix):
             gathered = [w for w in wrappers_in(self) if not (w._form.is_local or _is_shown(w))]
             self._meet("state_dict()", [Mesh(w.mesh.shard, None) for w in gathered], custom_state.writes_by_itself)
@@ -143,8 +143,8 @@ class StateDictMethods(Wrapper):
         return self._form.first_only and not self.mesh.is_first
 
     def _is_outermost_here(self, prefix: str) -> bool:
-        # A part of a wrapped model can be written and read on its own; then it has no prefix.
-        return not self._is_inner or not prefix
+        # A part of a wrapped model can be written and read on its own; then no wrapper's name is in the prefix.
+        return not self._is_inner or PREFIX not in prefix
 
     @property
     def _form(self) -> Form:
