@@ -139,6 +139,7 @@ class Shelf:
         """
         final = self.root / f"step-{step:06}"
         part = self.root / f".{final.name}.part"
+        on_first_rank(lambda: self.root.mkdir(parents=True, exist_ok=True))
         with self._locked():
             on_first_rank(lambda: self._make_room(part))  # 1.
             with _limits_named():
@@ -301,7 +302,8 @@ def _lock(root: Path) -> list[int]:
     Raises:
         RuntimeError: another process holds the lock.
     """
-    root.mkdir(parents=True, exist_ok=True)
+    if not root.is_dir():
+        return []
     number = os.open(root, os.O_RDONLY)
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,6 +10,7 @@ from spec_tests.mutants.catalogue import (
     optimizer_states,
     precision,
     rest,
+    saving,
     sending,
     sharding,
     switches,
@@ -31,5 +32,6 @@ EVERY: list[Mutant] = [
     *switches.MUTANTS,
     *rest.MUTANTS,
     *sending.MUTANTS,
+    *saving.MUTANTS,
 ]
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}
