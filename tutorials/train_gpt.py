@@ -33,7 +33,7 @@ ends below 2. Look at the table at the end: each rank stored one half of everyth
 
 With the last line the run may be killed at any moment, by ``kill -9`` too, and the same line continues it, with the
 losses that it would have had. ``torchrun --max-restarts 3`` says that line for you. The next run may have another
-number of ranks.
+number of ranks. Name only checkpoints that you trust: no code runs from them, but they decide what the model computes.
 
 Spec: TRAIN-01, TRAIN-02, TRAIN-09, TRAIN-10, TRAIN-11, TRAIN-12, TRAIN-20, TRAIN-21.
 """

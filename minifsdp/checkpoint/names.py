@@ -12,10 +12,11 @@ put around a module since, and a module that is in the tree twice is written dow
 
 *In torch:* ``clean_tensor_name``, called wherever a name is used.
 
-Spec: NAMES-10, SD-FULL-01, OSD-03.
+Spec: NAMES-10, SD-FULL-01, OSD-03, SAVE-03.
 """
 
-from collections.abc import Iterable, MutableMapping
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 from torch import nn
@@ -58,3 +59,25 @@ def rename(state: MutableMapping[str, Any], old: str, new: str) -> None:
     """Every key that begins with ``old`` begins with ``new``; order is kept among them, they move behind the others."""
     for key in keys_below(state, old):
         state[new + key.removeprefix(old)] = state.pop(key)
+
+
+def add_plain_names(versions: MutableMapping[str, Any], prefix: str) -> None:
+    """Adds versions of modules, which ``state_dict()`` writes by path, under the plain names below ``prefix``.
+
+    The paths stay, because a plain module around wrappers looks for them when it loads the dict.
+    """
+    for path in [path for path in versions if (path + ".").startswith(prefix + PREFIX)]:
+        versions[(prefix + dotted((path + ".").removeprefix(prefix)[:-1]))[:-1]] = versions[path]
+
+
+def with_versions(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+    """``state`` with the version of each module under the module's path, whatever wraps the model that wrote it."""
+    written = getattr(state, "_metadata", None)
+    if written is None:
+        return state
+    # Of a wrapper and the module in it, the path of the module comes last.
+    versions = {dotted(path): version for path, version in written.items()}
+    paths = [path for path, _ in module.named_modules(remove_duplicate=False) if dotted(path) in versions]
+    copied = OrderedDict(state)
+    copied._metadata = {path: versions[dotted(path)] for path in paths}  # type: ignore[attr-defined]
+    return copied

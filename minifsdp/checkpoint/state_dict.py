@@ -12,10 +12,9 @@ it does that while the walk goes on, right after its own part of the tree::
 
 All of that is done in a hook that is the wrapper's first, so the user's own hooks on a wrapper find a finished dict.
 
-``nn.Module`` hands out its own tensors, and whoever keeps such a dict sees it change with every step. Here most values
-have just been gathered, so the others are brought in line: what still lies in memory of the model when the outermost
-wrapper has been written, buffers, ignored parameters, or what a module's custom code has put there, is copied, at the
-latest when the model is about to change it (``shared_tensors.py``).
+``nn.Module`` writes its own tensors, so such a dict changes with every step. Here most values have just been gathered.
+The outermost wrapper copies the others, so that the dict does not change: buffers, ignored parameters, and what a
+module's custom code has added (``shared_tensors.py``).
 
 One unit is gathered at a time, so at no moment is there more than one unit in full size, beside what the user asked to
 be given; where a module has custom code, an outer unit beside an inner one.
@@ -96,7 +95,7 @@ def _finish(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) -> No
         state[key] = codec.formed(state[key].detach(), form, state[key].device)
     # Under a name of the module's own: a view of one element would keep, and save, the whole row.
     shown = [slot.module._parameters.get(slot.name) for slot in slots_of(codec.unit)]
-    keep_apart(state, codec.prefix, [tensor for tensor in shown if tensor is not None])
+    keep_apart(state, codec.prefix, [tensor for tensor in shown if tensor is not None], {})
 
 
 def write_rest(wrapper: Wrapper, form: Form, state: MutableMapping[str, Any], prefix: str) -> None:

@@ -55,12 +55,18 @@ def wrappers_in(module: nn.Module) -> list[StateDictMethods]:
     return [inner for inner in module.modules() if isinstance(inner, StateDictMethods)]
 
 
+def _named_wrappers(module: nn.Module) -> list[tuple[str, StateDictMethods]]:
+    named = module.named_modules(remove_duplicate=False)
+    return [(path, inner) for path, inner in named if isinstance(inner, StateDictMethods)]
+
+
 class StateDictMethods(Wrapper):
     """Choosing, writing and reading the model's state."""
 
     _reads_strictly = False
     _reading: Reading
     _is_looked_at = False
+    _before: Mapping[str, Any] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -74,31 +80,26 @@ class StateDictMethods(Wrapper):
         """The state in the chosen form, full by default (SD-FULL, SD-SHARD, SD-LOCAL). Every rank must call it.
 
         Takes what ``nn.Module.state_dict`` takes; the form is chosen by `set_state_dict_type` or `state_dict_type`.
-        What is returned stays as it is when training goes on; only with ``keep_vars=True`` buffers, and parameters that
+        The dict does not change when training continues. Only with ``keep_vars=True`` buffers, and parameters that
         belong to no unit, are the model's own tensors.
         """
         self._mend()
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        destination = kwargs.get("destination", args[0] if args else None)
+        # Another model may have written to the same dict.
+        self._before = dict(destination or {}) if self._is_outermost_here(prefix) else {}
         if self._is_outermost_here(prefix):
-            gathered = [w for w in wrappers_in(self) if not (self._form.is_local or _is_shown(w))]
+            gathered = [w for w in wrappers_in(self) if not (w._form.is_local or _is_shown(w))]
             self._meet("state_dict()", [Mesh(w.mesh.shard, None) for w in gathered], custom_state.writes_by_itself)
         keeps_vars = kwargs.get("keep_vars", args[2] if len(args) > 2 else False)
         with state_dict.shown_to_walk(self._unit, is_looked_at=self._is_looked_at):
             state: dict[str, Any] = super().state_dict(*args, **kwargs)
             if self._is_outermost_here(prefix) and not keeps_vars:
-                self._take_apart(state, prefix)
+                shards = [w._unit.layout.local_values() for w in wrappers_in(self) if w._unit is not None]
+                own = [*shards, *self.parameters(), *self.buffers()]
+                shared_tensors.keep_apart(state, prefix, own, self._before)
+        self._before = {}
         return state
-
-    def _take_apart(self, state: dict[str, Any], prefix: str) -> None:
-        """Nothing in the dict may change when training goes on, neither what is of units nor the rest."""
-        wrappers = wrappers_in(self)
-        shards = [wrapper._unit.layout.local_values() for wrapper in wrappers if wrapper._unit is not None]
-        of_no_unit = [*(p for wrapper in wrappers for p in wrapper._ignored_parameters), *self.buffers()]
-        if any(map(_is_shown, wrappers)):
-            # Summoned: values are to be changed by hand, which nothing here notices.
-            of_no_unit = []
-        shared_tensors.keep_apart(state, prefix, [*shards, *self.parameters(), *self.buffers()], of_no_unit)
-        shared_tensors.watch(wrappers)
 
     def _meet(self, call: str, meshes: Iterable[Mesh], looks: Callable[[nn.Module], bool]) -> None:
         """Waits for all ranks, and notes whose unit is to be shown in full: on all of its ranks or on none.
@@ -128,13 +129,22 @@ class StateDictMethods(Wrapper):
             state_dict.write_unit(UnitCodec(self, inner), form, state)
         state_dict.write_rest(self, form, state, inner)
         names.rename(state, inner, prefix)
-        if form.first_only and not self.mesh.is_first:
-            for key in names.keys_below(state, prefix):
+        names.add_plain_names(getattr(state, "_metadata", {}), prefix)
+        if not self._drops:
+            return
+        kept = tuple(prefix + names.dotted(path) for path, w in _named_wrappers(self) if not w._drops)
+        for key in names.keys_below(state, prefix):
+            if not key.startswith(kept) and state[key] is not self._before.get(key):
                 del state[key]
 
+    @property
+    def _drops(self) -> bool:
+        """Whether this rank gets no entries, because only the first rank does."""
+        return self._form.first_only and not self.mesh.is_first
+
     def _is_outermost_here(self, prefix: str) -> bool:
-        # A part of a wrapped model can be written and read on its own; then it has no prefix.
-        return not self._is_inner or not prefix
+        # A part of a wrapped model can be written and read on its own; then no wrapper's name is in the prefix.
+        return not self._is_inner or PREFIX not in prefix
 
     @property
     def _form(self) -> Form:
@@ -153,6 +163,7 @@ class StateDictMethods(Wrapper):
             RuntimeError: the dict of any rank does not fit; on all ranks, and nothing has changed.
         """
         self._reads_strictly = strict
+        state_dict = names.with_versions(state_dict, self)
         try:
             return super().load_state_dict(state_dict, strict, assign)
         finally:
@@ -163,7 +174,6 @@ class StateDictMethods(Wrapper):
     def _before_load(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         self._mend()
         if self._is_outermost_here(prefix):
-            shared_tensors.part()
             drop_own_tensors(self, state, prefix)
             self._meet("load_state_dict()", [w.mesh for w in wrappers_in(self)], custom_state.looks_while_read)
             # A plain module around this one has not told its hooks whether it is strict; it will see to the keys.

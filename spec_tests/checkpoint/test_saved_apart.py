@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from minifsdp import (
@@ -229,71 +230,85 @@ def places(model: nn.Module) -> list[int]:
     return [t.untyped_storage().data_ptr() for t in (plain.plain.weight, plain.inner[1].running_mean, plain.steps)]
 
 
-@pytest.mark.spec("SD-FULL-07")
-@pytest.mark.parametrize("form", [form for form in FORMS if "offloaded" not in form])
+@pytest.mark.spec("SD-FULL-07", "SAVE-01")
+@pytest.mark.parametrize("form", FORMS)
 @ranks(2)
-def test_what_belongs_to_no_unit_is_not_copied_until_the_model_is_about_to_change_it(form: str) -> None:
+def test_the_model_keeps_its_memory_and_its_hooks_when_it_is_saved(form: str) -> None:
     model, optimizer = wrapped(made(), ShardingStrategy.FULL_SHARD, keep=False)
-    weight, steps = model.module.plain.weight, model.module.steps
+    then = places(model)
     with FSDP.state_dict_type(model, *FORMS[form]):
         saved = model.state_dict()
     before = picture(saved)
-    assert [saved[name].untyped_storage().data_ptr() for name in NOT_OF_A_UNIT] == places(model)
-    then = places(model)
-    step(model, optimizer)
-    assert not set(then) & set(places(model)), "all three have moved"
-    assert model.module.plain.weight is weight and model.module.steps is steps
-    assert_unchanged(saved, before)
-    then = places(model)
-    step(model, optimizer)
-    assert places(model) == then, "once"
-
-
-@pytest.mark.spec("SD-FULL-07")
-@ranks(2)
-def test_a_dict_that_was_dropped_is_copied_never() -> None:
-    model, optimizer = wrapped(made(), ShardingStrategy.FULL_SHARD, keep=False)
-    then = places(model)
-    model.state_dict()
+    assert not {saved[name].untyped_storage().data_ptr() for name in NOT_OF_A_UNIT} & set(then)
+    assert {len(wrapper._forward_pre_hooks) for wrapper in FSDP.fsdp_modules(model)} == {0}
     step(model, optimizer)
     assert places(model) == then
+    assert_unchanged(saved, before)
 
 
-@pytest.mark.spec("SD-FULL-07")
+class Views(nn.Module):
+    """Buffers that are views of one tensor, an expanded buffer, a tied buffer and a table in shared memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("stats", torch.zeros(4))
+        self.register_buffer("first", self.stats[:2])
+        self.register_buffer("again", self.stats)
+        self.register_buffer("wide", torch.ones(2, 1).expand(2, 1000))
+        self.register_buffer("temporary", torch.zeros(2), persistent=False)
+        self.rest = self.stats[2:]
+        self.table = nn.Parameter(torch.zeros(3).share_memory_(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first += 1
+        self.rest += 2
+        self.temporary += 1
+        return (self.weight * x).sum() + self.stats.sum()
+
+
+@pytest.mark.spec("SAVE-01")
+@pytest.mark.parametrize("form", [form for form in FORMS if "offloaded" not in form])
 @ranks(2)
-def test_after_many_dicts_a_forward_has_one_hook_and_after_it_none() -> None:
-    model, optimizer = wrapped(made(), ShardingStrategy.FULL_SHARD, keep=False)
-    saved = [model.state_dict() for _ in range(3)]
-    before = picture(saved)
-    assert {len(wrapper._forward_pre_hooks) for wrapper in FSDP.fsdp_modules(model)} == {1}
-    step(model, optimizer)
-    assert {len(wrapper._forward_pre_hooks) for wrapper in FSDP.fsdp_modules(model)} == {0}
-    assert_unchanged(saved, before)
+def test_views_and_shared_tables_stay_joined_after_a_save(form: str) -> None:
+    plain = Views()
+    model = FSDP(plain, ignored_states=[plain.table], device_id=torch.device("cpu"))
+    with FSDP.state_dict_type(model, *FORMS[form]):
+        saved = model.state_dict()
+        before = picture(saved)
+        for _ in range(2):
+            model(torch.ones(4)).backward()
+        assert plain.stats.tolist() == [2, 2, 4, 4]
+        assert plain.first.data_ptr() == plain.stats.data_ptr() == plain.again.data_ptr()
+        assert plain.table.is_shared()
+        assert_unchanged(saved, before)
+        assert "temporary" not in saved
+        # torch cannot copy into an expanded buffer.
+        model.load_state_dict({key: value for key, value in saved.items() if key != "wide"}, strict=False)
+    assert plain.rest.tolist() == [0, 0]
 
 
-@pytest.mark.spec("SD-FULL-07")
-@pytest.mark.parametrize("change", ["step", "load", "forward of a part", "inference"])
+@pytest.mark.spec("SAVE-01")
 @ranks(2)
-def test_whatever_changes_the_model_next_leaves_a_dict_as_it_was(change: str) -> None:
+def test_copies_in_a_dict_take_no_more_memory_than_the_buffers() -> None:
+    plain = Views()
+    saved = FSDP(plain, ignored_states=[plain.table], device_id=torch.device("cpu")).state_dict()
+    assert saved["stats"].data_ptr() == saved["again"].data_ptr()
+    assert saved["wide"].untyped_storage().nbytes() == 2 * 4
+    assert saved["first"].untyped_storage().nbytes() == 2 * 4
+
+
+@pytest.mark.spec("SAVE-01")
+@ranks(2)
+def test_an_optimizer_hook_that_comes_after_a_save_is_called_in_the_next_step() -> None:
     model, optimizer = wrapped(made(), ShardingStrategy.FULL_SHARD, keep=False)
-    other = {name: value + 1 for name, value in model.state_dict().items()}
-    step(model, optimizer)
-    saved = model.state_dict()
-    before, then = picture(saved), places(model)
-    if change == "step":
-        # With the gradients that are there.
-        optimizer.step()
-    elif change == "load":
-        model.load_state_dict(other)
-    elif change == "forward of a part":
-        model.module.inner(torch.randn(4, 3, device=device()))
-    else:
-        with torch.inference_mode():
-            model(torch.randn(4, 3, device=device()))
-    assert_unchanged(saved, before)
-    assert not set(then) & set(places(model))
-    step(model, optimizer)
-    assert_unchanged(saved, before)
+    model(torch.randn(4, 3, device=device())).sum().backward()
+    saved, seen = model.state_dict(), []
+    hook = register_optimizer_step_pre_hook(lambda *_: seen.append(1))
+    optimizer.step()
+    hook.remove()
+    assert seen == [1]
+    assert saved
 
 
 @pytest.mark.spec("SD-FULL-07")

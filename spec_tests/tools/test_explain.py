@@ -470,7 +470,7 @@ class Reader(HTMLParser):
         self.words += data
 
 
-@pytest.mark.spec("EXPLAIN-12")
+@pytest.mark.spec("EXPLAIN-12", "SAVE-09")
 @ranks(2)
 def test_a_notebook_shows_tables_and_escapes_names() -> None:
     model = nn.Sequential()

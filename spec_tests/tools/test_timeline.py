@@ -188,6 +188,7 @@ def test_as_many_origins_as_ranks_are_required() -> None:
             draw([[], []], origins=[0.0])
 
 
+@pytest.mark.spec("SAVE-09")
 def test_names_are_escaped() -> None:
     picture = svg([[Event("F", 'a<b>&"c"', 0.0, 1.0)]], title="<&>")
 

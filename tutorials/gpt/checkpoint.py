@@ -35,6 +35,9 @@ What was complete once may still be damaged later, by a copy that stopped in the
 is believed on reading: every size is compared on every rank, and each rank hashes its share of the files. They agree
 before anybody goes on. If the newest is damaged, the one before it is taken; if none is whole, all ranks refuse.
 
+While a job saves or clears, it locks the folder. Two jobs in one folder would clear each other's `.part`; the second one
+ends with an error instead.
+
 The price is that each file is read once more when it is saved, and once more when it is loaded, at the speed of
 SHA-256: of the order of a second for a gigabyte, shared by the ranks. And the folder must be one that all ranks see.
 
@@ -46,10 +49,13 @@ folder, keeps no checksums, and leaves naming, choosing and removing to its call
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import resource
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,41 +139,64 @@ class Shelf:
         """
         final = self.root / f"step-{step:06}"
         part = self.root / f".{final.name}.part"
-        on_first_rank(lambda: self._make_room(part))  # 1.
-        write(part)  # 2.
-        dist.barrier()
-        names = on_first_rank(lambda: names_of_files(part))
-        share = names[dist.get_rank() :: dist.get_world_size()]
-        mine = together(lambda: {name: _flushed_and_sealed(part / name) for name in share})  # 3.
-        seals = {name: seal for theirs in from_all_ranks(mine) for name, seal in theirs.items()}
-        on_first_rank(lambda: self._publish(part, final, {"step": step, "facts": dict(facts), "files": seals}))
+        on_first_rank(lambda: self.root.mkdir(parents=True, exist_ok=True))
+        with self._locked():
+            on_first_rank(lambda: self._make_room(part))  # 1.
+            with _limits_named():
+                write(part)  # 2.
+            dist.barrier()
+            names = on_first_rank(lambda: names_of_files(part))
+            share = names[dist.get_rank() :: dist.get_world_size()]
+            mine = together(lambda: {name: _flushed_and_sealed(part / name) for name in share})  # 3.
+            seals = {name: seal for theirs in from_all_ranks(mine) for name, seal in theirs.items()}
+            on_first_rank(lambda: self._publish(part, final, {"step": step, "facts": dict(facts), "files": seals}))
         return final
 
     def tidy(self) -> None:
-        """Removes what killed runs have left behind. Every rank must call it; each save begins with it, too."""
-        on_first_rank(self._tidy)
+        """Removes what killed runs have left behind. Every rank must call it; each save begins with it, too.
+
+        Raises:
+            RuntimeError: on every rank: another job writes to the folder, or ``newest`` is a folder.
+        """
+        with self._locked():
+            on_first_rank(self._tidy)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Rank 0 locks the folder against other jobs. The lock ends with the process, also after ``kill -9``."""
+        held: list[int] = []
+        on_first_rank(lambda: held.extend(_lock(self.root)))
+        try:
+            yield
+        finally:
+            for number in held:
+                # Also where a child process has a copy of the descriptor.
+                fcntl.flock(number, fcntl.LOCK_UN)
+                os.close(number)
 
     def _tidy(self) -> None:
+        pointer = self.root / POINTER
+        if pointer.is_dir():
+            raise IsADirectoryError(f"{pointer} is a folder, and a save writes a file of this name. Move it away.")
         for left in self.root.iterdir() if self.root.is_dir() else []:
             if HIDDEN.fullmatch(left.name):
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+                _remove(left)
 
     def _make_room(self, part: Path) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
         self._tidy()
         part.mkdir()
 
     def _publish(self, part: Path, final: Path, manifest: dict[str, Any]) -> None:
         _write_durably(part / MANIFEST, sealed(manifest))  # 4.
         # Damaged, or never announced, or of a run that was given up; else nobody would save this step again.
-        replaced = [self._hide(final)] if final.exists() else []
+        replaced = [self._hide(final)] if os.path.lexists(final) else []
         os.rename(part, final)  # 5.
         _flush(self.root)
         _write_durably(self.root / POINTER, final.name.encode())  # 6.
         # What has a greater number is not older, whatever else it may be.
         older = [name for name in self._names() if _step_of(name) <= _step_of(final.name)][self.keep :]
         for hidden in replaced + [self._hide(self.root / name) for name in older]:  # 7.
-            shutil.rmtree(hidden)
+            _remove(hidden)
 
     def _hide(self, folder: Path) -> Path:
         hidden = folder.with_name(f".{folder.name}.old")
@@ -265,6 +294,49 @@ def _examine(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     checkpoint.refuse_if(version_flaws(manifest))
     found = gathered(check_files(folder, manifest["files"]))
     return (None, found) if found else (checkpoint, [])
+
+
+def _lock(root: Path) -> list[int]:
+    """The descriptor of the locked folder; none where the file system has no such locks.
+
+    Raises:
+        RuntimeError: another process holds the lock.
+    """
+    if not root.is_dir():
+        return []
+    number = os.open(root, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(number)
+        raise RuntimeError(
+            f"another job writes checkpoints to {root} at this moment. Stop it, or save to another folder."
+        ) from None
+    except OSError:
+        os.close(number)
+        return []
+    return [number]
+
+
+@contextmanager
+def _limits_named() -> Iterator[None]:
+    """Adds this rank's limit on file sizes to the error of a write."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    try:
+        yield
+    except Exception as error:
+        if limit == resource.RLIM_INFINITY:
+            raise
+        cause = f"this rank may write no file larger than {limit} bytes (RLIMIT_FSIZE, see `ulimit -f`)"
+        raise RuntimeError(f"rank {dist.get_rank()}: {cause}. The save has failed: {error}") from error
+
+
+def _remove(path: Path) -> None:
+    """Removes a file, a folder, or a symbolic link; what the link points to stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _step_of(name: str) -> int:

@@ -132,12 +132,13 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], list[Flaw]]:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         seal = manifest.pop("seal")
         complete = {"format", "version", "step", "facts", "files"} <= manifest.keys()
+        found = _hash_of(manifest)
     except OSError as error:
         return {}, [Flaw(MANIFEST, "file", "a file, written last of all", error.strerror)]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return {}, [Flaw(MANIFEST, "contents", "the manifest of a checkpoint", f"{type(error).__name__}: {error}")]
-    if not complete or seal != _hash_of(manifest):
-        return {}, [Flaw(MANIFEST, "seal", seal, _hash_of(manifest))]
+    if not complete or seal != found:
+        return {}, [Flaw(MANIFEST, "seal", seal, found)]
     return manifest, []
 
 

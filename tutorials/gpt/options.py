@@ -97,7 +97,10 @@ def _parser() -> argparse.ArgumentParser:
     saving.add_argument("--keep", type=_positive, metavar="N", help=f"checkpoints to keep, default: {KEEP}")
     saving.add_argument("--full", action="store_true", help="one file by rank 0, instead of one by each rank")
     saving.add_argument(
-        "--resume", type=_folder, metavar="DIR", help="go on from the newest checkpoint in it, or from this one"
+        "--resume",
+        type=_folder,
+        metavar="DIR",
+        help="go on from the newest checkpoint in it, or from this one; name only a checkpoint that you trust",
     )
     watching = parser.add_argument_group("watching it")
     watching.add_argument("--compare", action="store_true", help="one process, DDP and all four FSDPs, in one table")

@@ -34,6 +34,8 @@ random state goes to the ranks that there still are; a rank that is new keeps th
 `checkpoint`), the notes about the model, and every key and shape. What is read goes into fresh memory. Only then the
 model is touched.
 
+**No code runs from a checkpoint** (see `no_code`), but resume only from checkpoints that you trust.
+
 *In torch:* `torch.distributed.checkpoint.state_dict` unites both halves of the state; finding, checking and choosing
 checkpoints is left to the user.
 
@@ -58,6 +60,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from .checkpoint import Checkpoint, Shelf
 from .doors import Door, State
 from .manifest import MANIFEST, Flaw, differences
+from .no_code import Planner, Reader
 from .ranks import from_all_ranks, on_first_rank, together
 
 try:
@@ -182,7 +185,7 @@ def _read_full(checkpoint: Checkpoint, training: Training) -> tuple[State, dict[
 
 def _read_sharded(checkpoint: Checkpoint, training: Training) -> tuple[State, dict[str, Any]]:
     progress = together(lambda: torch.load(checkpoint.folder / PROGRESS, map_location="cpu", weights_only=True))
-    metadata = together(lambda: dcp.FileSystemReader(checkpoint.folder).read_metadata())
+    metadata = together(lambda: Reader(checkpoint.folder).read_metadata())
     ours = training.door.state_of(training.model, training.optimizer, full=False)["model"]
     theirs: State = {"model": {}, "optim": {"state": {}}}
     for path, entry in _entries(metadata):
@@ -191,7 +194,7 @@ def _read_sharded(checkpoint: Checkpoint, training: Training) -> tuple[State, di
     flaws = differences(_shapes(ours), theirs["model"], file=METADATA, prefix="model.")
     checkpoint.refuse_if(flaws + _flaws_of_optimizer(_shapes(ours), theirs["optim"]["state"], METADATA))
     state = _room_for(metadata, ours)
-    dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint.folder))
+    dcp.load(state, storage_reader=Reader(checkpoint.folder), planner=Planner())
     return state, progress
 
 

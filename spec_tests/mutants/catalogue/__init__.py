@@ -13,6 +13,7 @@ from spec_tests.mutants.catalogue import (
     optimizer_states,
     precision,
     rest,
+    saving,
     sending,
     sharding,
     switches,
@@ -37,5 +38,6 @@ EVERY: list[Mutant] = [
     *sending.MUTANTS,
     *fresh.MUTANTS,
     *fuzz.MUTANTS,
+    *saving.MUTANTS,
 ]
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}

@@ -90,8 +90,8 @@ MUTANTS = [
     Mutant(
         "own-entries-alias-the-unit",
         "keep_apart",
-        "return tensor.detach().clone() if where in memory else tensor",
-        "return tensor",
+        "if where not in memory:",
+        "if True:",
         "Buffers, and what a module's own code writes, lie in memory of the model.",
         "SD-FULL-07",
     ),
@@ -230,22 +230,6 @@ MUTANTS = [
         "            own.data = own.detach().clone()\n",
         "            pass\n",
         "Buffers and ignored parameters in a dict go on with the training.",
-        "SD-FULL-07",
-    ),
-    Mutant(
-        "nothing-is-watched",
-        "watch",
-        "    if not _shared:\n",
-        "    if True:\n",
-        "Neither a forward nor a step tells that shared tensors are about to change.",
-        "SD-FULL-07",
-    ),
-    Mutant(
-        "nothing-is-shared",
-        "keep_apart",
-        "tensor is not twin and ",
-        "False and ",
-        "Buffers and ignored parameters are copied at once.",
         "SD-FULL-07",
     ),
     Mutant(

@@ -1,0 +1,74 @@
+"""Mutants of SAVE: saving leaves the model unchanged."""
+
+from __future__ import annotations
+
+from spec_tests.mutants.mutant import Mutant
+
+__all__ = ["MUTANTS"]
+
+MUTANTS = [
+    Mutant(
+        "expanded-buffers-are-filled",
+        "_copy",
+        "if _memory_of(tensor) is None or 0 not in tensor.stride():",
+        "if True:",
+        "A copy of an expanded buffer takes the memory of all its elements.",
+        "SAVE-01",
+    ),
+    Mutant(
+        "every-key-has-a-copy",
+        "keep_apart",
+        "        if same not in copies:\n",
+        "        if True:\n",
+        "Two keys of one tensor get two copies.",
+        "SAVE-01",
+    ),
+    Mutant(
+        "entries-of-others-are-dropped",
+        "StateDictMethods._after_write",
+        " and state[key] is not self._before.get(key)",
+        "",
+        "With rank0_only, a rank drops the entries of other models.",
+        "SAVE-02",
+    ),
+    Mutant(
+        "entries-of-others-are-copied",
+        "keep_apart",
+        "if state[key] is not before.get(key):",
+        "if True:",
+        "Entries of other models are replaced by copies.",
+        "SAVE-02",
+    ),
+    Mutant(
+        "inner-rows-are-dropped",
+        "StateDictMethods._after_write",
+        "not key.startswith(kept) and ",
+        "",
+        "With rank0_only, a rank drops the rows of an inner sharded unit.",
+        "SAVE-02",
+    ),
+    Mutant(
+        "versions-stay-under-paths",
+        "StateDictMethods._after_write",
+        '        names.add_plain_names(getattr(state, "_metadata", {}), prefix)\n',
+        "",
+        "A plain module does not find the versions in a wrapper's dict.",
+        "SAVE-03",
+    ),
+    Mutant(
+        "versions-are-not-found",
+        "StateDictMethods.load_state_dict",
+        "        state_dict = names.with_versions(state_dict, self)\n",
+        "",
+        "A wrapper does not find the versions in a plain module's dict.",
+        "SAVE-03",
+    ),
+    Mutant(
+        "names-are-not-escaped",
+        "Explanation._repr_html_",
+        "autoescape=True",
+        "autoescape=False",
+        "A module's name is HTML in the page.",
+        "SAVE-09",
+    ),
+]

@@ -1,0 +1,217 @@
+"""Checkpoints from elsewhere, a second job in the folder, and limits of the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from spec_tests.harness import ranks
+from spec_tests.tutorials.test_save_resume import FIXED, NOTED, assert_equal, fresh, same_step_everywhere, whole
+from spec_tests.waiting import until
+
+# isort: split
+from gpt import manifest
+from gpt.checkpoint import Shelf
+from gpt.no_code import Planner
+from gpt.options import parse
+from gpt.ranks import from_all_ranks, on_first_rank
+from gpt.resume import resume, save
+
+
+class Attack:
+    """Creates a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+def sealed_again(folder: Path) -> None:
+    """The checksums that the writer of a checkpoint can always make right."""
+    path = folder / manifest.MANIFEST
+    facts = json.loads(path.read_bytes())
+    facts.pop("seal")
+    facts["files"] = {name: manifest.seal_of(folder / name) for name in facts["files"]}
+    path.write_bytes(manifest.sealed(facts))
+
+
+def attacked(folder: Path, file: str, mark: Path) -> None:
+    path = folder / file
+    if file == ".metadata":
+        whole_metadata = pickle.loads(path.read_bytes())
+        whole_metadata.planner_data["attack"] = Attack(mark)
+        path.write_bytes(pickle.dumps(whole_metadata))
+    else:
+        torch.save(Attack(mark), path)
+    sealed_again(folder)
+
+
+@pytest.mark.spec("SAVE-04")
+@pytest.mark.parametrize("file", [".metadata", "progress.pt", "full.pt"])
+@ranks(2)
+def test_no_code_of_a_checkpoint_runs_although_its_checksums_are_right(tmp_path: Path, file: str) -> None:
+    folder = save(Shelf(tmp_path / "runs"), fresh(), fixed=FIXED, noted=NOTED, full=file == "full.pt")
+    mark = tmp_path / "mark"
+    on_first_rank(lambda: attacked(folder, file, mark))
+    training = fresh()
+    before = whole(training)
+    checkpoint = Shelf(tmp_path / "runs").newest(pytest.fail)
+    with pytest.raises(RuntimeError, match=r"rank 0: UnpicklingError: .*system.*rank 1: UnpicklingError"):
+        resume(checkpoint, training, fixed=FIXED, noted=NOTED)
+    assert not mark.exists()
+    assert_equal(whole(training), before)
+
+
+@pytest.mark.spec("SAVE-04")
+@pytest.mark.pure
+def test_no_code_of_a_value_that_is_no_tensor_runs(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    dcp.save({"value": Attack(mark)}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    state = {"value": None}
+    with pytest.raises(Exception, match="Weights only load failed"):
+        dcp.load(state, checkpoint_id=tmp_path / "saved", planner=Planner(), no_dist=True)
+    assert not mark.exists()
+    dcp.save({"value": {"betas": (0.9, 0.99)}}, checkpoint_id=tmp_path / "good", no_dist=True)
+    good: dict[str, Any] = {"value": {"betas": None}}
+    dcp.load(good, checkpoint_id=tmp_path / "good", planner=Planner(), no_dist=True)
+    assert good == {"value": {"betas": (0.9, 0.99)}}
+
+
+@pytest.mark.spec("SAVE-04")
+@ranks(2)
+def test_a_good_checkpoint_is_read_by_the_restricted_reader(tmp_path: Path) -> None:
+    saved, again = fresh(), fresh("--seed=9")
+    same_step_everywhere(saved, 0)
+    save(Shelf(tmp_path), saved, fixed=FIXED, noted=NOTED, full=False)
+    resume(Shelf(tmp_path).newest(pytest.fail), again, fixed=FIXED, noted=NOTED)
+    assert_equal(whole(again), whole(saved))
+
+
+@pytest.mark.spec("SAVE-04")
+@pytest.mark.pure
+def test_the_help_of_resume_speaks_of_trust(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    assert "only a checkpoint that you trust" in " ".join(capsys.readouterr().out.split())
+
+
+def write(folder: Path) -> None:
+    (folder / f"part-{dist.get_rank()}").write_bytes(bytes(1000))
+
+
+@pytest.mark.spec("SAVE-05")
+@pytest.mark.parametrize("contents", ["[" * 100_000, '{"a":' * 100_000, '{"seal":' + "[" * 900 + "]" * 900 + "}"])
+@ranks(2)
+def test_a_manifest_that_is_nested_too_deeply_is_damaged(tmp_path: Path, contents: str) -> None:
+    shelf = Shelf(tmp_path)
+    shelf.save(1, {}, write)
+    shelf.save(2, {}, write)
+    on_first_rank(lambda: (tmp_path / "step-000002" / "manifest.json").write_text(contents))
+    said: list[str] = []
+    assert shelf.newest(said.append).step == 1
+    assert "manifest.json" in said[0]
+
+
+HOLDER = """
+import fcntl, os, sys
+number = os.open(sys.argv[1], os.O_RDONLY)
+fcntl.flock(number, fcntl.LOCK_EX)
+open(sys.argv[2], "w").close()
+sys.stdin.read()
+"""
+
+
+@pytest.mark.spec("SAVE-06")
+@ranks(2)
+def test_a_job_that_finds_another_one_saving_says_so_and_removes_nothing(tmp_path: Path) -> None:
+    shelf, ready = Shelf(tmp_path / "runs"), tmp_path / "ready"
+    shelf.save(1, {}, write)
+    part = shelf.root / ".step-000002.part"
+    process = None
+    if dist.get_rank() == 0:
+        part.mkdir()
+        command = [sys.executable, "-c", HOLDER, str(shelf.root), str(ready)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        until(ready.exists, "the other job has the lock", seconds=60)
+    from_all_ranks(None)
+    for call in (shelf.tidy, lambda: shelf.save(2, {}, write)):
+        with pytest.raises(RuntimeError, match="another job writes checkpoints to .*runs"):
+            call()
+    assert part.is_dir()
+    from_all_ranks(None)
+    if process is not None:
+        process.kill()  # As by `kill -9`: the lock ends with the process.
+        process.wait()
+    from_all_ranks(None)
+    shelf.save(2, {}, write)
+    assert shelf.newest(pytest.fail).step == 2
+
+
+@pytest.mark.spec("SAVE-07")
+@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+@ranks(2)
+def test_the_rank_that_meets_a_limit_on_file_sizes_names_it(tmp_path: Path, full: bool) -> None:
+    limited = 0 if full else 1
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    training = fresh()
+    if dist.get_rank() == limited:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    try:
+        with pytest.raises(Exception) as error:  # noqa: PT011
+            save(Shelf(tmp_path), training, fixed=FIXED, noted=NOTED, full=full)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    named = f"rank {limited}: this rank may write no file larger than 1024 bytes (RLIMIT_FSIZE"
+    assert (named in str(error.value)) == (dist.get_rank() == limited), str(error.value)
+    assert "rank" in str(error.value)
+
+
+@pytest.mark.spec("SAVE-08")
+@ranks(2)
+def test_a_leftover_that_is_a_symbolic_link_is_removed_and_its_target_stays(tmp_path: Path) -> None:
+    shelf, elsewhere = Shelf(tmp_path / "runs", keep=1), tmp_path / "elsewhere"
+    shelf.save(1, {}, write)
+
+    def link() -> None:
+        elsewhere.mkdir()
+        (elsewhere / "mine").write_text("mine")
+        (shelf.root / ".step-000002.part").symlink_to(elsewhere)
+        (shelf.root / ".newest.part").symlink_to(elsewhere)
+        (shelf.root / "step-000002").symlink_to(elsewhere)
+        (shelf.root / "step-000000").symlink_to(elsewhere)
+
+    on_first_rank(link)
+    shelf.save(2, {}, write)
+    assert on_first_rank(lambda: sorted(os.listdir(shelf.root))) == ["newest", "step-000002"]
+    assert (elsewhere / "mine").read_text() == "mine"
+
+
+@pytest.mark.spec("SAVE-08")
+@ranks(2)
+def test_a_folder_called_newest_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    shelf.save(1, {}, write)
+
+    def replace() -> None:
+        (tmp_path / "newest").unlink()
+        (tmp_path / "newest").mkdir()
+
+    on_first_rank(replace)
+    assert shelf.newest(pytest.fail).step == 1
+    for call in (shelf.tidy, lambda: shelf.save(2, {}, write)):
+        with pytest.raises(RuntimeError, match=r"newest is a folder, .*Move it away"):
+            call()
+    assert (tmp_path / "newest").is_dir()
