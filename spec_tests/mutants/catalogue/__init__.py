@@ -12,6 +12,7 @@ from spec_tests.mutants.catalogue import (
     rest,
     sending,
     sharding,
+    start,
     switches,
     training,
 )
@@ -31,5 +32,6 @@ EVERY: list[Mutant] = [
     *switches.MUTANTS,
     *rest.MUTANTS,
     *sending.MUTANTS,
+    *start.MUTANTS,
 ]
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}
