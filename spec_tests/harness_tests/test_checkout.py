@@ -33,7 +33,7 @@ print(caught[0].filename)
 
 @pytest.mark.spec("START-01")
 def test_the_location_of_the_package_decides_which_files_are_of_it() -> None:
-    assert PACKAGE == Path(minifsdp.__file__).parent
+    assert Path(minifsdp.__file__).parent == PACKAGE
     assert is_of_package(minifsdp.engine.hooks.__file__)
     assert not is_of_package(__file__)
     assert not is_of_package(str(PACKAGE.parent / "minifsdp-tests" / "a.py"))
@@ -61,6 +61,9 @@ def test_a_warning_names_the_program_in_a_checkout_with_the_name_of_the_package(
 def test_no_test_and_no_tool_looks_for_the_name_of_the_package_in_a_path() -> None:
     folders = ("spec_tests", "docs_build", "tutorials", "minifsdp")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path != Path(__file__)]
-    guesses = [f'"{slash}minifsdp{slash}"' for slash in ("/", "\\\\")] + ['"minifsdp" in path', '"minifsdp" in str(path']
+    guesses = [f'"{slash}minifsdp{slash}"' for slash in ("/", "\\\\")] + [
+        '"minifsdp" in path',
+        '"minifsdp" in str(path',
+    ]
     found = [path for path in files if any(guess in path.read_text(encoding="utf-8") for guess in guesses)]
     assert found == []
