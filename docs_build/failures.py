@@ -176,7 +176,7 @@ def _words_of(folder: Path, rank: int) -> str:
     """What a rank has said: warnings, and then what it has printed."""
     files = [path for name in ("stderr.log", "stdout.log") for path in folder.glob(f"*/attempt_0/{rank}/{name}")]
     text = "".join(path.read_text(encoding="utf-8") for path in files)
-    text = re.sub(rf"{folder}/(minifsdp-ledger)-[\w-]+-(rank\d)", r"\1-\2", text)
+    text = re.sub(rf"{re.escape(str(folder))}/(minifsdp-ledger)-[\w-]+-(rank\d)", r"\1-\2", text)
     return LOGGED.sub("", text).replace(f"{ROOT}/", "").strip()
 
 

@@ -168,6 +168,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
             "tools/explain_job.py",
             "tools/explain_advice.py",
             "fully_sharded_data_parallel.py",
+            "__main__.py",
         ],
     ),
 ]

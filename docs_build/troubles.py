@@ -12,20 +12,9 @@ from html import escape
 from docs_build.messages import Message, messages
 from docs_build.pages import address
 from docs_build.source import read_module
+from minifsdp.engine.messages import texts
 
 __all__ = ["page"]
-
-# Where a message of the package needs more words than it has itself. By address, without `E-`.
-MORE = {
-    "absent": "Outside of forward and backward the module shows a stand-in that has no values. Usually "
-    "somebody called a part of the model past its wrapper, called `model.forward(x)` instead of `model(x)`, or read a "
-    "weight for logging.",
-    "tied-across-units": "Tied weights must be gathered together. Wrap the module that contains both places, or "
-    "leave both to the root.",
-    "different-order": "Usually a branch that depends on the rank's data: an image only some ranks have, an expert "
-    "that got no token. Let every rank run the branch, if need be on a dummy input whose result is multiplied by zero.",
-    "while-summoned": "Leave the `summon_full_params` context before you call the model.",
-}
 
 TITLES = {"engine": "While it runs", "fsdp1": "From `FullyShardedDataParallel`", "fsdp2": "From `fully_shard`"}
 
@@ -34,9 +23,10 @@ def page(start: str) -> str:
     """The entries as Markdown.
 
     Raises:
-        KeyError: `MORE` speaks of a message that is gone.
+        KeyError: the catalogue says more about a message that is gone.
     """
-    unknown = {f"E-{name}" for name in MORE} - {message.id for message in messages()}
+    more = texts()["more"]
+    unknown = {f"E-{name}" for name in more} - {message.id for message in messages()}
     if unknown:
         raise KeyError(f"no message has the address {', '.join(sorted(unknown))} any more")
     parts: list[str] = []
@@ -54,8 +44,8 @@ def page(start: str) -> str:
             f'`{message.kind}` from <a href="{where}">{place}</a>.' + (f" {_headline(rest)}." if rest else ""),
             "",
         ]
-        if message.id.removeprefix("E-") in MORE:
-            parts += [MORE[message.id.removeprefix("E-")], ""]
+        if message.id.removeprefix("E-") in more:
+            parts += [more[message.id.removeprefix("E-")], ""]
     return "\n".join(parts)
 
 

@@ -65,7 +65,7 @@ def while_all_have_data(
     Raises:
         RuntimeError: the loader of some rank has raised; on every rank, with that rank and its error.
     """
-    talk = _Talk(Group.of(group or default_group()))
+    talk = _Talk(Group.of(group or default_group("group")))
     loader = iter(batches)
     batch, asked = _next_and_ask(loader, talk)
     try:
@@ -163,7 +163,7 @@ def token_scale(num_tokens: int | torch.Tensor, group: dist.ProcessGroup | None 
     Returns:
         Ranks divided by the tokens of all ranks, a float32 scalar on the device of ``num_tokens``; 0 if there are none.
     """
-    shared = Group.of(group or default_group())
+    shared = Group.of(group or default_group("group"))
     kinds = [torch.device(kind) for kind in shared.process_group._device_types]
     device = num_tokens.device if isinstance(num_tokens, torch.Tensor) else torch.device("cpu")
     if device.type not in {kind.type for kind in kinds}:

@@ -26,9 +26,21 @@ TRANSPORT, DEBUGGING, ARGUMENTS = "engine/gloo.py", "debugging/", "arguments.py"
 # What counts and draws is called by nothing in the house; what explains a model is a room in it, of modules that begin
 # with that name.
 TOOLS, EXPLAIN = "tools/", "tools/explain"
+# The command line counts as a tool: no module imports it.
+COMMAND = "__main__.py"
 # What makes sure that all ranks do the same has rooms of its own as well, so has what is off by default, and so has the
 # table of what public calls may be given.
-APART = (TRANSPORT, DEBUGGING, ARGUMENTS, TOOLS, "batches.py", "engine/ledger.py", "engine/comparison.py", "ledger/")
+APART = (
+    TRANSPORT,
+    DEBUGGING,
+    ARGUMENTS,
+    TOOLS,
+    COMMAND,
+    "batches.py",
+    "engine/ledger.py",
+    "engine/comparison.py",
+    "ledger/",
+)
 BUDGETS = {
     "house": 6274,
     "story": 3015,
@@ -44,6 +56,8 @@ BUDGETS = {
     "compat/": 250,
     # The calculator knows what is in flight between CPUs, and when a unit's activations are gone.
     TOOLS: 523,
+    # The list of tools, and the explanation of an error message.
+    COMMAND: 48,
     # It says of a given model who sends between CPUs, and whether reductions overlap.
     EXPLAIN: 572,
 }

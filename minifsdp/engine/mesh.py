@@ -173,14 +173,14 @@ def _not_a_member(group: str) -> ValueError:
     return ValueError(message("not-a-member", group=group))
 
 
-def default_group() -> dist.ProcessGroup:
-    """The default process group.
+def default_group(argument: str = "process_group") -> dist.ProcessGroup:
+    """The default process group. ``argument`` is the caller's argument for another one.
 
     Raises:
         RuntimeError: there is none yet.
     """
     if not dist.is_initialized():
-        raise RuntimeError(message("no-process-group"))
+        raise RuntimeError(message("no-process-group", argument=argument))
     group = dist.group.WORLD
     assert group is not None
     return group

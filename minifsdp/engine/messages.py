@@ -2,12 +2,13 @@
 
 Sixteen ranks write into one terminal, and the one that fails first is mostly not the one that is read first. So every
 error and every warning begins with the rank that has raised it; then it says what is wrong with which module or
-parameter, and what to do; and it ends with the address of its entry in the documentation, where there is room for more
-words:
+parameter, and what to do; and it ends with the address of its entry in the documentation, and with the command that
+prints this entry:
 
     rank 3: parameter 'head.weight' is the same as 'embed.weight' of a unit that was wrapped before. A parameter cannot
     be tied across units, the copies would drift apart; wrap a module that contains both of its users
-    More in the documentation of minifsdp: troubleshoot.html#E-tied-across-units
+    More in the documentation of minifsdp: troubleshoot.html#E-tied-across-units, or run: python -m minifsdp
+    explain-error E-tied-across-units
 
 What is said stands in ``messages.toml``, one text for each entry, with names in braces for what differs. So the code
 says in one line that something is refused, and the page "Troubleshoot" is made from the same texts:
@@ -16,7 +17,7 @@ says in one line that something is refused, and the page "Troubleshoot" is made 
 
 *In torch:* a message is a plain text; which rank has raised it can be seen only if the launcher says so.
 
-Spec: no row of its own; every row that asks for a clear error.
+Spec: START-05, and every row that asks for a clear error.
 """
 
 import sys
@@ -29,8 +30,8 @@ from types import CodeType
 
 import torch.distributed as dist
 
-PAGE = "troubleshoot.html"
-MORE = "More in the documentation of minifsdp"
+MORE = "More in the documentation of minifsdp: troubleshoot.html#E-"
+COMMAND = "or run: python -m minifsdp explain-error E-"
 NOT_THE_PROGRAM = ("minifsdp", "torch", "contextlib", "threading", "codecs", "importlib")
 
 
@@ -42,7 +43,7 @@ def rank_of_this_process() -> int:
 def message(entry: str, /, **values: object) -> str:
     """The text of ``entry`` with ``values`` in the places of its braces, this rank before it, its address behind it."""
     text = texts()["message"][entry].format(**values)
-    return f"rank {rank_of_this_process()}: {text}\n{MORE}: {PAGE}#E-{entry}"
+    return f"rank {rank_of_this_process()}: {text}\n{MORE}{entry}, {COMMAND}{entry}"
 
 
 def detail(entry: str, /, **values: object) -> str:

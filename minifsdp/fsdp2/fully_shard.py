@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from minifsdp.engine import misuse
 from minifsdp.engine.dtensors import Sharding
 from minifsdp.engine.layout import OwnedParameter, owned_parameters
-from minifsdp.engine.mesh import Group, Mesh, default_group
+from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.messages import message
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.precision import Precision
@@ -73,7 +73,8 @@ def fully_shard(
     Args:
         module: the module, or several that shall be one unit, gathered before the first of them runs and freed after
             the last.
-        mesh: one axis to shard over, or two, (replicate, shard); ``None`` for all ranks.
+        mesh: one axis to shard over, or two, (replicate, shard); ``None`` for all ranks. Without a default
+            process group, ``None`` first initializes one from the environment that a launcher such as torchrun sets.
         reshard_after_forward: ``True`` frees after forward and gathers again for backward; ``False`` keeps; a number
             keeps one copy for so many ranks; ``None`` means ``True`` for all but the root.
         shard_placement_fn: gives for a parameter ``Shard(dim)``, or ``None`` for its first dim, or torch's
@@ -87,7 +88,8 @@ def fully_shard(
         ``module``.
 
     Raises:
-        ValueError: a module that cannot be sharded, a mesh of more than two axes, or a parameter of another unit.
+        ValueError: a module that cannot be sharded, a mesh of more than two axes, a parameter of another unit, or no
+            default process group and an environment without ``RANK`` and the other variables of a launcher.
         AssertionError: a module that is sharded already.
     """
     if dp_mesh_dims is not None:
@@ -133,10 +135,14 @@ def _check_modules(modules: list[nn.Module]) -> None:
 
 
 def _default_mesh() -> DeviceMesh:
-    size = default_group().size()
+    if not torch.distributed.is_initialized():
+        try:
+            torch.distributed.init_process_group()
+        except ValueError as error:
+            raise ValueError(message("no-launcher", error=error)) from error
     # A build for GPUs names its accelerator also where there is none.
     device = torch.accelerator.current_accelerator(check_available=True)
-    return init_device_mesh(device.type if device is not None else "cpu", (size,))
+    return init_device_mesh(device.type if device is not None else "cpu", (torch.distributed.get_world_size(),))
 
 
 def _table(mesh: DeviceMesh) -> Mesh:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ def said() -> Iterator[list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield texts
-    texts.extend(str(one.message) for one in caught if "minifsdp" in str(one.message))
+    texts.extend(str(one.message) for one in caught if re.match(r"rank \d+: ", str(one.message)))
 
 
 def on_rank(rank: int, spoil: Callable[[], Any]) -> None:

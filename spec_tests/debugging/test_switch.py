@@ -25,6 +25,7 @@ from minifsdp.fsdp2.fsdp_state import FSDPState
 from spec_tests.debugging.faults import each_door, said, through
 from spec_tests.engine.count_calls import calls_by_file
 from spec_tests.harness import ranks
+from spec_tests.harness.checkout import is_of_package
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.values import assert_same, full_values
 
@@ -123,7 +124,7 @@ def test_a_step_makes_the_same_calls_after_it_was_on(door: str) -> None:
 
     def calls() -> dict[str, int]:
         found = calls_by_file(lambda: iterate(model))
-        return {path: number for path, number in found.items() if "/minifsdp/" in path}
+        return {path: number for path, number in found.items() if is_of_package(path)}
 
     before = calls()
     with minifsdp.debug("values", "order"):

@@ -20,7 +20,8 @@ def test_a_message_begins_with_the_rank_and_ends_with_the_address() -> None:
     assert rank_of_this_process() == dist.get_rank()
     first, last = message("never-gathered", name="blocks.0").split("\n")
     assert first == f"rank {dist.get_rank()}: unit 'blocks.0' is waited for but was never gathered"
-    assert last.endswith(" troubleshoot.html#E-never-gathered")
+    assert " troubleshoot.html#E-never-gathered, " in last
+    assert last.endswith(" python -m minifsdp explain-error E-never-gathered")
 
 
 @pytest.mark.pure

@@ -33,6 +33,7 @@ from spec_tests.fuzz.composed import Composed
 from spec_tests.fuzz.sides import Pieces, Side
 from spec_tests.fuzz.twin import Twin
 from spec_tests.fuzz.wrapped import Wrapped
+from spec_tests.harness.checkout import is_of_package
 from spec_tests.oracles.compare import DOUBLE, FLOAT, Tolerance
 
 __all__ = ["TIME_LIMIT", "play_all"]
@@ -197,7 +198,7 @@ class Player:
         leaves_traces |= call["do"] == "load" and self.side.has_to_load(call)
         _, expected = self._try(self.twin, call, ranks) if leaves_traces else (None, None)
         where = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        if not any("/minifsdp/" in name for name in where):
+        if not any(map(is_of_package, where)):
             return f"torch: {type(error).__name__}"
         if PYTHONS.search(text):
             return "of Python: a name that the function does not have"

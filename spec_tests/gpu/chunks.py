@@ -188,7 +188,8 @@ def _first_error(text: str) -> str:
 
 def _without_private_paths(text: str) -> str:
     """A report may be shown to anybody."""
-    for path, word in ((str(ROOT), "."), (sys.prefix, "<python>"), (str(Path.home()), "~")):
+    # `expanduser` leaves the "~" where the user has no home folder.
+    for path, word in ((str(ROOT), "."), (sys.prefix, "<python>"), (os.path.expanduser("~"), "~")):
         if len(path) > 1:
             text = text.replace(path, word)
     return text

@@ -170,7 +170,7 @@ def test_the_rank_that_meets_a_limit_on_file_sizes_names_it(tmp_path: Path, full
     if dist.get_rank() == limited:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
     try:
-        with pytest.raises(Exception) as error:  # noqa: PT011
+        with pytest.raises(Exception) as error:
             save(Shelf(tmp_path), training, fixed=FIXED, noted=NOTED, full=full)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

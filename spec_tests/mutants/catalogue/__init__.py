@@ -16,6 +16,7 @@ from spec_tests.mutants.catalogue import (
     saving,
     sending,
     sharding,
+    start,
     switches,
     training,
 )
@@ -39,5 +40,6 @@ EVERY: list[Mutant] = [
     *fresh.MUTANTS,
     *fuzz.MUTANTS,
     *saving.MUTANTS,
+    *start.MUTANTS,
 ]
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}

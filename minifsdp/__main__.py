@@ -1,0 +1,80 @@
+"""``python -m minifsdp``: lists the tools, and explains an error message.
+
+Every error and warning ends with the command that explains it::
+
+    python -m minifsdp explain-error E-tied-across-units
+
+It prints the text of the message, with ``…`` for the values that differ from case to case, and what else is known about
+the cause and the remedy. Without an entry it lists all entries. The page "Troubleshoot" of the documentation is made
+from the same texts.
+
+*In torch:* there is no such command; error messages of torch have no entries.
+
+Spec: START-05, START-06.
+"""
+
+import argparse
+import difflib
+import textwrap
+from collections.abc import Sequence
+from string import Formatter
+
+from minifsdp.engine.messages import MORE, texts
+
+WRAPPER = textwrap.TextWrapper(100, break_on_hyphens=False, break_long_words=False)
+TOOLS = """
+python -m minifsdp explain-error E-...   explain an error or a warning of minifsdp
+python -m minifsdp.ledger FILE           draw the log of collectives that a rank has written at a failure
+
+In a program:
+  minifsdp.explain(model)                memory and traffic of a model, its units, and warnings
+  minifsdp.cost                          the same from numbers, without a model
+  minifsdp.trace, minifsdp.timeline      record a training step; draw it as SVG or as a Chrome trace
+  minifsdp.debug()                       check weights, values and order on all ranks
+
+In a checkout:
+  torchrun --standalone --nproc-per-node 2 tutorials/train_gpt.py   train a small GPT
+  python -m pytest                       run the tests
+  python -m spec_tests.gpu               run the checks that need a GPU
+  python -m spec_tests.benchmarks        compare the speed with torch's FSDPs
+  mkdocs build --strict                  build the documentation
+"""
+
+
+def explanation(entry: str) -> str:
+    """The text of a message and its remedy.
+
+    Args:
+        entry: as at the end of a message, with or without ``E-`` and ``#``.
+
+    Raises:
+        KeyError: there is no such message.
+    """
+    name = entry.rpartition("#")[2].removeprefix("E-")
+    parts = Formatter().parse(texts()["message"][name])
+    text = "".join(words + ("" if field is None else "…") for words, field, _, _ in parts)
+    paragraphs = [line for line in [*text.strip().splitlines(), texts()["more"].get(name, "")] if line]
+    return "\n\n".join([f"E-{name}", *map(WRAPPER.fill, paragraphs), f"{MORE}{name}"])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command. Returns the exit status: 2 for an unknown entry, otherwise 0."""
+    parser = argparse.ArgumentParser("python -m minifsdp", description="The tools of minifsdp.")
+    command = parser.add_subparsers(dest="command").add_parser("explain-error", help="explain an error message")
+    command.add_argument("entry", nargs="?", help="the entry that the message names, E-...; default: list all entries")
+    options = parser.parse_args(arguments)
+    entries = [f"E-{name}" for name in sorted(texts()["message"])]
+    if options.command is None or options.entry is None:
+        print(TOOLS.strip() if options.command is None else "\n".join(entries))
+        return 0
+    try:
+        print(explanation(options.entry))
+    except KeyError:
+        close = ", ".join(difflib.get_close_matches(options.entry, entries)) or "none is similar"
+        print(f"minifsdp has no message {options.entry}. Similar entries: {close}")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,107 @@
+"""``fully_shard`` in a program that does not call ``init_process_group``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from minifsdp import FullyShardedDataParallel, ShardedGradScaler, fully_shard
+from minifsdp.batches import token_scale
+from spec_tests.harness.accounting import ROOT
+from spec_tests.harness.programs import output_of_ranks
+
+pytestmark = pytest.mark.pure
+
+MODEL = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+torch.manual_seed(0)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).relu()
+        return self.head(x)
+
+model = Model()
+"""
+STEP = """
+mesh = model.head.weight.device_mesh
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+for step in range(2):
+    torch.manual_seed(step + 10 * dist.get_rank())
+    model(torch.randn(3, 4)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+values = [parameter.full_tensor().sum().item() for parameter in model.parameters()]
+print("shows", dist.get_rank(), dist.get_world_size(), dist.get_backend_config(), mesh.device_type, mesh.shape)
+print("shows", dist.get_rank(), [round(value, 4) for value in values], flush=True)
+dist.destroy_process_group()
+"""
+
+
+def snippet(page: str) -> str:
+    """The first block of Python on a page."""
+    found = re.search(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    assert found
+    return found.group(1)
+
+
+def of_torch(text: str) -> str:
+    """The snippet with the line of torch in the place of ours."""
+    lines = [line for line in text.splitlines() if not line.startswith("from minifsdp")]
+    return "\n".join(line.removeprefix("# ") for line in lines) + "\n"
+
+
+def shown_by_two_ranks(program: str, folder: Path) -> list[str]:
+    """What the ranks of ``program`` show, started with a launcher's environment and nothing else."""
+    script = folder / "program.py"
+    script.write_text(program)
+    output = output_of_ranks(script, num_ranks=2, environment={})
+    return sorted(line for line in output.splitlines() if line.startswith("shows"))
+
+
+@pytest.mark.spec("START-02")
+def test_the_snippet_of_the_home_page_runs_with_one_import_line_changed(tmp_path: Path) -> None:
+    text = snippet("docs/index.md")
+    ours = shown_by_two_ranks(MODEL + text + STEP, tmp_path)
+    assert ours == shown_by_two_ranks(MODEL + of_torch(text) + STEP, tmp_path)
+    assert len(ours) == 4
+
+
+@pytest.mark.spec("START-02")
+def test_the_snippet_of_the_readme_names_what_both_libraries_have() -> None:
+    for text in (snippet("README.md"), of_torch(snippet("README.md"))):
+        names: dict[str, object] = {}
+        exec(text, names)
+        assert {"FullyShardedDataParallel", "fully_shard"} <= names.keys()
+
+
+@pytest.mark.spec("START-03")
+def test_fully_shard_without_a_launcher_names_what_it_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=r"(?s)RANK expected.*torchrun.*init_process_group.*mesh=") as caught:
+        fully_shard(nn.Linear(2, 2))
+    assert "process_group=" not in str(caught.value)
+
+
+@pytest.mark.spec("START-03")
+def test_the_other_functions_name_their_own_argument() -> None:
+    with pytest.raises(RuntimeError, match=r"init_process_group\(\).*process_group="):
+        FullyShardedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match=r"init_process_group\(\).*pass group="):
+        token_scale(torch.ones(()))
+    with pytest.raises(RuntimeError, match=r"init_process_group\(\).*process_group="):
+        ShardedGradScaler(device="cpu")._agreed({}, torch.zeros(()))

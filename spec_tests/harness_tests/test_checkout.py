@@ -1,0 +1,69 @@
+"""A checkout can have any name and any place, and the user no home folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import minifsdp
+from spec_tests.harness.accounting import ROOT
+from spec_tests.harness.checkout import PACKAGE, is_of_package
+
+pytestmark = pytest.mark.pure
+
+# The old spelling of a name warns, and the warning names the file and the line that uses it.
+PROGRAM = """
+import warnings
+from minifsdp.engine.messages import warn
+
+def old_spelling():
+    warn("the text")
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    old_spelling()
+print(caught[0].filename)
+"""
+
+
+@pytest.mark.spec("START-01")
+def test_the_location_of_the_package_decides_which_files_are_of_it() -> None:
+    assert Path(minifsdp.__file__).parent == PACKAGE
+    assert is_of_package(minifsdp.engine.hooks.__file__)
+    assert not is_of_package(__file__)
+    assert not is_of_package(str(PACKAGE.parent / "minifsdp-tests" / "a.py"))
+    assert not is_of_package("/home/minifsdp/torch/nn/module.py")
+    assert not is_of_package("<string>")
+
+
+@pytest.mark.spec("START-01")
+@pytest.mark.parametrize("program", ["train.py", "torchtrain/minifsdp_train.py"])
+def test_a_warning_names_the_program_in_a_checkout_with_the_name_of_the_package(program: str, tmp_path: Path) -> None:
+    checkout = tmp_path / "with space \u00e9" / "minifsdp"
+    shutil.copytree(ROOT / "minifsdp", checkout / "minifsdp", ignore=shutil.ignore_patterns("__pycache__"))
+    script = checkout / program
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(PROGRAM)
+    environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONIOENCODING": "utf-8"}
+    environment.pop("HOME", None)
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, cwd=checkout, capture_output=True, encoding="utf-8", check=True
+    )
+    assert done.stdout.strip() == str(script)
+
+
+@pytest.mark.spec("START-01")
+def test_no_test_and_no_tool_looks_for_the_name_of_the_package_in_a_path() -> None:
+    folders = ("spec_tests", "docs_build", "tutorials", "minifsdp")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path != Path(__file__)]
+    guesses = [f'"{slash}minifsdp{slash}"' for slash in ("/", "\\\\")] + [
+        '"minifsdp" in path',
+        '"minifsdp" in str(path',
+    ]
+    found = [path for path in files if any(guess in path.read_text(encoding="utf-8") for guess in guesses)]
+    assert found == []

@@ -1,0 +1,58 @@
+"""Mutants of START: a new machine, and names that other programs use."""
+
+from __future__ import annotations
+
+from spec_tests.mutants.mutant import Mutant
+
+__all__ = ["MUTANTS"]
+
+MUTANTS = [
+    Mutant(
+        "a-folder-called-minifsdp-is-the-package",
+        "warn",
+        'frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:',
+        '"minifsdp" in frame.f_code.co_filename:',
+        "A warning looks for the package's name in the paths of files.",
+        "START-01",
+    ),
+    Mutant(
+        "fully-shard-needs-a-group-before-it",
+        "_default_mesh",
+        "torch.distributed.init_process_group()",
+        "raise ValueError()",
+        "fully_shard does not initialize the default process group from the launcher's environment.",
+        "START-02",
+    ),
+    Mutant(
+        "every-function-has-a-process-group-argument",
+        "token_scale",
+        'default_group("group")',
+        "default_group()",
+        "The message of token_scale names an argument that token_scale refuses.",
+        "START-03",
+    ),
+    Mutant(
+        "messages-name-no-command",
+        "message",
+        ", {COMMAND}{entry}",
+        "",
+        "A message names only the page, which somebody without the site cannot open.",
+        "START-05",
+    ),
+    Mutant(
+        "an-entry-needs-its-bare-name",
+        "explanation",
+        'entry.rpartition("#")[2].removeprefix("E-")',
+        "entry",
+        "explain-error refuses the entry as the message writes it.",
+        "START-05",
+    ),
+    Mutant(
+        "the-list-of-tools-is-empty",
+        "main",
+        "TOOLS.strip() if",
+        '"" if',
+        "python -m minifsdp lists nothing.",
+        "START-06",
+    ),
+]
