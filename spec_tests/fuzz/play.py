@@ -122,8 +122,9 @@ class Player:
 
     def make(self, call: Call) -> str:
         """One call; how it went."""
-        if call["do"] == "step" and self.case.options.get("strategy") == "NO_SHARD" and self.twin.waiting_units:
-            # Local SGD: ranks train apart on purpose.
+        # The wrapper allows local SGD where each rank has all of the parameters: ranks train apart on purpose.
+        is_whole = self.case.options.get("strategy") == "NO_SHARD" or self.case.options.get("replicas") == 2
+        if call["do"] == "step" and self.case.door == "wrapped" and is_whole and self.twin.waiting_units:
             call = {"do": "zero_grad", "to_none": True, "of_model": True}
         mine = call.get("on", self.rank) == self.rank
         ranks = (call["on"],) if "on" in call else (0, 1)
