@@ -84,9 +84,11 @@ def watch(wrappers: Iterable[nn.Module]) -> None:
     _hooks.extend(wrapper.register_forward_pre_hook(part) for wrapper in fresh)
 
 
-def part(*_: Any) -> None:
+def part(*called_with: Any) -> None:
     """Gives the model memory of its own wherever a dict that is still there lies in it."""
-    while _hooks:
+    # PyTorch iterates over the hooks of steps while one runs, so a step leaves that hook, the first, in place.
+    num_kept = isinstance(called_with[0], torch.optim.Optimizer) if called_with else 0
+    while len(_hooks) > num_kept:
         _hooks.pop().remove()
     while _shared:
         saved, own = (reference() for reference in _shared.pop())
