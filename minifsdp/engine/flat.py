@@ -261,7 +261,7 @@ class FlatLayout(Layout):
         gradient, leaf.grad = leaf.grad, None
         if gradient is None:
             return None
-        # Without a split, this is a view of a tensor that autograd may give to other functions. A hook may keep it, too.
+        # Without a split, this is a view of a tensor that autograd may give to other functions, too.
         hooks = list((self.owner.shard._backward_hooks or {}).values())
         self._is_shared = bool(hooks) or self.partition.is_single
         # The user's hooks on a flat parameter. Autograd owns another tensor and calls none of them.

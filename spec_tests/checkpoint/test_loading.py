@@ -195,13 +195,15 @@ def test_plain_tensors_are_refused_with_a_word_on_what_to_use() -> None:
 
 
 @pytest.mark.spec("FS2-SD-15")
+@pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("from_rank_0", [False, True])
 @ranks(2)
-def test_full_state_dicts_are_loaded_after_an_evaluation(from_rank_0: bool) -> None:
+def test_full_state_dicts_are_loaded_after_a_forward(from_rank_0: bool, records: bool) -> None:
     model, expected = other(), named(seeded())
-    with torch.no_grad():
+    with torch.set_grad_enabled(records):
         model(torch.ones(2, WIDTH, device=device()))
-    assert any(not isinstance(parameter, DTensor) for parameter in model.parameters()), "the root was kept"
+    # A recorded forward keeps the root for its backward.
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters()) is not records
     state = {} if from_rank_0 and dist.get_rank() else seeded().state_dict()
     set_model_state_dict(model, state, options=FROM_RANK_0 if from_rank_0 else FULL)
     assert_same(full_values(model), expected)

@@ -95,7 +95,7 @@ def clip_by_utility_and_step(model: FSDP, optimizer: Any) -> None:
 
 @pytest.mark.spec("NOSYNC-10")
 @pytest.mark.parametrize("mistake", [clip_by_method, clip_by_utility_and_step])
-@flat_strategies
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
 @either
 @ranks(2)
 def test_after_an_unfinished_no_sync_neither_way_of_clipping_goes_unnoticed(

@@ -155,9 +155,8 @@ def test_zero_grad_of_a_module_drops_gradients_that_full_parameters_stand_before
     x = torch.ones(2, WIDTH)
     for to_none in (True, False):
         model(x).sum().backward()
-        with torch.no_grad():
-            model(x)
-        # The root is left gathered after an evaluation.
+        # The root is left gathered after a forward that autograd records.
+        model(x)
         assert not all(one is other for one, other in zip(owned, model.parameters(), strict=True))
         model.zero_grad(set_to_none=to_none)
         left = [parameter.grad for parameter in owned if parameter.grad is not None]

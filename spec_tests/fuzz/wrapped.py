@@ -22,6 +22,7 @@ from minifsdp import (
     StateDictType,
 )
 from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.engine.messages import message
 from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.fuzz import net as nets
 from spec_tests.fuzz.case import Call, to_be_loaded
@@ -163,7 +164,18 @@ class Wrapped(Side):
 
     # --- calls ---
 
+    def _refuse_local_steps(self, what: str) -> None:
+        """With ``NO_SHARD`` a rank may train alone (FRESH-07). The twin is one model and cannot follow."""
+        units = [wrapper._unit for wrapper in FSDP.fsdp_modules(self.model)]
+        if any(unit is not None and unit.layout.has_unreduced for unit in units):
+            raise RuntimeError(message("unreduced-gradients", what=what))
+
+    def step(self, call: Call) -> None:
+        self._refuse_local_steps("step()")
+        super().step(call)
+
     def clip(self, call: Call) -> Tensor:
+        self._refuse_local_steps("clip_grad_norm_()")
         return self.model.clip_grad_norm_(call["most"], call["norm"])
 
     def edit(self, call: Call) -> None:

@@ -148,7 +148,7 @@ def test_a_job_that_finds_another_one_saving_says_so_and_removes_nothing(tmp_pat
         until(ready.exists, "the other job has the lock", seconds=60)
     from_all_ranks(None)
     for call in (shelf.tidy, lambda: shelf.save(2, {}, write)):
-        with pytest.raises(RuntimeError, match="another job writes checkpoints to .*runs"):
+        with pytest.raises(RuntimeError, match=r"another job writes checkpoints to .*runs"):
             call()
     assert part.is_dir()
     from_all_ranks(None)
