@@ -42,8 +42,8 @@ APART = (
     "ledger/",
 )
 BUDGETS = {
-    # `fully_shard` initializes the default process group: 4 lines.
-    "house": 6234,
+    # `fully_shard` initializes the default process group: 4 lines. More private names of torch: 34 lines in `compat/`.
+    "house": 6268,
     "story": 2986,
     TRANSPORT: 151,
     DEBUGGING: 380,
@@ -54,7 +54,7 @@ BUDGETS = {
     # With it: where a program failed that is about to end, haste after a question, and who was killed on this machine.
     "ledger/": 505,
     "checkpoint/": 1432,
-    "compat/": 250,
+    "compat/": 280,
     # The calculator knows what is in flight between CPUs, and when a unit's activations are gone.
     TOOLS: 523,
     # The list of tools, and the explanation of an error message.
