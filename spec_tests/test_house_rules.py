@@ -53,7 +53,7 @@ BUDGETS = {
     # With it: where a program failed that is about to end, haste after a question, and who was killed on this machine.
     "ledger/": 505,
     "checkpoint/": 1432,
-    "compat/": 250,
+    "compat/": 280,
     # The calculator knows what is in flight between CPUs, and when a unit's activations are gone.
     TOOLS: 523,
     # The list of tools, and the explanation of an error message.

@@ -22,22 +22,26 @@ for ``model`` and ``False`` for ``block``. A module inside of ``block`` has none
 
 *In torch:* the decorator ``contract``; ``FSDPState`` and ``FSDPParamGroup``, of which these are a few attributes.
 
-Spec: FS2-09, FS2-11, FS2-29.
+Spec: FS2-09, FS2-11, FS2-29, START-07.
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed._composable_state import _insert_module_state, _State
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
 from minifsdp.checkpoint.loading import SavedState
 from minifsdp.engine.compiler import step_over_this_package
+from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp2.options import MixedPrecisionPolicy
+from minifsdp.fsdp2.reshard import smaller_mesh
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,20 @@ class _ParamGroup:
 
     _unit: Unit
     mp_policy: MixedPrecisionPolicy
+    _reshard_to: bool | int | None
+
+    @property
+    def mesh_info(self) -> FSDPMeshInfo:
+        """The mesh over which the parameters are sharded."""
+        return _info(cast(PerParameterLayout, self._unit.layout)._entries[0].sharding.mesh)
+
+    @property
+    def post_forward_mesh_info(self) -> FSDPMeshInfo | None:
+        """The mesh over which they are sharded after forward; ``None`` if they stay unsharded."""
+        policy, mesh = self._unit.policy, self.mesh_info.mesh
+        if not policy.reshard_after_forward:
+            return None
+        return _info(smaller_mesh(mesh, int(self._reshard_to or 0)) if policy.resting else mesh)
 
     @property
     def _orig_dtype(self) -> torch.dtype | None:
@@ -61,6 +79,13 @@ class _ParamGroup:
         """In which gradients travel, where that is another dtype than the one in which they are computed."""
         reduce, is_trained = self.mp_policy.reduce_dtype, self._unit.layout.is_trained
         return reduce if is_trained and reduce is not self.mp_policy.param_dtype else None
+
+
+def _info(mesh: DeviceMesh) -> FSDPMeshInfo:
+    """The mesh in torch's class."""
+    if mesh.ndim == 1:
+        return FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
 class ComposableState(SavedState, _State):
@@ -84,7 +109,7 @@ class ComposableState(SavedState, _State):
 
     @property
     def _fsdp_param_groups(self) -> list[_ParamGroup]:
-        return [] if self.unit is None else [_ParamGroup(self.unit, self.policy)]
+        return [] if self.unit is None else [_ParamGroup(self.unit, self.policy, self.reshard_after_forward)]
 
     @property
     def _fsdp_param_group(self) -> _ParamGroup | None:

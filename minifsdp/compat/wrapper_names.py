@@ -21,13 +21,15 @@ checkpoint is right whoever asks for it. The optimizer's part is not to be had i
 `Slice` apart, and is told what to call instead.
 
 *In torch:* ``params``, ``_has_params``, ``_flat_param``, ``_handle``, ``_is_root``, ``_state_dict_type``,
-``_state_dict_config`` and ``_optim_state_dict_config`` of ``_FSDPState``.
+``_state_dict_config``, ``_optim_state_dict_config``, ``_sync_gradients`` and the names that
+``_post_backward_final_callback`` reads of ``_FSDPState``.
 
-Spec: NAMES-08, NAMES-11, ORIG-01, SD-CFG-02.
+Spec: NAMES-08, NAMES-11, ORIG-01, SD-CFG-02, START-08, START-09.
 """
 
 import dataclasses
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -148,6 +150,30 @@ class FrameworkNames(StateDictMethods, _FSDPState):  # type: ignore[misc]
     def _handle(self) -> Any:  # type: ignore[override]
         # What is noted on it is found out anew from the parameters when the next forward begins.
         return None if self._unit is None else Slice(self._unit)
+
+    @property
+    def _sync_gradients(self) -> bool:
+        """Whether backward reduces gradients: false in ``no_sync()``."""
+        units = [self._unit] if self._unit else self._tree.units if self._tree else []
+        return all(unit.policy.reduces for unit in units)
+
+    # Torch's `_post_backward_final_callback` reads these five of a root. Composer calls it when memory ran out.
+    _all_fsdp_states = ()  # type: ignore[assignment]
+
+    @property
+    def _device_handle(self) -> Any:  # type: ignore[override]
+        return torch.get_device_module(self.compute_device)
+
+    @property
+    def _post_backward_stream(self) -> Any:
+        return self._device_handle.current_stream()
+
+    _all_reduce_stream = _post_backward_stream
+
+    @property
+    def _exec_order_data(self) -> Any:
+        # `mend` reshards all units, waits for reductions that were issued, and drops their results.
+        return SimpleNamespace(next_iter=self._current_tree().mend)
 
     # Torch's checkpoint functions compare, set and restore these three.
     _state_dict_type = _in_torchs_words("state_dict_type")

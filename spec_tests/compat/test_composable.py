@@ -9,6 +9,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed._composable_state import _get_module_state
+from torch.distributed.device_mesh import init_device_mesh
 
 import minifsdp
 from spec_tests.harness import device, ranks
@@ -69,3 +70,51 @@ def test_a_module_without_parameters_has_a_state_without_a_group() -> None:
     assert facts_of(_get_module_state(model))[0] is True
     assert _get_module_state(model)._fsdp_param_group is None
     assert _get_module_state(inner)._is_root is False
+
+
+# --- the mesh of a parameter group ---
+
+
+def meshes_of(model: nn.Module) -> list[Any]:
+    """For each state: the mesh of its group, and that after forward."""
+    groups = [state._fsdp_param_group for m in model.modules() if (state := _get_module_state(m)) is not None]
+    infos = [(group.mesh_info, group.post_forward_mesh_info) for group in groups]
+    return [[None if info is None else facts_of_mesh(info) for info in both] for both in infos]
+
+
+def facts_of_mesh(info: Any) -> tuple[Any, ...]:
+    replicate = getattr(info, "replicate_mesh_size", None)
+    return type(info).__name__, info.mesh.mesh.tolist(), info.shard_mesh_size, info.shard_mesh_rank, replicate
+
+
+@ranks(4)
+def check_meshes(shape: tuple[int, ...], choice: bool | int | None) -> None:
+    names = ("replicate", "shard")[-len(shape) :]
+    models = []
+    for library in (minifsdp, torch_fsdp):
+        mesh = init_device_mesh(device().type, shape, mesh_dim_names=names)
+        model = seeded()
+        for block in model.blocks:
+            library.fully_shard(block, mesh=mesh, reshard_after_forward=choice)
+        models.append(library.fully_shard(model, mesh=mesh))
+    ours, theirs = models
+    assert meshes_of(ours) == meshes_of(theirs)
+    for model in models:
+        loss_of(model(batch())).backward()
+    assert meshes_of(ours) == meshes_of(theirs)
+    # The root keeps its parameters after forward.
+    assert meshes_of(ours)[0][1] is None
+    for model in models:
+        model.set_reshard_after_forward(choice is False)
+    assert meshes_of(ours) == meshes_of(theirs)
+    with pytest.raises(AttributeError):
+        _get_module_state(ours)._fsdp_param_group.post_forward_mesh_info = None
+
+
+@pytest.mark.parametrize("choice", [None, True, False, 1, 2])
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@pytest.mark.spec("START-07")
+def test_the_mesh_of_a_group_and_that_after_forward_are_torchs(
+    shape: tuple[int, ...], choice: bool | int | None
+) -> None:
+    check_meshes(shape=shape, choice=choice)

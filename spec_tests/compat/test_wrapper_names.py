@@ -15,9 +15,11 @@ from torch import nn
 from torch.distributed._composable_state import _get_module_state
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.fsdp._runtime_utils import _post_backward_final_callback
 
 import minifsdp
 from minifsdp import FullyShardedDataParallel, MixedPrecision, StateDictType
+from minifsdp.engine.unit import State
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import Block, Stack, seeded
 from spec_tests.models.running import iterate
@@ -249,3 +251,69 @@ def check_in_the_place_of_torchs_names(use_orig_params: bool, full: bool) -> Non
 @pytest.mark.spec("OSD-01", "OSD-LOAD-01")
 def test_in_the_place_of_torchs_names_they_resume_a_training(use_orig_params: bool, full: bool) -> None:
     check_in_the_place_of_torchs_names(use_orig_params=use_orig_params, full=full)
+
+
+# --- gradient synchronization, and the end of a backward that has failed ---
+
+
+@ranks(2)
+def check_sync_gradients(use_orig_params: bool) -> None:
+    model, oracle = (make(seeded(), use_orig_params=use_orig_params) for make in (wrapped, as_torch))
+    wrappers = [kind.fsdp_modules(m) for kind, m in zip(KINDS, (model, oracle), strict=True)]
+
+    def both() -> list[list[bool]]:
+        return [[wrapper._sync_gradients for wrapper in of_one] for of_one in wrappers]
+
+    assert both() == [[True] * len(wrappers[0])] * 2
+    with model.no_sync(), oracle.no_sync():
+        assert both() == [[False] * len(wrappers[0])] * 2
+    assert both() == [[True] * len(wrappers[0])] * 2
+    with pytest.raises(AttributeError):
+        model._sync_gradients = False
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.spec("START-08")
+def test_a_wrapper_says_whether_it_synchronizes_gradients(use_orig_params: bool) -> None:
+    check_sync_gradients(use_orig_params=use_orig_params)
+
+
+class OutOfMemoryError(RuntimeError):
+    """What a hook raises in the place of an allocator."""
+
+
+@ranks(2)
+def check_retry(use_orig_params: bool) -> None:
+    model, oracle = (wrapped(seeded(), use_orig_params=use_orig_params) for _ in range(2))
+    for either in (model, oracle):
+        optimizer = torch.optim.Adam(either.parameters(), lr=1e-2)
+        trained_once(either, optimizer)
+        if either is model:
+            fail_in_backward(model)
+            assert all(parameter.grad is None for parameter in model.parameters())
+        trained_once(either, optimizer, 1)
+    assert_same(full_values(model), full_values(oracle), bitwise=True)
+
+
+def fail_in_backward(model: Any) -> None:
+    """A backward that ends in an exception on all ranks, and what Composer does after it."""
+
+    def fail(*_: Any) -> None:
+        raise OutOfMemoryError("CUDA out of memory")
+
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    handle = blocks[0].register_full_backward_hook(fail)
+    with pytest.raises(OutOfMemoryError):
+        iterate(model, 7)
+    handle.remove()
+    model.zero_grad(set_to_none=True)
+    for wrapper in FullyShardedDataParallel.fsdp_modules(model):
+        if wrapper.check_is_root():
+            _post_backward_final_callback(wrapper, wrapper)
+    assert all(unit.state is State.SHARDED for unit in model._tree.units)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.spec("START-09")
+def test_torchs_final_callback_ends_a_backward_that_has_failed(use_orig_params: bool) -> None:
+    check_retry(use_orig_params=use_orig_params)

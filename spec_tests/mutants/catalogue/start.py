@@ -55,4 +55,28 @@ MUTANTS = [
         "python -m minifsdp lists nothing.",
         "START-06",
     ),
+    Mutant(
+        "the-mesh-after-forward-is-always-there",
+        "_ParamGroup.post_forward_mesh_info",
+        "if not policy.reshard_after_forward:",
+        "if False:",
+        "A group that keeps its parameters unsharded after forward has a mesh for them.",
+        "START-07",
+    ),
+    Mutant(
+        "gradients-are-always-synchronized",
+        "FrameworkNames._sync_gradients",
+        "all(unit.policy.reduces for unit in units)",
+        "True",
+        "_sync_gradients is true in no_sync().",
+        "START-08",
+    ),
+    Mutant(
+        "the-final-callback-does-nothing",
+        "FrameworkNames._exec_order_data",
+        "self._current_tree().mend",
+        "lambda: None",
+        "Torch's final callback leaves units unsharded after a backward that has failed.",
+        "START-09",
+    ),
 ]
