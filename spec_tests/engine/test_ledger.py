@@ -8,7 +8,9 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from collections import Counter
@@ -34,6 +36,7 @@ from spec_tests.benchmarks.without_ledger import without_ledger
 from spec_tests.engine.small import draw, shard_each, square_loss, train_once, units_of
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import MLP, chain
+from spec_tests.waiting import comes_true
 
 
 def entries() -> list[Entry]:
@@ -285,6 +288,67 @@ def test_chains_may_come_and_go_while_a_rank_tells_of_them(monkeypatch: pytest.M
     finally:
         sys.settrace(before)
     assert f"{(0,)}#1" in said["chains"]
+
+
+@pytest.mark.spec("LEDGER-19")
+@pytest.mark.pure
+def test_the_import_changes_nothing_in_the_process() -> None:
+    program = (
+        "import atexit, os, signal, sys, threading, torch, torch.distributed.tensor, jinja2\n"
+        "def state():\n"
+        "    wake_up = signal.set_wakeup_fd(-1)\n"
+        "    signal.set_wakeup_fd(wake_up)\n"
+        "    files = sorted(os.listdir('/proc/self/fd'))\n"
+        "    return sys.excepthook, wake_up, signal.getsignal(signal.SIGTERM), threading.active_count(), files\n"
+        "before = state()\n"
+        "import minifsdp\n"
+        "assert state() == before, (before, state())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.spec("LEDGER-20")
+@pytest.mark.pure
+def test_a_report_is_a_new_file_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINIFSDP_LEDGER_DIR", str(tmp_path))
+    first = Path(_told({}, {}, {}).split()[-1])
+    assert first.stat().st_mode & 0o777 == 0o600
+    first.unlink()
+    target = tmp_path / "of another user"
+    first.symlink_to(target)
+    second = Path(_told({}, {}, {}).split()[-1])
+    assert not target.exists() and second != first and second.is_file()
+    monkeypatch.delenv("MINIFSDP_LEDGER_DIR")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    third = Path(_told({}, {}, {}).split()[-1])
+    assert third.parent.parent == tmp_path and third.parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.spec("LEDGER-20")
+@pytest.mark.pure
+@pytest.mark.parametrize("place", ["off", "/dev/null/none"])
+def test_a_report_needs_no_file(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINIFSDP_LEDGER_DIR", place)
+    said = _told({}, {}, {})
+    assert said.startswith("Where every rank is:")
+    assert ("could not be written" in said) == (place != "off")
+
+
+@pytest.mark.spec("LEDGER-21")
+@ranks(2)
+def test_an_event_is_queried_only_after_a_while_and_then_forgotten() -> None:
+    FSDP(MLP(), device_id=device())
+    queries: list[float] = []
+
+    def query() -> bool:
+        queries.append(time.monotonic())
+        return True
+
+    ledger.on_its_way, begun = SimpleNamespace(query=query), time.monotonic()
+    assert comes_true(lambda: ledger.on_its_way is None)
+    assert len(queries) == 1
+    assert queries[0] - begun >= PATIENCE - 0.1
 
 
 @pytest.mark.spec("LEDGER-17")

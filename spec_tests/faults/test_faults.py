@@ -92,7 +92,7 @@ def test_an_order_that_all_ranks_have_caught_is_not_held_against_what_they_do_la
         assert "are about to issue different collectives" in (tmp_path / str(rank) / "stdout").read_text()
 
 
-@pytest.mark.spec("ORDER-06", "LEDGER-03")
+@pytest.mark.spec("ORDER-06", "ORDER-13", "LEDGER-03")
 @pytest.mark.parametrize("what", ["no_sync", "keeps and no_sync"])
 @pytest.mark.parametrize("door", DOORS)
 def test_no_sync_on_one_rank_is_noticed(door: str, what: str, tmp_path: Path) -> None:

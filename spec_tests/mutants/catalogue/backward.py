@@ -122,7 +122,7 @@ MUTANTS = [
     Mutant(
         "sum-before-is-forgotten",
         "FlatLayout.take_gradient",
-        "gradient = unreduced.add_(gradient)",
+        "gradient, self._is_shared = unreduced.add_(gradient), False",
         "pass",
         "The reducing backward drops what no_sync() has summed up.",
         "NOSYNC-02 NOSYNC-03",

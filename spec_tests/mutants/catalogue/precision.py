@@ -17,9 +17,9 @@ MUTANTS = [
     ),
     Mutant(
         "reduces-in-full-precision",
-        "Root.__init__",
-        "plan.use(unit.layout.dtype)",
-        "plan.use(unit.layout.local_values().dtype)",
+        "Unit.plan_reductions",
+        "self.precision.reduces_in(self.planned_for)",
+        "self.precision.reduces_in(self.layout.local_parameters()[0].dtype)",
         "Without a reduce_dtype gradients travel in full precision instead of param_dtype.",
         "MP-06",
     ),

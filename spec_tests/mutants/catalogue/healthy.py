@@ -1,0 +1,74 @@
+"""Mutants of HEALTHY: checks that end, refuse or slow programs that are right; and of what they leave behind."""
+
+from __future__ import annotations
+
+from spec_tests.mutants.mutant import Mutant
+
+__all__ = ["MUTANTS"]
+
+MUTANTS = [
+    Mutant(
+        "names-of-wrappers-count",
+        "UnitName.__new__",
+        "if part not in _OF_WRAPPERS",
+        "if True",
+        "Ranks that wrap their modules differently are said to issue different collectives.",
+        "HEALTHY-04",
+    ),
+    Mutant(
+        "all-gathers-wait-when-they-are-issued",
+        "Collective._agree",
+        'if kind != "all-gather":',
+        "if True:",
+        "An all-gather that the program issues waits for other ranks.",
+        "HEALTHY-05",
+    ),
+    Mutant(
+        "the-watchdog-outlives-its-group",
+        "_end",
+        "watcher.stop()",
+        "pass",
+        "The thread of the watchdog goes on after the process group was destroyed.",
+        "HEALTHY-06",
+    ),
+    Mutant(
+        "a-chain-keeps-its-group",
+        "Chain.__init__",
+        "weakref.ref(process_group)",
+        "lambda: process_group",
+        "Process groups are never freed.",
+        "HEALTHY-06",
+    ),
+    Mutant(
+        "later-handlers-are-ignored",
+        "handles_sigterm",
+        "signal.getsignal(signal.SIGTERM) is _wait_for_report",
+        "True",
+        "A SIGTERM ends a program that has set a handler for it.",
+        "HEALTHY-08 LEDGER-06",
+    ),
+    Mutant(
+        "a-child-wakes-its-parent",
+        "_forget_in_child",
+        "_leave_signals(watcher)",
+        "pass",
+        "A forked process keeps the signal handler of its parent.",
+        "LEDGER-06",
+    ),
+    Mutant(
+        "reports-follow-links",
+        "_write",
+        "os.O_EXCL | os.O_NOFOLLOW",
+        "os.O_TRUNC",
+        "A report is written through a symbolic link of another user.",
+        "LEDGER-20",
+    ),
+    Mutant(
+        "events-are-queried-at-once",
+        "Watcher._is_stuck",
+        "if at is None or time.monotonic() - self._stuck_since <= self._patience:",
+        "if at is None or (waiting is not None and time.monotonic() - self._stuck_since <= self._patience):",
+        "The watchdog queries an event while the program issues work.",
+        "LEDGER-21",
+    ),
+]
