@@ -70,13 +70,10 @@ def add_plain_names(versions: MutableMapping[str, Any], prefix: str) -> None:
         versions[(prefix + dotted((path + ".").removeprefix(prefix)[:-1]))[:-1]] = versions[path]
 
 
-def with_versions(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
-    """``state`` with the version of each module under the module's path, whatever wraps the model that wrote it."""
-    written = getattr(state, "_metadata", None)
-    if written is None:
-        return state
+def with_versions(state: Any, module: nn.Module) -> Mapping[str, Any]:
+    """A copy of ``state`` with the version of each module under the module's path, however the writer was wrapped."""
     # Of a wrapper and the module in it, the path of the module comes last.
-    versions = {dotted(path): version for path, version in written.items()}
+    versions = {dotted(path): version for path, version in state._metadata.items()}
     paths = [path for path, _ in module.named_modules(remove_duplicate=False) if dotted(path) in versions]
     copied = OrderedDict(state)
     copied._metadata = {path: versions[dotted(path)] for path in paths}  # type: ignore[attr-defined]

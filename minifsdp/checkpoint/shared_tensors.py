@@ -33,13 +33,6 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    if _memory_of(tensor) is None or 0 not in tensor.stride():
-        return tensor.detach().clone()
-    once = tensor.detach()[tuple(slice(None) if stride else slice(1) for stride in tensor.stride())]
-    return once.clone().expand(tensor.shape)
-
-
 def keep_apart(
     state: MutableMapping[str, Any], prefix: str, own: Iterable[torch.Tensor], before: Mapping[str, Any]
 ) -> None:
@@ -59,10 +52,11 @@ def keep_apart(
         if where not in memory:
             return tensor
         if where is None:
-            return _copy(tensor)
+            return tensor.detach().clone()
         same = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
         if same not in copies:
-            copies[same] = _copy(tensor)
+            once = tensor.detach()[tuple(slice(None) if stride else slice(1) for stride in tensor.stride())]
+            copies[same] = once.clone().expand(tensor.shape)
         return copies[same]
 
     for key in keys_below(state, prefix):

@@ -84,17 +84,16 @@ class StateDictMethods(Wrapper):
         belong to no unit, are the model's own tensors.
         """
         self._mend()
-        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        destination = kwargs.get("destination", args[0] if args else None)
+        given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs
+        prefix = given.get("prefix", "")
         # Another model may have written to the same dict.
-        self._before = dict(destination or {}) if self._is_outermost_here(prefix) else {}
+        self._before = dict(given.get("destination") or {}) if self._is_outermost_here(prefix) else {}
         if self._is_outermost_here(prefix):
             gathered = [w for w in wrappers_in(self) if not (w._form.is_local or _is_shown(w))]
             self._meet("state_dict()", [Mesh(w.mesh.shard, None) for w in gathered], custom_state.writes_by_itself)
-        keeps_vars = kwargs.get("keep_vars", args[2] if len(args) > 2 else False)
         with state_dict.shown_to_walk(self._unit, is_looked_at=self._is_looked_at):
             state: dict[str, Any] = super().state_dict(*args, **kwargs)
-            if self._is_outermost_here(prefix) and not keeps_vars:
+            if self._is_outermost_here(prefix) and not given.get("keep_vars"):
                 shards = [w._unit.layout.local_values() for w in wrappers_in(self) if w._unit is not None]
                 own = [*shards, *self.parameters(), *self.buffers()]
                 shared_tensors.keep_apart(state, prefix, own, self._before)
@@ -163,7 +162,8 @@ class StateDictMethods(Wrapper):
             RuntimeError: the dict of any rank does not fit; on all ranks, and nothing has changed.
         """
         self._reads_strictly = strict
-        state_dict = names.with_versions(state_dict, self)
+        if getattr(state_dict, "_metadata", None):
+            state_dict = names.with_versions(state_dict, self)
         try:
             return super().load_state_dict(state_dict, strict, assign)
         finally:
@@ -215,8 +215,7 @@ class StateDictMethods(Wrapper):
         Raises:
             AssertionError: they differ.
         """
-        wrappers = [(n, m) for n, m in module.named_modules() if isinstance(m, StateDictMethods)]
-        return common_settings([(clean_name(name), wrapper._state_dict_settings) for name, wrapper in wrappers])
+        return common_settings([(clean_name(path), w._state_dict_settings) for path, w in _named_wrappers(module)])
 
     @staticmethod
     @contextlib.contextmanager

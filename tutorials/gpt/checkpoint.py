@@ -35,7 +35,7 @@ What was complete once may still be damaged later, by a copy that stopped in the
 is believed on reading: every size is compared on every rank, and each rank hashes its share of the files. They agree
 before anybody goes on. If the newest is damaged, the one before it is taken; if none is whole, all ranks refuse.
 
-While a job saves or clears, it locks the folder. Two jobs in one folder would clear each other's `.part`; the second
+While a job saves or clears, it locks the folder. Two jobs in one folder would clear each other's `.part`. The second
 one ends with an error instead.
 
 The price is that each file is read once more when it is saved, and once more when it is loaded, at the speed of
@@ -61,6 +61,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
 from .manifest import (
     MANIFEST,
@@ -324,7 +325,7 @@ def _limits_named() -> Iterator[None]:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     try:
         yield
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # The second is no Exception.
         if limit == resource.RLIM_INFINITY:
             raise
         cause = f"this rank may write no file larger than {limit} bytes (RLIMIT_FSIZE, see `ulimit -f`)"

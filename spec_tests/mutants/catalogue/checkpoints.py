@@ -225,14 +225,6 @@ MUTANTS = [
         "SD-FULL-09",
     ),
     Mutant(
-        "dict-shares-for-good",
-        "part",
-        "            own.data = own.detach().clone()\n",
-        "            pass\n",
-        "Buffers and ignored parameters in a dict go on with the training.",
-        "SD-FULL-07",
-    ),
-    Mutant(
         "tied-name-is-the-last",
         "OwnedParameter.path",
         "self.slots[0].path",

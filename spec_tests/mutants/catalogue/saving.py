@@ -9,9 +9,9 @@ __all__ = ["MUTANTS"]
 MUTANTS = [
     Mutant(
         "expanded-buffers-are-filled",
-        "_copy",
-        "if _memory_of(tensor) is None or 0 not in tensor.stride():",
-        "if True:",
+        "keep_apart",
+        "slice(None) if stride else slice(1)",
+        "slice(None)",
         "A copy of an expanded buffer takes the memory of all its elements.",
         "SAVE-01",
     ),
@@ -58,8 +58,8 @@ MUTANTS = [
     Mutant(
         "versions-are-not-found",
         "StateDictMethods.load_state_dict",
-        "        state_dict = names.with_versions(state_dict, self)\n",
-        "",
+        'if getattr(state_dict, "_metadata", None):',
+        "if False:",
         "A wrapper does not find the versions in a plain module's dict.",
         "SAVE-03",
     ),
