@@ -205,7 +205,7 @@ class Composed(Side):
         self.at(call.get("part")).set_reshard_after_forward(not call["value"], recurse=call.get("recurse", True))
 
     def keep_after_backward(self, call: Call) -> None:
-        self.is_left_unsharded |= call["value"]
+        self.keeps_after_backward |= call["value"]
         self.at(call.get("part")).set_reshard_after_backward(not call["value"], recurse=call.get("recurse", True))
 
     def unshard(self, call: Call) -> None:
