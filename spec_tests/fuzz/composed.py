@@ -57,6 +57,7 @@ class Composed(Side):
         self.model = shard(net)
         register_fsdp_forward_method(self.model, "generate")
         self.handles: list[Any] = []
+        self.keeps_evaluated = self.options.get("frees") is False
         self.owned = dict(self.model.named_parameters())
 
     @property
@@ -119,7 +120,8 @@ class Composed(Side):
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def edit(self, call: Call) -> None:
-        if self.is_left_unsharded:
+        # Where an evaluation keeps its parameters, the next one does not see a change without a version (FRESH-03).
+        if self.is_left_unsharded or (call.get("how") and self.keeps_evaluated):
             self.reshard_all()
         self.edited(list(self.model.parameters() if call.get("of_model") else self.owned.values()), call.get("how", ""))
         self.changed()
@@ -202,10 +204,11 @@ class Composed(Side):
         self.at(call.get("part")).set_requires_gradient_sync(call["value"], recurse=call.get("recurse", True))
 
     def keep(self, call: Call) -> None:
+        self.keeps_evaluated |= call["value"]
         self.at(call.get("part")).set_reshard_after_forward(not call["value"], recurse=call.get("recurse", True))
 
     def keep_after_backward(self, call: Call) -> None:
-        self.is_left_unsharded |= call["value"]
+        self.keeps_after_backward |= call["value"]
         self.at(call.get("part")).set_reshard_after_backward(not call["value"], recurse=call.get("recurse", True))
 
     def unshard(self, call: Call) -> None:

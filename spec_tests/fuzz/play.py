@@ -235,7 +235,8 @@ class Player:
             self.tolerance = DOUBLE
         elif call["do"] == "convert":
             self.tolerance = FLOAT
-        if call["do"] == "zero_grad" and not any((*self.twin.pending, self.twin.waiting_units)):
+        is_dropped = call["do"] == "zero_grad" and not self.side.is_summoned
+        if is_dropped and not any((*self.twin.pending, self.twin.waiting_units)):
             self.is_rounded = False
         if call["do"] == "clip":
             # The norm is computed in float32 here and there.

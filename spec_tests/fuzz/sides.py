@@ -48,7 +48,7 @@ class Side:
         self.kept: list[nets.Kept] = []
         self.dtype = options.get("begins", "double")
         # Whether a recorded forward or the user has left units unsharded. Then `model.parameters()` can be unsharded.
-        self.is_left_unsharded = False
+        self.is_left_unsharded = self.keeps_after_backward = False
 
     # --- by each door ---
 
@@ -154,7 +154,7 @@ class Side:
         if losses:
             self.used = torch.stack(losses).sum()
             self.used.backward(retain_graph=False)
-            self.is_left_unsharded = bool(self.pending) and self.is_left_unsharded
+            self.is_left_unsharded = self.keeps_after_backward or (bool(self.pending) and self.is_left_unsharded)
 
     def backward_again(self, call: Call) -> None:
         if self.used is not None:

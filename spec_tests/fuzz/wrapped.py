@@ -185,9 +185,10 @@ class Wrapped(Side):
             return
         shown = self.model.parameters() if self.is_summoned else [parameter for _, parameter in self.owned]
         how = call.get("how", "")
-        is_whole = self.options.get("strategy") == "NO_SHARD"
-        # A unit that a recorded forward has left unsharded sees an edit only by its version, except with `NO_SHARD`.
-        self.edited(list(shown), "" if self.is_left_unsharded and not is_whole else how)
+        strategy = self.options.get("strategy", "FULL_SHARD")
+        # What is kept after a forward sees an edit only by its version (FRESH-03, FRESH-05).
+        is_kept = strategy == "SHARD_GRAD_OP" or (strategy == "FULL_SHARD" and self.is_left_unsharded)
+        self.edited(list(shown), "" if is_kept else how)
 
     def apply(self, call: Call) -> None:
         self.model.apply(halve)
