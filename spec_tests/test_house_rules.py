@@ -42,16 +42,23 @@ APART = (
     "ledger/",
 )
 BUDGETS = {
-    "house": 6274,
-    "story": 3015,
-    TRANSPORT: 151,
+    # Names of torch that other programs read: 34 lines. The state of a module after an evaluation, and steps counted for
+    # each tree: 44. Gradients that share memory, and their dtypes: 32. The order check is part of each unit: 12.
+    "house": 6375,
+    "story": 3066,
+    # Messages of a new order have tags of their own: 9 lines.
+    TRANSPORT: 160,
     DEBUGGING: 380,
     ARGUMENTS: 166,
     "batches.py": 100,
-    "engine/ledger.py": 122,
-    "engine/comparison.py": 70,
+    # Units are identified by their parameters, not by their names in a message: 35 lines. An all-gather never waits for
+    # other ranks when it is issued, and chains do not keep their groups: 25.
+    "engine/ledger.py": 182,
+    # A warning about uneven steps: 6 lines.
+    "engine/comparison.py": 76,
     # With it: where a program failed that is about to end, haste after a question, and who was killed on this machine.
-    "ledger/": 505,
+    # It ends with its process group, restores what it has replaced, and writes private files: 80 lines.
+    "ledger/": 585,
     "checkpoint/": 1432,
     "compat/": 280,
     # The calculator knows what is in flight between CPUs, and when a unit's activations are gone.
@@ -63,17 +70,20 @@ BUDGETS = {
 }
 LONGEST_FILE = 300  # with prose
 LONGER = {
-    "engine/flat.py": 350,
-    "engine/hooks.py": 308,
-    "engine/per_param.py": 330,
-    "engine/reduce.py": 350,
-    "fsdp2/module.py": 317,
+    "engine/flat.py": 358,
+    "engine/hooks.py": 310,
+    "engine/layout.py": 306,
+    "engine/ledger.py": 350,
+    "engine/per_param.py": 332,
+    "engine/reduce.py": 361,
+    "fsdp2/module.py": 319,
+    "ledger/watcher.py": 350,
 }
 LONGEST_FUNCTION = 35  # in lines of code
 LONGER_FUNCTIONS = {
     ("engine/flat.py", "__init__"): 45,
-    ("engine/ledger.py", "__init__"): 40,
-    ("engine/root.py", "__init__"): 36,
+    ("engine/ledger.py", "__init__"): 46,
+    ("engine/root.py", "__init__"): 39,
 }
 # Names for things that have others in PyTorch, and persons where there are ranks, users and modules.
 BANNED = (
@@ -108,7 +118,7 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all that is imported for `fully_shard` itself, without what is attached to it.
-FULLY_SHARD = 2508
+FULLY_SHARD = 2631
 
 
 def imported_for(module: str) -> set[str]:
