@@ -43,7 +43,8 @@ APART = (
 )
 BUDGETS = {
     # `fully_shard` initializes the default process group: 4 lines. More private names of torch: 34 lines in `compat/`.
-    "house": 6268,
+    # Messages name a command: 1 line.
+    "house": 6269,
     "story": 2986,
     TRANSPORT: 151,
     DEBUGGING: 380,
@@ -109,7 +110,7 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all that is imported for `fully_shard` itself, without what is attached to it.
-FULLY_SHARD = 2495
+FULLY_SHARD = 2496
 
 
 def imported_for(module: str) -> set[str]:
