@@ -267,11 +267,12 @@ class FlatLayout(Layout):
         # The user's hooks on a flat parameter. Autograd owns another tensor and calls none of them.
         for hook in hooks:
             changed = hook(gradient)
-            gradient = gradient if changed is None else changed
+            gradient = gradient if changed is None else changed.contiguous()
         if with_unreduced:
             unreduced = self.owner.take_unreduced()
             if unreduced is not None:
-                gradient, self._is_shared = unreduced.add_(gradient), False
+                is_same = unreduced.dtype is gradient.dtype
+                gradient, self._is_shared = unreduced.add_(gradient) if is_same else unreduced + gradient, False
         return Gradient([gradient])
 
     def keep_unreduced(self, gradient: Gradient) -> None:

@@ -30,7 +30,8 @@ from types import CodeType
 
 import torch.distributed as dist
 
-MORE = "More in the documentation of minifsdp: troubleshoot.html#E-"
+PAGE = "troubleshoot.html"
+MORE = f"More in the documentation of minifsdp: {PAGE}#E-"
 COMMAND = "or run: python -m minifsdp explain-error E-"
 NOT_THE_PROGRAM = ("minifsdp", "torch", "contextlib", "threading", "codecs", "importlib")
 

@@ -157,7 +157,7 @@ class Ownership(ABC):
         """Adds an unsharded gradient to the unreduced one; a reduced one that is there already is put aside."""
         before = self.take_unreduced()
         if before is not None:
-            gradient = before.add_(gradient)
+            gradient = before.add_(gradient) if before.dtype is gradient.dtype else before + gradient
         self._aside = [parameter.grad for parameter in self.parameters]
         # Of many parts the whole is held here. That of a flat parameter is its `.grad`, and goes with it.
         self._unreduced = None if self.hides_originals else gradient

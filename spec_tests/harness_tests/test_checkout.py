@@ -17,6 +17,7 @@ from spec_tests.harness.checkout import PACKAGE, is_of_package
 pytestmark = pytest.mark.pure
 
 # The old spelling of a name warns, and the warning names the file and the line that uses it.
+CALL = '    warn("the text")'
 PROGRAM = """
 import warnings
 from minifsdp.engine.messages import warn
@@ -27,7 +28,7 @@ def old_spelling():
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     old_spelling()
-print(caught[0].filename)
+print(caught[0].filename, caught[0].lineno, sep=":")
 """
 
 
@@ -54,7 +55,7 @@ def test_a_warning_names_the_program_in_a_checkout_with_the_name_of_the_package(
     done = subprocess.run(
         [sys.executable, str(script)], env=environment, cwd=checkout, capture_output=True, encoding="utf-8", check=True
     )
-    assert done.stdout.strip() == str(script)
+    assert done.stdout.strip() == f"{script}:{1 + PROGRAM.splitlines().index(CALL)}"
 
 
 @pytest.mark.spec("START-01")

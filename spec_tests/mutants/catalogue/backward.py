@@ -122,7 +122,7 @@ MUTANTS = [
     Mutant(
         "sum-before-is-forgotten",
         "FlatLayout.take_gradient",
-        "gradient, self._is_shared = unreduced.add_(gradient), False",
+        "gradient, self._is_shared = unreduced.add_(gradient) if is_same else unreduced + gradient, False",
         "pass",
         "The reducing backward drops what no_sync() has summed up.",
         "NOSYNC-02 NOSYNC-03",
@@ -130,7 +130,7 @@ MUTANTS = [
     Mutant(
         "second-unreduced-replaces",
         "Ownership.keep_unreduced",
-        "            gradient = before.add_(gradient)",
+        "            gradient = before.add_(gradient) if before.dtype is gradient.dtype else before + gradient",
         "            pass",
         "Of several micro-batches without synchronisation only the last one counts.",
         "NOSYNC-03",

@@ -1,0 +1,42 @@
+"""What a new user reads before the first command."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import pytest
+
+from spec_tests.harness.accounting import ROOT
+
+pytestmark = [pytest.mark.pure, pytest.mark.spec("START-04"), pytest.mark.proof("text")]
+
+
+def words_of(name: str) -> str:
+    return " ".join((ROOT / name).read_text(encoding="utf-8").split())
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tools/install.md"])
+def test_a_page_says_how_to_install_without_a_gpu_and_next_to_a_torch(page: str) -> None:
+    text = words_of(page)
+    for said in ("not on PyPI", "PyTorch's CPU index", "pytorch.org/get-started", "-c constraints.txt", "leave", "venv"):
+        assert said in text
+    (version,) = re.findall(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert f"torch {version}" in text
+
+
+def test_the_home_page_leads_there() -> None:
+    assert "(tools/install.md)" in words_of("docs/index.md")
+    assert "not on PyPI" in words_of("docs/index.md")
+
+
+def test_the_constraints_do_not_promise_a_build() -> None:
+    assert "names a version and no build" in words_of("constraints.txt")
+
+
+def test_the_package_has_authors_classifiers_and_public_addresses() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["authors"] == [{"name": "minifsdp developers"}]
+    assert "License :: OSI Approved :: BSD License" in project["classifiers"]
+    for address in project["urls"].values():
+        assert address.startswith("https://docs.pytorch.org/") or (ROOT / address).is_file()
