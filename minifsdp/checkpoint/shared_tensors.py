@@ -49,7 +49,8 @@ def keep_apart(
 
     def apart(tensor: torch.Tensor) -> torch.Tensor:
         where = _memory_of(tensor)
-        if where not in memory:
+        # A tensor without elements lies at address 0.
+        if where not in memory or where == 0:
             return tensor
         if where is None:
             return tensor.detach().clone()

@@ -53,7 +53,7 @@ def test_one_ranks_refusal_is_everybodys_and_equal_complaints_are_listed_once() 
     *lines, address = str(caught.value).splitlines()
     assert len(lines) == 12
     assert lines[-1] == "and 15 more"
-    assert address.endswith("#E-state-dict-refused")
+    assert address.endswith("explain-error E-state-dict-refused")
     with pytest.raises(ValueError, match=rf"rank {rank}: the state dict is refused, and nothing"):
         agreement.refuse_together([], ["nobody was asked"])
 
