@@ -44,7 +44,8 @@ def keep_apart(
         own: tensors of the model.
         before: entries that the dict had before the model was written; they stay as they are.
     """
-    memory = {_memory_of(tensor) for tensor in own}
+    # The address of a storage without elements is 0.
+    memory = {_memory_of(tensor) for tensor in own} - {0}
     copies: dict[Any, torch.Tensor] = {}
 
     def apart(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,7 +53,7 @@ def keep_apart(
         # A tensor without elements lies at address 0.
         if where not in memory or where == 0:
             return tensor
-        if where is None:
+        if where is None or on_this_rank(tensor) is not tensor:
             return tensor.detach().clone()
         same = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
         if same not in copies:

@@ -76,9 +76,9 @@ def test_a_part_of_a_wrapped_model_is_saved_under_a_prefix_like_a_whole_one(part
 def test_entries_of_another_model_are_not_copied() -> None:
     plain = nn.Linear(3, 4).to(device())
     state: Any = {"theirs": plain.weight}
-    FSDP(nn.Sequential(plain), ignored_modules=[plain]).state_dict(destination=state, prefix="mine.")
+    FSDP(nn.Sequential(plain), ignored_modules=[plain]).state_dict(destination=state)
     assert state["theirs"] is plain.weight
-    assert state["mine.0.weight"].data_ptr() != plain.weight.data_ptr()
+    assert state["0.weight"].data_ptr() != plain.weight.data_ptr()
 
 
 class Versioned(nn.Module):
