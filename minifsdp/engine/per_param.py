@@ -83,13 +83,16 @@ class PerParameterLayout(Layout):
     def _describe(self) -> None:
         """What follows from the rows, and is asked for often."""
         self._rows = self._sorted.rows
-        trained = [entry.row.dtype for entry in self._entries if entry.parameter.requires_grad]
-        # Gradients of several dtypes travel in one that holds them all.
-        self.dtype = functools.reduce(torch.promote_types, trained or [self._rows[0].dtype])
+        self._choose_dtype()
         self.num_bytes = sum(row.num_bytes for row in self._rows)
         self._is_borrowed = all(row.is_borrowed for row in self._rows)
         self._sharded: list[torch.Tensor] = [entry.parameter for entry in self._entries]
         self._leaves: list[torch.Tensor] = [entry.leaf for entry in self._entries]
+
+    def _choose_dtype(self) -> None:
+        """Gradients of several dtypes travel in one that holds them all."""
+        trained = [entry.row.dtype for entry in self._entries if entry.parameter.requires_grad]
+        self.dtype = functools.reduce(torch.promote_types, trained or [self._rows[0].dtype])
 
     # --- the unsharded tensors ---
 
@@ -193,6 +196,9 @@ class PerParameterLayout(Layout):
                 is_edited = True
         if is_edited:
             self._take_over(is_edited=True)
+        elif len(self._rows) > 1:
+            # Parameters of another dtype may be trained from now on.
+            self._choose_dtype()
 
     def _take_over(self, *, is_edited: bool) -> None:
         self.wake()
@@ -205,6 +211,9 @@ class PerParameterLayout(Layout):
         for entry in self._entries:
             if entry.plain_leaf is not entry.row.leaves[entry.number]:
                 entry.make_leaf()
+                if entry.unreduced is not None:
+                    # The model was converted, and this gradient with it.
+                    entry.unreduced = entry.unreduced.to(self._precision.reduces_in(entry.leaf.dtype))
         shows_leaves = self._shown is self._leaves
         self._describe()
         self._show(self._leaves if shows_leaves else self._sharded)

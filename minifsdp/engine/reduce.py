@@ -196,6 +196,11 @@ class Reducer:
             layout.accept_gradient(gradient, result)
         self._arriving.clear()
 
+    def settle(self) -> None:
+        """Completes what an earlier backward has left in flight, if there is something."""
+        if self._in_flight is not None or self._arriving:
+            self.finish()
+
     def drop(self) -> None:
         """Waits for what a backward that was broken off has left, since others take part, and forgets the result."""
         last, self._in_flight = self._in_flight, None
@@ -324,9 +329,12 @@ def _call_after(after: Callable[[torch.Tensor], None], stream: Any, piece: torch
         return
     here = current_stream(piece.device)
     stream.wait_stream(here)
-    with torch.get_device_module(piece.device).stream(stream):
-        after(piece)
-    here.wait_stream(stream)
+    try:
+        with torch.get_device_module(piece.device).stream(stream):
+            after(piece)
+    finally:
+        # Also after an exception: `piece` is released next.
+        here.wait_stream(stream)
 
 
 def _add_partial(item: _InFlight) -> None:

@@ -231,6 +231,10 @@ class FSDPModule:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients, also those of sharded parameters that full ones stand in for (FUZZ-04)."""
+        tree = _state(self).tree
+        if tree is not None and not tree.is_busy:
+            # After `set_is_last_backward(False)` a reduction may still be in flight, and add to `.grad` later.
+            tree.cycle.reducer.settle()
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in _units(self, recurse=True):
             # Gradients that wait for their reduction, or for their all-reduce.
