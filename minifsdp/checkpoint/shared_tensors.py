@@ -50,8 +50,7 @@ def keep_apart(
 
     def apart(tensor: torch.Tensor) -> torch.Tensor:
         where = _memory_of(tensor)
-        # A tensor without elements lies at address 0.
-        if where not in memory or where == 0:
+        if where not in memory:
             return tensor
         if where is None or on_this_rank(tensor) is not tensor:
             return tensor.detach().clone()

@@ -70,8 +70,8 @@ latest: tuple[Chain, int, int] | None = None
 on_its_way: Any = None
 # Functions that return text about the other ranks, given a position. The text may be empty.
 explainers: list[Callable[[tuple[Chain, int, int]], str]] = []
-# Why no further collective can complete, if the watchdog knows that.
-verdict = ""
+# Why no further collective can complete, if the watchdog knows that: the ranks, and the report.
+verdict: dict[str, Any] = {}
 _numbers, _generations = itertools.count(), Counter[str]()
 
 
@@ -193,7 +193,7 @@ def forget_groups() -> None:
     """The default process group was destroyed, and all other groups with it."""
     global waiting, latest, on_its_way, verdict
     waiting = latest = on_its_way = None
-    verdict = ""
+    verdict = {}
     chains.clear()
     entries.clear()
 
@@ -235,7 +235,7 @@ class Collective:
     ) -> None:
         global waiting, latest
         if verdict:
-            raise RuntimeError(verdict)
+            raise _cannot_complete()
         self.chain = chain = group.chain
         self.epoch, self.number = chain.epoch, chain.number
         self.about = kind if unit is None else f"{kind} of {unit!r}"
@@ -339,10 +339,14 @@ class Collective:
 def failed(collective: Collective, error: Exception) -> RuntimeError:
     """The error to raise when ``collective`` failed with ``error``, with a report about the other ranks."""
     if verdict:
-        return RuntimeError(verdict)
+        return _cannot_complete()
     chain, what = collective.chain, collective.about
     report = explained((chain, collective.epoch, collective.number))
     return RuntimeError(message("collective-failed", what=what, ranks=list(chain.ranks), error=error, report=report))
+
+
+def _cannot_complete() -> RuntimeError:
+    return RuntimeError(message("waits-in-vain", ranks=verdict["ranks"], report=verdict["report"]))
 
 
 def explained(place: tuple[Chain, int, int]) -> str:

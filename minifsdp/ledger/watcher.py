@@ -246,10 +246,10 @@ class Watcher:
             return
         found = self._find(place, self._board.ask())
         if _cannot_complete(place, found, is_known) and _last_place() == place:
-            ledger.verdict = message("waits-in-vain", ranks=list(place[0].ranks), report=_told(*found))
+            ledger.verdict = {"ranks": list(place[0].ranks), "report": _told(*found)}
             if not is_known:
                 # The device waits, and the main thread does not know yet.
-                print(ledger.verdict, file=sys.stderr, flush=True)
+                print(message("waits-in-vain", **ledger.verdict), file=sys.stderr, flush=True)
             close(place[0].process_group())
 
     def _print_once(self, place: tuple[Chain, int, int], states: Mapping[int, State | None]) -> None:
@@ -347,4 +347,4 @@ def _write(text: str) -> Path:
             with os.fdopen(end, "w", encoding="utf-8") as file:
                 file.write(text)
             return path
-    raise FileExistsError(f"{folder} already has 100 reports of this process")
+    raise FileExistsError

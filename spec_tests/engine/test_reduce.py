@@ -28,7 +28,7 @@ class Kept:
     def __init__(self) -> None:
         self.pieces: list[torch.Tensor] = []
 
-    def pack(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
+    def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
         return gradient.parts[0].to(dtype)
 
     def copy_to_host(self, piece: torch.Tensor) -> torch.Tensor:

@@ -141,7 +141,7 @@ class Kept:
     def __init__(self, machine: StandIn) -> None:
         self.machine = machine
 
-    def pack(self, gradient: Gradient, dtype: torch.dtype) -> Tensor:
+    def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> Tensor:
         return gradient.parts[0]
 
     def copy_to_host(self, piece: Tensor) -> Tensor:

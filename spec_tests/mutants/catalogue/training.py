@@ -226,7 +226,7 @@ MUTANTS = [
     Mutant(
         "verdict-for-ever",
         "forget_groups",
-        '    verdict = ""',
+        "    verdict = {}",
         "    pass",
         "What is known of other process groups stops those that are made later.",
         "LEDGER-12",
