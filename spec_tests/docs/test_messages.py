@@ -84,4 +84,5 @@ def test_a_message_that_was_raised_ends_with_its_address() -> None:
         FullyShardedDataParallel(nn.Linear(2, 2), sharding_strategy="FULL_SHARD")  # type: ignore[arg-type]
     first, last = str(caught.value).split("\n")
     assert re.match(r"rank [01]: sharding_strategy must be one of", first)
-    assert last.endswith(f" {PAGE}#E-strategy-type")
+    assert f" {PAGE}#E-strategy-type, " in last
+    assert last.endswith(" python -m minifsdp explain-error E-strategy-type")
