@@ -19,7 +19,7 @@ import textwrap
 from collections.abc import Sequence
 from string import Formatter
 
-from minifsdp.engine.messages import MORE, texts
+from minifsdp.engine.messages import MORE, PAGE, texts
 
 WRAPPER = textwrap.TextWrapper(100, break_on_hyphens=False, break_long_words=False)
 TOOLS = """
@@ -54,7 +54,7 @@ def explanation(entry: str) -> str:
     parts = Formatter().parse(texts()["message"][name])
     text = "".join(words + ("" if field is None else "…") for words, field, _, _ in parts)
     paragraphs = [line for line in [*text.strip().splitlines(), texts()["more"].get(name, "")] if line]
-    return "\n\n".join([f"E-{name}", *map(WRAPPER.fill, paragraphs), f"{MORE}{name}"])
+    return "\n\n".join([f"E-{name}", *map(WRAPPER.fill, paragraphs), f"{MORE}: {PAGE}#E-{name}"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

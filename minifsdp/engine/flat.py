@@ -285,7 +285,7 @@ class FlatLayout(Layout):
         """The gradient is packed already.
 
         Args:
-            is_written: the caller writes to the result in place.
+            is_written: the caller, or other code while the result is sent, may write to its memory.
         """
         return gradient.parts[0].to(dtype, copy=is_written and self._is_shared)
 

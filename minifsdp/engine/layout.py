@@ -270,7 +270,8 @@ class Layout(ABC):
         Args:
             gradient: as `take_gradient` returns it.
             dtype: of the result.
-            is_written: the caller writes to the result, which must then share no memory with another tensor.
+            is_written: the caller, or other code while the result is sent, may write to its memory. Then the result
+                must share no memory with another tensor.
         """
 
     @abstractmethod

@@ -235,7 +235,7 @@ class Collective:
     ) -> None:
         global waiting, latest
         if verdict:
-            raise _cannot_complete()
+            raise cannot_complete()
         self.chain = chain = group.chain
         self.epoch, self.number = chain.epoch, chain.number
         self.about = kind if unit is None else f"{kind} of {unit!r}"
@@ -339,13 +339,14 @@ class Collective:
 def failed(collective: Collective, error: Exception) -> RuntimeError:
     """The error to raise when ``collective`` failed with ``error``, with a report about the other ranks."""
     if verdict:
-        return _cannot_complete()
+        return cannot_complete()
     chain, what = collective.chain, collective.about
     report = explained((chain, collective.epoch, collective.number))
     return RuntimeError(message("collective-failed", what=what, ranks=list(chain.ranks), error=error, report=report))
 
 
-def _cannot_complete() -> RuntimeError:
+def cannot_complete() -> RuntimeError:
+    """The error for every further collective."""
     return RuntimeError(message("waits-in-vain", ranks=verdict["ranks"], report=verdict["report"]))
 
 

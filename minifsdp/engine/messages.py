@@ -31,7 +31,7 @@ from types import CodeType
 import torch.distributed as dist
 
 PAGE = "troubleshoot.html"
-MORE = f"More in the documentation of minifsdp: {PAGE}#E-"
+MORE = "More in the documentation of minifsdp"
 COMMAND = "or run: python -m minifsdp explain-error E-"
 NOT_THE_PROGRAM = ("minifsdp", "torch", "contextlib", "threading", "codecs", "importlib")
 
@@ -44,7 +44,7 @@ def rank_of_this_process() -> int:
 def message(entry: str, /, **values: object) -> str:
     """The text of ``entry`` with ``values`` in the places of its braces, this rank before it, its address behind it."""
     text = texts()["message"][entry].format(**values)
-    return f"rank {rank_of_this_process()}: {text}\n{MORE}{entry}, {COMMAND}{entry}"
+    return f"rank {rank_of_this_process()}: {text}\n{MORE}: {PAGE}#E-{entry}, {COMMAND}{entry}"
 
 
 def detail(entry: str, /, **values: object) -> str:

@@ -159,7 +159,8 @@ class Reducer:
         if before is not None and before.scattered is not NOTHING:
             self.make_room()
         # 1. On the compute stream, from which the parts have their memory: it is free again at once.
-        is_written = plan.mesh.shard is None or plan.hook is not None or plan.scaling.before != 1.0
+        # While backward goes on, other code may write to memory that the gradient shares.
+        is_written = plan.overlaps or plan.mesh.shard is None or plan.hook is not None or plan.scaling.before != 1.0
         whole = layout.pack(gradient, plan.dtype, is_written=is_written)
         gradient.parts.clear()
         new = _InFlight(name, layout, plan, gradient, whole, whole, plan.all_reduces)

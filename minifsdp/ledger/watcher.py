@@ -249,7 +249,7 @@ class Watcher:
             ledger.verdict = {"ranks": list(place[0].ranks), "report": _told(*found)}
             if not is_known:
                 # The device waits, and the main thread does not know yet.
-                print(message("waits-in-vain", **ledger.verdict), file=sys.stderr, flush=True)
+                print(ledger.cannot_complete(), file=sys.stderr, flush=True)
             close(place[0].process_group())
 
     def _print_once(self, place: tuple[Chain, int, int], states: Mapping[int, State | None]) -> None:

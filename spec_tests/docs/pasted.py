@@ -8,7 +8,7 @@ from __future__ import annotations
 from string import Formatter
 
 from docs_build.messages import Message
-from minifsdp.engine.messages import MORE, PAGE, texts
+from minifsdp.engine.messages import COMMAND, MORE, PAGE, texts
 
 __all__ = ["OF_TORCH", "spoken", "traceback"]
 
@@ -44,7 +44,7 @@ def spoken(message: Message, has_address: bool) -> str:
         parts.append(words)
         if field is not None:
             parts.append(format(repr(value) if conversion == "r" else value, spec or ""))
-    end = f"\n{MORE}: {PAGE}#{message.id}" if has_address else ""
+    end = f"\n{MORE}: {PAGE}#{message.id}, {COMMAND}{message.id.removeprefix('E-')}" if has_address else ""
     return f"{message.kind}: rank 1: {''.join(parts)}{end}"
 
 

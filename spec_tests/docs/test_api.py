@@ -13,9 +13,10 @@ import pytest
 import minifsdp
 from docs_build.order import ROOT
 
-# What the package offers is in its modules of the first level; ``arguments`` only checks what they are given.
+# What the package offers is in its modules of the first level; ``arguments`` only checks what they are given,
+# and ``__main__`` is a command.
 MODULES = ["minifsdp", *(f"minifsdp.{m.name}" for m in pkgutil.iter_modules(minifsdp.__path__) if not m.ispkg)]
-PUBLIC = [name for name in MODULES if name != "minifsdp.arguments"]
+PUBLIC = [name for name in MODULES if name not in ("minifsdp.arguments", "minifsdp.__main__")]
 
 
 def names_of(name: str) -> list[str]:

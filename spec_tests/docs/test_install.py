@@ -19,7 +19,7 @@ def words_of(name: str) -> str:
 @pytest.mark.parametrize("page", ["README.md", "docs/tools/install.md"])
 def test_a_page_says_how_to_install_without_a_gpu_and_next_to_a_torch(page: str) -> None:
     text = words_of(page)
-    for said in ("not on PyPI", "PyTorch's CPU index", "pytorch.org/get-started", "-c constraints.txt", "leave", "venv"):
+    for said in ("not on PyPI", "PyTorch's CPU index", "pytorch.org/get-started", "leave", "constraints.txt", "venv"):
         assert said in text
     (version,) = re.findall(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert f"torch {version}" in text

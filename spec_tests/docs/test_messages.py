@@ -85,3 +85,4 @@ def test_a_message_that_was_raised_ends_with_its_address() -> None:
     first, last = str(caught.value).split("\n")
     assert re.match(r"rank [01]: sharding_strategy must be one of", first)
     assert f" {PAGE}#E-strategy-type, " in last
+    assert last.endswith(" python -m minifsdp explain-error E-strategy-type")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from minifsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard, set_reduction_overlap
 from minifsdp.engine.lanes import Lane, current_stream
 from spec_tests.harness import device, ranks
 
@@ -132,6 +132,50 @@ class SeveralDtypes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         product: Tensor = (self.first.float() * x).sum() + (self.second * x).sum() + (self.phase * (x * 1j)).imag.sum()
         return product + (self.phase * x).imag.sum()
+
+
+class InPlace(torch.autograd.Function):
+    """Identity. Its backward writes to the gradient tensor that autograd passes on, as some programs do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.mul_(100.0)
+
+
+def by_a_function(x: Tensor) -> Tensor:
+    return InPlace.apply(x)
+
+
+def by_a_hook(x: Tensor) -> Tensor:
+    copied = x.clone()
+    copied.register_hook(lambda gradient: gradient.mul_(100.0))
+    return copied
+
+
+@pytest.mark.spec("GRAD-01")
+@pytest.mark.parametrize("change", [by_a_function, by_a_hook])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("overlaps", [True, False])
+@ranks(2)
+def test_other_code_may_write_to_the_gradient_of_the_input_while_that_of_the_unit_is_sent(
+    change: Any, strategy: ShardingStrategy, dtype: torch.dtype, overlaps: bool
+) -> None:
+    # Large enough that on CPUs it is sent from the memory where it lies.
+    unit = Add()
+    unit.weight = nn.Parameter(torch.ones(1024, 1024, dtype=dtype))
+    model = FSDP(unit, sharding_strategy=strategy, device_id=device())
+    if strategy is not ShardingStrategy.NO_SHARD:
+        set_reduction_overlap(model, overlaps)
+    x = torch.ones(1024, 1024, dtype=dtype, device=device(), requires_grad=True)
+    (model(change(x)) * (dist.get_rank() + 1)).sum().backward()
+    assert x.grad is not None and x.grad.unique().tolist() == [100.0 * (dist.get_rank() + 1)]
+    (parameter,) = model.parameters()
+    assert parameter.grad is not None and parameter.grad.unique().tolist() == [1.5]
 
 
 @pytest.mark.spec("GRAD-02")

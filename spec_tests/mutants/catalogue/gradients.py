@@ -16,6 +16,14 @@ MUTANTS = [
         "GRAD-01",
     ),
     Mutant(
+        "sends-shared-memory-during-backward",
+        "Reducer.reduce",
+        "plan.overlaps or plan.mesh.shard is None",
+        "plan.mesh.shard is None",
+        "Other code writes to the memory of a gradient while the gradient is sent.",
+        "GRAD-01",
+    ),
+    Mutant(
         "accumulates-in-shared-memory",
         "FlatLayout.keep_unreduced",
         "part.clone() if self._is_shared else part",

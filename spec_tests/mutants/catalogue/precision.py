@@ -178,7 +178,7 @@ MUTANTS = [
     Mutant(
         "packed-in-the-dtype-of-compute",
         "FlatLayout.pack",
-        "gradient.parts[0].to(dtype)",
+        "gradient.parts[0].to(dtype, copy=is_written and self._is_shared)",
         "gradient.parts[0]",
         "Gradients travel in the dtype in which they were computed.",
         "MP-05",
