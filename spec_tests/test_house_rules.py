@@ -44,8 +44,8 @@ APART = (
 BUDGETS = {
     # Names of torch that other programs read: 34 lines. The state of a module after an evaluation, and steps that are
     # counted for each tree: 44. Gradients that share memory, and their dtypes: 50. The order check of each unit: 12.
-    "house": 6375,
-    "story": 3066,
+    "house": 6391,
+    "story": 3078,
     # Messages of a new order have tags of their own: 9 lines.
     TRANSPORT: 160,
     DEBUGGING: 380,
@@ -53,7 +53,7 @@ BUDGETS = {
     "batches.py": 100,
     # Units are identified by their parameters, not by their names in a message: 35 lines. An all-gather never waits for
     # other ranks when it is issued, and chains do not keep their groups: 25.
-    "engine/ledger.py": 182,
+    "engine/ledger.py": 184,
     # A warning about uneven steps: 6 lines.
     "engine/comparison.py": 76,
     # With it: where a program failed that is about to end, haste after a question, and who was killed on this machine.
@@ -70,13 +70,13 @@ BUDGETS = {
 }
 LONGEST_FILE = 300  # with prose
 LONGER = {
-    "engine/flat.py": 358,
+    "engine/flat.py": 359,
     "engine/hooks.py": 310,
-    "engine/layout.py": 306,
-    "engine/ledger.py": 350,
-    "engine/per_param.py": 332,
-    "engine/reduce.py": 361,
-    "fsdp2/module.py": 319,
+    "engine/layout.py": 307,
+    "engine/ledger.py": 355,
+    "engine/per_param.py": 341,
+    "engine/reduce.py": 370,
+    "fsdp2/module.py": 323,
     "ledger/watcher.py": 350,
 }
 LONGEST_FUNCTION = 35  # in lines of code
@@ -118,7 +118,7 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all that is imported for `fully_shard` itself, without what is attached to it.
-FULLY_SHARD = 2631
+FULLY_SHARD = 2645
 
 
 def imported_for(module: str) -> set[str]:

@@ -93,7 +93,9 @@ class Block(nn.Module):
             return x + self.narrow(torch.tanh(self.wide(x)))
         if self.kind in ("complex", "both"):
             product = x * self.factor
-            return x + product.real + product.imag / 2 + (self.shift if self.kind == "both" else 0)
+            # Mixed precision does not cast a complex parameter, so the product can have another dtype than the input.
+            parts = (product.real + product.imag / 2).to(x.dtype)
+            return x + parts + (self.shift if self.kind == "both" else 0)
         if self.kind == "dtypes":
             return x + (x.to(self.low.dtype) @ self.low).to(x.dtype) * self.single + self.double_
         return x + (self.table.t() if self.kind == "view" else self.table)

@@ -34,7 +34,7 @@ from spec_tests.fuzz.sides import Pieces, Side
 from spec_tests.fuzz.twin import Twin
 from spec_tests.fuzz.wrapped import Wrapped
 from spec_tests.harness.checkout import is_of_package
-from spec_tests.oracles.compare import DOUBLE, FLOAT, Tolerance
+from spec_tests.oracles.compare import DOUBLE, FLOAT, LOW_PRECISION, Tolerance
 
 __all__ = ["TIME_LIMIT", "play_all"]
 
@@ -138,13 +138,15 @@ class Player:
         if self._compares and self.found is None:
             self._compare(self._kept_against(), FLOAT if self.case.options.get("mixed") else None)
         if self._compares and not self.side.is_summoned:
+            rounds = bool(self.case.options.get("full_in_eval"))
             if self.found is None:
-                rounds = bool(self.case.options.get("full_in_eval"))
                 self._compare(self.side.parameters_against(self.twin), FLOAT if rounds else None)
                 # In evaluation mode with full precision gradients are exact, too.
                 self._compare(self.side.gradients_against(self.twin), FLOAT if self.is_rounded else None)
             # All ranks take part, also those that have found something.
-            if call["do"] == "convert" or (call["do"] == "step" and self.case.options.get("full_in_eval")):
+            # A bfloat16 gradient is accumulated in another dtype before its reduction.
+            rounds |= "dtypes" in (self.case.options.get("kinds") or [])
+            if call["do"] == "convert" or (call["do"] == "step" and rounds):
                 self._take_over()
         return said
 
@@ -198,6 +200,8 @@ class Player:
         # PyTorch's own `load_state_dict` copies what fits before it raises.
         leaves_traces |= call["do"] == "load" and self.side.has_to_load(call)
         _, expected = self._try(self.twin, call, ranks) if leaves_traces else (None, None)
+        if expected is None and call["do"] in ("forward", "evaluate", "generate"):
+            self._note(f"bare error: {call} went well in one process, and here: {type(error).__name__}: {text}")
         where = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         if not any(map(is_of_package, where)):
             return f"torch: {type(error).__name__}"
@@ -272,11 +276,13 @@ class Player:
         return {"do": "nothing"} if is_lost else call
 
     def _compare(self, pieces: Pieces, tolerance: Tolerance | None = None) -> None:
-        chosen = tolerance or self.tolerance
         for name, (mine, expected) in pieces.items():
+            chosen = tolerance or self.tolerance
             if not isinstance(mine, torch.Tensor) or expected is None or mine.shape != expected.shape:
                 self._note(f"differs: {name}: {_shown(mine)} here, {_shown(expected)} in one process")
                 continue
+            if expected.dtype == torch.bfloat16:
+                chosen = LOW_PRECISION
             # In complex128, which has every dtype's values.
             mine, expected = (tensor.detach().to(torch.complex128) for tensor in (mine, expected))
             if not torch.allclose(mine, expected, rtol=chosen.rtol, atol=chosen.atol, equal_nan=True):

@@ -130,7 +130,7 @@ MUTANTS = [
     Mutant(
         "partial-sum-in-low-precision",
         "PerParameterLayout.keep_unreduced",
-        "part.to(self._unreduced_dtype or part.dtype)",
+        "part.to(self._precision.reduces_in(part.dtype))",
         "part.to(part.dtype)",
         "Without synchronisation gradients are summed in the dtype of computation.",
         "FS2-MP-03",

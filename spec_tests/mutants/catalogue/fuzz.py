@@ -9,9 +9,9 @@ __all__ = ["MUTANTS"]
 MUTANTS = [
     Mutant(
         "a-fused-step-leaves-flat-units-as-they-are",
-        "FlatLayout.gather",
-        "self.steps.count, self.owner.stamp()",
-        "0, self.owner.stamp()",
+        "FlatLayout.is_stale",
+        "self._gathered_at != (self.steps.count, self.owner.stamp())",
+        "self._gathered_at[1] != self.owner.stamp()",
         "A forward after the step of a fused optimizer uses the parameters from before the step.",
         "FUZZ-12",
     ),
