@@ -98,7 +98,7 @@ MUTANTS = [
     Mutant(
         "evaluation-rounds-its-gradients",
         "Wrapper._choose_precision",
-        "                unit.plan.use((not stored and unit.precision.reduce) or unit.layout.dtype)\n",
+        "                if stored:\n                    unit.plan.use(unit.layout.dtype)\n",
         "",
         "A backward in evaluation mode reduces in low precision.",
         "FRESH-08",

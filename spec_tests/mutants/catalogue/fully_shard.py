@@ -646,8 +646,8 @@ MUTANTS = [
     Mutant(
         "default-mesh-has-two-axes",
         "_default_mesh",
-        "(size,))",
-        "(1, size))",
+        "(torch.distributed.get_world_size(),))",
+        "(1, torch.distributed.get_world_size()))",
         "Without a mesh there is an axis of replicas.",
         "FS2-16",
     ),
@@ -685,9 +685,9 @@ MUTANTS = [
     ),
     Mutant(
         "reduced-in-the-dtype-of-compute",
-        "_make_unit",
-        "precision.reduce or layout.dtype",
-        "layout.dtype",
+        "Unit.plan_reductions",
+        "self.precision.reduces_in(self.planned_for)",
+        "self.planned_for",
         "reduce_dtype has no effect.",
         "FS2-MP-03",
     ),

@@ -33,7 +33,7 @@ MUTANTS = [
     ),
     Mutant(
         "reduces-in-the-dtype-of-the-first",
-        "PerParameterLayout._describe",
+        "PerParameterLayout._choose_dtype",
         "functools.reduce(torch.promote_types, trained or [self._rows[0].dtype])",
         "(trained or [self._rows[0].dtype])[0]",
         "A unit reduces in the dtype of its first parameter.",

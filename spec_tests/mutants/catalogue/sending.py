@@ -66,8 +66,8 @@ MUTANTS = [
     Mutant(
         "everything-to-everyone",
         "Transport.reduce_scatter_single",
-        "self._backend.send([own[other]], other, _REDUCE_TAG)",
-        "self._backend.send([whole], other, _REDUCE_TAG)",
+        "self._backend.send([own[other]], other, _REDUCE_TAG + self._salt)",
+        "self._backend.send([whole], other, _REDUCE_TAG + self._salt)",
         "Each rank sends its whole gradient to each other.",
         "WIRE-03",
     ),
@@ -98,8 +98,8 @@ MUTANTS = [
     Mutant(
         "one-tag-for-all",
         "Transport._send_to_all",
-        "        works = []\n",
-        "        works, _GATHER_TAG = [], 0\n",
+        "works, tag = [], (self._gather_tag if tag is None else tag + self._salt)",
+        "works, tag = [], 0",
         "A message of the program is taken for a piece.",
         "WIRE-05",
     ),
