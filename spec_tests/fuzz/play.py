@@ -136,7 +136,10 @@ class Player:
             self._follow(call, given, ranks, mine=mine)
         self.log.append(f"{call['do']}: {said}")
         if self._compares and self.found is None:
-            self._compare(self._kept_against(), FLOAT if self.case.options.get("mixed") else None)
+            # Those of forwards before a conversion were rounded in another dtype.
+            was_converted = any(entry.startswith("convert") for entry in self.log)
+            rounds = was_converted or bool(self.case.options.get("mixed"))
+            self._compare(self._kept_against(), FLOAT if rounds else None)
         if self._compares and not self.side.is_summoned:
             rounds = bool(self.case.options.get("full_in_eval"))
             if self.found is None:
