@@ -113,6 +113,10 @@ class UnitName(str):
         made.digest, made.tree, made.identities = crc32(repr(cleaned).encode()), tree, {}
         return made
 
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """A copy is an ordinary string: it belongs to no tree of this process."""
+        return str, (str(self),)
+
 
 class Chain:
     """The order of the collectives that this rank issued in one process group since the last comparison.

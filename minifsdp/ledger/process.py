@@ -59,7 +59,7 @@ def begin() -> None:
         return
     is_host = isinstance(own, TCPStore) and dist.get_rank() == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
     _watcher = Watcher(store, is_host, handles_sigterm)
-    atexit.register(_at_exit)
+    atexit.register(at_exit)
     _watch_signals(_watcher)
 
 
@@ -69,7 +69,7 @@ def _end() -> None:
     watcher, _watcher = _watcher, None
     ledger.forget_groups()
     if watcher is not None:
-        atexit.unregister(_at_exit)
+        atexit.unregister(at_exit)
         _leave_signals(watcher)
         watcher.stop()
 
@@ -79,7 +79,9 @@ def explain(place: tuple[Chain, int, int]) -> str:
     return "" if _watcher is None else _watcher.ask(place)
 
 
-def _at_exit() -> None:
+def at_exit() -> None:
+    """Publishes the exit record of this rank, once."""
+    atexit.unregister(at_exit)
     watcher = _watcher
     if watcher is None:
         return

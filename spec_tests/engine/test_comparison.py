@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import os
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,7 +100,7 @@ def test_another_order_in_the_third_iteration_is_noticed_on_every_rank(door: str
 SAVES: dict[str, Callable[[Any, Any], Any]] = {
     "model": lambda model, _: model.state_dict(),
     "optimizer": lambda _, optimizer: optimizer.state_dict(),
-    "end": lambda *_: process._at_the_end(),
+    "end": lambda *_: process.at_exit(),
 }
 
 
@@ -118,9 +118,8 @@ def test_what_the_last_iteration_has_found_is_said_before_anything_is_saved(door
     optimizer.step()
     said, status = io.StringIO(), []
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
-        patch.setattr(process, "_watcher", None)
-        patch.setattr(process, "begin", lambda: None)
-        patch.setattr(os, "_exit", status.append)
+        patch.setattr(process, "_watcher", SimpleNamespace(leave=lambda *_, **__: None))
+        patch.setattr(process._StatusAtExit, "replace", status.append)
         try:
             SAVES[what](model, optimizer)
         except RuntimeError as error:

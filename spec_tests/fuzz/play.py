@@ -141,11 +141,12 @@ class Player:
             rounds = was_converted or bool(self.case.options.get("mixed"))
             self._compare(self._kept_against(), FLOAT if rounds else None)
         if self._compares and not self.side.is_summoned:
-            rounds = bool(self.case.options.get("full_in_eval"))
+            # What a conversion finds was rounded in the dtype before it.
+            rounds = bool(self.case.options.get("full_in_eval")) or call["do"] == "convert"
             if self.found is None:
                 self._compare(self.side.parameters_against(self.twin), FLOAT if rounds else None)
                 # In evaluation mode with full precision gradients are exact, too.
-                self._compare(self.side.gradients_against(self.twin), FLOAT if self.is_rounded else None)
+                self._compare(self.side.gradients_against(self.twin), FLOAT if self.is_rounded or rounds else None)
             # All ranks take part, also those that have found something.
             # A bfloat16 gradient is accumulated in another dtype before its reduction.
             rounds |= "dtypes" in (self.case.options.get("kinds") or [])

@@ -37,7 +37,7 @@ SAYS: dict[str, str | tuple[str, str]] = {
     "frozen_with_trained": r"#E-mixed-requires-grad",
     "mean_over_tokens": r"gradient is not that of a single process",
     "method_beside_forward": r"mixed torch\.Tensor and DTensor",
-    "no_sync_on_one_rank": rf"{WAITED}|#E-order-differs",
+    "no_sync_on_one_rank": rf"{WAITED}|#E-(order-differs|about-to-part)",
     "optimizer_too_early": r"#E-stale-optimizer(.|\n)*the loss has not fallen",
     "order_changes_later": r"rank 0: all-gather of 'blocks.*\nrank 1: all-gather of 'blocks(.|\n)*#E-order-differs",
     "part_called_directly": r"'0\.weight'.*is sharded right now(.|\n)*#E-absent",

@@ -41,7 +41,7 @@ __all__ = ["LIMIT", "WrongAnswerError", "batch", "from_all_ranks", "layers", "on
 
 LIMIT = timedelta(seconds=3)
 STARTING = timedelta(seconds=60)  # for a rank that imports torch more slowly than the other
-# What is to be shown of an error is shown here. minifsdp, imported by the script, adds last words for the other rank.
+# The lab prints errors itself.
 sys.excepthook = lambda kind, error, trace: None
 
 
@@ -95,7 +95,12 @@ def run(experiment: Callable[[Any, int], None], part: Callable[..., Any], rank: 
         lines = [f"  {Path(one.filename).name}:{one.lineno}: {one.line}, in {one.name}" for one in frames]
         if rank == 1 or "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
             # As at the end of any program. Where rank 0 keeps the store it would stay for seconds, as it does below.
+            sys.last_value = error
             sys.excepthook(type(error), error, error.__traceback__)
+            if "minifsdp" in sys.modules:
+                from minifsdp.ledger import process
+
+                process.at_exit()
         words = "".join(traceback.format_exception_only(error)).rstrip().removeprefix("lab.")
         return True, "\n".join([f"rank {rank} says:", *lines, words])
     return False, f"rank {rank} has ended well"

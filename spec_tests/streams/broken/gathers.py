@@ -155,8 +155,8 @@ BREAKS = [
     Break(
         "event-of-the-optimizer-used-twice",
         ROOT,
-        "        self.after_optimizer = None\n        self.cycle",
-        "        self.cycle",
+        "        self.after_optimizer = None\n        ledger",
+        "        ledger",
         "The event after one optimizer step is taken for that after the next.",
         "each_after_an_event",
     ),
@@ -243,7 +243,7 @@ BREAKS = [
     Break(
         "lanes-are-not-left",
         LANES,
-        "            self._context.__exit__(kind, error, trace)\n",
+        "            self._contexts.pop().__exit__(kind, error, trace)\n",
         "            pass\n",
         "What comes after a gather runs on the communication stream, too.",
         "flat_full",
@@ -251,7 +251,7 @@ BREAKS = [
     Break(
         "lanes-are-not-entered",
         LANES,
-        "            self._context.__enter__()\n",
+        "            self._contexts[-1].__enter__()\n",
         "",
         "What is issued on a communication stream runs on the compute stream.",
         "each_full",
@@ -312,8 +312,8 @@ BREAKS = [
     Break(
         "checks-the-order-without-waiting",
         "engine/order_check.py",
-        "[number], device=self._device)).wait()\n",
-        "[number], device=self._device))\n",
+        "        question.wait()\n",
+        "",
         "The ranks' numbers are read before they have arrived, where the backend has threads.",
         "flat_over_a_backend_with_threads",
     ),

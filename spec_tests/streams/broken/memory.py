@@ -237,7 +237,7 @@ BREAKS = [
     Break(
         "never-freed-after-forward",
         HOOKS,
-        "            unit.reshard(rests=unit.awaits_backward)\n",
+        "            unit.reshard(rests=unit.awaits_backward and self.is_recorded)\n",
         "            pass\n",
         "No unit is freed after its forward.",
         "flat_full_of_many_blocks",

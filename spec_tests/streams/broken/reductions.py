@@ -15,8 +15,8 @@ ISSUE_END = """\
 """
 
 ISSUED = """\
-        if lane.stream is not None:
-            self._issue_end(new)
+            if lane.stream is not None:
+                self._issue_end(new)
 """
 
 BREAKS = [
@@ -31,8 +31,8 @@ BREAKS = [
     Break(
         "follows-inside-of-the-lane",
         REDUCE,
-        "        self._lanes.reduce.follow()\n        with self._lanes.reduce as lane:\n",
-        "        with self._lanes.reduce as lane:\n            lane.follow()\n",
+        "        self._lanes.reduce.follow()\n        try:\n            with self._lanes.reduce as lane:\n",
+        "        try:\n            with self._lanes.reduce as lane:\n                lane.follow()\n",
         "The reduce stream follows whoever is current when it is current itself: nobody.",
         "flat_full",
     ),
@@ -48,7 +48,7 @@ BREAKS = [
         "hook-not-waited-for",
         REDUCE,
         ISSUED,
-        ISSUED + "        if plan.hook is not None:\n            new.scattered = new.ended = NOTHING\n",
+        ISSUED + "            if plan.hook is not None:\n                new.scattered = new.ended = NOTHING\n",
         "Nobody waits for a communication hook. Race 2 of the list.",
         "flat_hook",
     ),
@@ -154,8 +154,8 @@ BREAKS = [
     Break(
         "ends-on-the-compute-stream",
         REDUCE,
-        "        if lane.stream is not None:\n            self._issue_end(new)\n",
-        "        if lane.stream is not None:\n            new.scattered.wait()\n            _end(new)\n",
+        "            if lane.stream is not None:\n                self._issue_end(new)\n",
+        "            if lane.stream is not None:\n                new.scattered.wait()\n                _end(new)\n",
         "The compute stream waits for each reduction, and divides on itself.",
         "flat_full",
         "overlap",
