@@ -53,12 +53,12 @@ BUDGETS = {
     "batches.py": 100,
     # Units are identified by their parameters, not by their names in a message: 35 lines. An all-gather never waits for
     # other ranks when it is issued, and chains do not keep their groups: 25.
-    "engine/ledger.py": 184,
+    "engine/ledger.py": 186,
     # A warning about uneven steps: 6 lines.
     "engine/comparison.py": 76,
     # With it: where a program failed that is about to end, haste after a question, and who was killed on this machine.
     # It ends with its process group, restores what it has replaced, and writes private files: 80 lines.
-    "ledger/": 585,
+    "ledger/": 586,
     "checkpoint/": 1432,
     "compat/": 280,
     # The calculator knows what is in flight between CPUs, and when a unit's activations are gone.
@@ -73,7 +73,7 @@ LONGER = {
     "engine/flat.py": 359,
     "engine/hooks.py": 310,
     "engine/layout.py": 307,
-    "engine/ledger.py": 355,
+    "engine/ledger.py": 359,
     "engine/per_param.py": 341,
     "engine/reduce.py": 370,
     "fsdp2/module.py": 323,
@@ -118,7 +118,7 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all that is imported for `fully_shard` itself, without what is attached to it.
-FULLY_SHARD = 2645
+FULLY_SHARD = 2647
 
 
 def imported_for(module: str) -> set[str]:
