@@ -140,7 +140,15 @@ def monitored_barrier(groups: Sequence[Group], call: str, *, raises_hand: bool =
             Or the ranks have not sent the same before.
     """
     comparison.read_all()
-    return [group for group in groups if _wait_for_all(group, call, raises_hand)]
+    return [group for group in groups if _meets_all(group, call, raises_hand)]
+
+
+def _meets_all(group: Group, call: str, raises_hand: bool) -> bool:
+    try:
+        return _wait_for_all(group, call, raises_hand)
+    except dist.DistNetworkError:
+        # The host of the store has ended. The ranks of this group can still exchange what they have to tell.
+        return any(tell([group], raises_hand).values())
 
 
 def _wait_for_all(group: Group, call: str, raises_hand: bool) -> bool:

@@ -135,7 +135,8 @@ def test_a_mended_script_ends_well_on_both_ranks(name: str) -> None:
 @pytest.mark.parametrize("name", HANGS)
 def test_a_rank_that_has_waited_says_where_it_waited_and_where_the_other_is(name: str) -> None:
     ranks, seconds = outcome(name)
-    assert seconds > 1.5
+    # An order that is new is compared before anything is sent.
+    assert seconds > 1.5 or name == "no_sync_on_one_rank"
     for rank, (_, words) in enumerate(ranks):
         if (name, rank) != ("raises_in_backward", 1):
             assert "Where every rank is:" in words
