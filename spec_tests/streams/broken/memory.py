@@ -125,9 +125,9 @@ BREAKS = [
     Break(
         "whole-dropped-at-once",
         REDUCE,
-        "            new.scattered = lane.promise(self._issue(new))\n",
-        "            new.scattered = lane.promise(self._issue(new))\n"
-        "        del whole\n        new.whole = new.piece\n",
+        "                new.scattered = lane.promise(self._issue(new))\n",
+        "                new.scattered = lane.promise(self._issue(new))\n"
+        "            del whole\n            new.whole = new.piece\n",
         "The unsharded gradient is dropped while the reduce-scatter reads it.",
         "flat_full",
     ),

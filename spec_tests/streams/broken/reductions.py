@@ -181,7 +181,7 @@ BREAKS = [
         "hook-stream-not-waited-for",
         REDUCE,
         "    here.wait_stream(stream)\n",
-        "",
+        "    pass\n",
         "Nobody waits for a hook on a stream of the user's.",
         "each_with_a_hook_on_its_own_stream",
     ),
