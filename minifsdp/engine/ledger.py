@@ -319,8 +319,6 @@ class Collective:
             RuntimeError: the backend reports an error: another rank has left, or the time-out has passed.
         """
         global waiting
-        if self._work is None:
-            return
         waiting = self
         try:
             if self._question is not None:

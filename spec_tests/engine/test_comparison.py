@@ -118,7 +118,7 @@ def test_what_the_last_iteration_has_found_is_said_before_anything_is_saved(door
     optimizer.step()
     said, status = io.StringIO(), []
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
-        patch.setattr(process, "_watcher", SimpleNamespace(leave=lambda *_, **__: None))
+        patch.setattr(process, "_watcher", SimpleNamespace(ask=lambda _: "", leave=lambda *_, **__: None))
         patch.setattr(process._StatusAtExit, "replace", status.append)
         try:
             SAVES[what](model, optimizer)

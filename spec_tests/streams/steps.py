@@ -189,6 +189,9 @@ class _Reader:
             return Moment("", "", row, place)
         if operation.name in SORTING:
             return Moment(SORTING[operation.name], "", row, place)
+        if "reduce.py" in operation.where:
+            # A gradient that may share memory is copied before it is sent.
+            return Moment("pack", "", row, place)
         return (
             Moment(self.open[-1].kind, self.open[-1].unit, row, place) if self.open else Moment("loss", "", row, place)
         )

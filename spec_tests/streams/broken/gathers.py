@@ -320,8 +320,8 @@ BREAKS = [
     Break(
         "collective-not-waited-for",
         "engine/ledger.py",
-        "            self._work.wait()\n",
-        "            pass\n",
+        "                self._work.wait()\n",
+        "                pass\n",
         "The promise of a collective is waited for, and does not wait for its Work.",
         "flat_over_a_backend_with_threads",
     ),
@@ -421,8 +421,8 @@ BREAKS = [
     Break(
         "collective-returns-nothing",
         "engine/ledger.py",
-        "        if self._work is None:\n            return\n",
-        "",
+        "            if self._work is not None:\n                self._work.wait()\n",
+        "            self._work.wait()\n",
         "What NCCL returns for a collective is waited for, and it is None. Race 1 of the list.",
         "flat_full",
         "exception",
