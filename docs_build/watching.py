@@ -129,8 +129,8 @@ class WatchedUnit(Watched):
             self.see(gradient.parts if gradient is not None else [])
             return gradient
 
-        def packed(*arguments: Any) -> torch.Tensor:
-            row: torch.Tensor = pack(*arguments)
+        def packed(*arguments: Any, **options: Any) -> torch.Tensor:
+            row: torch.Tensor = pack(*arguments, **options)
             self.see([row])
             return row
 

@@ -651,8 +651,8 @@ MUTANTS = [
     Mutant(
         "a-backend-that-returns-nothing",
         "Collective.wait",
-        "if self._work is None:",
-        "if False:",
+        "if self._work is not None:",
+        "if True:",
         "A collective of a backend that returns nothing cannot be waited for.",
         "STREAM-01",
     ),
