@@ -99,18 +99,20 @@ class UnitName(str):
         identities: of the unit, by chain.
         digest: equal for units with equal parameter names, without those of wrappers, and equal shapes.
         tree: as given.
+        text: the name as an ordinary string, which one record after another refers to.
     """
 
     digest: int
     tree: Tree
     identities: dict[Chain, int]
+    text: str
 
     def __new__(cls, name: str, parameters: Iterable[tuple[str, Sequence[int]]], tree: Tree) -> UnitName:
         """Computes the digest once, because it is part of every record."""
         made = super().__new__(cls, name)
         paths = [(f"{name}.{path}".split("."), tuple(shape)) for path, shape in parameters]
         cleaned = [([part for part in parts if part not in _OF_WRAPPERS], shape) for parts, shape in paths]
-        made.digest, made.tree, made.identities = crc32(repr(cleaned).encode()), tree, {}
+        made.digest, made.tree, made.identities, made.text = crc32(repr(cleaned).encode()), tree, {}, name
         return made
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
@@ -244,10 +246,11 @@ class Collective:
         self.epoch, self.number = chain.epoch, chain.number
         self.about = kind if unit is None else f"{kind} of {unit!r}"
         parts = tuple(parts)
+        name: str | None = unit
         of_unit: Any = unit
         if isinstance(unit, UnitName):
             unit.tree.used.add(chain)
-            of_unit = unit.identities.get(chain) or chain.identity_of(unit)
+            name, of_unit = unit.text, unit.identities.get(chain) or chain.identity_of(unit)
         identity = f"{kind} {num_bytes} {dtype} {of_unit} {parts};".encode()
         chain.hash.update(identity)
         # 1. The frame of the program that led here.
@@ -258,7 +261,6 @@ class Collective:
         if frame is None:
             # A thread of autograd, on an accelerator. The program waits for it in the main thread.
             where = way_out_of_main_thread()
-        name = None if unit is None else str(unit)
         position = (chain.key, chain.epoch, chain.number)
         entries.append((kind, name, parts, num_bytes, iteration, crc32(identity), *position, *where))
         chain.number += 1

@@ -91,8 +91,8 @@ class Watcher:
         self._found, self._is_found = "", threading.Event()
         self._stuck_at: Any = None
         self._stuck_since, self._patience = 0.0, PATIENCE
-        self._has_printed = self._is_stopped = self._has_sigterm = False
-        self._ended, self._has_left = "", threading.Event()
+        self._has_printed = self._has_sigterm = False
+        self._ended, self._has_left, self._stopped = "", threading.Event(), threading.Event()
         # The first look is immediate: from then on other ranks can see whether this process has ended.
         self._ring()
         self.thread = threading.Thread(target=self._watch, name="minifsdp watchdog", daemon=True)
@@ -111,7 +111,7 @@ class Watcher:
 
     def stop(self) -> None:
         """Ends the thread without an exit record: the group was destroyed, and the program continues."""
-        self._is_stopped = True
+        self._stopped.set()
         self._ring()
         self.thread.join(LIMIT)
         if not self.thread.is_alive():
@@ -147,12 +147,12 @@ class Watcher:
     # --- the thread ---
 
     def _watch(self) -> None:
-        while not (self._ended or self._is_stopped):
+        while not (self._ended or self._stopped.is_set()):
             try:
                 self._look(self._listen())
             except Exception:
                 # The store's host has ended, or anything else. The next look may not need it.
-                time.sleep(TICK)
+                self._stopped.wait(TICK)
         if self._ended:
             with suppress(Exception):
                 self._publish_exit(self._ended)
@@ -165,8 +165,6 @@ class Watcher:
         return os.read(self._pipe_end, 64) if ready else b""
 
     def _look(self, signals: bytes) -> None:
-        if self._is_stopped:
-            return
         if self._has_sigterm or (signal.SIGTERM in signals and self._handles_sigterm()):
             self._end_by_sigterm()
         if self._wanted:
@@ -180,7 +178,9 @@ class Watcher:
             self._examine()
 
     def _answer(self) -> None:
-        """1. Answers the questions since the last look."""
+        """1. Answers the questions since the last look. Raises `RuntimeError` if the group was destroyed."""
+        if self._stopped.is_set():
+            raise RuntimeError
         asked, wanted = self._board.wishes()
         if asked > self._answered:
             self._board.put_up(asked, report.state_of_this_rank())

@@ -12,7 +12,7 @@ With torch 2.13.0::
 
 With minifsdp::
 
-    RuntimeError: rank 0: the ranks are about to gather different units, rank 0: '0', rank 1: '1'; up to here all...
+    RuntimeError: rank 0: the ranks are about to all-gather different units, rank 0: '0', rank 1: '1'; before...
 
 Spec: NEW-19.
 """

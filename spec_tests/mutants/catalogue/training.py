@@ -234,7 +234,7 @@ MUTANTS = [
     Mutant(
         "a-failed-look-is-the-last",
         "Watcher._watch",
-        "time.sleep(TICK)",
+        "self._stopped.wait(TICK)",
         "return",
         "The thread ends with the first thing that goes wrong in it.",
         "LEDGER-14",
