@@ -1,32 +1,32 @@
-"""Layout 1: one flat parameter, and views into it.
+"""The flat layout: all parameters of a unit in one flat parameter, and views into it.
 
-All parameters of a unit are laid end to end in one long tensor, which is cut into equal pieces, one for each rank.
-Nothing is aligned or reordered; the last piece is filled up with padding.
+The parameters of a unit are concatenated into one 1-D tensor, which is split into equal shards, one for each rank.
+Nothing is aligned or reordered. The last shard is padded.
 
 Worked example, ``weight`` of shape (2, 3) and ``bias`` of shape (3), two ranks::
 
-    laid out       w w w w w w b b b          9 elements
+    concatenated   w w w w w w b b b          9 elements
     padded         w w w w w w b b b .        10, the next multiple of 2
-    rank 0 stores  w w w w w                  a shard of 5; the cut goes through the middle of the weight
-    rank 1 stores            w b b b .        a shard of 5, one of them padding
+    rank 0 stores  w w w w w                  a shard of 5; the weight is split
+    rank 1 stores            w b b b .        a shard of 5, one element of padding
 
-What this buys: a gather is *one* collective that writes straight into the memory that will be computed on, with no
-copy before it and none after it. What it costs: a shard cannot be printed, saved or clipped as a weight.
+Advantage: an all-gather is *one* collective that writes directly into the memory that the forward reads, without a copy
+before or after it. Disadvantage: a shard cannot be printed, saved or clipped as a weight.
 
 The views:
 
-1. they are made anew in each forward, at the moment of use. Autograd runs the youngest nodes first; views made
-   earlier, when the gather was issued, would be older than the previous unit's nodes, and this unit's gradient would be
-   completed only after the previous unit's backward, holding the memory of both.
-2. one ``split`` makes all of them, because its backward is one concatenation into one flat gradient; parameters that
-   got no gradient count as zeros there, and so does the padding, which is why the padding is a part of the split.
+1. Each forward creates them at the moment of use. Autograd runs the newest nodes first. Views from an earlier moment,
+   such as the issue of the all-gather, would be older than the nodes of the previous unit. Then the gradient of this
+   unit would be complete only after the backward of the previous unit, and the memory of both would be needed.
+2. One ``split`` creates all of them, because its backward is one concatenation into one flat gradient. Parameters
+   without a gradient count as zeros there. So does the padding, which is why the split includes it.
 
-The unsharded tensor is as long-lived as the shard (see ``unsharded.py``). There is one for the compute dtype, and, if
-evaluation shall run in full precision, a second one for that; only one of them has memory at a time.
+The unsharded tensor lives as long as the shard (see ``unsharded.py``). If evaluation runs in full precision, there is a
+second one for that dtype. Memory is allocated only while a computation needs it.
 
-*In torch:* ``FlatParamHandle``, 2834 lines in ``_flat_param.py``. Its parameter switches between sharded, padded,
-unsharded, low-precision and CPU data; here the shard and the unsharded leaf are two tensors. Torch pads between
-original parameters that stay visible; here a shard has ``ceil(total / N)`` elements (SHARD-02).
+*In torch:* ``FlatParamHandle`` in ``_flat_param.py``. Its parameter switches between sharded, padded, unsharded,
+low-precision and CPU data. Here the shard and the unsharded leaf are two tensors. Torch pads between original
+parameters; here a shard has ``ceil(total / N)`` elements (SHARD-02).
 
 Spec: SHARD-02, SHARD-03, SHARD-09, SHARD-13, FWD-04, ORIG-12, ORIG-15, MP-02, MP-03, OFF-02, STREAM-05, STREAM-10,
 STREAM-12.
@@ -97,10 +97,9 @@ class FlatLayout(Layout):
         shard = shard.to("cpu" if offload else device)
         if offload and device.type != "cpu":
             shard = shard.pin_memory()
-        self.owner: Ownership
         keeps = precision.keep_reduce_dtype
         if keep_originals:
-            self.owner = OriginalOwnership(parameters, shard, self.partition, mesh.shard_index, keeps)
+            self.owner: Ownership = OriginalOwnership(parameters, shard, self.partition, mesh.shard_index, keeps)
         else:
             self.owner = FlatOwnership(home, parameters, shard, keeps)
         self.hides_originals = self.owner.hides_originals
@@ -253,12 +252,14 @@ class FlatLayout(Layout):
     @property
     def has_gradient(self) -> bool:
         """Whether there is one on the leaf."""
-        return self._now.leaf.grad is not None
+        return any(variant.leaf.grad is not None for variant in self._variants.values())
 
     def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
-        """The flat gradient that autograd left on the leaf, and the unreduced one that the flat parameter shows."""
-        leaf = self._now.leaf
-        gradient, leaf.grad = leaf.grad, None
+        """The flat gradient, of forwards in either precision, and the unreduced one of the flat parameter."""
+        gradient, self._now.leaf.grad = self._now.leaf.grad, None
+        for variant in self._variants.values() if len(self._variants) > 1 else ():
+            if (other := variant.leaf.grad) is not None:
+                gradient, variant.leaf.grad = other if gradient is None else gradient + other, None
         if gradient is None:
             return None
         # Without a split, this is a view of a tensor that autograd may give to other functions, too.
@@ -277,8 +278,7 @@ class FlatLayout(Layout):
 
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Adds to the unreduced gradient that the flat parameter shows."""
-        (part,) = gradient.parts
-        self.owner.keep_unreduced(part.clone() if self._is_shared else part)
+        self.owner.keep_unreduced(gradient.parts[0].clone() if self._is_shared else gradient.parts[0])
         optimizer_watch.note_unreduced(self)
 
     def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:

@@ -157,6 +157,23 @@ def test_an_evaluation_between_a_forward_and_its_backward_changes_neither(strate
 
 
 @pytest.mark.spec("FRESH-08")
+@ranks(2)
+def test_one_backward_of_forwards_in_both_modes_has_the_gradients_of_both() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        plain = Net().to(device())
+        model = make(patch, "NO_SHARD", plain)
+        for one in (model, plain):
+            one.eval()
+            in_evaluation = one(batch()).sum()
+            one.train()
+            (in_evaluation + one(batch()).float().sum()).backward()
+            assert all(p.grad is not None for p in one.parameters())
+        both = torch.cat([p.grad.flatten() for p in model.parameters()])
+        expected = torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None])
+        assert torch.allclose(both, expected, rtol=0.02)
+
+
+@pytest.mark.spec("FRESH-08")
 @every_strategy
 @ranks(2)
 def test_buffers_are_in_full_precision_too(strategy: str) -> None:

@@ -104,6 +104,14 @@ MUTANTS = [
         "FRESH-08",
     ),
     Mutant(
+        "gradients-of-the-other-precision-are-lost",
+        "FlatLayout.take_gradient",
+        "if len(self._variants) > 1 else ()",
+        "if len(self._variants) > 2 else ()",
+        "A backward of two forwards, one of them in evaluation mode, has the gradient of one of them.",
+        "FRESH-08",
+    ),
+    Mutant(
         "wrong-module-is-asked-for-its-mode",
         "Wrapper._choose_precision",
         "not wrapper.module.training",

@@ -26,8 +26,8 @@ MUTANTS = [
     Mutant(
         "accumulates-in-shared-memory",
         "FlatLayout.keep_unreduced",
-        "part.clone() if self._is_shared else part",
-        "part",
+        "gradient.parts[0].clone() if self._is_shared else gradient.parts[0]",
+        "gradient.parts[0]",
         "Accumulation writes into memory that belongs to another gradient.",
         "GRAD-01",
     ),
