@@ -37,7 +37,7 @@ def test_the_design_and_the_readme_give_the_same_reading_order() -> None:
     design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").partition("## Reading order")[2]
     said = [name.rpartition("/")[2] for name in re.findall(r"[\w/]+(?= ->|`)", design.partition("The simpler door")[0])]
     assert said == [Path(name).stem for name in first]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("Without the site, begin in")[2]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("To read the source without the site")[2]
     linked = re.findall(r"\(minifsdp/([\w/]+\.py)\)", readme)
     assert linked == first[: len(linked)]
     assert len(linked) >= 10
