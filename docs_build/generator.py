@@ -1,7 +1,7 @@
 """All that this folder needs of the generator that builds the site, today mkdocs; no other module here imports it.
 
 The theme, Material for MkDocs, is kept until May 2027. Its authors go on with Zensical, which reads the same pages and
-most of the same settings (``docs/design.md``, "The site's generator"). What a move has to replace in Python is this
+most of the same settings (``CONTRIBUTING.md``, "The documentation site"). What a move has to replace in Python is this
 module and ``hook.py``, whose functions mkdocs calls by their names.
 """
 

@@ -20,7 +20,7 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 
 pytestmark = pytest.mark.pure
 
-# Code lines of the rooms, by the folder; "story" are the modules that docs/design.md names as the story. What carries
+# Code lines of the rooms, by the folder; "story" are the modules that docs/modules.md names as the story. What carries
 # tensors between CPUs has a room of its own, and "house" is all the rest.
 TRANSPORT, DEBUGGING, ARGUMENTS = "engine/gloo.py", "debugging/", "arguments.py"
 # What counts and draws is called by nothing in the house; what explains a model is a room in it, of modules that begin
@@ -142,7 +142,7 @@ def test_fully_shard_imports_what_a_training_step_needs() -> None:
 
 
 def story() -> list[str]:
-    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "modules.md").read_text(encoding="utf-8")
     return re.findall(r"`([\w/]+\.py)`", text.partition("* [story]")[2].partition("\n* ")[0])
 
 
@@ -195,7 +195,7 @@ def test_the_floors_on_the_map_are_those_of_the_import_contract() -> None:
         for module in layer.split(" | ")
     }
     drawn: dict[str, int] = {}
-    for number, named in re.findall(r"^\| (\d+) \| (.*?) \|", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE):
+    for number, named in re.findall(r"^\| (\d+) \| (.*?) \|", (ROOT / "docs" / "modules.md").read_text(), re.MULTILINE):
         drawn.update((name, int(number)) for name in re.findall(r"`([\w/]+)(?:\.py)?`", named))
     known = {name: number for name, number in floors.items() if name in drawn or name.startswith("engine/")}
     assert drawn | known == drawn
@@ -203,6 +203,6 @@ def test_the_floors_on_the_map_are_those_of_the_import_contract() -> None:
 
 @pytest.mark.parametrize("module", [m for m in MODULES if not m.endswith("__init__.py")])
 def test_every_module_is_on_the_map_and_tells_what_torch_does(module: str) -> None:
-    named = re.findall(r"`([\w/*]+\.py)`", (ROOT / "docs" / "design.md").read_text(encoding="utf-8"))
+    named = re.findall(r"`([\w/*]+\.py)`", (ROOT / "docs" / "modules.md").read_text(encoding="utf-8"))
     assert any(re.fullmatch(name.replace(".", r"\.").replace("*", r"\w*"), module) for name in named)
     assert module in PATHS or "*In torch:*" in text_of(module)

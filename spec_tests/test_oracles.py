@@ -275,7 +275,7 @@ def test_any_difference_is_found(changes: dict[str, Any], message: str) -> None:
 
 # --- counting ---
 
-# All-gathers and reduce-scatters in the second step, three units; the table in docs/design.md.
+# All-gathers and reduce-scatters in the second step, three units; the table in docs/orders.md.
 COUNTS = {
     "blocks": {"fsdp1": (6, 3), "fsdp2": (6, 3)},
     "called_twice": {"fsdp1": (9, 3), "fsdp2": (12, 3)},
