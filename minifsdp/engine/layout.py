@@ -228,7 +228,7 @@ class Layout(ABC):
         """Registers the views of the last forward that autograd recorded again, for its backward."""
 
     def show_resting(self, *, is_kept: bool) -> None:  # noqa: B027
-        """Registers the tensors that modules have between forward and backward while memory is kept. Default: no change.
+        """Registers the tensors that modules have between forward and backward if memory is kept. Default: no change.
 
         Args:
             is_kept: whether the memory is kept because of the unit's strategy. Otherwise the unit is, for example, the
