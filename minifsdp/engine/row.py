@@ -230,7 +230,7 @@ class Row:
             torch.split_with_sizes_copy(sorted_by_rank, source.sizes, dim=1, out=source.targets)
         else:
             self._concatenate(sorted_by_rank, source)
-        # The buffer's memory returns to the communication stream, which must not reuse it before the copy ends.
+        # The buffer's memory returns to its stream, which must not reuse it before the copy is done.
         self._lane.follow()
 
     def _concatenate(self, sorted_by_rank: torch.Tensor, source: _Source) -> None:
