@@ -26,7 +26,7 @@ running. Two things change:
    gradient is complete inside a nested backward (reentrant checkpointing of a part of the unit): another part may
    still need the same parameters for its recomputation.
 
-*In torch:* ``_runtime_utils.py``, 1654 lines. With reentrant checkpointing (note 5) it needs three all-gathers, not two.
+*In torch:* ``_runtime_utils.py``, 1654 lines. With reentrant checkpointing (note 5) it uses 3 all-gathers, not 2.
 
 Spec: SHARD-04, SHARD-08, SHARD-10, SHARD-14, FWD-06, PREF-02 to PREF-06, NOSYNC-01, NOSYNC-07, PAR-07.
 """

@@ -107,7 +107,7 @@ class InputsTrigger(Trigger):
             self._post_backward(self._unit)
 
     def watch_output(self, inputs: Any, output: Any) -> bool:
-        """Registers the pre-backward hook, except on returned inputs: their gradients may come after the unit's backward."""
+        """Registers the pre-backward hook, except on returned inputs: their gradients may come after the backward."""
         return lay_wires(output, self._wire, apart_from=inputs)
 
     def is_overdue(self) -> bool:
