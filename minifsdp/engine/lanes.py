@@ -143,8 +143,8 @@ class Lane:
         """The handle of all work issued on this stream, ``work`` last. Call it inside of the ``with`` block.
 
         On the CPU this is the ``Work`` itself. On CUDA rule 2 requires an event, even without ``work``, because copies
-        and casts also run on this stream. A collective of NCCL runs on this stream itself. A backend with its own threads,
-        such as gloo with tensors of an accelerator, is waited for before the event is recorded.
+        and casts also run on this stream. An NCCL collective runs on this stream itself. A backend with its own
+        threads, such as gloo with tensors of an accelerator, is waited for before the event is recorded.
         """
         if self.stream is None:
             return work

@@ -182,7 +182,7 @@ class Reducer:
             self._complete(new)
 
     def make_room(self, *_: Any) -> None:
-        """Called before a gradient is concatenated or packed: frees the unsharded gradient of the reduction in flight."""
+        """Called before a gradient is concatenated or packed: frees the unsharded gradient in flight."""
         last = self._in_flight
         if last is not None and last.scattered is not NOTHING:
             last.scattered.wait()
