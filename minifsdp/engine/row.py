@@ -187,7 +187,7 @@ class Row:
         """Differs from an earlier stamp if values were changed in place, or memory replaced, in between."""
         return self.local.data_ptr(), list(map(VERSION, self.pieces))
 
-    # --- gather ---
+    # --- all-gather ---
 
     def gather(self, lane: Lane, name: str | None = None) -> list[Promise]:
         """Issues the all-gather of the unit ``name`` on the stream ``lane``. Call `arrive` after the wait."""

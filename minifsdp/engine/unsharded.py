@@ -1,4 +1,4 @@
-"""The unsharded tensor, which autograd owns. It has memory only while it is needed.
+"""The unsharded tensor, which autograd owns and which has memory only while it is needed.
 
 It is created once and lives as long as its unit. Only its memory is allocated and freed:
 
