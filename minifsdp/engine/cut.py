@@ -1,8 +1,8 @@
-"""How one parameter is cut: the arithmetic of the per-parameter layout, without any communication.
+"""How one parameter is sharded: the arithmetic of the per-parameter layout, without communication.
 
-A parameter is cut along one of its dims, the first unless the user says otherwise, the way ``torch.chunk`` cuts: every
-rank gets the same number of rows until there are none left. So that one all-gather fits all, each rank *sends* the same
-number of elements; the last ranks fill up with padding.
+A parameter is split along one of its dims, by default the first, like ``torch.chunk``: every rank gets the same number
+of rows until there are none left. Each rank *sends* the same number of elements, so that one all-gather works for all;
+the last ranks add padding.
 
 Worked example, shape (3, 2) on two ranks::
 
@@ -12,11 +12,11 @@ Worked example, shape (3, 2) on two ranks::
     rank 1 sends   c c | . .              ... and padding up to 2
     gathered       a a | b b | c c | . .  the parameter is the beginning of it, without a copy
 
-Along another dim the pieces of the ranks do not lie one behind the other in the whole. Such a parameter is put together
-by a concatenation, and padding would end up in its middle; therefore it must be divisible.
+Along another dim, the shards are not contiguous in the unsharded parameter. The all-gathered shards are concatenated,
+and padding would be in the middle, so the dim must be divisible.
 
-Trade-off against the flat layout: a rank can be without any row, and a parameter of one row lies on one rank alone; in
-exchange every piece is whole rows of one named tensor.
+Trade-off against the flat layout: a rank can have no rows, and a parameter with one row is on one rank only. In
+exchange, every shard consists of whole rows of one named tensor.
 
 *In torch:* ``FSDPParam._init_sharded_param``.
 
@@ -33,15 +33,15 @@ from minifsdp.engine.messages import message
 
 @dataclass(frozen=True)
 class Cut:
-    """How one parameter is cut.
+    """How one parameter is sharded.
 
     Args:
-        shape: of the whole.
-        dim: along which it is cut.
-        num_shards: pieces, at least 1.
+        shape: of the unsharded parameter.
+        dim: the dim along which it is split.
+        num_shards: number of shards, at least 1.
 
     Raises:
-        NotImplementedError: it is not divisible along a dim that is not the first.
+        NotImplementedError: the size is not divisible, and the dim is not the first.
     """
 
     shape: torch.Size
@@ -56,28 +56,28 @@ class Cut:
 
     @cached_property
     def num_rows(self) -> int:
-        """Rows, or columns, of a piece that is full."""
+        """Number of rows, or columns, of a shard without padding."""
         return -(-self.shape[self.dim] // self.num_shards)
 
     @cached_property
     def chunk_numel(self) -> int:
-        """Elements that each rank sends, padding included."""
+        """Number of elements that each rank sends, including padding."""
         return self.num_rows * (self.shape.numel() // self.shape[self.dim] if self.shape[self.dim] else 0)
 
     @cached_property
     def padded_numel(self) -> int:
-        """Elements of all pieces together."""
+        """Number of elements of all shards together, including padding."""
         return self.chunk_numel * self.num_shards
 
     def start(self, index: int) -> int:
-        """The first row of piece ``index``; where the rows end if that piece is empty."""
+        """The first row of shard ``index``; the total number of rows if that shard is empty."""
         return min(index * self.num_rows, self.shape[self.dim])
 
     def local_shape(self, index: int) -> torch.Size:
-        """The shape of piece ``index``; along `dim` it may be 0."""
+        """The shape of shard ``index``; its size along `dim` can be 0."""
         rows = self.start(index + 1) - self.start(index)
         return torch.Size((*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :]))
 
     def local_part(self, whole: torch.Tensor, index: int) -> torch.Tensor:
-        """Piece ``index`` of ``whole``, a view."""
+        """Shard ``index`` of ``whole``, as a view."""
         return whole.narrow(self.dim, self.start(index), self.local_shape(index)[self.dim])

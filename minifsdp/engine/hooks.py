@@ -1,32 +1,32 @@
-"""Where the machine touches autograd: four moments of a unit, and the end of backward.
+"""The forward and backward hooks of a unit, and the end of backward.
 
 ::
 
-    pre_forward      gather, ask for the next one's gather, wait, show the full parameters
+    pre_forward      all-gather, prefetch the next unit, wait, register the unsharded parameters
       (the module)
-    post_forward     free, and lay a trip wire on the output
-    pre_backward     the trip wire: the gradient of the output has arrived. Gather, prefetch, wait, show
+    post_forward     reshard, and register the pre-backward hook on the output
+    pre_backward     the gradient of the output is computed. All-gather, prefetch, wait, register
       (autograd)
-    post_backward    the gradient of all parameters is complete. Free, prefetch, reduce
-    end_backward     autograd is done. Complete the last reduction, tidy up
+    post_backward    the gradients of all parameters are computed. Reshard, prefetch, reduce
+    end_backward     autograd is done. Complete the last reduction, clean up
 
-How do we get into backward?
+How the backward hooks are called:
 
-1. *Pre-backward* is a hook on the tensors that forward returned. They are new each time, so each forward lays it.
-2. *Post-backward* is told by the unit's *trigger*, its leaf or its inputs; nothing here asks which (``triggers.py``).
-3. *End of backward* is a callback that autograd runs after its last node. It can only be queued from inside a backward,
-   so the first trip wire does it. What no trigger could tell is caught there.
+1. *Pre-backward* is a hook on the output tensors of forward. Each forward has new ones, so each registers the hook.
+2. *Post-backward* is called by the unit's *trigger*, which uses its leaf or its inputs (``triggers.py``).
+3. *End of backward* is a callback that autograd runs after its last node. It can only be queued during a backward, so
+   the first pre-backward hook queues it. It also handles units whose post-backward hook did not run.
 
-Activation checkpointing runs a unit's forward *again, inside backward*. That is noticed by the fact that autograd is
-running, and changes two things:
+Activation checkpointing runs a unit's forward *again during backward*. The engine detects this because autograd is
+running. Two things change:
 
-4. a forward in the phase PRE_BACKWARD only needs to look: the unit is gathered, its backward is waiting for the result.
-5. a forward in another phase is gathered as usual but not freed after it, because what runs next is its own backward.
-   The unit *lingers* until then; if another one's turn comes instead, it is freed after all. The same holds for a unit
-   whose gradient completes inside a nested backward (reentrant checkpointing of a part of the unit): another part may
-   yet have to be computed again from the same parameters.
+4. A forward in the phase PRE_BACKWARD does nothing: the unit is unsharded, and its backward waits for the result.
+5. A forward in another phase all-gathers as usual but does not reshard, because the unit's own backward runs next. The
+   unit *lingers* (deferred reshard) until then; if another unit runs instead, it is resharded. The same applies if a
+   gradient is complete inside a nested backward (reentrant checkpointing of a part of the unit): another part may
+   still need the same parameters for its recomputation.
 
-*In torch:* ``_runtime_utils.py``, 1654 lines. It gathers a third time where point 5, in its reentrant case, needs two.
+*In torch:* ``_runtime_utils.py``, 1654 lines. With reentrant checkpointing (note 5) it uses 3 all-gathers, not 2.
 
 Spec: SHARD-04, SHARD-08, SHARD-10, SHARD-14, FWD-06, PREF-02 to PREF-06, NOSYNC-01, NOSYNC-07, PAR-07.
 """
@@ -48,20 +48,20 @@ from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
 
 
 class Cycle:
-    """The iteration that all units of one tree go through together.
+    """The runtime of one root: the state of an iteration that all its units share.
 
     Args:
         units: all of them.
-        reducer: combines their gradients.
-        order_check, comparison: make sure that all ranks gather, and send, the same.
-        backward_prefetch: when to ask for the next unit in backward; ``None`` for never ahead of time.
-        forward_prefetch: whether to ask for the next unit in forward.
+        reducer: reduces their gradients.
+        order_check, comparison: check that all ranks issue the same collectives.
+        backward_prefetch: when to prefetch the next unit in backward; ``None`` disables prefetching.
+        forward_prefetch: whether to prefetch the next unit in forward.
 
     Attributes:
-        triggers: of each unit, what tells where its backward begins and ends.
-        in_backward: a backward of this tree has begun and not ended.
-        is_recorded: autograd was on when the outermost of the running forwards began.
-        num_forwards: how many outermost forwards have begun.
+        triggers: the trigger of each unit, which calls its backward hooks.
+        in_backward: a backward of this root has begun and not ended.
+        is_recorded: grad mode was on when the outermost of the running forwards began.
+        num_forwards: number of outermost forwards that have begun.
         is_last_backward: the end of the next backward is the end of the iteration.
     """
 
@@ -82,21 +82,21 @@ class Cycle:
         self.is_last_backward, self.num_forwards = True, 0
         self._lingering: Unit | None = None
         self._spans: dict[Unit, trace.Event] = {}
-        # 2. Once for good.
+        # 2. Once, not in each forward.
         tells = (self.pre_backward, self.post_backward, self._close, reducer.make_room)
         self.triggers = {unit: trigger_for(unit, *tells) for unit in units}
 
     def dissolve(self) -> None:
-        """The leaves tell this tree nothing any more: the units are about to join another one."""
+        """Unregisters the gradient callbacks, because the units are moving to another root."""
         for unit in self.units:
             unit.layout.on_gradient(None)
 
     # --- forward ---
 
     def pre_forward(self, unit: Unit) -> None:
-        """Called right before the unit's module runs; afterwards its parameters are there."""
+        """Called right before the unit's module runs. Afterwards its parameters are unsharded."""
         if unit.phase is Phase.PRE_BACKWARD:
-            # 4. Recomputation: all is in place.
+            # 4. Recomputation: the parameters are already unsharded.
             return
         if self._lingering is not None:
             self._release_lingering(unit)
@@ -126,11 +126,11 @@ class Cycle:
             self.leave_forward(unit, is_recorded=self.watch_output(unit, inputs, output))
 
     def watch_output(self, unit: Unit, inputs: Any, output: Any) -> bool:
-        """1. Lays trip wires on the output of a module; whether a backward through it is to be expected."""
+        """1. Registers the pre-backward hook on the output of a module. Returns whether a backward can follow."""
         return torch.is_grad_enabled() and self.triggers[unit].watch_output(inputs, output)
 
     def leave_forward(self, unit: Unit, *, is_recorded: bool) -> None:
-        """The forward of the unit is over, and all of its modules' outputs have been watched."""
+        """The forward of the unit is over, and `watch_output` was called for the outputs of all its modules."""
         if trace.recorder is not None:
             trace.recorder.finish(self._spans.pop(unit, None))
         unit.phase = Phase.IDLE
@@ -141,7 +141,7 @@ class Cycle:
                 unit.counted_in, unit.num_pending = self.num_forwards, unit.num_pending + 1
             self.schedule.leave(unit)
             if graph_task() != NOT_IN_BACKWARD:
-                # 5. The backward of what was just recomputed comes next.
+                # 5. The backward of the recomputed part runs next.
                 self._lingering = unit
                 return
         if self._frees_after_forward(unit):
@@ -151,23 +151,23 @@ class Cycle:
 
     def _frees_after_forward(self, unit: Unit) -> bool:
         if unit.policy.reshard_after_forward:
-            # The root's backward follows its forward at once: freeing it would only mean to gather it again.
+            # The root's backward runs right after its forward: resharding would only cause another all-gather.
             return not (unit.policy.stays_for_backward and unit.awaits_backward and self.is_recorded)
-        # A part without grad inside a recorded forward is no evaluation: it is checkpointed and will be computed again.
+        # A part without grad mode inside a recorded forward is not an evaluation: it is checkpointed and runs again.
         return unit.policy.reshard_after_evaluation and unit.policy.reshard_after_backward and not self.is_recorded
 
     # --- backward ---
 
     def begin_backward(self) -> None:
-        """The first event of this tree in a backward, whichever it is."""
+        """Called by whichever hook of this root runs first in a backward."""
         if not self.in_backward:
             self.in_backward = True
             self.comparison.begin_backward()
-            # 3. Only possible from inside a backward.
+            # 3. Only possible during a backward.
             Variable._execution_engine.queue_callback(self.end_backward)
 
     def pre_backward(self, unit: Unit) -> None:
-        """The trip wire. With several outputs, or several forwards, only the first one counts."""
+        """The pre-backward hook. With several outputs or several forwards, only the first call has an effect."""
         if unit.phase is Phase.PRE_BACKWARD:
             return
         if unit.phase is Phase.SUMMONED:
@@ -186,11 +186,11 @@ class Cycle:
             unit.wait()
             unit.layout.show_again()
         if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
-            # Not earlier: what this unit has arrived in is given back by now.
+            # Not earlier: by now the all-gather buffer of this unit has been freed.
             self._prefetch_backward(unit)
 
     def post_backward(self, unit: Unit) -> None:
-        """The unit's gradient is complete, or, where that cannot be told, those of its inputs are."""
+        """The gradients of the unit are complete, or, if that cannot be detected, the gradients of its inputs."""
         self.begin_backward()
         gradient = unit.layout.take_gradient(with_unreduced=unit.policy.reduces)
         nested = graph_task() != unit.graph_task
@@ -228,7 +228,7 @@ class Cycle:
             next_one.unshard()
 
     def _release_lingering(self, arriving: Unit) -> None:
-        """5. Another unit's turn has come, so the lingering one's will not come next; unless it is inside of it."""
+        """5. If the next unit to run is not the lingering one or inside it, the deferred reshard happens now."""
         lingering = self._lingering
         if lingering is None or lingering is arriving or arriving in lingering.inner:
             return
@@ -241,26 +241,26 @@ class Cycle:
             lingering.reshard()
 
     def _close(self, unit: Unit) -> None:
-        """The unit has nothing more to do in this backward."""
+        """Ends this backward for the unit."""
         unit.phase = Phase.IDLE
         unit.awaits_backward = False
         if unit.policy.reshard_after_backward:
             unit.reshard()
         else:
-            # Its memory is kept for the next iteration, but the gradients that the user may ask for are there now.
+            # The memory is kept for the next iteration, but the user may now read the gradients.
             unit.layout.show_resting(is_kept=False)
 
     def end_backward(self) -> None:
-        """3. Autograd is done: afterwards every gradient is where the optimizer looks, and every unit is idle.
+        """3. Autograd is done. Afterwards the optimizer can use every gradient, and every unit is idle.
 
-        A unit may still be gathered here because a prefetch asked for it in vain, or because autograd never reached
-        its parameters. It is freed; the next forward must not meet parameters from before the optimizer step.
+        A unit may still be unsharded here because of an unused prefetch, or because autograd did not reach its
+        parameters. It is resharded, because the next forward must not use values from before the optimizer step.
         """
         for unit in reversed(self.units):
             if unit.phase is not Phase.POST_BACKWARD and self.triggers[unit].is_overdue():
                 self.post_backward(unit)
         if not self.is_last_backward:
-            # Another backward of this iteration follows, and waits for these reductions and uses this order.
+            # This iteration has another backward, which waits for these reductions and uses the recorded order.
             self._end_of_partial_backward()
             return
         self.comparison.ask()
@@ -286,21 +286,21 @@ class Cycle:
 
     def _leave_backward(self) -> None:
         for unit in self.units:
-            # The user may look at one's full parameters while others compute.
+            # The user may summon the parameters of one unit while others compute.
             if unit.phase is not Phase.SUMMONED:
                 unit.phase = Phase.IDLE
         self._spans.clear()
         self.in_backward = False
 
     def watch(self, output: Any) -> None:
-        """For an outermost module without parameters of its own: notices the beginning of backward, nothing else."""
+        """For an outermost module without parameters of its own: only detects the beginning of backward."""
         if torch.is_grad_enabled():
             lay_wires(output, lambda _: self.begin_backward())
 
     # --- after an error ---
 
     def recover(self) -> None:
-        """Brings every unit back to where an iteration may begin, after one that ended in an exception."""
+        """Resets every unit after an iteration that ended in an exception, so that a new iteration can begin."""
         self.reducer.drop()
         for unit in self.units:
             unit.layout.take_gradient(with_unreduced=False)

@@ -1,33 +1,33 @@
-"""Lanes: where gathers, reductions and copies run, and how to wait for them.
+"""Communication streams: where all-gathers, reductions and copies run, and how to wait for them.
 
-A unit's parameters should travel while another unit computes. So there is a compute stream, on which forward and
-backward run, and beside it a few lanes. Work is put on a lane (*issue*), the compute stream goes on, and stops only
-where it needs the result (*wait*)::
+A unit's parameters should be communicated while another unit computes. So forward and backward run on the compute
+stream, and communication runs on separate streams. Work is put on a communication stream (*issue*). The compute stream
+continues, and stops only where it needs the result (*wait*)::
 
     compute     ---- F0 ----|---- F1 ----|---- F2 ----
-    gather           AG1 ---^    AG2 ---^                   ^ = the wait
+    all-gather       AG1 ---^    AG2 ---^                   ^ = the wait
 
-On CUDA a lane is a stream, and a wait is an event that the compute stream waits for: the CPU does not stop. On the
-CPU a lane is only a name. Collectives of gloo run in threads of their own and hand back a ``Work``; waiting for it does
-stop the calling thread, but what happened between issue and wait was overlap all the same. Both kinds of promise have
-one method, ``wait()``, and nothing else in the engine asks which kind it is.
+On CUDA a `Lane` is a stream, and a wait makes the compute stream wait for an event: the CPU does not stop. On the CPU a
+`Lane` is only a name. Collectives of gloo run in their own threads and return a ``Work``. Waiting for it stops the
+calling thread, but everything between issue and wait still overlaps. Both kinds of handle have one method,
+``wait()``, and the rest of the engine does not distinguish them.
 
-Three rules keep the lanes correct on CUDA:
+Three rules keep the communication streams correct on CUDA:
 
-1. a lane follows the compute stream up to the point where what it reads was written: the gather lane once in an
-   iteration, behind the optimizer step that changed the shards, the reduce lane for each gradient; and up to the point
-   where memory that it is about to use again was read. Following more often than that would be correct and slow: a
-   gather that waits for the compute issued before it does not overlap with it;
-2. a wait is never for a whole lane, only for the event of the one thing that is needed;
-3. a stream is always asked for by its device. Without one PyTorch answers with a stream of the *current* device, which
-   is another one where ``device_id`` was given and ``set_device`` never called.
+1. A communication stream waits for the compute stream up to the point where its input was written: the all-gather
+   stream once in an iteration, after the optimizer step that changed the shards, the reduce stream for each gradient.
+   It also waits up to the point where memory that it reuses was last read. Waiting more often is correct but slow: an
+   all-gather that waits for the compute issued before it does not overlap with it.
+2. A wait is never for a whole stream, only for the event of the work whose result is needed.
+3. Streams are always looked up with an explicit device. Otherwise PyTorch uses a stream of the *current* device, which
+   is a different one if ``device_id`` was given and ``set_device`` never called.
 
-Trade-off: more lanes, more overlap, but collectives of one group execute in the order of their issue on any lane,
-so a lane for each unit would buy nothing. There are three: gather, reduce, and all_reduce for the copies of a hybrid
-mesh, whose traffic takes another network.
+Trade-off: more streams allow more overlap, but collectives of one group run in the order of their issue on any stream,
+so a stream for each unit would not help. There are three: all-gather, reduce, and all-reduce for the replicas of a
+hybrid mesh, whose communication uses another network.
 
-*In torch:* FSDP1 has ``_init_streams`` (five streams) and waits for whole streams; FSDP2's ``FSDPCommContext`` has the
-same and waits for events, as here.
+*In torch:* FSDP1 has ``_init_streams`` (five streams) and waits for whole streams; FSDP2's ``FSDPCommContext`` has
+similar streams and waits for events, as here.
 
 Spec: PREF-10, PREF-14, HYB-04, STREAM-02, STREAM-03, STREAM-07.
 """
@@ -43,15 +43,15 @@ from minifsdp.engine import ledger
 
 
 class Promise(Protocol):
-    """Something that was issued and will be complete once `wait` has returned."""
+    """The handle of work that was issued and is complete when `wait` has returned."""
 
     def wait(self) -> Any:
-        """Until this returns, what was promised must not be used on the compute stream."""
+        """Call this before the compute stream uses the result."""
         ...
 
 
 class _Nothing:
-    """The promise of what needs no waiting: nothing was sent, or it runs on the stream of who would wait for it."""
+    """A completed handle: nothing was issued, or the work is already ordered on the waiting stream."""
 
     __slots__ = ()
 
@@ -63,13 +63,13 @@ NOTHING: Promise = _Nothing()
 
 
 class _EventPromise:
-    """A promise of a CUDA lane: the stream of who waits, nearly always the compute stream, waits for the event."""
+    """The handle of work on a CUDA stream: `wait` makes the current stream, nearly always the compute stream, wait."""
 
     __slots__ = ("_device", "_event")
 
     def __init__(self, device: torch.device, event: Any) -> None:
         self._device, self._event = device, event
-        # For the thread that notices a device on which nothing goes on.
+        # For the watchdog thread, which detects a device that makes no progress.
         ledger.on_its_way = event
 
     def wait(self) -> None:
@@ -77,19 +77,19 @@ class _EventPromise:
 
 
 def current_stream(device: torch.device) -> Any:
-    """Rule 3: the stream of an accelerator on which the caller's work on ``device`` runs."""
+    """Rule 3: the current stream of ``device``, an accelerator."""
     return torch.get_device_module(device).current_stream(device)
 
 
 def compute_event(device: torch.device) -> Any:
-    """An event for all that the compute stream of ``device`` was given so far; ``None`` on the CPU: all is done."""
+    """An event after all work issued on the compute stream of ``device``; ``None`` on the CPU, where work is done."""
     if device.type in ("cpu", "meta"):
         return None
     return current_stream(device).record_event()
 
 
 class Lane:
-    """A side lane. ``with lane:`` issues what is inside onto it; on the CPU that changes nothing.
+    """A communication stream. ``with lane:`` issues the work inside on it; on the CPU this has no effect.
 
     Args:
         name: for traces.
@@ -100,11 +100,11 @@ class Lane:
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name, self._device = name, device
-        # A hook of the user may enter it again.
+        # A list, because a hook of the user may enter it again.
         self._contexts: list[Any] = []
         self.stream: Any = None
         if device.type != "cpu":
-            # Collectives go first: they are short for the GPU and are always waited for.
+            # High priority for collectives: they need little GPU time, and other work always waits for them.
             self.stream = torch.get_device_module(device).Stream(device=device, priority=-1)
 
     def __enter__(self) -> Lane:
@@ -120,31 +120,31 @@ class Lane:
             self._contexts.pop().__exit__(kind, error, trace)
 
     def follow(self, event: Any = None) -> None:
-        """Rule 1: what is issued on the lane from now on runs after what the compute stream has been given so far.
+        """Rule 1: work issued on this stream from now on runs after all work issued on the compute stream.
 
         Args:
-            event: an accelerator's event of the compute stream, if less than all is to be waited for.
+            event: an accelerator event of the compute stream, to wait only for the work before it.
         """
         if self.stream is None:
             return
         self.stream.wait_event(compute_event(self._device) if event is None else event)
 
     def join(self) -> None:
-        """The exception to rule 2, where many were issued and none was waited for: the compute stream waits for all."""
+        """The exception to rule 2, for work whose handles were not waited for: the compute stream waits for all."""
         if self.stream is not None:
             current_stream(self._device).wait_stream(self.stream)
 
     def synchronize(self) -> None:
-        """Stops the CPU until all that was issued on the lane is done; where there is no stream, it is."""
+        """Blocks the CPU until all work on this stream is done. Without a stream there is nothing to wait for."""
         if self.stream is not None:
             self.stream.synchronize()
 
     def promise(self, work: Promise = NOTHING) -> Promise:
-        """The promise that what was issued on this lane, last of all ``work``, will be complete; call it inside.
+        """The handle of all work issued on this stream, ``work`` last. Call it inside of the ``with`` block.
 
-        On the CPU that is the ``Work`` itself. On CUDA rule 2 asks for an event, also if there is no ``work``: copies
-        and casts run on the lane as well. NCCL's collective runs on the lane's own stream; a backend with threads of
-        its own, as gloo has for an accelerator's tensors, too, is waited for before the event.
+        On the CPU this is the ``Work`` itself. On CUDA rule 2 requires an event, even without ``work``, because copies
+        and casts also run on this stream. An NCCL collective runs on this stream itself. A backend with its own
+        threads, such as gloo with tensors of an accelerator, is waited for before the event is recorded.
         """
         if self.stream is None:
             return work
@@ -153,7 +153,7 @@ class Lane:
 
 
 class Lanes:
-    """The three side lanes of one tree of units, on one device."""
+    """The three communication streams of one root, on one device."""
 
     __slots__ = ("all_reduce", "device", "gather", "reduce")
 

@@ -1,19 +1,19 @@
-"""What a unit asks of the tensors it consists of: the contract, and the places where modules keep parameters.
+"""The `Layout` interface: how a unit's parameters are stored, all-gathered, freed and reduced.
 
-A unit does not know how its parameters lie in memory. It calls a dozen methods of a *layout*: ``per_param.py`` has one
-tensor for each parameter, ``flat.py`` has one long tensor for all.
+A unit does not know how its parameters are stored. It calls about a dozen methods of a *layout*: ``per_param.py`` has
+one tensor for each parameter, ``flat.py`` has one long tensor for all.
 
-Two variables, that is the idea of every layout here. The *shard* is what the optimizer owns: small, in full precision,
-always there. The *unsharded leaf* is what autograd owns: large, in the compute dtype, with memory only while it is
-needed. A gather goes from the first to the second, a reduction from the gradient of the second to that of the first.
-Two ranks, a flat layout; the dot is padding::
+Every layout uses two variables. The *shard* belongs to the optimizer: it is small, in full precision, and always
+allocated. The *unsharded leaf* belongs to autograd: it is large, in the compute dtype, and has memory only while it is
+needed. An all-gather fills the leaf from the shards. A reduction computes the gradient of the shard from the gradient
+of the leaf. Example with two ranks and a flat layout; the dot is padding::
 
     shard          [a a a b] on rank 0, [b b b .] on rank 1        always
-                       | gather                ^ reduce
-    unsharded      [a a a b b b b .]   --->  its gradient          from gather to free
+                       | all-gather            ^ reduce
+    unsharded      [a a a b b b b .]   --->  its gradient          from all-gather to reshard
 
-`Slot` is the other half: a place in some module where a parameter is looked up by name. What a layout *shows* there
-changes with time: the full tensor during compute, outside of it the shard, or something that stands in for it.
+A `Slot` is a module attribute that refers to a parameter. The layout changes its value over time: the unsharded
+parameter during compute, and otherwise the shard or a placeholder.
 
 *In torch:* FSDP1 has one variable, ``FlatParameter``, whose ``.data`` is five tensors in turn. FSDP2 has both.
 
@@ -38,13 +38,13 @@ from minifsdp.engine.messages import message
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place where a module keeps a parameter: ``module.<name>``.
+    """A module attribute that refers to a parameter: ``module.<name>``.
 
     Attributes:
-        module: whose attribute it is.
+        module: the module that has the attribute.
         name: the attribute's name.
         path: full name inside the unit's module, for messages and state dicts.
-        second_list: names of the weights that the module keeps in a list beside its attributes, as an LSTM does.
+        second_list: names of the weights that the module also keeps in a list, as an LSTM does.
     """
 
     module: nn.Module
@@ -59,17 +59,17 @@ class Slot:
         return cls(module, name, path, names if name in names else ())
 
     def update_second_list(self, tensor: torch.Tensor) -> None:
-        """For a module that keeps its weights twice: layouts write past ``__setattr__``, which would update both."""
+        """Updates the weight list of an RNN module. Layouts bypass ``__setattr__``, which would also update it."""
         if self.second_list:
             self.module._flat_weights[self.second_list.index(self.name)] = tensor  # type: ignore[operator]
 
 
 @dataclass(slots=True)
 class Gradient:
-    """Unsharded gradients of one unit on their way to the reduction.
+    """Unsharded gradients of one unit, before their reduction.
 
     Attributes:
-        parts: the tensors; a flat layout has one, of all parameters.
+        parts: the tensors; a flat layout has one, for all parameters.
         numbers: the parameter of each, as an index into `Layout.parameters`, ascending; empty in a flat layout.
     """
 
@@ -79,11 +79,11 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class OwnedParameter:
-    """One parameter of a unit: what remains to be known of it when its values have gone into a layout.
+    """Metadata of one original parameter: its shape, and every module attribute that refers to it.
 
     Attributes:
         shape: its original shape.
-        slots: all places that show it, at least one. The first is where it was found first, others are ties to it.
+        slots: all attributes that refer to it, at least one. The first was found first, the others are tied to it.
     """
 
     shape: torch.Size
@@ -98,16 +98,16 @@ class OwnedParameter:
 def owned_parameters(
     modules: Iterable[tuple[str, nn.Module]], ignored: set[nn.Parameter]
 ) -> dict[nn.Parameter, OwnedParameter]:
-    """The parameters that ``modules`` own themselves, in their order, each once, ties joined.
+    """The parameters that ``modules`` own directly, in order. Tied parameters appear once.
 
-    What is part of a flat unit already, because the very module was wrapped before, is left to that unit.
+    Parameters that already belong to a flat unit, because the same module was wrapped before, are skipped.
 
     Args:
-        modules: pairs of path and module; modules of inner units must not be among them.
-        ignored: parameters to leave alone.
+        modules: pairs of path and module; must not contain modules of inner units.
+        ignored: parameters to skip.
 
     Raises:
-        ValueError: a parameter belongs to another unit already.
+        ValueError: a parameter already belongs to another unit.
     """
     found: dict[nn.Parameter, OwnedParameter] = {}
     for prefix, module in modules:
@@ -121,37 +121,37 @@ def owned_parameters(
 
 
 def replaced_parameter_error(slot: Slot, unit_name: str) -> RuntimeError:
-    """The error for a slot that does not hold what was put there."""
+    """The error for a slot whose tensor is not the one that the layout registered."""
     return RuntimeError(
         message("replaced-parameter", parameter=full_name(unit_name, slot.path), type=type(slot.module).__name__)
     )
 
 
 def full_name(prefix: str, path: str) -> str:
-    """A name inside the root, of what is called ``path`` inside the unit ``prefix``."""
+    """The name inside the root of ``path``, which is a name inside the unit ``prefix``."""
     return f"{prefix}.{path}" if prefix else path
 
 
 class Steps:
-    """How many steps optimizers have taken on parameters of one tree of units."""
+    """The number of optimizer steps on parameters of one root's units."""
 
     count = 0
 
 
 class Layout(ABC):
-    """How the parameters of one unit lie in memory. Of autograd a layout touches its own leaves alone.
+    """How the parameters of one unit are stored. The only autograd state that a layout changes is its own leaf tensors.
 
-    Work is issued on *lanes*, streams beside the compute stream, as a *promise* to be waited for; see ``lanes.py``.
+    Work is issued on communication streams, and each operation returns a handle to wait for; see ``lanes.py``.
 
     Attributes:
         name: full name of the unit's module inside the root, for messages; set by the root.
         device: the compute device.
         dtype: dtype of the unsharded parameters.
-        num_bytes: bytes of the unsharded parameters, padding included.
-        offloads: whether shard and gradient live on the CPU between computations.
-        parameters: what the unit is made of, in order.
-        reduces_unused: whether trained parameters that got no gradient take part in a reduction, with zeros.
-        steps: those of optimizers, counted for the whole tree.
+        num_bytes: bytes of the unsharded parameters, including padding.
+        offloads: whether shard and gradient are on the CPU between computations.
+        parameters: the unit's original parameters, in order.
+        reduces_unused: whether the reduction includes zeros for trainable parameters without a gradient.
+        steps: the number of optimizer steps, shared by all units of the root.
     """
 
     name: str = ""
@@ -170,138 +170,137 @@ class Layout(ABC):
     # --- the unsharded tensor ---
 
     def on_gradient(self, notify: Callable[[], None] | None, make_room: Callable[..., None] | None = None) -> bool:
-        """Whom to call when the unsharded gradient is complete; ``None`` for nothing.
+        """Registers callbacks for the unsharded gradient; ``None`` unregisters them.
 
         Args:
-            notify: is called then.
-            make_room: is called before it is put together from the gradients of the parameters, which are there.
+            notify: called when the unsharded gradient is complete.
+            make_room: called just before the gradients of the parameters are concatenated to the unsharded gradient.
 
         Returns:
-            Whether the layout can tell. One with several leaves cannot: see ``triggers.py``.
+            Whether the layout can detect this. A layout with several leaves cannot: see ``triggers.py``.
         """
         return False
 
     @abstractmethod
     def settle(self) -> None:
-        """Adapts to what was done to the module between construction and the first forward."""
+        """Adapts to changes of the module between construction and the first forward."""
 
     @property
     @abstractmethod
     def is_trained(self) -> bool:
-        """Whether a backward will end in a gradient."""
+        """Whether a backward will produce a gradient."""
 
     # --- memory ---
 
     @property
     @abstractmethod
     def gather_group(self) -> Group | None:
-        """Who takes part in the next gather; ``None`` if no rank has to."""
+        """The ranks of the next all-gather; ``None`` if it needs no other rank."""
 
     @abstractmethod
     def gather(self, lanes: Lanes) -> Promise | None:
-        """Allocates the unsharded memory and starts to fill it. ``None`` if there is nothing to wait for."""
+        """Allocates the unsharded memory and issues the all-gather. ``None`` if there is nothing to wait for."""
 
     @abstractmethod
     def free(self) -> ReleaseEvent | None:
-        """Releases the unsharded memory, and says when it may be used again; ``None`` if there was none to release."""
+        """Frees the unsharded memory. Returns the event after which it can be reused; ``None`` if nothing was freed."""
 
     @abstractmethod
     def is_stale(self) -> bool:
-        """Whether the shard has been changed since it was gathered."""
+        """Whether the shard has changed since it was all-gathered."""
 
     # --- what modules see ---
 
     @abstractmethod
     def notice_edits(self) -> None:
-        """Takes over what the user has put in place of the unit's parameters since, or refuses it.
+        """Accepts tensors that the user has put in place of the unit's parameters, or raises an error.
 
         Raises:
-            RuntimeError: a parameter was removed, or replaced by what cannot stand in its place.
+            RuntimeError: a parameter was removed, or replaced by something that is not a valid replacement.
         """
 
     @abstractmethod
     def show_unsharded(self) -> None:
-        """Puts full parameters on the modules, new views for a new forward."""
+        """Registers the unsharded parameters on the modules, with new views for a new forward."""
 
     @abstractmethod
     def show_again(self) -> None:
-        """Puts back the views of the last forward that autograd recorded, for its backward."""
+        """Registers the views of the last forward that autograd recorded again, for its backward."""
 
     def show_resting(self, *, is_kept: bool) -> None:  # noqa: B027
-        """Puts on the modules what they have between a forward and a backward if the memory is kept for that.
+        """Registers the tensors that modules have between forward and backward if memory is kept. Default: no change.
 
         Args:
-            is_kept: that is the unit's strategy; otherwise the unit is the root, held because its backward is near.
-
-        A layout may leave there what is there.
+            is_kept: whether the memory is kept because of the unit's strategy. Otherwise the unit is, for example, the
+                root, which stays unsharded because its backward runs first.
         """
 
     @abstractmethod
     def show_sharded(self) -> None:
-        """Puts on the modules what they have while the parameters are not gathered."""
+        """Registers the tensors that modules have while the parameters are sharded."""
 
     # --- gradients ---
 
     @property
     @abstractmethod
     def has_gradient(self) -> bool:
-        """Whether autograd has left a gradient that was not taken."""
+        """Whether autograd has accumulated a gradient that was not taken yet."""
 
     @abstractmethod
     def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
-        """Takes away what autograd has left; if so wished, what `keep_unreduced` has collected is added to it.
+        """Removes and returns the accumulated gradient, optionally adding the gradients saved by `keep_unreduced`.
 
         Returns:
-            ``None`` if there is nothing.
+            ``None`` if there is no gradient.
         """
 
     def part_over(self, mesh: Mesh, gradient: Gradient) -> Gradient:
-        """The part of ``gradient`` whose parameters are cut over ``mesh``; all of it where a unit has one mesh."""
+        """The part of ``gradient`` whose parameters are sharded over ``mesh``; all of it if there is only one mesh."""
         return gradient
 
     @abstractmethod
     def keep_unreduced(self, gradient: Gradient) -> None:
-        """Adds unsharded gradients to those that wait for their reduction."""
+        """Accumulates unsharded gradients for a later reduction."""
 
     @abstractmethod
     def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
-        """``gradient`` as a reduction needs it: 1-D, of ``dtype``, the local shards of all ranks one after the other.
+        """Packs ``gradient`` for its reduction: 1-D, of ``dtype``, the shards of all ranks one after the other.
 
         Args:
-            gradient: as `take_gradient` returns it.
+            gradient: the result of `take_gradient`.
             dtype: of the result.
-            is_written: the caller, or other code while the result is sent, may write to its memory. Then the result
-                must share no memory with another tensor.
+            is_written: whether the caller, or other code during the communication, may write to the result. If so, the
+                result must share no memory with another tensor.
         """
 
     @abstractmethod
     def copy_to_host(self, piece: torch.Tensor) -> torch.Tensor:
-        """Where shards live on the CPU: a copy of a reduced piece there, made by the current stream; nothing waits.
+        """With CPU offload: an asynchronous copy of a reduced shard on the CPU, issued on the current stream.
 
-        What cannot be copied without waiting is returned as it is, and `accept_gradient` copies it.
+        If an asynchronous copy is not possible, returns ``piece`` unchanged, and `accept_gradient` copies it.
         """
 
     @property
     def reads_gradient(self) -> bool:
-        """Whether a reduced gradient is read when it is accepted: to be added to another, or by hooks of the user."""
+        """Whether `accept_gradient` reads the values: to add them to an existing gradient, or for the user's hooks."""
         return self.has_gradient_hooks or any(p.grad is not None for p in self.local_parameters())
 
     @property
     def has_gradient_hooks(self) -> bool:
-        """Whether the user's post-accumulate hooks run when a reduced gradient is accepted."""
+        """Whether `accept_gradient` runs post-accumulate-grad hooks of the user."""
         return any(p._post_accumulate_grad_hooks for p in self.local_parameters())
 
     @abstractmethod
     def accept_gradient(self, gradient: Gradient, piece: torch.Tensor) -> None:
-        """Adds this rank's piece of the reduced ``gradient`` to what the optimizer will see."""
+        """Adds this rank's shard of the reduced ``gradient`` to the gradient that the optimizer uses."""
 
     @property
     @abstractmethod
     def has_unreduced(self) -> bool:
-        """Whether something that `keep_unreduced` was given still waits for its reduction."""
+        """Whether gradients saved by `keep_unreduced` are still waiting for their reduction."""
 
     # --- the user ---
 
     @abstractmethod
     def local_parameters(self) -> list[nn.Parameter]:
-        """What the optimizer owns of this unit."""
+        """The parameters of this unit that the optimizer updates."""

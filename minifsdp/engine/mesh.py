@@ -1,8 +1,8 @@
-"""Who shards with whom, and who replicates with whom.
+"""Shard groups and replicate groups.
 
-All that is left of a sharding strategy, once the words are gone, is a table of ranks with two axes. The ranks of one
-line are a *shard group*: they hold the pieces of one copy of the model and gather from each other. The ranks below each
-other are a *replicate group*: they hold the same piece of different copies and average their gradients.
+Every sharding strategy is a 2-D arrangement of ranks: (replicate, shard). The ranks of one row are a *shard group*:
+they hold the shards of one copy of the model and all-gather from each other. The ranks of one column are a *replicate
+group*: they hold the same shard of different copies and average their gradients.
 
 Worked example, four ranks::
 
@@ -12,17 +12,16 @@ Worked example, four ranks::
                           2 3    <- node 1               1
                                                          2
     one copy in           two copies in                  3
-    four pieces           two pieces each                four copies, whole
+    four shards           two shards each                four unsharded copies
 
-In the middle rank 2 gathers from {2, 3} and averages with {0, 2}. The sum of a gradient over its shard group and then
-over its replicate group is the sum over all four ranks, which is why two small collectives can do the work of a large
-one.
+With HYBRID_SHARD, rank 2 all-gathers from {2, 3} and averages with {0, 2}. The sum of a gradient over its shard group
+and then over its replicate group is the sum over all four ranks, so two small collectives can replace a large one.
 
-A `Group` is one of these groups as this rank sees it. It keeps the answers that ``torch.distributed`` would look up
-again in every call (size, own position, ranks), because the hot path asks for them in every unit.
+A `Group` is one of these groups as seen from this rank. It caches the size, the rank and the ranks of the group, which
+``torch.distributed`` looks up again in every call, because every unit needs them in the hot path.
 
 *In torch:* FSDP1 keeps ``process_group`` and ``_inter_node_pg`` on its state, FSDP2 has ``FSDPMeshInfo`` and
-``HSDPMeshInfo``; both are the table above.
+``HSDPMeshInfo``; both describe the same arrangement.
 
 Spec: CTOR-06, CTOR-14, SHARD-11, HYB-01 to HYB-08.
 """
@@ -43,15 +42,15 @@ import torch.distributed as dist
 from minifsdp.engine.ledger import Chain, chain_of
 from minifsdp.engine.messages import message
 
-# Asked for each process group that is sharded over.
+# Factories of transports, called for each process group that is used for sharding.
 transports: list[Callable[[Any], Any]] = []
-# Called when a process group is met.
+# Called when a process group is used for the first time.
 watchers: list[Callable[[], None]] = []
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that shard or replicate together, seen from this rank.
+    """A shard group or replicate group, seen from this rank.
 
     Attributes:
         process_group: the ``torch.distributed`` group.
@@ -67,31 +66,31 @@ class Group:
 
     @cached_property
     def transport(self) -> Any:
-        """What gathers and reduce-scatters tensors of the CPU in the place of the process group, or ``None``."""
+        """An object that all-gathers and reduce-scatters CPU tensors instead of the process group, or ``None``."""
         return next(filter(None, (ask(self.process_group) for ask in transports)), None)
 
     @cached_property
     def chain(self) -> Chain:
-        """The order of what this rank has issued in the process group."""
+        """The sequence of collectives that this rank has issued in the process group."""
         chain = chain_of(self.process_group, self.ranks)
         chain.transport = self.transport
         return chain
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup) -> Group:
-        """The group's facts, asked once. Nothing is communicated.
+        """Collects the properties of the group once. Does not communicate.
 
         Raises:
             ValueError: this process is not a member.
         """
         if not hasattr(process_group, "rank"):
-            # What torch.distributed hands to a rank that is not in a new group is a number.
+            # A rank that is not in a new group gets a number from torch.distributed.
             raise _not_a_member("the given process group")
         rank, size = process_group.rank(), process_group.size()
         try:
             ranks = tuple(dist.get_process_group_ranks(process_group))
         except (KeyError, RuntimeError, ValueError):
-            # A group that torch.distributed did not make, as simulations have; it knows no global ranks.
+            # A group that torch.distributed did not create, such as one of a simulation, has no global ranks.
             ranks = tuple(range(size))
         if rank < 0:
             raise _not_a_member(f"the given process group {ranks}")
@@ -103,23 +102,23 @@ class Group:
 
 @cache
 def _let_threads_finish_at_exit() -> None:
-    """Has the process pause for a moment before Python shuts down.
+    """Makes the process sleep for a moment before Python shuts down.
 
-    A collective of gloo is done for the caller a little before its thread lets go of the tensors, for which that thread
-    needs Python's lock. Asked for while Python shuts down, the lock ends the thread, and C++ the whole process:
-    ``terminate called without an active exception``, exit by SIGABRT, though all work was done. Nothing else waits for
-    these threads, because caches of DTensor keep the group alive even after ``destroy_process_group``.
+    The caller sees a gloo collective as done shortly before its thread releases the tensors, for which the thread needs
+    the GIL. If the thread requests the GIL while Python shuts down, the thread is ended, and C++ aborts the process:
+    ``terminate called without an active exception``, exit by SIGABRT, although all work was done. Nothing else waits
+    for these threads, because caches of DTensor keep the group alive even after ``destroy_process_group``.
     """
     atexit.register(time.sleep, 0.05)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The table of ranks: this rank's two groups. ``None`` stands for a group of one.
+    """The shard group and the replicate group of this rank. ``None`` represents a group of one.
 
     Attributes:
-        shard: ranks that hold the other pieces of this copy; ``None`` when every rank holds everything.
-        replicate: ranks that hold the same piece of other copies; ``None`` when there is one copy.
+        shard: ranks that hold the other shards of this copy; ``None`` if every rank has all values.
+        replicate: ranks that hold the same shard of other copies; ``None`` if there is one copy.
     """
 
     shard: Group | None
@@ -127,37 +126,37 @@ class Mesh:
 
     @classmethod
     def sharded(cls, group: Group) -> Mesh:
-        """One copy, in as many pieces as the group has ranks."""
-        # A group of one is no group: with no other rank to gather from, nothing is sharded.
+        """One copy, with one shard for each rank of the group."""
+        # A group of one counts as no group: without another rank, nothing is sharded.
         return cls(group, None) if group.size > 1 else cls(None, None)
 
     @classmethod
     def replicated(cls, group: Group) -> Mesh:
-        """As many whole copies as the group has ranks."""
+        """One unsharded copy for each rank of the group."""
         return cls(None, group if group.size > 1 else None)
 
     @classmethod
     def hybrid(cls, shard: Group, replicate: Group) -> Mesh:
-        """Copies in pieces."""
+        """Several sharded copies."""
         return cls(shard if shard.size > 1 else None, replicate if replicate.size > 1 else None)
 
     @property
     def num_shards(self) -> int:
-        """Pieces that one copy is cut into."""
+        """Number of shards of one copy."""
         return 1 if self.shard is None else self.shard.size
 
     @property
     def shard_index(self) -> int:
-        """Which of the pieces this rank holds."""
+        """The index of this rank's shard."""
         return 0 if self.shard is None else self.shard.rank
 
     @property
     def num_ranks(self) -> int:
-        """All ranks of the table: a gradient is averaged over this many."""
+        """Number of ranks in both dimensions: a gradient is averaged over this many."""
         return self.num_shards * (1 if self.replicate is None else self.replicate.size)
 
     def covers(self, ranks: Iterable[int]) -> bool:
-        """Whether a mean over the table is one over all of ``ranks``, as far as this rank's two groups tell."""
+        """Whether a mean over this mesh is a mean over all of ``ranks``, as far as this rank's two groups show."""
         known = {dist.get_rank()}
         for group in (self.shard, self.replicate):
             known |= set() if group is None else set(group.ranks)
@@ -165,7 +164,7 @@ class Mesh:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first rank of the whole table, "rank 0" wherever one rank speaks for all."""
+        """Whether this is the first rank of the mesh, which acts as "rank 0" where one rank acts for all."""
         return self.shard_index == 0 and (self.replicate is None or self.replicate.rank == 0)
 
 
@@ -174,7 +173,7 @@ def _not_a_member(group: str) -> ValueError:
 
 
 def default_group(argument: str = "process_group") -> dist.ProcessGroup:
-    """The default process group. ``argument`` is the caller's argument for another one.
+    """The default process group. ``argument`` is the name of the caller's argument for another group.
 
     Raises:
         RuntimeError: there is none yet.
@@ -193,8 +192,8 @@ def node_size(device: torch.device) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
-# One pair of groups for each default group and node size: units that were wrapped one by one must share them, and
-# making a group is a collective that should not be repeated for each of a hundred units.
+# One pair of groups for each default group and node size. Units that were wrapped one by one must share them, and
+# creating a group is a collective that should not be repeated for each of a hundred units.
 _node_groups: dict[tuple[dist.ProcessGroup, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
@@ -204,7 +203,7 @@ def node_groups(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGr
     Worked example, four ranks, two on each node: rank 3 gets ``(group of {2, 3}, group of {1, 3})``.
 
     Raises:
-        ValueError: the number of ranks is no multiple of the ranks on one node.
+        ValueError: the number of ranks is not a multiple of the ranks on one node.
     """
     world = default_group()
     num_ranks, per_node = dist.get_world_size(), node_size(device)

@@ -1,7 +1,7 @@
 """Layout 2: one DTensor for each parameter.
 
-Every parameter keeps its name and its shape: what the optimizer owns is a ``DTensor``, which knows the whole shape and
-holds this rank's rows of it. Printing, saving, clipping and filtering work on it as on any parameter.
+Every parameter keeps its name and its shape. The optimizer's parameter is a ``DTensor`` with the unsharded shape, which
+stores this rank's rows. Printing, saving, clipping and filtering work as for any parameter.
 
 Worked example, ``weight`` of shape (3, 2) and ``bias`` of shape (3,), two ranks::
 
@@ -10,19 +10,19 @@ Worked example, ``weight`` of shape (3, 2) and ``bias`` of shape (3,), two ranks
     gathered  w w w w b b w w . . b .            sorted by rank
     whole     w w w w w w . .   b b b .          sorted by parameter: two leaves that autograd owns
 
-How memory lies and travels is told in ``row.py``; which parameters share a row, nearly always all of a unit, in
-``rows.py``, where an *entry* has all that is known of one. Here is what the unit sees, and the way of the gradients:
+``row.py`` describes the memory and the communication of a bucket. ``rows.py`` assigns parameters to buckets, nearly
+always one for each unit, and has an `Entry` for each parameter. This module has the unit's interface and reductions:
 
-1. only parameters that have a gradient take part in the reduction. Frozen ones cost nothing, unlike in a flat layout;
-2. each gradient is cut like its parameter and the pieces are sorted by rank, in one operator for all of one mesh;
-3. what comes back is a row of this rank's pieces, and ``.grad`` of each DTensor is a DTensor around its part of it.
+1. Only parameters that have a gradient take part in the reduction. Frozen ones cost nothing, unlike in a flat layout.
+2. Each gradient is split like its parameter and the shards are sorted by rank, in one operator for each mesh.
+3. The result is a bucket of this rank's shards. ``.grad`` of each DTensor is a DTensor around its part of the bucket.
 
-Users may replace what they see: ``load_state_dict(assign=True)``, ``to_empty``, ``model.to(...)`` put other tensors in
-its place. The layout looks when an iteration begins, and takes the new values into its rows, or into other rows if the
-dtype is another. Not earlier: modules are converted one after the other, and in between a unit can be of two dtypes.
+Users may replace the registered parameters, with ``load_state_dict(assign=True)``, ``to_empty`` or ``model.to(...)``.
+The layout checks this when an iteration begins, and copies the new values into its buckets, or into new ones if the
+dtype has changed. Not earlier: modules are converted one after the other, and meanwhile a unit can have two dtypes.
 
-Trade-off against the flat layout: a copy out for each gather, a sorted copy of the gradients, and DTensors in the
-optimizer; in exchange no tensor is anonymous, and frozen and trained parameters, or several dtypes, can share a unit.
+Trade-off against the flat layout: a copy-out for each all-gather, a sorted copy of the gradients, and DTensors in the
+optimizer. In exchange, every tensor has a name, and a unit can mix frozen and trainable parameters, or several dtypes.
 
 *In torch:* ``FSDPParam`` and ``FSDPParamGroup``, 1830 lines.
 
@@ -53,11 +53,11 @@ class PerParameterLayout(Layout):
 
     Args:
         parameters: at least one, of any dtypes, frozen or not.
-        shardings: how each is cut.
-        options: where their values live, and in which dtype they are computed and reduced.
+        shardings: how each is sharded.
+        options: devices and dtypes.
 
     Attributes:
-        meshes: who shares; nearly always one.
+        meshes: the meshes over which parameters are sharded; nearly always one.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PerParameterLayout(Layout):
         self._show(self._sharded)
 
     def _describe(self) -> None:
-        """What follows from the rows, and is asked for often."""
+        """Caches properties of the buckets that are used often."""
         self._rows = self._sorted.rows
         self._choose_dtype()
         self.num_bytes = sum(row.num_bytes for row in self._rows)
@@ -90,20 +90,20 @@ class PerParameterLayout(Layout):
         self._leaves: list[torch.Tensor] = [entry.leaf for entry in self._entries]
 
     def _choose_dtype(self) -> None:
-        """Gradients of several dtypes travel in one that holds them all."""
+        """Gradients of several dtypes are reduced in a dtype that can represent them all."""
         trained = [entry.row.dtype for entry in self._entries if entry.parameter.requires_grad]
         self.dtype = functools.reduce(torch.promote_types, trained or [self._rows[0].dtype])
 
     # --- the unsharded tensors ---
 
     def settle(self) -> None:
-        """Adapts to what was done to the parameters since, and makes sure that they have values.
+        """Adapts to changes of the parameters, and checks that they have values.
 
         Raises:
             RuntimeError: some of them are on the meta device.
         """
         self.notice_edits()
-        # A local tensor may have got, or lost, the methods that decide what is sent (`rows.special_rows`).
+        # A local tensor may have gained or lost the methods of a custom all-gather (`rows.special_rows`).
         self._take_over(is_edited=False)
         without = [self.full_name(entry.owned.path) for entry in self._entries if entry.piece.device.type == "meta"]
         if without:
@@ -111,21 +111,21 @@ class PerParameterLayout(Layout):
 
     @property
     def is_trained(self) -> bool:
-        """Whether a backward will end in a gradient."""
+        """Whether a backward will produce a gradient."""
         return any(entry.parameter.requires_grad for entry in self._entries)
 
     # --- memory ---
 
     @property
     def gather_group(self) -> Group | None:
-        """Who takes part in the next gather."""
+        """The ranks of the next all-gather."""
         return next((row.group for row in self._rows if row.group is not None), None)
 
     def gather(self, lanes: Lanes) -> Promise | None:
-        """Issues one gather for each row, nearly always one. The layout is its own promise: see `wait`."""
+        """Issues one all-gather for each bucket, nearly always one. The layout itself is the handle: see `wait`."""
         self._gathered_at = self._stamp()
         if self._has_copied:
-            # On the compute stream, which the lane has not followed since.
+            # Copied on the compute stream; the communication stream has not waited since.
             lanes.gather.follow()
             self._has_copied = False
         with lanes.gather as lane:
@@ -133,7 +133,7 @@ class PerParameterLayout(Layout):
         return self
 
     def wait(self) -> None:
-        """Waits for all rows, and sorts what has arrived."""
+        """Waits for all buckets, and runs the copy-out."""
         promises, self._promises = self._promises, []
         for promise in promises:
             promise.wait()
@@ -141,26 +141,26 @@ class PerParameterLayout(Layout):
             row.arrive()
         for entry in self._entries:
             if entry.plain_leaf is not entry.row.leaves[entry.number]:
-                # A row whose parameter decides what is sent makes its leaf when it first arrives.
+                # A bucket with a custom all-gather creates its leaf after the first all-gather.
                 self._renew_leaves()
 
     def free(self) -> ReleaseEvent | None:
-        """Gives the memory of all leaves back."""
+        """Frees the memory of all leaves."""
         for row in self._rows:
             row.free()
         return None if self._is_borrowed else lifetime.DONE
 
     def rest(self, group: Group, mesh: DeviceMesh) -> None:
-        """The next gather will come from what the ranks of ``group`` keep between them; `free` must follow.
+        """Reshards to a smaller mesh: the next all-gather uses only the ranks of ``group``. Call `free` afterwards.
 
         Args:
-            group: a few ranks.
-            mesh: over which modules show the parameters meanwhile; its last axis has the ranks of ``group``.
+            group: the ranks of the smaller mesh.
+            mesh: the mesh of the DTensors registered meanwhile; its last axis has the ranks of ``group``.
         """
         self._resting = self._sorted.rest(group, mesh)
 
     def wake(self) -> None:
-        """The next gather comes from the shards again."""
+        """The next all-gather reads the optimizer's shards again."""
         resting, self._resting = self._resting, None
         if resting is not None:
             for row in self._rows:
@@ -169,21 +169,21 @@ class PerParameterLayout(Layout):
                 self._show(self._sharded)
 
     def _stamp(self) -> object:
-        # A DTensor counts what is done to it, and the row what is done to its local tensor. List operators and fused
-        # kernels increase neither version, so the steps are counted, too.
+        # A DTensor counts its own in-place changes, and the bucket those of the local tensor. List operators and fused
+        # kernels increase neither version, so the optimizer steps are counted as well.
         return self.steps.count, [row.stamp() for row in self._rows], list(map(VERSION, self._sharded))
 
     def is_stale(self) -> bool:
-        """Whether a shard has changed since the last gather began. A copy that is only cast is always stale."""
+        """Whether a shard has changed since the last all-gather began. A copy that is only cast is always stale."""
         return self._gathered_at != self._stamp() or (self.gather_group is None and not self._is_borrowed)
 
     # --- what modules see ---
 
     def notice_edits(self) -> None:
-        """Takes over tensors that the user has put in place of ours, and values that are in other memory.
+        """Accepts tensors that the user has registered instead of the unit's, and values in other memory.
 
         Raises:
-            RuntimeError: what was put there is not a parameter of this shape and placement.
+            RuntimeError: the new value is not a parameter of this shape and placement.
         """
         is_edited = False
         for dictionary, slot, index in self._places:
@@ -197,13 +197,13 @@ class PerParameterLayout(Layout):
         if is_edited:
             self._take_over(is_edited=True)
         elif len(self._rows) > 1:
-            # Parameters of another dtype may be trained from now on.
+            # Other parameters, of another dtype, may have become trainable.
             self._choose_dtype()
 
     def _take_over(self, *, is_edited: bool) -> None:
         self.wake()
         self._sorted.take_over(self.name)
-        # Copied into the memory of a row that was kept, or of a new one.
+        # The values were copied into the memory of an existing bucket, or of a new one.
         self._has_copied |= is_edited or self._sorted.rows != self._rows
         self._renew_leaves()
 
@@ -212,27 +212,27 @@ class PerParameterLayout(Layout):
             if entry.plain_leaf is not entry.row.leaves[entry.number]:
                 entry.make_leaf()
                 if entry.unreduced is not None:
-                    # The model was converted, and this gradient with it.
+                    # The model was converted, so this gradient is converted as well.
                     entry.unreduced = entry.unreduced.to(self._precision.reduces_in(entry.leaf.dtype))
         shows_leaves = self._shown is self._leaves
         self._describe()
         self._show(self._leaves if shows_leaves else self._sharded)
 
     def show_unsharded(self) -> None:
-        """Puts the leaves on the modules; the same ones every time."""
+        """Registers the leaves on the modules; they are the same tensors every time."""
         self._show(self._leaves)
 
     def show_again(self) -> None:
-        """As in forward."""
+        """Registers the leaves, as in forward."""
         self._show(self._leaves)
 
     def show_sharded(self) -> None:
-        """Puts the DTensors on the modules."""
+        """Registers the DTensors on the modules."""
         self._show(self._sharded if self._resting is None else self._resting)
 
     def _show(self, tensors: list[torch.Tensor]) -> None:
         for entry in self._entries:
-            # The user has frozen it since, or trains it again.
+            # The user has changed `requires_grad` since.
             if not entry.leaf.requires_grad is entry.parameter.requires_grad is entry.is_trained:
                 entry.follow_requires_grad()
         self._shown = tensors
@@ -245,7 +245,7 @@ class PerParameterLayout(Layout):
 
     @property
     def has_gradient(self) -> bool:
-        """Whether autograd has left a gradient here that was not taken."""
+        """Whether autograd has accumulated a gradient that was not taken yet."""
         return any(entry.leaf.grad is not None for entry in self._entries)
 
     def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
@@ -253,7 +253,7 @@ class PerParameterLayout(Layout):
         taken = Gradient([], [])
         for number, entry in enumerate(self._entries):
             grad, entry.leaf.grad = entry.leaf.grad, None
-            # Only where tensor parallelism is at work is there anything around the gradient.
+            # Only with tensor parallelism is the gradient a DTensor.
             part = grad if grad is None or entry.leaf is entry.plain_leaf else entry.sharding.local_gradient(grad)
             if with_unreduced and entry.unreduced is not None:
                 part = entry.unreduced if part is None else entry.unreduced.add_(part)
@@ -267,13 +267,13 @@ class PerParameterLayout(Layout):
         return taken if taken.parts else None
 
     def part_over(self, mesh: Mesh, gradient: Gradient) -> Gradient:
-        """The gradients of the parameters that are cut over ``mesh``."""
+        """The gradients of the parameters that are sharded over ``mesh``."""
         both = zip(gradient.parts, gradient.numbers, strict=True)
         over = [(part, number) for part, number in both if self._entries[number].sharding.table == mesh]
         return Gradient([part for part, _ in over], [number for _, number in over])
 
     def keep_unreduced(self, gradient: Gradient) -> None:
-        """Adds to what waits, in the dtype in which it will travel. A backward that breaks off leaves it as it was."""
+        """Accumulates in the reduce dtype. A backward that fails does not change the accumulated gradients."""
         for number, part in zip(gradient.numbers, gradient.parts, strict=True):
             entry = self._entries[number]
             if entry.unreduced is None:
@@ -283,11 +283,11 @@ class PerParameterLayout(Layout):
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether something waits for its reduction."""
+        """Whether gradients are waiting for their reduction."""
         return any(entry.unreduced is not None for entry in self._entries)
 
     def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
-        """2. Cut and sorted by rank; where rows are missing, zeros."""
+        """2. Split and sorted by rank, with zeros as padding."""
         parts, dtypes, numel = [], set(), 0
         num = self._entries[gradient.numbers[0]].sharding.cut.num_shards
         for number, part in zip(gradient.numbers, gradient.parts, strict=True):
@@ -298,21 +298,21 @@ class PerParameterLayout(Layout):
         if len(dtypes) > 1 or dtype.is_complex:
             parts = [part.to(dtype) for part in parts]
         row = torch.empty(numel, dtype=dtype, device=self.device)
-        # Casts on the way, so that there is no second copy of everything.
+        # Casts during the copy, so that there is no second copy of all gradients.
         torch._chunk_cat(parts, dim=0, num_chunks=num, out=row.view(num, -1))
         return row
 
     def copy_to_host(self, piece: torch.Tensor) -> torch.Tensor:
-        """All parameters at once, if they are of one dtype. Without pinned memory there is no copy but to wait for."""
+        """Copies all parameters at once, if they have one dtype. Without pinned memory, every copy blocks."""
         dtypes = {entry.piece.dtype for entry in self._entries}
         if len(dtypes) > 1 or not self._pins:
             return piece
-        # Cast first, for the CPU cannot cast what is not there yet; PyTorch pins what such a copy goes to.
+        # Cast first: the CPU cannot cast values that have not arrived. PyTorch pins the destination of such a copy.
         return piece.to(dtypes.pop()).to(self._entries[0].piece.device, non_blocking=True)
 
     def accept_gradient(self, gradient: Gradient, piece: torch.Tensor) -> None:
         """3. DTensors around the parts of ``piece``."""
-        # What `copy_to_host` has left is copied here, with one wait for all parameters.
+        # If `copy_to_host` did not copy, copy here, with one wait for all parameters.
         piece = piece.to(self._entries[0].piece.device)
         start = 0
         for number in gradient.numbers:
@@ -328,7 +328,7 @@ class PerParameterLayout(Layout):
                 entry.parameter.grad = gradient_of(entry.parameter, part)
             else:
                 piece_of(before).add_(part)
-            # Autograd did not put the gradient there, so nothing else calls the hooks that wait for it.
+            # Autograd did not set this gradient, so the post-accumulate-grad hooks must be called here.
             hooks = entry.parameter._post_accumulate_grad_hooks
             if hooks:
                 for hook in list(hooks.values()):

@@ -1,16 +1,15 @@
-"""From unsharded gradients to sharded ones, stage by stage.
+"""Gradient reduction: from unsharded gradients to sharded ones, stage by stage.
 
-When a unit's gradient is complete, every rank has a different one, because every rank saw other data. What the
-optimizer needs is the mean, and of the mean only this rank's piece. The stages, with the dtype at each:
+When a unit's gradient is complete, every rank has a different one, because every rank used other data. The optimizer
+needs the mean, and only this rank's shard of it. The stages, with the dtype at each:
 
-1. let the layout pack it into one row, in the dtype in which gradients travel;
+1. the layout packs the gradient into one bucket, in the reduce dtype;
 2. divide by a part of the number of ranks, in float16 only (see `Scaling`);
-3. reduce-scatter over the shard group: each rank gets the sum of its piece; for a unit that is not sharded there is
-   nothing to scatter, and the stage is skipped;
-4. all-reduce of the piece over the replicate group, if there are replicas; or, without this all-reduce
-   (`ReducePlan.all_reduces`), a partial sum, which a later backward takes along;
-5. divide by the rest;
-6. hand the piece to the layout, which adds it to the gradient that the optimizer will see.
+3. reduce-scatter over the shard group: each rank gets the sum of its shard; skipped if the unit is not sharded;
+4. all-reduce the shard over the replicate group, if there are replicas. Without this all-reduce
+   (`ReducePlan.all_reduces`), the result is a partial sum, which a later backward includes;
+5. divide by the rest of the number of ranks;
+6. the layout adds the shard to the gradient that the optimizer uses.
 
 Worked example, mesh of 2 x 2, a unit of four elements; ranks 0 and 1 shard, 2 and 3 are their replicas::
 
@@ -19,26 +18,27 @@ Worked example, mesh of 2 x 2, a unit of four elements; ranks 0 and 1 shard, 2 a
     4. all-reduced   [10 10]     [10 10]     [10 10]     [10 10]
     5. divided       2.5 everywhere: the mean of 1, 2, 3 and 4
 
-The result is not needed before the optimizer runs. So a reduction is issued and left alone while the next unit's
-backward computes (unless a user needs the memory: `ReducePlan.overlaps`); it is completed when the next has been
-issued, or at the end of backward. A second one in flight would wait for the first on the same wire. Its scatter is
-waited for before the next gradient is packed: then a piece is all that stays, else two whole ones, and a packed copy.
+The result is not needed before the optimizer step. So a reduction is issued and runs while the next unit's backward
+computes (unless the user disables this to save memory: `ReducePlan.overlaps`). It is completed after the next reduction
+is issued, or at the end of backward. More reductions in flight would only wait for each other on the same network. The
+reducer waits for the reduce-scatter before it packs the next gradient. Then only a shard of the previous gradient is
+in memory. Otherwise there would be two unsharded gradients and a packed copy.
 
-Where each stage runs. A thread of the CPU that waits does nothing else, so there only stages 1 to 3 are issued, and the
-rest follows at completion. A stream waits without stopping others, so on an accelerator all is issued at once::
+The stages run in different places. On the CPU a waiting thread does nothing else, so only stages 1 to 3 are issued, and
+the rest runs at completion. An accelerator's stream waits without blocking others, so all stages are issued at once::
 
-    compute stream       B2 -----  1 B1 -----------  s 1 w B0 -----------  s 1 w     s, w = until the reduction before
-    reduce stream                    2 3                 2 3                         is scattered, and done
+    compute stream       B2 -----  1 B1 -----------  s 1 w B0 -----------  s 1 w     s, w = wait for the previous
+    reduce stream                    2 3                 2 3                         reduce-scatter, and reduction
     all-reduce stream                    4 5 copy            4 5 copy
 
-Stages 4 and 5 have a stream of their own where there are replicas, else they stay on the reduce stream. If gradients
-live on the CPU, a copy to pinned memory follows there. The CPU stops for all together at the end of backward; earlier
-only if it reads a gradient, to add it to another or to give it to hooks.
+With replicas, stages 4 and 5 have their own stream; otherwise they run on the reduce stream. With CPU offload, a copy
+to pinned memory follows there. The CPU waits once for all copies, at the end of backward. It waits earlier only if it
+reads a gradient, to add it to another or to pass it to hooks.
 
-What a stream reads must not be given to others meanwhile. `_InFlight` holds the packed gradient until the compute
-stream has waited for the scatter, and all that later stages read until it has waited for the last.
+Memory that a stream reads must not be reused meanwhile. `_InFlight` keeps the packed gradient until the compute stream
+has waited for the reduce-scatter, and the inputs of all later stages until it has waited for the last stage.
 
-*In torch:* FSDP1's ``_reduce_grad``, FSDP2's ``foreach_reduce`` (254 lines). On the CPU both wait on the spot.
+*In torch:* FSDP1's ``_reduce_grad``, FSDP2's ``foreach_reduce`` (254 lines). On the CPU both wait immediately.
 
 Spec: SHARD-04, SHARD-06, SHARD-11, HYB-04, HYB-05, MP-05 to MP-08, HOOK-02, HOOK-03, STREAM-03, STREAM-06, STREAM-09
 to STREAM-11, STREAM-17.
@@ -66,19 +66,19 @@ CommHook = Callable[..., Any]
 
 @dataclass(slots=True)
 class ReducePlan:
-    """How one unit's gradients are combined.
+    """How one unit's gradients are reduced.
 
     Attributes:
-        mesh: over whom.
-        dtype: in which dtype they travel.
-        scaling: by what they are divided.
-        hook: a user's, in place of stages 2 to 5. For a sharded unit ``hook(whole, piece)`` must fill ``piece``, for
-            another ``hook(whole)`` must change ``whole`` in place.
-        all_reduces: whether stage 4 sends; if not, it adds to `partial`.
-        overlaps: whether it is left under way while the next unit's backward computes.
-        partial: what earlier backwards have left to be all-reduced: the numbers of the parameters, and the sum.
-        after: a user's function that is called with the reduced piece before the layout gets it.
-        after_lane: where to call it, an accelerator's stream; ``None`` for the lane of the reduction.
+        mesh: the shard group and the replicate group.
+        dtype: the reduce dtype.
+        scaling: the divisors.
+        hook: the user's communication hook, which replaces stages 2 to 5. For a sharded unit ``hook(whole, piece)``
+            must fill ``piece``; otherwise ``hook(whole)`` must change ``whole`` in place.
+        all_reduces: whether to all-reduce over replicas in this backward. If False, accumulate into `partial` instead.
+        overlaps: whether the reduction runs while the next unit's backward computes.
+        partial: sum of earlier backwards that was not all-reduced yet, with the numbers of its parameters.
+        after: a function of the user that is called with the reduced shard before the layout accepts it.
+        after_lane: the accelerator stream on which to call it; ``None`` for the communication stream of the reduction.
     """
 
     mesh: Mesh
@@ -97,25 +97,25 @@ class ReducePlan:
         return cls(mesh, dtype, Scaling.mean(mesh.num_ranks, dtype))
 
     def use(self, dtype: torch.dtype) -> None:
-        """From now on gradients travel in ``dtype``."""
+        """Changes the reduce dtype to ``dtype``."""
         if dtype is not self.dtype:
             self.dtype, self.scaling = dtype, self.scaling.within(dtype)
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """One reduction that was issued and not completed yet. It keeps alive all that its stages still read.
+    """A reduction that was issued and not completed yet. Keeps the inputs of its stages alive.
 
     Attributes:
-        whole: the gradient as it was packed.
-        piece: what is left of it after the stages that were issued.
-        all_reduces: whether stage 4 sends, as the plan said at the beginning.
-        scattered: the promise of stages 1 to 3, after which `whole` is not read any more.
-        ended: the promise of all stages that were issued after these.
-        result: what the layout will get; ``None`` for a partial sum.
-        copied: an accelerator's event after the copy to the host, if there is one.
-        partial: the partial sum that was taken along.
-        handed: the memory that a hook was given, kept alive though the hook may have given the tensor other memory.
+        whole: the packed gradient.
+        piece: the result of the stages that were issued.
+        all_reduces: whether stage 4 is an all-reduce, a copy of the plan's value.
+        scattered: handle of stages 1 to 3, after which `whole` is not read any more.
+        ended: handle of the later stages.
+        result: the shard for the layout; ``None`` for a partial sum.
+        copied: an accelerator event after the copy to the host, if there is one.
+        partial: the partial sum that was included.
+        handed: the memory that a hook received, kept alive even if the hook gives the tensor other memory.
     """
 
     name: str
@@ -135,11 +135,11 @@ class _InFlight:
 
 
 class Reducer:
-    """Reduces the gradients of all units of one tree, one in flight at a time.
+    """Reduces the gradients of all units of one root, one reduction in flight at a time.
 
     Args:
-        lanes: of the tree.
-        offloads: whether some unit keeps its shard and its gradient on the CPU.
+        lanes: the communication streams of the root.
+        offloads: whether a unit has its shard and gradient on the CPU.
     """
 
     __slots__ = ("_arriving", "_in_flight", "_lanes", "_offloads")
@@ -147,19 +147,19 @@ class Reducer:
     def __init__(self, lanes: Lanes, offloads: bool = False) -> None:
         self._lanes, self._offloads = lanes, offloads
         self._in_flight: _InFlight | None = None
-        # On their way to the CPU, which may read them after its stop, and users not at all if backward breaks off.
+        # Being copied to the CPU. Readable after the CPU has waited; dropped if backward fails.
         self._arriving: list[tuple[Layout, Gradient, torch.Tensor]] = []
 
     def reduce(self, name: str, layout: Layout, plan: ReducePlan, gradient: Gradient) -> None:
-        """Issues a unit's reduction, then completes the one before it. All ranks must call it, in the same order."""
+        """Issues a unit's reduction, then completes the previous one. All ranks must call it, in the same order."""
         if plan.partial is not None:
-            # Before the lane reads the gradient: after an error nothing would keep it alive.
+            # Check before the stream reads the gradient: after an error nothing would keep the gradient alive.
             _check_partial(name, plan.partial[0], gradient.numbers)
         before = self._in_flight
         if before is not None and before.scattered is not NOTHING:
             self.make_room()
-        # 1. On the compute stream, from which the parts have their memory: it is free again at once.
-        # While backward goes on, other code may write to memory that the gradient shares.
+        # 1. On the compute stream, which allocated the parts, so their memory can be reused immediately.
+        # During backward, other code may write to memory that the gradient shares.
         is_written = plan.overlaps or plan.mesh.shard is None or plan.hook is not None or plan.scaling.before != 1.0
         whole = layout.pack(gradient, plan.dtype, is_written=is_written)
         gradient.parts.clear()
@@ -182,14 +182,14 @@ class Reducer:
             self._complete(new)
 
     def make_room(self, *_: Any) -> None:
-        """Before a gradient is put together or packed, and so in memory twice: of the one in flight a piece stays."""
+        """Called before a gradient is concatenated or packed: frees the unsharded gradient in flight."""
         last = self._in_flight
         if last is not None and last.scattered is not NOTHING:
             last.scattered.wait()
             last.scattered, last.whole = NOTHING, last.piece
 
     def finish(self) -> None:
-        """Completes what is in flight; afterwards the compute stream, and the host, may read every gradient."""
+        """Completes the reduction in flight. Afterwards the compute stream and the host can read every gradient."""
         last, self._in_flight = self._in_flight, None
         self._complete(last)
         self._stop_cpu()
@@ -198,12 +198,12 @@ class Reducer:
         self._arriving.clear()
 
     def settle(self) -> None:
-        """Completes what an earlier backward has left in flight, if there is something."""
+        """Completes reductions that an earlier backward has left in flight, if any."""
         if self._in_flight is not None or self._arriving:
             self.finish()
 
     def drop(self) -> None:
-        """Waits for what a backward that was broken off has left, since others take part, and forgets the result."""
+        """Waits for reductions of a backward that failed, because other ranks take part, and discards the results."""
         last, self._in_flight = self._in_flight, None
         if last is not None:
             last.scattered.wait()
@@ -212,7 +212,7 @@ class Reducer:
         self._arriving.clear()
 
     def _wait_for_streams(self) -> None:
-        """After an exception of a hook: nothing may reuse memory that the communication streams still use."""
+        """After an exception in a hook: prevents reuse of memory that the communication streams still use."""
         lanes = (self._lanes.reduce, self._lanes.all_reduce)
         for lane in lanes:
             lane.join()
@@ -220,9 +220,9 @@ class Reducer:
             lane.follow()
 
     def _stop_cpu(self) -> None:
-        """With offload, the CPU's one stop: then it may read gradients, and write to shards, which gathers have read.
+        """With CPU offload: the CPU waits, to read gradients, and to write to shards that all-gathers have read.
 
-        The compute stream has waited for each reduction. For a unit that was prefetched in vain it may not have waited.
+        The compute stream has waited for each reduction, but possibly not for the all-gather of an unused prefetch.
         """
         if self._offloads and self._lanes.gather.stream is not None:
             self._lanes.gather.join()
@@ -236,24 +236,24 @@ class Reducer:
         # 2. Before the sum.
         plan.scaling.prepare(new.whole)
         if shard is not None:
-            # 3. Of a sharded unit only the own piece of the sum is wanted.
+            # 3. A sharded unit needs only this rank's shard of the sum.
             new.piece = new.whole.new_empty(new.whole.numel() // shard.size)
             new.event = _noted("RS", new, shard, "reduce")
             if replicas is not None and new.all_reduces and isinstance(new.name, UnitName):
-                # Issued later, maybe after the ranks compare this backward.
+                # The all-reduce is issued later, maybe after the ranks compare this backward.
                 new.name.tree.used.add(replicas.chain)
             return collectives.reduce_scatter(shard, new.piece, new.whole, new.name, new.gradient.numbers)
         if replicas is not None and new.all_reduces:
-            # 4. Without a shard group the all-reduce is all there is, so it can be issued at once.
+            # 4. Without a shard group the all-reduce is the only collective, so it can be issued immediately.
             _add_partial(new)
             new.event = _noted("AR", new, replicas, "reduce")
             return collectives.all_reduce(replicas, new.piece, new.name, new.gradient.numbers)
         return NOTHING
 
     def _issue_end(self, new: _InFlight) -> None:
-        """On an accelerator: the stages that a CPU leaves for later."""
+        """On an accelerator: issues the stages that a CPU runs at completion."""
         mesh = new.plan.mesh
-        # Another network than the reduce-scatter's, hence a lane of its own.
+        # It uses another network than the reduce-scatter, so it has its own stream.
         is_hybrid = mesh.shard is not None and mesh.replicate is not None
         with self._lanes.all_reduce if is_hybrid else self._lanes.reduce as lane:
             new.scattered.wait()
@@ -262,7 +262,7 @@ class Reducer:
             if new.result is not None and new.result is not new.piece:
                 new.copied = lane.stream.record_event()
                 if not is_hybrid and mesh.shard is not None:
-                    # It came from this lane, and no other one reads it.
+                    # It was allocated on this stream, and no other stream reads it.
                     new.piece = new.result
 
     def _complete(self, old: _InFlight | None) -> None:
@@ -282,14 +282,14 @@ class Reducer:
                 self._arriving.append((old.layout, old.gradient, old.result))
                 return
             old.copied.synchronize()
-        # 6. The layout knows what the optimizer owns.
+        # 6. The layout stores the gradient for the optimizer.
         if self._lanes.gather.stream is None or not old.layout.has_gradient_hooks:
             old.layout.accept_gradient(old.gradient, old.result)
         else:
             self._accept_with_hooks(old.layout, old.gradient, old.result)
 
     def _accept_with_hooks(self, layout: Layout, gradient: Gradient, result: torch.Tensor) -> None:
-        """A hook may be an optimizer: it writes after gathers that were issued before it, and before those to come."""
+        """A hook may run an optimizer, which must write after earlier all-gathers and before later ones."""
         gather = self._lanes.gather
         if layout.offloads:
             gather.synchronize()
@@ -300,7 +300,7 @@ class Reducer:
 
 
 def _end(item: _InFlight) -> None:
-    """Stages 4 and 5, when the promise of what came before was waited for."""
+    """Stages 4 and 5. The caller has waited for the handle of the earlier stages."""
     plan, replicas = item.plan, item.plan.mesh.replicate
     if plan.hook is None:
         if replicas is not None and (plan.mesh.shard is not None or not item.all_reduces):
@@ -339,7 +339,7 @@ def _call_after(after: Callable[[torch.Tensor], None], stream: Any, piece: torch
 
 
 def _add_partial(item: _InFlight) -> None:
-    """Takes along what earlier backwards have left."""
+    """Adds the partial sum of earlier backwards."""
     if item.plan.partial is None:
         return
     _check_partial(item.name, item.plan.partial[0], item.gradient.numbers)
@@ -354,7 +354,7 @@ def _check_partial(name: str, waiting: list[int], new: list[int]) -> None:
 
 def _run_hook(new: _InFlight, hook: CommHook) -> None:
     shard = new.plan.mesh.shard
-    # Hooks that compress give the tensor other memory, while what it had is still read.
+    # Hooks that compress give the tensor other memory while its previous memory is still read.
     new.handed = new.whole.detach()
     if shard is None:
         hook(new.whole)

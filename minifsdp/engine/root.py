@@ -1,29 +1,28 @@
-"""The tree: a lazy root, what its units share, and the beginning of an iteration.
+"""The root state: created lazily, shared by all units of a root module, and the beginning of an iteration.
 
-Units are made one by one, inner ones first, and none of them can know at that time whether it will be the outermost.
-So the question is left open until the first forward: the unit whose forward runs first, with no other around it, is the
-*root*, and all units inside its module belong to its tree. A tree shares
+Units are created one by one, inner ones first, so a unit does not know at construction whether it is the outermost one.
+This is decided in the first forward: the unit whose forward runs first, not inside another one, is the *root*, and all
+units inside its module share its root state. They share
 
-* the lanes: three streams for a hundred units, not three hundred;
-* the rate limiter: "two in flight" is a statement about all units together;
-* the cycle, with the recorded order and the one reduction in flight.
+* the communication streams: three streams for a hundred units, not three hundred;
+* the rate limiter: "two in flight" applies to all units together;
+* the `Cycle`, with the recorded order and the one reduction in flight.
 
-What is done at the beginning of an iteration, in this order:
+The beginning of an iteration does the following, in this order:
 
-1. if the iteration before ended in an exception, which shows in a unit that is still in forward or a backward that
-   never ended, bring every unit back to a defined state;
-2. take over, or refuse, what users have put in the place of parameters;
-3. let the gather lane follow the compute stream, which has just run the optimizer;
-4. free the parameters that are still unsharded if their shard has changed since the all-gather. This happens to the
-   root after a recorded forward without a backward. Parameters that an evaluation has gathered and kept are freed
-   before a recorded forward in any case: a change through ``.data`` leaves no trace.
-5. at the end, if no backward can follow, the modules show sharded parameters again, also where memory is kept. An
-   optimizer that is made now, or a change of the parameters, must see the parameters that are trained.
+1. If the previous iteration ended in an exception (a unit is in forward or a backward never ended), reset every unit.
+2. Accept or reject tensors that users have registered instead of parameters.
+3. Make the all-gather stream wait for the compute stream, which has just run the optimizer.
+4. Reshard units whose shard has changed since the all-gather. Example: the root after a recorded forward without a
+   backward. Units that an evaluation has left unsharded are always resharded before a recorded forward, because a
+   change through ``.data`` cannot be detected.
+5. At the end, if no backward can follow, register the sharded parameters on the modules, even where memory is kept. An
+   optimizer that is created now, or a change of the parameters, must use the trainable parameters.
 
-A unit that ran forward on its own first was the root of its own small tree. When it turns out later that there is a
-larger one around it, the larger tree takes it over.
+A unit that ran forward on its own first was the root of its own small tree. If it turns out later that a larger root
+contains it, the larger root takes it over.
 
-*In torch:* ``_lazy_init`` and ``_root_pre_forward``; being taken over ends there in an assertion about ``_is_root``.
+*In torch:* ``_lazy_init`` and ``_root_pre_forward``; there the same case fails an assertion about ``_is_root``.
 
 Spec: CTOR-10, CTOR-11, SHARD-05, NEW-15, FRESH-01 to FRESH-05.
 """
@@ -48,21 +47,21 @@ from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
 
 
 class Root:
-    """What the units of one tree share.
+    """The state that the units of one root share.
 
     Args:
-        units: all units of the tree with their full names, the outermost module's own unit (if it has one) included.
+        units: all units of the root with their full names, including the outermost module's own unit, if it has one.
         outermost: the unit of the outermost module; ``None`` if that has no parameters of its own.
         device: the compute device.
-        backward_prefetch: when backward asks for the next unit; ``None`` for never ahead of time.
-        forward_prefetch: whether forward does.
-        limit_gathers: whether the rate limiter is on.
-        keeps_outermost: whether ``outermost`` stays for its backward whatever its strategy says.
-        lanes: to be shared with other trees; ``None`` for lanes of its own.
+        backward_prefetch: when backward prefetches the next unit; ``None`` disables prefetching.
+        forward_prefetch: whether forward prefetches the next unit.
+        limit_gathers: whether the rate limiter is enabled.
+        keeps_outermost: whether ``outermost`` stays unsharded until its backward, whatever its strategy.
+        lanes: streams shared with other roots; ``None`` creates new ones.
 
     Attributes:
-        after_optimizer: an accelerator's event, recorded after the optimizer step, for the next gathers to wait for
-            instead of for all that the compute stream has been given; used once.
+        after_optimizer: an accelerator event, recorded after the optimizer step. The next all-gathers wait for it, not
+            for all work on the compute stream; used once.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Root:
         self.units = [unit for _, unit in units]
         self._forward_is_open = self.is_dissolved = False
         self.after_optimizer: Any = None
-        # A tree that is built again, for instance after a conversion, is the same tree to other ranks.
+        # A root state that is created again, for instance after a conversion, keeps its identity for other ranks.
         tree = units[0][1].tree if units else Tree()
         for name, unit in units:
             unit.tree = tree
@@ -108,7 +107,7 @@ class Root:
 
     def _connect_units(self) -> None:
         by_module = {unit.module: unit for unit in self.units}
-        # The steps that were counted before the units became one tree stay counted.
+        # Keep the steps that were counted before the units had a common root.
         steps = max((unit.layout.steps for unit in self.units), key=lambda steps: steps.count, default=Steps())
         for unit in self.units:
             unit.layout.steps = steps
@@ -116,10 +115,10 @@ class Root:
             unit.inner = frozenset(other for other in inside if other is not None and other is not unit)
 
     def dissolve(self, *, keeps_gathered: bool = False) -> None:
-        """Lets the units go; the next forward finds them again, perhaps in a larger tree or in another dtype.
+        """Releases the units. The next forward creates a root state again, perhaps with a larger root or another dtype.
 
         Args:
-            keeps_gathered: units that are idle stay as they are, for instance gathered by hand.
+            keeps_gathered: idle units keep their state, for instance if they were unsharded manually.
         """
         is_idle = all(unit.phase is Phase.IDLE and not unit.awaits_backward for unit in self.units)
         if not keeps_gathered or not is_idle or self.is_busy:
@@ -134,16 +133,16 @@ class Root:
             caller: the unit; ``None`` for an outermost module without one.
 
         Returns:
-            Whether this is the outermost of the calls, the one that must call `end_forward`, or `fail_forward`.
-            That is usually the outermost module's, but an inner unit may be called on its own.
+            Whether this is the outermost of the running calls. That call must call `end_forward` or `fail_forward`.
+            It is usually the outermost module's, but an inner unit may be called on its own.
         """
         if self._forward_is_open or graph_task() != NOT_IN_BACKWARD:
-            # Inside another forward, or a recomputation inside backward: no new iteration.
+            # Inside another forward, or a recomputation during backward: not a new iteration.
             return False
-        # 1. An iteration that came to its end leaves no unit in forward and no backward open.
+        # 1. An iteration that ended normally leaves no unit in forward and no backward open.
         if self.cycle.in_backward or Phase.FORWARD in [unit.phase for unit in self.units]:
             self.cycle.recover()
-        # 2. Before the first collective, so that a mistake ends in a message on every rank.
+        # 2. Before the first collective, so that a mistake raises an error on every rank.
         for unit in self.units if caller is None else (caller, *caller.inner):
             if unit.phase is Phase.SUMMONED:
                 raise not_while_summoned(unit, "forward")
@@ -153,11 +152,11 @@ class Root:
                 unit.layout.notice_edits()
             if unit.layout.dtype is not unit.planned_for:
                 unit.plan_reductions()
-        # 3. Once in an iteration is enough: nothing else writes to shards while it runs.
+        # 3. Once in an iteration is enough: nothing else writes to shards during the iteration.
         self.lanes.gather.follow(self.after_optimizer)
         self.after_optimizer = None
         ledger.iteration += 1
-        # 4. Changed since it was gathered.
+        # 4. The shard has changed since the all-gather.
         is_recorded = self.cycle.is_recorded = torch.is_grad_enabled()
         for unit in self.units:
             if (unit.state is not State.SHARDED or unit.policy.resting is not None) and (
@@ -170,34 +169,35 @@ class Root:
         return True
 
     def end_forward(self) -> None:
-        """Called when the outermost of the calls has returned."""
+        """Called when the outermost call has returned."""
         self._forward_is_open = False
-        # If no backward follows, the optimizer may be next, and write to a shard that a vain prefetch still reads.
+        # If no backward follows, the optimizer may run next and write to a shard that an unused prefetch still reads.
         self.lanes.gather.join()
         units = self.units if self._caller is None else (self._caller,)
         if self.cycle.is_recorded and any(unit.counted_in == self.cycle.num_forwards for unit in units):
             return
-        # 5. What is kept in memory is for later evaluations, or for the backward of an earlier forward.
+        # 5. Memory is kept for later evaluations, or for the backward of an earlier forward.
         for unit in self.units:
             if unit.ran_in == self.cycle.num_forwards and unit.state is not State.SHARDED:
                 unit.layout.show_sharded()
-                # With grad mode, autograd may need the memory for a loss that is not in the output. No forward does.
+                # With grad mode, autograd may need the memory for a loss that is not in the output. Later forwards do
+                # not use it.
                 unit.is_for_evaluation |= self.cycle.is_recorded and not unit.awaits_backward
         if any(unit.layout.offloads for unit in self.units):
-            # No backward will wait for the copies of the shards, and the user may write to them next.
+            # No backward will wait for the copies of the shards, and the user may write to the shards next.
             self.lanes.gather.synchronize()
 
     def fail_forward(self) -> None:
-        """Called when the outermost of the calls has raised: the units are as if it had never begun."""
+        """Called when the outermost call has raised: resets the units, as if the forward had never begun."""
         self._forward_is_open = False
         self.cycle.recover()
 
     def mend(self) -> None:
-        """Called when the user looks at parameters or gradients: if a backward was broken off, tidies up after it."""
+        """Called when the user reads parameters or gradients: cleans up after a backward that failed."""
         if self.cycle.in_backward and graph_task() == NOT_IN_BACKWARD:
             self.cycle.recover()
 
     @property
     def is_busy(self) -> bool:
-        """Whether a forward or a backward of the tree is going on."""
+        """Whether a forward or a backward of this root is running."""
         return self._forward_is_open or self.cycle.in_backward

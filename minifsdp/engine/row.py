@@ -1,31 +1,31 @@
-"""The parameters of one dtype of a unit, side by side: the memory of the per-parameter layout.
+"""The bucket of the per-parameter layout: contiguous memory for the parameters of one dtype of a unit.
 
-A collective wants one tensor; the optimizer and autograd want many. So the many are views of one, on either side. Two
-ranks, with capitals for what comes from rank 1::
+A collective uses one tensor, but the optimizer and autograd need one tensor for each parameter. So the parameters are
+views of one tensor, both sharded and unsharded. Two ranks; capital letters are values from rank 1::
 
-    local        [a a | b]           this rank's pieces, what the optimizer steps on
-                     | gather
-    buffer       [a a | b   A A | B]         pieces of rank 0, then those of rank 1
-                     | copy out
-    whole        [a a A A | b B]             parameter after parameter, what modules compute with
+    local        [a a | b]           the local shards, updated by the optimizer
+                     | all-gather
+    buffer       [a a | b   A A | B]         shards of rank 0, then shards of rank 1
+                     | copy-out
+    whole        [a a A A | b B]             parameter after parameter, used by the modules
 
-1. *No copy in.* The pieces lie in the order in which they are sent, so the gather reads them where they are. Only a
-   cast to another dtype, or a copy from the CPU, needs a place, and that is this rank's part of the buffer.
-   Each piece has a storage of its own, a stretch of the row's memory: what saves or copies a tensor takes its whole
-   storage along, and a DTensor around a view that begins inside of a storage cannot be saved at all.
-2. *One copy out.* What arrives is sorted by rank and has to be sorted by parameter. One operator does that for all of
-   them. A row of one parameter is sorted already: on the CPU its buffer is the whole. There, large parameters are also
-   sent one by one, each straight into its place: no buffer, no copy.
-3. The leaves, what autograd owns, are made once. Each is a view of ``whole`` with a version counter of its own, and
-   ``whole`` has memory only from gather to free: one resize gives it to all of them.
-4. A row that is neither shared nor cast needs no second memory: its leaves look at the pieces themselves.
-5. On an accelerator the leaves begin at multiples of 16 bytes, as many as one load of a kernel takes: others are slower
-   there, and some refuse. What travels has no gaps.
+1. *No copy-in.* The shards are stored in the order in which they are sent, so the all-gather reads them directly. Only
+   a cast to another dtype, or a copy from the CPU, needs extra memory. It uses this rank's part of the buffer.
+   Each shard has its own storage, which is a range of the bucket's memory. ``torch.save`` and ``deepcopy`` serialize
+   the whole storage of a view, and cannot save a DTensor whose local tensor has a non-zero storage offset.
+2. *One copy-out.* The all-gathered data is sorted by rank and must be sorted by parameter. One operator does that for
+   all parameters. A bucket of one parameter is already sorted: on the CPU its buffer is ``whole``. On the CPU, large
+   parameters are also sent one by one, directly into their final memory, without buffer and copy.
+3. The leaves, which autograd owns, are created once. Each is a view of ``whole`` with its own version counter.
+   ``whole`` has memory only from all-gather to reshard: one resize allocates the memory of all leaves.
+4. A bucket that is neither sharded nor cast needs no second memory: its leaves are views of the shards.
+5. On an accelerator the leaves begin at multiples of 16 bytes, the width of a vectorized load. Some kernels are slower
+   with other addresses, and some raise an error. The data that is sent has no gaps.
 
-Between forward and backward a unit may *rest* on larger pieces, cut among a few ranks only, say those of one node. The
-gather for backward then stays inside of these few. It is the picture above with another row of local pieces.
+Between forward and backward a unit can be resharded to larger shards over fewer ranks, for example the ranks of one
+node. The all-gather for backward then uses only these ranks. The diagram stays the same, with other local shards.
 
-*In torch:* each parameter has memory of its own on both sides, with a copy in and a copy out for each gather.
+*In torch:* each parameter has its own memory on both sides, with a copy-in and a copy-out for each all-gather.
 
 Spec: FS2-04 to FS2-08, FS2-26, NEW-05, STREAM-04, STREAM-12.
 """
@@ -44,20 +44,20 @@ from minifsdp.engine.lanes import NOTHING, Lane, Promise, compute_event
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.precision import Precision
 
-# How often a tensor was changed in place.
+# The number of in-place changes of a tensor.
 VERSION = operator.attrgetter("_version")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was chosen for the parameters of a unit.
+    """The options for the parameters of a unit.
 
     Attributes:
         device: the compute device.
-        precision: in which dtype to compute, and in which gradients wait for their reduction.
-        offload: whether the pieces live on the CPU.
-        pin: whether they are pinned there, for asynchronous copies.
-        policy: the user's words for the precision, for parameters that decide for themselves what is sent.
+        precision: the compute dtype, and the dtype of gradients that wait for their reduction.
+        offload: whether the shards are on the CPU.
+        pin: whether they are in pinned memory there, for asynchronous copies.
+        policy: the user's mixed-precision policy, passed to custom all-gather extensions.
     """
 
     device: torch.device
@@ -67,29 +67,29 @@ class Options:
     policy: Any = None
 
     def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """In which to compute with values that are stored in ``stored``."""
+        """The compute dtype for values that are stored in the dtype ``stored``."""
         return (self.precision.compute or stored) if stored.is_floating_point else stored
 
     def home_of(self, piece: torch.Tensor) -> torch.device:
-        """Where the memory for ``piece`` shall be."""
+        """The device on which the memory for ``piece`` is allocated."""
         return torch.device("cpu") if self.offload and not piece.is_meta else piece.device
 
 
 class _Source:
-    """This rank's pieces of some parameters, side by side, as a gather sends them.
+    """This rank's shards of some parameters, contiguous, in the order in which an all-gather sends them.
 
     Args:
-        cuts: how each is cut.
-        group: the ranks that have the other pieces; ``None`` if there are none.
-        sizes: elements of each piece, with the padding behind it.
-        local: 1-D, zeros; the memory of all of them.
+        cuts: how each parameter is sharded.
+        group: the shard group; ``None`` if there are no other ranks.
+        sizes: elements of each shard, including padding.
+        local: 1-D, zeros; the memory of all shards.
 
     Attributes:
-        pieces: the piece of each parameter, in the memory of `local`.
-        num_pieces, rank: of the group.
-        is_split_only: no parameter is cut along another dim than the first.
-        targets: where each parameter is to arrive.
-        goes_straight: each is sent by itself, into its target.
+        pieces: the shard of each parameter, in the memory of `local`.
+        num_pieces, rank: size of the group, and this rank's position in it.
+        is_split_only: whether every parameter is sharded along its first dim.
+        targets: the memory into which each parameter is all-gathered.
+        goes_straight: whether each parameter is sent separately, directly into its target.
     """
 
     def __init__(self, cuts: Sequence[Cut], group: Group | None, sizes: list[int], local: torch.Tensor) -> None:
@@ -100,34 +100,34 @@ class _Source:
         self.pieces = [_cut_out(chunk[: shape.numel()].view(shape)) for chunk, shape in each]
 
     def take(self, values: Sequence[torch.Tensor]) -> None:
-        """Copies the values of each piece, where they are in other memory."""
+        """Copies the values of each shard, unless they are already in its memory."""
         for piece, value in zip(self.pieces, values, strict=True):
             if piece.data_ptr() != value.data_ptr():
                 piece.copy_(value)
 
     def set_targets(self, rooms: Sequence[torch.Tensor]) -> None:
-        """Each parameter shall arrive in its room, a line for each rank. The rooms must have memory."""
+        """Sets the memory for each parameter, shaped with one row for each rank. The tensors must have memory."""
         num = self.num_pieces
         self.targets = [room[: num * size].view(num, size) for room, size in zip(rooms, self.sizes, strict=True)]
         self.goes_straight = self.is_split_only and collectives.gathers_each(self.group, self.targets)
 
 
 class Row:
-    """Some parameters of one dtype, cut and laid side by side.
+    """A bucket: parameters of one dtype, sharded and stored contiguously.
 
     Args:
-        cuts: how each is cut.
-        pieces: this rank's piece of each.
-        group: the ranks that have the others; ``None`` if there are none.
+        cuts: how each parameter is sharded.
+        pieces: the local shard of each.
+        group: the shard group; ``None`` if there are no other ranks.
         options: where to compute, and in which dtype.
 
     Attributes:
-        local: 1-D, this rank's pieces, with padding.
-        pieces: this rank's piece of each parameter, in the memory of `local`.
-        leaves: each parameter whole; without memory unless gathered.
+        local: 1-D, the local shards, including padding.
+        pieces: the local shard of each parameter, in the memory of `local`.
+        leaves: the unsharded parameters; they have memory only while all-gathered.
         dtype: of the leaves.
-        is_borrowed: whether the leaves have no memory of their own (4).
-        num_bytes: of the whole, without the gaps.
+        is_borrowed: whether the leaves have no memory of their own (note 4).
+        num_bytes: of the unsharded parameters, without the gaps.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Row:
     ) -> None:
         stored, home = pieces[0].dtype, options.home_of(pieces[0])
         self.device, self.dtype = options.device, options.compute_dtype(stored)
-        # 5. No gaps in what travels; where nothing is shared, nothing does.
+        # 5. The data that is sent has no gaps. Without other ranks, nothing is sent.
         sizes = [cut.chunk_numel if group is not None else self._aligned(cut.chunk_numel) for cut in cuts]
         self.local = torch.zeros(sum(sizes), dtype=stored, device=home)
         if options.pin and home.type == "cpu" and self.device.type != "cpu":
@@ -146,32 +146,32 @@ class Row:
         self._make_leaves(cuts, group)
 
     def take(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Takes over new values of its pieces, of the same dtype and device."""
+        """Copies new values into the shards, of the same dtype and device."""
         self._own.take(pieces)
 
     def _aligned(self, numel: int) -> int:
-        # 5. 16 elements are a multiple of 16 bytes in every dtype, so that a cast finds the gaps where they were.
+        # 5. 16 elements are a multiple of 16 bytes in every dtype, so a cast keeps the positions of the gaps.
         return numel if self.device.type == "cpu" else -(-numel // 16) * 16
 
     def _make_leaves(self, cuts: Sequence[Cut], group: Group | None) -> None:
         own = self._own
-        # 4. Computed on where it is stored.
+        # 4. The compute memory is the memory of the shards.
         self.is_borrowed = group is None and self.dtype is own.local.dtype and own.local.device == self.device
         rooms = [self._aligned(own.num_pieces * size) for size in own.sizes]
         whole = own.local if self.is_borrowed else torch.empty(sum(rooms), dtype=self.dtype, device=self.device)
         self.num_bytes = sum(cut.padded_numel for cut in cuts) * self.dtype.itemsize
         self._storage, self._whole = whole.untyped_storage(), whole.data
         self._rooms = self._whole.split(rooms)
-        # 3. `.data` is what gives each leaf a version counter of its own: a gather must not look like an edit.
+        # 3. `.data` gives each leaf its own version counter: an all-gather must not look like an in-place change.
         self.leaves = [
             nn.Parameter(room.data[: cut.shape.numel()].view(cut.shape), requires_grad=False)
             for room, cut in zip(self._rooms, cuts, strict=True)
         ]
-        # What comes from no other rank arrives sorted; so does a single parameter. But on an accelerator its memory
-        # would have to come from the gather lane then, and who may reuse that is told by the copy out.
+        # Without other ranks, or with one parameter, the data is sorted. But on an accelerator the leaves' memory would
+        # then come from the communication stream, and only the copy-out makes it safe to reuse that memory.
         is_sorted = group is None or (len(cuts) == 1 and cuts[0].dim == 0)
         self._copies = not is_sorted or self.device.type != "cpu"
-        # What is being gathered, and from what.
+        # The buffer and the source of the all-gather in flight.
         self._in_flight: tuple[torch.Tensor, _Source] | None = None
         own.set_targets(self._rooms)
         self._source = own
@@ -180,22 +180,22 @@ class Row:
 
     @property
     def group(self) -> Group | None:
-        """Who takes part in the next gather."""
+        """The ranks of the next all-gather."""
         return self._source.group
 
     def stamp(self) -> object:
         """Differs from an earlier stamp if values were changed in place, or memory replaced, in between."""
         return self.local.data_ptr(), list(map(VERSION, self.pieces))
 
-    # --- gather ---
+    # --- all-gather ---
 
     def gather(self, lane: Lane, name: str | None = None) -> list[Promise]:
-        """Issues the gather of the unit ``name`` on ``lane``; `arrive` is to be called when it was waited for."""
+        """Issues the all-gather of the unit ``name`` on the stream ``lane``. Call `arrive` after the wait."""
         if self.is_borrowed:
             return []
         self._lane, source = lane, self._source
         if source is not self._own:
-            # The compute stream has written it since the lane has last followed.
+            # The compute stream wrote this source after the communication stream last waited for it.
             lane.follow(self._rested_at)
         piece, num = source.local, source.num_pieces
         if source.goes_straight:
@@ -211,7 +211,7 @@ class Row:
             buffer = torch.empty(num * piece.numel(), dtype=self.dtype, device=self.device)
         self._in_flight = buffer, source
         if piece.dtype is not self.dtype or piece.device != self.device or source.group is None:
-            # 1. A place for the cast.
+            # 1. Memory for the cast.
             mine = buffer[source.rank * piece.numel() : (source.rank + 1) * piece.numel()]
             mine.copy_(piece, non_blocking=True)
             piece = mine
@@ -219,7 +219,7 @@ class Row:
         return [lane.promise(NOTHING if group is None else collectives.gather(group, buffer, piece, name))]
 
     def arrive(self) -> None:
-        """2. Copies out what has arrived."""
+        """2. The copy-out of the all-gathered data."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is None or not self._copies:
             return
@@ -230,11 +230,11 @@ class Row:
             torch.split_with_sizes_copy(sorted_by_rank, source.sizes, dim=1, out=source.targets)
         else:
             self._concatenate(sorted_by_rank, source)
-        # The buffer goes back to the lane, which must not reuse it before the copy is done.
+        # The buffer's memory returns to its stream, which must not reuse it before the copy is done.
         self._lane.follow()
 
     def _concatenate(self, sorted_by_rank: torch.Tensor, source: _Source) -> None:
-        """The copy out where a parameter is cut along another dim than the first."""
+        """The copy-out for parameters that are sharded along another dim than the first."""
         parts = sorted_by_rank.split(source.sizes, dim=1)
         for cut, part, target, leaf in zip(source.cuts, parts, source.targets, self.leaves, strict=True):
             if cut.dim == 0:
@@ -244,18 +244,18 @@ class Row:
                 torch.cat(pieces, dim=cut.dim, out=leaf.data)
 
     def free(self) -> None:
-        """Gives back the memory of the whole. It came from the compute stream and was read there: no wait."""
+        """Frees the memory of `leaves`. It was allocated and read on the compute stream, so no wait is needed."""
         self._in_flight = None
         if not self.is_borrowed:
             self._storage.resize_(0)
 
-    # --- resting on larger pieces ---
+    # --- resharding to a smaller mesh ---
 
     def rest(self, group: Group) -> list[torch.Tensor]:
-        """Keeps 1/``group.size`` of the whole, from which ``group`` alone can gather; to be called before `free`.
+        """Keeps 1/``group.size`` of the unsharded parameters, to all-gather over ``group`` only. Call it before `free`.
 
         Returns:
-            This rank's piece of each parameter among the ranks of ``group``.
+            This rank's shard of each parameter over the ranks of ``group``.
         """
         cuts = [replace(cut, num_shards=group.size) for cut in self._own.cuts]
         sizes = [cut.chunk_numel for cut in cuts]
@@ -267,12 +267,12 @@ class Row:
         return source.pieces
 
     def wake(self) -> None:
-        """The next gather comes from the shards again, which the optimizer may have changed."""
+        """The next all-gather reads the optimizer's shards again, whose values may have changed."""
         self._source = self._own
 
 
 def _cut_out(view: torch.Tensor) -> torch.Tensor:
-    """``view`` as a tensor whose storage is just this part of the memory, which lives as long as either is held."""
+    """``view`` as a tensor whose storage is only this range of the memory, which lives as long as either is used."""
     storage = view.untyped_storage()
     if storage.device.type == "meta":
         return view

@@ -1,17 +1,17 @@
-"""The parameters of a unit, sorted into rows: when it is made, and again when the user has put others in their place.
+"""Sorts the parameters of a unit into buckets: at construction, and again when the user has replaced parameters.
 
-A row has one dtype and one mesh (see ``row.py``). Most units have one row. Others have several: a norm in float32
-beside weights in bfloat16, experts that are cut over fewer ranks than what lies beside them, a parameter whose class
-decides what is sent and which therefore lies alone.
+A bucket has one dtype and one mesh (see ``row.py``). Most units have one bucket. Others have several, for example with
+a norm in float32 next to weights in bfloat16, or with experts that are sharded over fewer ranks than the other
+parameters. A parameter with a custom all-gather has a bucket of its own.
 
-Worked example, ``weight`` and ``bias`` in float32, one row ``w w b``. The user converts the module of ``weight`` to
-bfloat16: what is found in its place has another dtype, so there are two rows from now on, ``w w`` and ``b``. Had both
-been converted, it would still be one row, of another dtype.
+Worked example: ``weight`` and ``bias`` in float32 are in one bucket ``w w b``. If the user converts the module of
+``weight`` to bfloat16, the new ``weight`` has another dtype, so there are two buckets, ``w w`` and ``b``. If the user
+converts both, there is still one bucket, of another dtype.
 
-Both times the same is done: the pieces are sorted by kind, and each row takes its own. A row that would have the same
-parameters of the same kind as before is kept, with its memory and its leaves.
+Both cases use the same code: it sorts the shards by kind, and each bucket takes its shards. A bucket that would have
+the same parameters of the same kind as before is kept, with its memory and its leaves.
 
-*In torch:* ``FSDPParam`` has its own memory; what is gathered together is sorted anew for each gather.
+*In torch:* each ``FSDPParam`` has its own memory; every all-gather sorts the parameters again.
 
 Spec: FS2-28, FS2-29, FS2-EXT-01, NEW-23.
 """
@@ -31,10 +31,10 @@ from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import message
 from minifsdp.engine.row import Options, Row
 
-# A `Row`, or what is attached in its place and has its verbs.
+# A `Row`, or an object with the same methods.
 AnyRow = Any
-# Functions that are asked whether a parameter, given by its local tensor and its name, decides for itself what is sent;
-# they answer what makes its row, or ``None``. Attached from outside, see ``minifsdp/__init__.py``.
+# Factories for parameters with a custom all-gather. Each gets the local tensor and the name of a parameter, and returns
+# a function that creates its bucket, or ``None``. Registered from outside, see ``minifsdp/__init__.py``.
 special_rows: list[Callable[[torch.Tensor, str], Callable[..., AnyRow] | None]] = []
 
 
@@ -42,15 +42,15 @@ class Entry:
     """One parameter of the unit.
 
     Attributes:
-        parameter: what the optimizer owns.
-        leaf: what autograd owns and modules compute with.
-        plain_leaf: the memory of `leaf`, which is the same unless tensor parallelism is at work.
+        parameter: the sharded parameter, which the optimizer updates.
+        leaf: the unsharded parameter, which autograd owns and modules compute with.
+        plain_leaf: the memory of `leaf`; the same tensor, except with tensor parallelism.
         owned: shape and slots.
-        sharding: how it is cut, and how a piece becomes a DTensor.
-        row, number: in which row its memory lies, and as which of its parameters.
-        piece: the local tensor that was put into `parameter`.
+        sharding: how it is sharded, and how a shard becomes a DTensor.
+        row, number: the bucket with its memory, and its index there.
+        piece: the local tensor of `parameter`.
         unreduced: gradient that waits for its reduction.
-        is_trained: whether `parameter` and `leaf` asked for a gradient when they last agreed.
+        is_trained: ``requires_grad`` of `parameter` and `leaf` when they last agreed.
     """
 
     parameter: nn.Parameter
@@ -63,41 +63,41 @@ class Entry:
         self.unreduced: torch.Tensor | None = None
 
     def replace(self, original: nn.Parameter) -> None:
-        """Makes what takes the place of the user's parameter."""
+        """Creates the sharded parameter that replaces the user's parameter."""
         self.parameter = nn.Parameter(self.sharding.wrap(self.piece), requires_grad=original.requires_grad)
-        # `nn.Parameter` detaches, which has put another local tensor into it.
+        # `nn.Parameter` detaches, which replaces the local tensor. Restore it.
         set_piece(self.parameter, self.piece)
-        # What users have attached, say marks for optimizer groups. What a tensor subclass keeps there, its pieces have,
-        # too, and the original's may be the whole values.
+        # Copy attributes set by users, such as marks for optimizer groups. Skip those of a tensor subclass: the shards
+        # have them as well, and those of the original may hold the unsharded values.
         for name in vars(original).keys() - vars(self.piece).keys():
             setattr(self.parameter, name, vars(original)[name])
         misuse.note_taken(original, self.owned.path, is_replaced=True)
         for slot in self.owned.slots:
-            # Remembered by place, not by reference: with one, even a weak one, `to()` cannot swap what is in a DTensor.
+            # Store the module and name, not the tensor: a reference, even a weak one, makes `to()` fail for a DTensor.
             misuse.note_place(slot.module, slot.name, self.owned.path)
         self.make_leaf()
 
     def make_leaf(self) -> None:
-        """A new leaf, after its row has made new memory for it."""
+        """Creates a new leaf, after its bucket has allocated new memory for it."""
         self.plain_leaf = self.row.leaves[self.number]
         self.leaf = self.sharding.show_whole(self.plain_leaf)
         self.is_trained = self.parameter.requires_grad
         self.leaf.requires_grad_(self.is_trained)
 
     def follow_requires_grad(self) -> None:
-        """The user has frozen `parameter` or `leaf`, whichever the module showed, or thawed it; the other follows."""
+        """The user changed ``requires_grad`` of `parameter` or `leaf`, whichever was registered; updates the other."""
         self.is_trained = not self.is_trained
         self.leaf.requires_grad_(self.is_trained)
         self.parameter.requires_grad_(self.is_trained)
 
 
 class Rows:
-    """The rows of one unit, and the entries of the parameters that lie in them.
+    """The buckets of one unit, and the entries of the parameters in them.
 
     Args:
         parameters: at least one.
-        shardings: how each is cut.
-        options: where and in which dtype its values live and are computed with.
+        shardings: how each is sharded.
+        options: device and dtypes.
 
     Attributes:
         entries: one for each parameter, in order.
@@ -115,7 +115,7 @@ class Rows:
             entry.replace(original)
 
     def _sort(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Gives each entry's piece a place in a row of one dtype and mesh; a special one lies alone."""
+        """Assigns each shard to a bucket of one dtype and mesh. A parameter with a custom all-gather gets its own."""
         sorted_in: dict[Any, list[int]] = {}
         for number, (entry, piece) in enumerate(zip(self.entries, pieces, strict=True)):
             special = next(filter(None, (ask(piece, entry.owned.path) for ask in special_rows)), None)
@@ -145,7 +145,7 @@ class Rows:
         return special(cuts[0], pieces[0], first.table.shard, self._options, first.shard_axis, module)
 
     def rest(self, group: Group, mesh: DeviceMesh) -> list[torch.Tensor]:
-        """Lets all rows rest on the ranks of ``group``, the last axis of ``mesh``; returns DTensors over that mesh."""
+        """Reshards all buckets to the ranks of ``group``, the last dim of ``mesh``; returns DTensors over ``mesh``."""
         pieces = {id(row): row.rest(group) for row in self.rows}
         shown: list[torch.Tensor] = []
         for entry in self.entries:
@@ -155,7 +155,7 @@ class Rows:
         return shown
 
     def take_over(self, unit_name: str) -> None:
-        """Puts what the parameters hold now into their rows.
+        """Copies the current values of the parameters into their buckets.
 
         Raises:
             RuntimeError: they are on different devices.
@@ -163,7 +163,7 @@ class Rows:
         pieces = [piece_of(entry.parameter) for entry in self.entries]
         if len({piece.device for piece in pieces}) > 1:
             raise _converted_apart(self.entries, unit_name)
-        # From now on they live where the user has put them.
+        # From now on the values stay on the device that the user chose.
         self._options = replace(self._options, offload=False)
         self._sort(pieces)
         for entry in self.entries:

@@ -1,12 +1,12 @@
-"""Who is gathered next: the recorded order.
+"""Prefetching: which unit is all-gathered next, from the recorded order.
 
-A gather hides behind compute only if it is asked for early, and to ask early one must know who comes next. The
-order of a model's units is not written anywhere; it is *observed*:
+An all-gather overlaps with compute only if it is issued early, and for that the next unit must be known. The order of a
+model's units is not declared anywhere, so it is *recorded*:
 
-* units **leave** forward in some order, 0 1 2 3. Backward will meet them in reverse, so when the gradient of unit 3's
-  output arrives, the next to gather is the one that left before it: 2. This order is recorded anew in every iteration,
-  and a model that takes another branch today is followed today.
-* units **enter** forward in some order, too. When unit 0 enters, the next would be 1, but that is only known from an
+* Units **leave** forward in some order, 0 1 2 3. Backward runs in reverse, so when the gradient of unit 3's output is
+  computed, the next unit to all-gather is the one that left before it: 2. This order is recorded again in every
+  iteration, so a model can take another branch in each iteration.
+* Units **enter** forward in some order, too. When unit 0 enters, the next would be 1, but that is only known from an
   earlier iteration. So forward prefetch works from the second iteration on, in the order of the first.
 
 Worked example, a root R around 0 and 1::
@@ -14,10 +14,10 @@ Worked example, a root R around 0 and 1::
     entered   R 0 1          next for forward:   R -> 0 -> 1 -> none
     left      0 1 R          next for backward:  R -> 1 -> 0 -> none
 
-A unit whose module is called twice enters once, at the first time, and leaves twice: backward meets both uses.
+A unit whose module is called twice enters once, at the first call, and leaves twice: backward runs for both calls.
 
-A schedule answers questions and never calls a unit: what follows from the answer is decided elsewhere, and whatever a
-wrong guess costs, it does not cost correctness.
+A schedule only returns the next unit and never calls it. The caller decides what to do with the result. A wrong guess
+costs time, but never correctness.
 
 *In torch:* ``_ExecOrderData`` in ``_exec_order_utils.py``; FSDP2 keeps ``post_forward_order``.
 
@@ -31,11 +31,11 @@ from minifsdp.engine.unit import Unit
 
 
 class BackwardPrefetch(Enum):
-    """When backward asks for the parameters of the unit that comes next.
+    """When backward prefetches the parameters of the next unit.
 
-    ``BACKWARD_PRE`` asks before the current unit's gradients are computed: most overlap, and two units are held at
-    once. ``BACKWARD_POST`` asks after they are computed and the current unit is freed: less memory, less overlap.
-    ``None`` instead of a member asks only when the next unit's own backward begins.
+    ``BACKWARD_PRE`` prefetches before the current unit's gradients are computed: most overlap, two units unsharded.
+    ``BACKWARD_POST`` prefetches after they are computed and the current unit is resharded: less memory, less overlap.
+    ``None`` disables prefetching: each unit is all-gathered when its own backward begins.
     """
 
     BACKWARD_PRE = auto()
@@ -43,7 +43,7 @@ class BackwardPrefetch(Enum):
 
 
 class Schedule:
-    """The order in which the units of one tree enter and leave forward."""
+    """The order in which the units of one root enter and leave forward."""
 
     __slots__ = ("_entered", "_first_order", "_is_first_iteration", "_left", "_left_at", "_position", "_warned")
 
@@ -68,7 +68,7 @@ class Schedule:
         self._left.append(unit)
 
     def next_forward(self, unit: Unit) -> Unit | None:
-        """Who entered after ``unit`` in the first iteration; ``None`` during that iteration, and after the last."""
+        """The unit entered after ``unit`` in the first iteration. ``None`` during it and for the last unit."""
         if self._is_first_iteration:
             return None
         position = self._entered.get(unit)
@@ -78,8 +78,8 @@ class Schedule:
         return self._first_order[position + 1]
 
     def _notice_change(self, unit: Unit, position: int | None) -> None:
-        # `_position` is how far this iteration has come in the first order. Entering ahead of it, or being new, means a
-        # prefetch of another unit was in vain. Entering again, behind it, is a module that is called more than once.
+        # `_position` is the progress of this iteration in the first order. If a unit is new or enters ahead of it, a
+        # prefetch of another unit was unused. If a unit enters behind it, its module is called more than once.
         if (position is None or position > self._position) and not self._warned:
             self._warned = True
             expected = self._first_order[self._position].name if self._position < len(self._first_order) else "none"
@@ -88,21 +88,21 @@ class Schedule:
             self._position = max(self._position, position + 1)
 
     def next_backward(self, unit: Unit) -> Unit | None:
-        """Who left forward just before ``unit`` in this iteration; ``None`` if it was the first.
+        """The unit that left forward just before ``unit`` in this iteration; ``None`` if ``unit`` was the first.
 
-        To be asked once for each use of ``unit`` that backward comes to. It comes to the last one first.
+        Call it once for each use of ``unit`` in backward, which begins with the last use.
         """
         positions = self._left_at.get(unit)
         if not positions:
             return None
         position = positions.pop()
         while position and self._left[position - 1] is unit:
-            # Called twice in a row: it is gathered already.
+            # Called twice in a row: it is already unsharded.
             position -= 1
         return self._left[position - 1] if position else None
 
     def abandon_iteration(self) -> None:
-        """The iteration ended in an exception; an order that was recorded only in part is not one to follow."""
+        """The iteration ended in an exception; discards an order that was recorded only in part."""
         if self._is_first_iteration:
             self._first_order.clear()
             self._entered.clear()

@@ -1,30 +1,30 @@
-"""What tells that autograd has come to a place: the two kinds of triggers, and the devices that they are made of.
+"""Detects where a unit's backward starts and ends, with tensor hooks and a pass-through autograd node.
 
-A unit's backward begins when the gradient of its output arrives. When is it over, that is, when are the gradients of
-its parameters complete? What can tell depends on the layout, and so there are two kinds of a `Trigger`:
+A unit's backward begins when the gradient of its output is computed. It ends when the gradients of its parameters are
+complete. How that can be detected depends on the layout, so there are two kinds of `Trigger`:
 
-1. The *leaf* tells. Where all parameters are views of one leaf, autograd accumulates into it exactly when every use of
-   every parameter of the unit has contributed, also when the module was called twice. The layout has a hook there, laid
-   once for good. A unit without trained parameters has no gradient to wait for: its backward is over when the gradients
-   of its inputs are known, and if there are none, at the end of backward.
-2. The *inputs* tell. With a leaf for each parameter it is not known which of them will get a gradient in this backward.
-   So the inputs of the module pass through a node, and when autograd comes back to that, all in between is done. What
-   is missed, because no input asks for a gradient, is overdue at the end of backward.
+1. *Leaf trigger.* If all parameters are views of one leaf, autograd accumulates into that leaf after every use of every
+   parameter has contributed, even if the module was called several times. The layout registers one hook there, once.
+   A unit without trainable parameters has no gradient to wait for: its backward ends when the gradients of its inputs
+   are computed, or, if no input needs a gradient, at the end of backward.
+2. *Inputs trigger.* With one leaf for each parameter, it is not known which of them get a gradient in this backward.
+   So the inputs of the module pass through an autograd node. When autograd reaches this node, the backward of the unit
+   is done. If no input needs a gradient, the end of backward handles the unit (`Trigger.is_overdue`).
 
-Three small devices, laid in forward, that go off in backward:
+Three mechanisms:
 
-* a **wire** on a tensor goes off when the gradient of that tensor has arrived, before it is used any further;
-* a tensor may be **passed through** a node that does nothing forward. Autograd comes back to it when everything between
-  the node and what was computed from it is done; a wire on an input would wait for its other users, too;
-* the **number of the backward** that this thread is inside of tells nested ones apart.
+* a **tensor hook** runs when the gradient of the tensor is computed, before it is used further;
+* a tensor can **pass through a node** that is the identity in forward. Autograd reaches the node when everything that
+  was computed from its output is done; a hook on the input would also wait for other users of that input;
+* the **ID of the running backward** in this thread distinguishes nested backwards.
 
 Worked example, ``y = unit(x)`` where ``x`` is also used elsewhere::
 
-    x --(node)-- x'  -->  unit  -->  y --(wire)
-    backward:    the wire goes off when dy is there, the node when dx' is; dx needs the other users of x as well
+    x --(node)-- x'  -->  unit  -->  y --(hook)
+    backward:    the hook runs when dy is computed, the node when dx' is; dx needs the other users of x as well
 
-*In torch:* ``RegisterPostBackwardFunction`` and ``_register_pre_backward_hook`` of FSDP2. FSDP1 lays its hook for the
-gradient in each forward, on a node that it reaches by expanding the flat parameter.
+*In torch:* ``RegisterPostBackwardFunction`` and ``_register_pre_backward_hook`` of FSDP2. FSDP1 registers its hook for
+the gradient in each forward, on a node that it gets by expanding the flat parameter.
 
 Spec: FS2-13, FWD-06, ORIG-14, PAR-07.
 """
@@ -40,7 +40,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from minifsdp.engine.precision import map_tensors, tensors_in
 from minifsdp.engine.unit import Phase, Unit
 
-# The number of the backward that this thread is inside of; nested ones have numbers of their own.
+# The ID of the backward that runs in this thread; a nested backward has its own.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 NOT_IN_BACKWARD = -1
 
@@ -48,13 +48,13 @@ Tell = Callable[[Unit], None]
 
 
 class Trigger(ABC):
-    """What tells of one unit where its backward begins and ends.
+    """Calls the backward hooks of one unit.
 
     Args:
-        unit: of which it tells.
-        pre_backward: whom to tell that the gradient of its output has arrived.
-        post_backward: whom to tell that its gradients are complete.
-        close: whom to tell that its backward is over and there was no gradient to wait for.
+        unit: the unit.
+        pre_backward: called when the gradient of its output is computed.
+        post_backward: called when the gradients of its parameters are complete.
+        close: called when its backward is over and it has no trainable parameters.
     """
 
     def __init__(self, unit: Unit, pre_backward: Tell, post_backward: Tell, close: Tell) -> None:
@@ -62,26 +62,26 @@ class Trigger(ABC):
         self._wire: Callable[[torch.Tensor], None] = lambda _: pre_backward(unit)
 
     def watch_inputs(self, inputs: Any) -> Any:
-        """Before a forward: ``inputs`` as the unit's module shall see them."""
+        """Called before a forward; returns ``inputs`` as the unit's module must receive them."""
         return inputs
 
     @abstractmethod
     def watch_output(self, inputs: Any, output: Any) -> bool:
-        """After a forward that autograd records: lays the wires. Whether a backward through ``output`` is expected."""
+        """Called after a forward: registers the pre-backward hook. Returns whether a backward can follow."""
 
     def is_overdue(self) -> bool:
-        """At the end of a backward in which nothing was told: whether there are gradients all the same."""
+        """Whether a unit has gradients at the end of a backward in which its post-backward hook did not run."""
         return False
 
 
 class LeafTrigger(Trigger):
-    """1. The hook is the layout's, see `Layout.on_gradient`. What it cannot tell is the end of a frozen unit."""
+    """1. The layout has the hook, see `Layout.on_gradient`. Only the end of a frozen unit must be detected here."""
 
     def watch_output(self, inputs: Any, output: Any) -> bool:
-        """Lays the wires, and hooks the inputs of a frozen unit."""
+        """Registers the pre-backward hook, and hooks the inputs of a frozen unit."""
         unit, is_laid = self._unit, lay_wires(output, self._wire)
         if is_laid and not unit.layout.is_trained:
-            # Used more than once, it must stay for the other uses; then the end of backward frees it.
+            # If the unit is used more than once, it stays unsharded for the other uses until the end of backward.
             unit.num_uses += 1
             hooked = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
             if hooked:
@@ -90,10 +90,10 @@ class LeafTrigger(Trigger):
 
 
 class InputsTrigger(Trigger):
-    """2. The node behind the inputs tells, and what it has missed is seen at the end of backward."""
+    """2. The node at the inputs calls the post-backward hook. The end of backward handles the remaining cases."""
 
     def watch_inputs(self, inputs: Any) -> Any:
-        """``inputs``, their tensors passed through a node that tells when their gradients have been computed."""
+        """Passes the tensors in ``inputs`` through a node that runs when their gradients are computed."""
         if not torch.is_grad_enabled() or self._unit.phase is not Phase.FORWARD:
             return inputs
         watched = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
@@ -107,11 +107,11 @@ class InputsTrigger(Trigger):
             self._post_backward(self._unit)
 
     def watch_output(self, inputs: Any, output: Any) -> bool:
-        """Lays the wires, but not on an input that is handed on: its gradient may come when all is over."""
+        """Registers the pre-backward hook, except on returned inputs: their gradients may come after the backward."""
         return lay_wires(output, self._wire, apart_from=inputs)
 
     def is_overdue(self) -> bool:
-        """Whether backward has left something to reduce: no input asked for a gradient, or it never reached them."""
+        """Whether gradients remain to be reduced: no input needed a gradient, or autograd did not reach the inputs."""
         unit = self._unit
         return (
             unit.phase is Phase.PRE_BACKWARD
@@ -123,21 +123,21 @@ class InputsTrigger(Trigger):
 def trigger_for(
     unit: Unit, pre_backward: Tell, post_backward: Tell, close: Tell, make_room: Callable[..., None] | None
 ) -> Trigger:
-    """The trigger of ``unit``, of the kind that its layout allows.
+    """The trigger of ``unit``, of the kind that its layout supports.
 
     Args:
         unit, pre_backward, post_backward, close: as for `Trigger`.
-        make_room: is called before a flat gradient is put together, if anything.
+        make_room: called before the parts of a flat gradient are concatenated, or ``None``.
     """
     leaf_tells = unit.layout.on_gradient(partial(post_backward, unit), make_room)
     return (LeafTrigger if leaf_tells else InputsTrigger)(unit, pre_backward, post_backward, close)
 
 
 def lay_wires(output: Any, notify: Callable[[torch.Tensor], None], *, apart_from: Any = ()) -> bool:
-    """Calls ``notify`` as soon as the gradient of any tensor in ``output`` has arrived, except those in ``apart_from``.
+    """Calls ``notify`` when the gradient of any tensor in ``output`` is computed, except those in ``apart_from``.
 
     Returns:
-        Whether there is a tensor in it that will have a gradient.
+        Whether ``output`` has a tensor that requires grad.
     """
     tensors = [output]
     if not isinstance(output, torch.Tensor):
@@ -150,13 +150,13 @@ def lay_wires(output: Any, notify: Callable[[torch.Tensor], None], *, apart_from
         is_laid = True
         tensor.register_hook(notify)
         if tensor._base is not None and tensor._base.grad_fn is not None:
-            # The caller may change a view in place. Autograd then goes past the view, by way of what it is a view of.
+            # The caller may change a view in place. Autograd then bypasses the view and uses its base.
             tensor._base.register_hook(notify)
     return is_laid
 
 
 class _Node(torch.autograd.Function):
-    """Nothing forward, a word backward."""
+    """Identity in forward; calls `notify` in backward."""
 
     @staticmethod
     def forward(ctx: Any, notify: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

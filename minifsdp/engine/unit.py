@@ -1,6 +1,6 @@
-"""The state machine of one unit: gather, wait, reshard.
+"""The state machine of one unit: all-gather, wait, reshard.
 
-A unit is a group of parameters that is gathered, freed and reduced together. Where it stands is one of three states::
+A unit is a group of parameters that is all-gathered, resharded and reduced together. It is in one of three states::
 
                  unshard                wait
      SHARDED  ------------>  GATHERING  ------->  UNSHARDED
@@ -8,23 +8,23 @@ A unit is a group of parameters that is gathered, freed and reduced together. Wh
         |        reshard         |      reshard       |
         +------------------------+--------------------+
 
-``unshard`` *issues* the gather and returns at once; ``wait`` stops the compute stream until the values are there.
-Between the two lies all the overlap that FSDP is about. The arrow from GATHERING straight back to SHARDED is a prefetch
-that turned out to be wrong: it is waited for, because other ranks take part in it, and dropped.
+``unshard`` *issues* the all-gather and returns immediately; ``wait`` makes the compute stream wait for the values. All
+overlap of communication and compute happens between the two calls. The arrow from GATHERING back to SHARDED is an
+unused prefetch: the unit waits for it, because other ranks take part in it, and then frees the result.
 
-Beside the state there is a *phase*, which says what the unit's module is doing::
+A unit also has a *phase*, which says what its module is doing::
 
      IDLE -> FORWARD -> IDLE -> PRE_BACKWARD -> POST_BACKWARD -> IDLE
-     IDLE -> SUMMONED -> IDLE        the user looks at the full parameters, and nothing may compute with them
+     IDLE -> SUMMONED -> IDLE        the user reads the full parameters, and nothing may compute with them
 
-The state is about memory, the phase about time; neither follows from the other. A unit with ``SHARD_GRAD_OP`` is
-UNSHARDED and IDLE between its forward and its backward, one with ``FULL_SHARD`` is SHARDED and IDLE there.
+The state describes memory, the phase describes the module. Neither follows from the other. Between forward and
+backward, a unit with ``SHARD_GRAD_OP`` is UNSHARDED and IDLE, and one with ``FULL_SHARD`` is SHARDED and IDLE.
 
-No flag says "was prefetched" or "needs to be gathered": a prefetch is ``unshard`` called by another unit, and a unit
-that is not SHARDED answers a second ``unshard`` with nothing.
+There is no flag for "was prefetched" or "needs an all-gather". A prefetch is a call of ``unshard`` by another unit. If
+a unit is not SHARDED, ``unshard`` does nothing.
 
 *In torch:* FSDP1 spreads this over ``_prefetched``, ``_needs_pre_forward_unshard``, ``_needs_pre_backward_unshard``,
-``_ran_pre_backward_hook`` and ``_post_backward_called``; FSDP2's ``ShardedState`` and ``TrainingState`` come close.
+``_ran_pre_backward_hook`` and ``_post_backward_called``; FSDP2's ``ShardedState`` and ``TrainingState`` are similar.
 
 Spec: SHARD-04, SHARD-08, SHARD-13, PREF-02 to PREF-06, LIM-02.
 """
@@ -51,7 +51,7 @@ from minifsdp.engine.reduce import ReducePlan
 
 
 class State(Enum):
-    """Where the unit's full parameters are."""
+    """Whether the unit's parameters are sharded or unsharded."""
 
     SHARDED = auto()
     GATHERING = auto()
@@ -70,11 +70,11 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Resting:
-    """Another place to gather from than the shards, between a forward and its backward.
+    """Resharding to a smaller mesh between a forward and its backward.
 
     Attributes:
-        begin: keeps a part of the unsharded parameters, which are freed next; the next gather comes from there.
-        end: the next gather comes from the shards again.
+        begin: keeps larger shards of the unsharded parameters, which are freed next; the next all-gather reads these.
+        end: makes the next all-gather read the normal shards again.
     """
 
     begin: Callable[[], None]
@@ -83,17 +83,17 @@ class Resting:
 
 @dataclass(frozen=True)
 class UnitPolicy:
-    """When a unit gathers, frees and reduces. It is replaced as a whole and never changed.
+    """When a unit is all-gathered, resharded and reduced. Immutable; replaced as a whole.
 
     Attributes:
-        reshard_after_forward: free after forward and gather again for backward, or keep in between.
-        reshard_after_backward: free after a backward.
-        reshard_after_evaluation: free after a forward without grad mode, also if it would be kept for a backward. If
-            not, later evaluations use the memory again.
-        stays_for_backward: it belongs to the outermost module, whose backward follows at once, and is not freed before.
-        resting: where the unit is resharded to after forward, instead of all the way.
+        reshard_after_forward: reshard after forward and all-gather again for backward, or keep unsharded in between.
+        reshard_after_backward: reshard after a backward.
+        reshard_after_evaluation: reshard after a forward without grad mode, even if the unit would stay unsharded for a
+            backward. If False, later evaluations use the memory again.
+        stays_for_backward: keep the root unit unsharded until its backward, because its backward runs first.
+        resting: the smaller mesh to which the unit is resharded after forward, if any.
         gathers_in_backward: whether backward needs the parameters.
-        ahead_in_forward, ahead_in_backward: units to be gathered right after this one; ``None``: as the schedule says.
+        ahead_in_forward, ahead_in_backward: units to prefetch after this one; ``None`` uses the schedule.
         reduces: whether the next backward ends in a reduction.
     """
 
@@ -108,34 +108,34 @@ class UnitPolicy:
     reduces: bool = True
 
 
-# Who makes units of one layout only may say so, ``Unit[FlatLayout]``, and use what that layout has beside the verbs.
+# Generic over the layout, so that code can use ``Unit[FlatLayout]`` and the extra methods of that layout.
 LayoutT = TypeVar("LayoutT", bound=Layout, covariant=True, default=Layout)
 
 
 class Unit(Generic[LayoutT]):
-    """A group of parameters that is gathered, freed and reduced together.
+    """A group of parameters that is all-gathered, resharded and reduced together.
 
     Args:
-        module: the module whose forward the unit surrounds.
-        layout: its parameters in memory.
-        plan: how its gradients are combined; several, one for each mesh, if not all parameters are cut over the same.
+        module: the module whose forward uses the parameters.
+        layout: how the parameters are stored.
+        plan: how its gradients are reduced; one plan for each mesh, if parameters are sharded over different meshes.
         precision: its dtypes.
-        policy: when it gathers, frees and reduces, to begin with.
+        policy: the initial policy.
 
     Attributes:
         plan, plans: the first plan, and all of them, nearly always one.
         name: full name of the module inside the root; set by the root.
         tree: the root's units, as the collective log sees them; set by the root.
-        policy: when it gathers, frees and reduces.
-        awaits_backward: a forward has been recorded whose backward has not begun.
+        policy: when it is all-gathered, resharded and reduced.
+        awaits_backward: autograd has recorded a forward whose backward has not begun.
         inner: the units inside this unit's module.
-        graph_task: number of the backward in which the gradient of its output arrived.
+        graph_task: ID of the backward in which the gradient of its output was computed.
         num_pending: outermost forwards in which it was recorded and whose backward has not ended.
-        counted_in: the number of the latest of these; it counts once, however often the unit runs in it.
+        counted_in: the number of the latest of these; counted once, even if the unit runs several times in it.
         ran_in: the number of the latest outermost forward in which it ran.
         planned_for: the dtype of the unsharded parameters when the reductions were planned.
-        num_uses: recorded forwards since the last backward, counted where nothing is trained.
-        is_for_evaluation: the parameters were gathered for a forward that no backward follows.
+        num_uses: recorded forwards since the last backward, counted only for units without trainable parameters.
+        is_for_evaluation: the parameters were all-gathered for a forward without a backward.
     """
 
     def __init__(
@@ -166,26 +166,26 @@ class Unit(Generic[LayoutT]):
             watch(layout)
 
     def choose(self, **changes: Any) -> None:
-        """Another policy, the same but for ``changes``."""
+        """Replaces the policy with a copy that has these ``changes``."""
         self.policy = replace(self.policy, **changes)
 
     def plan_reductions(self) -> None:
-        """Chooses the dtype in which gradients travel, again if the model was converted."""
+        """Chooses the dtype for gradient reduction. Called again if the model was converted."""
         self.planned_for = self.layout.dtype
         for plan in self.plans:
             plan.use(self.precision.reduces_in(self.planned_for))
 
     def join(self, lanes: Lanes, limiter: RateLimiter, order_check: Any = None) -> None:
-        """Becomes part of a tree, which shares its communication streams, its limiter and its order check."""
+        """Adds the unit to a root, which shares its communication streams, its rate limiter and its order check."""
         self.lanes, self.limiter, self.order_check = lanes, limiter, order_check
 
     def unshard(self, *, is_ahead: bool = True) -> None:
-        """SHARDED -> GATHERING: issues the all-gather. In any other state there is nothing to do.
+        """SHARDED -> GATHERING: issues the all-gather. Does nothing in other states.
 
         Args:
             is_ahead: whether the caller may do something else before it waits.
         """
-        # On a user's list to be prefetched, and in no tree yet: it is gathered when its own forward comes.
+        # A unit of the user's prefetch list may not have a root yet. It is all-gathered before its own forward.
         if self.state is not State.SHARDED or "limiter" not in vars(self):
             return
         if self.order_check is not None:
@@ -204,7 +204,7 @@ class Unit(Generic[LayoutT]):
         self.state = State.GATHERING
 
     def wait(self) -> None:
-        """GATHERING -> UNSHARDED: the compute stream may use the parameters from here on.
+        """GATHERING -> UNSHARDED: afterwards the compute stream can use the parameters.
 
         Raises:
             RuntimeError: `unshard` was not called.
@@ -224,14 +224,14 @@ class Unit(Generic[LayoutT]):
         self.state = State.UNSHARDED
 
     def reshard(self, *, rests: bool = False) -> None:
-        """Any state -> SHARDED: frees the unsharded parameters; a gather in flight is waited for first.
+        """Any state -> SHARDED: frees the unsharded parameters. Waits first for an all-gather in flight.
 
         Args:
-            rests: keep a part of them, if the policy says so.
+            rests: reshard to a smaller mesh, if the policy has one.
         """
         resting = self.policy.resting
         if resting is not None:
-            # Also where the unit is SHARDED and rests: the next gather is to come from the shards.
+            # Also if the unit is already SHARDED on a smaller mesh: the next all-gather must read the normal shards.
             resting.end()
         if self.state is State.SHARDED:
             return
@@ -249,16 +249,16 @@ class Unit(Generic[LayoutT]):
 
 
 def not_while_summoned(unit: Unit, what: str) -> RuntimeError:
-    """The error for computing with full parameters that are summoned."""
+    """The error for computing while the full parameters are summoned."""
     return RuntimeError(message("while-summoned", what=what, unit=unit.name))
 
 
 def modules_of_unit(roots: Iterable[nn.Module], is_apart: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
-    """The modules whose own parameters belong to the unit around ``roots``, with their paths, each once.
+    """The modules whose direct parameters belong to the unit of ``roots``, with their paths, each once.
 
     Args:
         roots: the unit's modules, nearly always one.
-        is_apart: tells a module that is a unit of its own, with all that is inside it.
+        is_apart: whether a module belongs to another unit, together with all modules inside it.
     """
     found: dict[nn.Module, str] = {}
 

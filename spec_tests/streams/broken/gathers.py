@@ -200,7 +200,8 @@ BREAKS = [
     Break(
         "assigned-data-not-followed",
         PER_PARAMETER,
-        "        if self._has_copied:\n            # On the compute stream, which the lane has not followed since.\n"
+        "        if self._has_copied:\n"
+        "            # Copied on the compute stream; the communication stream has not waited since.\n"
         "            lanes.gather.follow()\n",
         "        if self._has_copied:\n",
         "What was assigned is copied after the event for which the gathers wait.",

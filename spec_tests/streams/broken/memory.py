@@ -65,7 +65,7 @@ BREAKS = [
         "only-concatenated-rows-are-followed",
         ROW,
         "            self._concatenate(sorted_by_rank, source)\n"
-        "        # The buffer goes back to the lane, which must not reuse it before the copy is done.\n"
+        "        # The buffer's memory returns to its stream, which must not reuse it before the copy is done.\n"
         "        self._lane.follow()\n",
         "            self._concatenate(sorted_by_rank, source)\n            self._lane.follow()\n",
         "The communication stream waits only for rows with a parameter that is cut along another dim than the first.",
