@@ -45,7 +45,7 @@ from minifsdp.fsdp1.wrapper import Wrapper
 
 
 def shown_to_walk(unit: FlatUnit | None, *, is_looked_at: bool) -> AbstractContextManager[None]:
-    """During the walk, registers a tensor under each original name. All ranks of the unit's mesh must enter and exit it.
+    """Registers a tensor under each original name during the walk. All ranks of the unit's mesh must enter and exit.
 
     Args:
         unit: the unit to save.
@@ -99,7 +99,7 @@ def _finish(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) -> No
 
 
 def write_rest(wrapper: Wrapper, form: Form, state: MutableMapping[str, Any], prefix: str) -> None:
-    """Converts the buffers of the wrapper's own modules to the dtype that the user gave them. Ignored ones do not change.
+    """Converts the buffers of the wrapper's own modules to the dtype that the user gave them. Skips ignored modules.
 
     A local dict keeps the compute dtype, because it is only for the same run (MP-10).
     """

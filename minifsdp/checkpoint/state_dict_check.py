@@ -1,9 +1,8 @@
 """Checks on all ranks whether the model's state dict fits, before any of it is loaded.
 
-The walk of ``nn.Module`` finds a missing key only after it has overwritten a part of the model. In addition, the rows
-of a sharded dict are all-gathered, so a rank that stops there leaves the others waiting. So the outermost wrapper
-checks the whole dict first, and the ranks compare their problems. Worked example, two ranks, rank 1 has read a damaged
-file::
+The walk of ``nn.Module`` finds a missing key only after it has overwritten a part of the model. And the rows of a
+sharded dict are all-gathered, so a rank that stops there leaves the others waiting. So the outermost wrapper checks the
+whole dict first, and the ranks compare their problems. Worked example, two ranks, rank 1 has read a damaged file::
 
     rank 0 finds    nothing                                          raises, because of rank 1
     rank 1 finds    Missing key(s) in state_dict: "0.bias"           raises

@@ -35,9 +35,9 @@ from minifsdp.fsdp1.wrapper import PREFIX, Wrapper
 def drop_own_tensors(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str) -> None:
     """Removes the wrapper's own shards and buffers from a dict, if they were added.
 
-    ``set_model_state_dict`` of ``torch.distributed.checkpoint`` adds the model's registered tensors to a full dict. They
-    have the names of the wrapped model; if the dict lacks a key, a shard is added under the plain name. Neither is
-    useful.
+    ``set_model_state_dict`` of ``torch.distributed.checkpoint`` adds the model's registered tensors to a full dict, to
+    complete it. But they have the names of the wrapped model; and if the dict lacks a key, a shard is added under the
+    plain name.
     """
     units = [w._unit for w in Wrapper.fsdp_modules(wrapper) if w._unit is not None]
     cut = {id(p) for unit in units if unit.plan.mesh.shard is not None for p in unit.layout.local_parameters()}
@@ -69,7 +69,7 @@ class Reading:
     def before_walk(self, state: MutableMapping[str, Any]) -> None:
         """Removes the unit's values from ``state`` and copies this rank's shard of them, or leaves them for the walk.
 
-        They stay for the walk if modules have full parameters. For a sharded dict all ranks of the unit's mesh must call
+        The walk loads them if modules have full parameters. For a sharded dict all ranks of the unit's mesh must call
         it.
         """
         codec = self._codec

@@ -79,9 +79,9 @@ class StateDictMethods(Wrapper):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The state in the chosen form, full by default (SD-FULL, SD-SHARD, SD-LOCAL). Every rank must call it.
 
-        Takes the arguments of ``nn.Module.state_dict``; `set_state_dict_type` or `state_dict_type` choose the form. The dict
-        does not change when training continues. Only with ``keep_vars=True``, buffers, and parameters that belong to no
-        unit, are the model's own tensors.
+        Takes the arguments of ``nn.Module.state_dict``. The form is set by `set_state_dict_type` or `state_dict_type`.
+        The dict does not change when training continues. Only with ``keep_vars=True``, buffers, and parameters that
+        belong to no unit, are the model's own tensors.
         """
         self._mend()
         given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs
