@@ -54,8 +54,7 @@ def check_before_load(
 ) -> None:
     """A hook before ``load_state_dict``. All units of ``module`` are resharded.
 
-    This includes units without a key in the dict: one rank may raise where another continues, and both then must issue
-    the same all-gathers.
+    This includes units without a key in the dict, so that ranks issue the same all-gathers even if only one raised.
 
     Raises:
         RuntimeError: full tensors for a sharded model, a model on the meta device without ``assign=True``, or DTensors
@@ -73,7 +72,7 @@ def check_before_load(
     if on_meta and not assigns:
         raise RuntimeError(message("load-into-meta", parameters=some([repr(key) for key in on_meta], 3)))
     whole = [key for key in sharded if not isinstance(state[key], DTensor)]
-    # After an evaluation the root is unsharded, and PyTorch's functions convert a dict to the registered parameters.
+    # After an evaluation the root is unsharded, and PyTorch's functions then pass full tensors for it.
     helps = get_debug_level() == DebugLevel.DETAIL
     may_be_whole = {key for key in whole if helps or not isinstance(shown[key], DTensor)}
     refused = [repr(key) for key in whole if key not in may_be_whole or not isinstance(state[key], torch.Tensor)]

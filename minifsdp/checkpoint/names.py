@@ -71,7 +71,7 @@ def add_plain_names(versions: MutableMapping[str, Any], prefix: str) -> None:
 
 
 def with_versions(state: Any, module: nn.Module) -> Mapping[str, Any]:
-    """A copy of ``state`` with the version of each module under its path in ``module``, for any wrapping of the saver."""
+    """A copy of ``state`` with the version of each module under its path in ``module``, for any wrapping."""
     # A wrapper and its module have the same plain name; the module comes later and its version is kept.
     versions = {dotted(path): version for path, version in state._metadata.items()}
     paths = [path for path, _ in module.named_modules(remove_duplicate=False) if dotted(path) in versions]
