@@ -1,8 +1,7 @@
 """The input of the cost calculator: the model's sizes, the choices, and quantities that follow directly from them.
 
-A `Job` has a field for every choice that affects memory or communication. The other modules of the calculator use its
-properties, in bytes: the size of each unsharded unit, the width of a gradient in a reduction, and the size of the
-gradient that is stored.
+A `Job` has a field for every choice that affects memory or communication. The rest of the calculator uses its
+properties, in bytes: the size of each unsharded unit, the width of a reduced element, and the stored gradient.
 
 Worked example, a unit of 1000 elements on two ranks, computed in bfloat16, reduced and stored in float32::
 

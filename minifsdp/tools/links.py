@@ -11,9 +11,8 @@ ranks on two machines, and the hops of each ring (``|`` is a hop between machine
                    two rings    0 | 2 | 0, 1 | 3 | 1   all-reduces of one shard each: all of it
 
 The rank at the end of a machine sends all of its bytes to another machine, and the others send none. NCCL builds
-several rings, so that each GPU is at the end of a machine in one of them. So the numbers are the mean over the ranks of
-a machine. Papers often count every byte of a ring through several machines as if it left its machine, which is
-`per_machine` times as much.
+several rings, and each GPU is at the end in one of them. So the numbers are means over the ranks of a machine. Papers
+often count every byte of a ring through several machines as leaving its machine, `per_machine` times as much.
 
 Lower bounds for the time of a step::
 

@@ -78,7 +78,7 @@ def _moment(job: Job, units: Sequence[float], i: int, number: int) -> float:
 
 
 def _lingering(job: Job, units: Sequence[float], i: int) -> float:
-    """Bytes of the previous unit if it is frozen and flat: its backward only ends when its input gradient is computed."""
+    """Bytes of the previous unit if it is frozen and flat: its backward ends only with its input gradients."""
     if job.per_parameter or job.keeps or i + 1 == len(units) or job.gradients[i + 1]:
         return 0.0
     return units[i + 1]
