@@ -323,7 +323,7 @@ def close(process_group: Any) -> None:
 def _told(
     states: Mapping[int, State | None], lists: Mapping[int, list[Line]], diverging: Mapping[int, Line], why: str = ""
 ) -> str:
-    """The report, which is also written to a file whose path it ends with."""
+    """The report. It is also written to a file, and the last line names the file."""
     words = report.in_words(states, diverging, why)
     if os.environ.get(FOLDER) == "off":
         return words

@@ -1,6 +1,6 @@
 """Warnings about how a model is divided into units: five kinds, each with its cause and a remedy.
 
-The size of units is a trade-off. All bytes of a unit are unsharded while it computes, so a large unit costs memory. Each
+The size of units is a trade-off. A unit is unsharded as a whole while it computes, so a large unit costs memory. Each
 unit needs two all-gathers and a reduction in a step, each with a start-up latency, so small units cost time. Worked
 example, a model of 100 million parameters in float32 on 8 ranks::
 
