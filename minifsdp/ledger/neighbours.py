@@ -1,7 +1,7 @@
 """Detects on the same machine whether the process of another rank has ended.
 
 A killed rank leaves no exit record, and a missing answer is no proof: a stopped process does not answer either. But the
-operating system knows. So each rank publishes its machine and process number. A rank on the same machine that gets no
+operating system lists its processes. So each rank publishes its machine and process number. A rank on the same machine that gets no
 answer checks the process. If it has ended, this rank publishes an exit record for it, which ranks on other machines
 read, too. If a whole machine is lost, there is no such rank, and the others wait until their timeout. ::
 

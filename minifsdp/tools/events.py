@@ -31,8 +31,8 @@ def gathered_bytes(events: Iterable[Event]) -> list[tuple[float, int]]:
     """The memory of unsharded parameters over time, as steps.
 
     Returns:
-        ``(seconds, bytes)`` for each all-gather and each reshard, in order: the bytes from that time on. Parameters that
-        were unsharded before the recording began are not known here and not counted.
+        ``(seconds, bytes)`` for each all-gather and each reshard, in order: the bytes from that time on. Parameters
+        that were unsharded before the recording began are unknown here and not counted.
     """
     held: dict[str, int] = {}
     stairs = []
