@@ -1,14 +1,14 @@
 """Detects on the same machine whether the process of another rank has ended.
 
 A killed rank leaves no exit record, and a missing answer is no proof: a stopped process does not answer either. But the
-operating system lists its processes. So each rank publishes its machine and process number. A rank on the same machine that gets no
-answer checks the process. If it has ended, this rank publishes an exit record for it, which ranks on other machines
-read, too. If a whole machine is lost, there is no such rank, and the others wait until their timeout. ::
+operating system lists its processes. So each rank publishes its machine and process number, and if it does not answer,
+a rank on the same machine checks its process. If the process has ended, the checking rank publishes an exit record for
+it, which ranks on other machines read, too. If a machine is lost, the others wait until their timeout. ::
 
     machine    its boot ID and the PID namespace, which differs between two containers on one machine
     number     the process number
 
-*In torch:* only the launcher detects this, and it does not tell the ranks why it ends them.
+*In torch:* only the launcher detects this, and it does not report to the ranks why it ends them.
 
 Spec: LEDGER-18.
 """

@@ -82,7 +82,7 @@ def some(names: Sequence[str], most: int = 4) -> str:
 def _dominant(units: Sequence[UnitSummary]) -> Iterator[Advice]:
     total = sum(unit.numel for unit in units)
     for unit in units:
-        # An unsharded unit on one rank is never all-gathered.
+        # A unit that is stored on one rank is never all-gathered.
         if unit.numel > DOMINANT * total and (len(unit.ranks) > 1 or unit.is_planned):
             cause = detail(
                 "explain-dominant", percent=round(100 * unit.numel / total), size=size_of(unit.gathered_bytes)

@@ -21,7 +21,7 @@ How to read such a picture:
    is its trade-off.
 
 ``events.py`` explains overlap and clocks. Without a shared moment, each rank's first event becomes its zero, which
-hides how much later one rank began than another. The caption says which zero is used.
+hides how much later one rank began than another. The caption states which zero is used.
 
 *In torch:* the profiler writes Chrome traces of every operator, and its memory view shows the allocator. Neither
 contains units, so the all-gather of block 3 is hard to find; this picture only contains units.
