@@ -2,7 +2,7 @@
 
 It wakes twice a second, or when it is called, and does one of four things:
 
-1. *It answers.* If another rank sent a query, it publishes this rank's state, even if the main thread is blocked.
+1. *It answers.* If another rank sent a query, it publishes this rank's state, whatever the main thread does.
 2. *It queries for the main thread* after a failed collective: the error then reports the position of every rank.
 3. *It queries by itself* if the main thread waits for a collective longer than a few seconds. If the answers prove
    that the collective cannot complete, the reason becomes the `ledger.verdict` and the group's connections are closed,
@@ -13,8 +13,8 @@ It wakes twice a second, or when it is called, and does one of four things:
    C++, where no Python handler runs, but the signal wakes this thread.
 
 Worked example: rank 1 omits ``layers.2`` and continues with the all-gather of ``layers.3``. Rank 0 waits for
-``layers.2``, and rank 1 for ``layers.3``. After two seconds the first rank that queries finds that they diverge and closes
-the group. Both raise.
+``layers.2``, and rank 1 for ``layers.3``. After two seconds the first rank that queries the other finds that they
+diverge and closes the group. Both raise.
 
 The report is part of the error and is written to a file, which ``python -m minifsdp.ledger`` draws. An exception in one
 look, for instance because the store's host has ended, ends that look, not the thread.

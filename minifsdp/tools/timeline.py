@@ -1,7 +1,7 @@
 """Draws the events of a recorder as an SVG picture. ``chrome_trace.py`` converts them for a trace viewer.
 
-The input is the events of all ranks, the output is text. Nothing is measured or written to a file, so the picture only
-depends on the events. This module computes positions; ``timeline.svg.jinja`` and ``timeline.css`` define the style.
+It takes the events of all ranks and returns text. Nothing is measured or written, so tests can check the result. This
+module computes positions; the template ``timeline.svg.jinja`` and ``timeline.css`` define the style.
 
 Worked example, one rank and one unit of 8 float32 parameters, in milliseconds::
 
