@@ -1,1 +1,1 @@
-"""Saving and loading: state dicts of models and optimizers, attached to both doors from outside."""
+"""Saving and loading: state dicts of models and optimizers, for FSDP1 and FSDP2; attached from outside."""

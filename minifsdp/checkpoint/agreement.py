@@ -1,28 +1,28 @@
-"""What ranks agree on before a state dict is written or read: who is there, who has what, and who refuses.
+"""Checks between ranks before a state dict is saved or loaded: all ranks are present, agree, and accept the dict.
 
-Saving and loading are done once in an hour, so they can afford what a training step cannot: small conversations of
-Python objects, held *before* the first tensor is sent. Each answers one question that would otherwise be answered by a
-hang:
+Checkpoints are rare, so saving and loading can afford small exchanges of Python objects, which a training step cannot.
+They take place *before* the first tensor is sent. Each one replaces a hang with an error:
 
-* `monitored_barrier`: are all ranks here? ``state_dict()`` gathers, so all must call it; the favourite mistake is to
-  call it under ``if rank == 0``. Every rank leaves its name in the group's store and waits there for the others.
-* `tell`: who has what? An optimizer may have a state here and none there.
-* `refuse_together`: does anybody refuse? A rank that raises while the others go on into a collective looks like a hang.
+* `monitored_barrier` checks that all ranks are present. ``state_dict()`` issues all-gathers, so all ranks must call it;
+  a common mistake is to call it under ``if rank == 0``. Every rank registers in the group's store and waits there.
+* `tell` exchanges facts. For example, an optimizer may have a state on one rank and none on another.
+* `refuse_together` raises on all ranks if one rank found a problem. If only that rank raised, the others would continue
+  into a collective and hang.
 
 Worked example, four ranks with the shard groups (0 1) and (2 3), a fact known on rank 3 only::
 
-    told in the shard groups        2 and 3 know it
-    told in the replicate groups    1 has heard it from 3, 0 from 2: everybody knows it
+    exchange in the shard groups        2 and 3 know it
+    exchange in the replicate groups    1 receives it from 3, and 0 from 2: all ranks know it
 
-That is why a model with a hybrid strategy needs no group of all its ranks: two rounds in small groups do.
+Two rounds in small groups reach every rank, so a hybrid strategy needs no group of all ranks.
 
-The store is the one through which the ranks found each other. It works for every backend, also where the ranks could
-not send each other anything any more. It also counts who has come, so that no rank has a count of its own that could
-differ from another's. Cost of a barrier: six messages from each rank to the store, 0.2 ms on one machine. A rank with
-something rare to tell raises its hand in it, and only then the others listen.
+The store is the one that the ranks used for rendezvous. It works for every backend, also when collectives no longer
+work. It also counts the arrivals, so that ranks cannot disagree about the count. Cost of a barrier: six messages from
+each rank to the store, 0.2 ms on one machine. A rank that has a rare fact to report sets a flag in the barrier, and the
+ranks exchange facts only if a flag is set.
 
-*In torch:* nothing of the kind; a lone ``state_dict()`` ends in the backend's own time-out, which names neither the
-call nor the missing ranks, and a rank that refuses leaves the others waiting.
+*In torch:* no such check. A ``state_dict()`` call on one rank ends in the backend's timeout, which names neither the
+call nor the missing ranks, and a rank that rejects a dict leaves the others waiting.
 
 Spec: SD-FULL-03, SD-FULL-05, SD-FULL-09, OSD-FULL-02.
 """
@@ -39,18 +39,18 @@ from minifsdp.engine.mesh import Group, Mesh
 from minifsdp.engine.messages import message, rank_of_this_process
 
 T = TypeVar("T")
-# A dict of another model can be wrong in every key, and on a thousand ranks.
+# A state dict of another model can have a problem in every key, on a thousand ranks.
 MOST_LINES = 10
 
 
 class StateDictMismatchError(RuntimeError, ValueError):
-    """A state dict does not fit. ``nn.Module`` reports that as one of the two kinds, optimizers as the other."""
+    """A state dict does not fit. ``nn.Module`` raises the one base class for this, and optimizers the other."""
 
 
 def groups_of(meshes: Iterable[Mesh]) -> list[Group]:
-    """The groups of all meshes, each once: shard groups first. Equal on all ranks that build equal trees.
+    """The groups of all meshes without duplicates, shard groups first. Equal on all ranks that build equal trees.
 
-    Groups of a simulation are left out.
+    Groups of a simulation are excluded.
     """
     chosen = list(meshes)
     groups = [mesh.shard for mesh in chosen] + [mesh.replicate for mesh in chosen]
@@ -58,7 +58,7 @@ def groups_of(meshes: Iterable[Mesh]) -> list[Group]:
 
 
 def _can_talk(group: Group) -> bool:
-    # Not in a simulation, where one process plays all ranks and nothing is sent.
+    # In a simulation, one process runs all ranks and nothing is sent.
     try:
         return bool(dist.get_backend(group.process_group) != "fake")
     except (KeyError, RuntimeError, TypeError, ValueError):
@@ -66,9 +66,9 @@ def _can_talk(group: Group) -> bool:
 
 
 def tell(groups: Sequence[Group], mine: T) -> dict[int, T]:
-    """What every rank of the groups says, by global rank. All of them must call it.
+    """Exchanges one value per rank; returns all values by global rank. All ranks of the groups must call it.
 
-    With several groups the word is spread from each to the next.
+    With several groups, each exchange includes the values received in the previous ones.
     """
     known = {rank_of_this_process(): mine}
     for group in groups:
@@ -83,12 +83,12 @@ def refuse_together(groups: Sequence[Group], problems: Sequence[str], opening: s
     """Raises on every rank if any rank has a problem. All ranks of the groups must call it.
 
     Args:
-        groups: who must agree; with none of them only this rank is asked.
-        problems: what is wrong on this rank; each names the key, what was expected and what was found.
-        opening: words in front that programs may know.
+        groups: the groups that must agree; if empty, only this rank is checked.
+        problems: the problems on this rank; each names the key, the expected value and the value found.
+        opening: a prefix of the message that programs may look for.
 
     Raises:
-        StateDictMismatchError: some rank has a problem. The message says which rank has which.
+        StateDictMismatchError: some rank has a problem. The message lists the ranks of each problem.
     """
     who: dict[str, list[str]] = {}
     for rank, found in tell(groups, list(problems)).items():
@@ -107,8 +107,8 @@ def refuse_lacking(groups: Sequence[Group], mine: Iterable[str], opening: str = 
     """Raises on every rank if any rank lacks something that others have. All ranks of the groups must call it.
 
     Args:
-        groups: who must agree.
-        mine: for each thing that this rank has, what is to be said of a rank that has it not.
+        groups: the groups that must agree.
+        mine: for each thing that this rank has, the problem to report for a rank that does not have it.
         opening: see `refuse_together`.
 
     Raises:
@@ -120,7 +120,7 @@ def refuse_lacking(groups: Sequence[Group], mine: Iterable[str], opening: str = 
 
 
 def some(words: Sequence[str], most: int = MOST_LINES) -> str:
-    """The first words of a list that may be long, and how many more there are."""
+    """The first words of a list, and the number of words that are left out."""
     return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
@@ -128,16 +128,16 @@ def monitored_barrier(groups: Sequence[Group], call: str, *, raises_hand: bool =
     """Waits until every rank of the groups has made the same call. All of them must call it.
 
     Args:
-        groups: who must come.
-        call: what they must call, for the message.
-        raises_hand: whether this rank has something to tell, which is rare, so that others listen only then.
+        groups: the groups to synchronize.
+        call: the name of the call, for the message and for the keys in the store.
+        raises_hand: whether this rank has a fact to report. This is rare, so ranks exchange facts only if it is set.
 
     Returns:
-        Those of the groups in which any rank has raised its hand; all ranks of a group agree on that.
+        The groups in which any rank has set ``raises_hand``; all ranks of a group return the same.
 
     Raises:
-        RuntimeError: some rank did not come within the group's time limit. The message names the call and the ranks.
-            Or the ranks have not sent the same before.
+        RuntimeError: some rank did not arrive within the group's timeout. The message names the call and the ranks.
+            Also raised if the ranks have issued different collectives before.
     """
     comparison.read_all()
     return [group for group in groups if _meets_all(group, call, raises_hand)]
@@ -147,32 +147,32 @@ def _meets_all(group: Group, call: str, raises_hand: bool) -> bool:
     try:
         return _wait_for_all(group, call, raises_hand)
     except dist.DistNetworkError:
-        # The host of the store has ended. The ranks of this group can still exchange what they have to tell.
+        # The host of the store has ended. The ranks of this group can still exchange values in collectives.
         return any(tell([group], raises_hand).values())
 
 
 def _wait_for_all(group: Group, call: str, raises_hand: bool) -> bool:
     store = group.process_group.get_group_store()
-    # Of all calls so far. While this rank has not come, no further call can be complete.
+    # The number of arrivals in all calls so far. No further call can complete before this rank arrives.
     arrived = f"minifsdp/{call}/arrived"
     number = store.add(arrived, 0) // group.size
     key = f"minifsdp/{call}/{number}"
     store.set(f"{key}/{group.rank}", "")
     if raises_hand:
         store.set(f"{key}/hand", "")
-    # Counting here, instead of waiting for each name there, keeps it at a few messages however many ranks there are.
+    # With a counter, the number of messages per rank does not depend on the number of ranks.
     if store.add(arrived, 1) == (number + 1) * group.size:
         store.set(f"{key}/complete", "")
     begun, limit, place = time.monotonic(), _time_limit(group), group.chain.place()
     try:
-        # In the ledger like a collective: others can see that this rank waits, and for what.
+        # Recorded in the collective log, so that reports of other ranks show what this rank waits for.
         ledger.Collective("barrier", group, 0, _wait, store, f"{key}/complete", limit)
     except TimeoutError as error:
         seconds = min(time.monotonic() - begun, limit.total_seconds())
         ranks, report = list(group.ranks), ledger.explained((group.chain, group.chain.epoch, group.chain.number - 1))
         present = [store.check([f"{key}/{index}"]) for index in range(group.size)]
         missing = [rank for rank, is_here in zip(ranks, present, strict=True) if not is_here]
-        # Leaves no trace, so that the next call of everybody is a new one, and all ranks have sent the same.
+        # Undo this call in the store and in the log, so that all ranks can call again and their logs still match.
         group.chain.return_to(place)
         store.add(arrived, -1)
         store.delete_key(f"{key}/{group.rank}")
@@ -182,14 +182,14 @@ def _wait_for_all(group: Group, call: str, raises_hand: bool) -> bool:
     store.delete_key(f"{key}/{group.rank}")
     has_hands: bool = store.check([f"{key}/hand"])
     if group.rank == 0 and number:
-        # No rank waits for the call before this one any more.
+        # No rank waits for the previous call any more.
         for mark in ("complete", "hand"):
             store.delete_key(f"minifsdp/{call}/{number - 1}/{mark}")
     return has_hands
 
 
 def _wait(store: Any, key: str, limit: timedelta) -> None:
-    """Waits for ``key``; not in the store, which would write a warning, and could not be told that it will not come."""
+    """Polls for ``key``. The store's own wait would print a warning, and `ledger.verdict` could not end it."""
     until, pause = time.monotonic() + limit.total_seconds(), 0.001
     while not store.check([key]):
         if time.monotonic() > until or ledger.verdict:
@@ -199,7 +199,7 @@ def _wait(store: Any, key: str, limit: timedelta) -> None:
 
 
 def _time_limit(group: Group) -> timedelta:
-    """The group's own: what was passed to ``init_process_group`` or ``new_group``."""
+    """The timeout of the group, from ``init_process_group`` or ``new_group``."""
     process_group: Any = group.process_group
     try:
         limit: timedelta = process_group._get_backend(process_group._device_types[0]).options._timeout

@@ -1,18 +1,18 @@
-"""Rows of a tensor, spread over the ranks: the sharded form of a state dict.
+"""Tensors that are sharded along dim 0 over the ranks: the sharded form of a state dict.
 
-A checkpoint that any number of ranks can read must speak of *parameters*, not of shards of a flat one. So the sharded
-form cuts every parameter along its first dimension, as ``torch.chunk`` does: ranks get equal numbers of rows, the last
-ones fewer or none. Three rows on two ranks::
+A checkpoint that any number of ranks can load must contain *parameters*, not shards of a flat parameter. So the sharded
+form splits every parameter along its first dimension, as ``torch.chunk`` does: ranks get equal numbers of rows, the
+last ones fewer or none. Three rows on two ranks::
 
     rank 0    rows 0 and 1
     rank 1    row 2
 
-The pieces travel in one of two wrappings that ``torch.distributed.checkpoint`` understands: ``ShardedTensor``, the
-older one, which carries a table of all pieces, or ``DTensor``, which carries a mesh and a placement. A piece in a local
-state dict travels in the first, as rows of one long parameter.
+The rows are stored in one of two types that ``torch.distributed.checkpoint`` supports: ``ShardedTensor``, the older
+one, which has a table of all shards, or ``DTensor``, which has a mesh and a placement. A local state dict stores the
+local shard as a ``ShardedTensor``, as rows of one long parameter.
 
-What tensor parallelism has cut already is cut once more, the part that this rank has into its rows, and the ``DTensor``
-speaks of both meshes.
+If tensor parallelism has already sharded a parameter, its local part on this rank is split into rows as well, and the
+``DTensor`` has the dimensions of both meshes.
 
 *In torch:* ``_shard_utils.py``.
 
@@ -43,28 +43,28 @@ from minifsdp.engine.partition import local_part
 
 
 def is_cut(shape: torch.Size) -> bool:
-    """Whether a sharded state dict has rows of it; what has no rows is written as it is."""
+    """Whether a sharded state dict splits a tensor of this shape. A tensor without rows is saved unchanged."""
     return len(shape) > 0 and shape[0] > 0
 
 
 def rows_at(index: int, num_rows: int, num_ranks: int) -> range:
-    """Which of the rows rank ``index`` gets; it may get none."""
+    """The rows of rank ``index``; can be empty."""
     size = -(-num_rows // num_ranks)
     return range(num_rows)[index * size : (index + 1) * size]
 
 
 def rows_of(full: torch.Tensor, group: Group) -> torch.Tensor:
-    """A view of the rows that this rank gets."""
+    """A view of this rank's rows."""
     mine = rows_at(group.rank, full.shape[0], group.size)
     return full[mine.start : mine.stop]
 
 
 def as_sharded_tensor(rows: torch.Tensor, shape: torch.Size, group: Group) -> ShardedTensor:
-    """This rank's rows, of a tensor of ``shape``, as a ``ShardedTensor``; not communicated: all know all sizes."""
+    """This rank's rows of a tensor of ``shape``, as a ``ShardedTensor``. Nothing is sent: all ranks know all sizes."""
     table = []
     for index, rank in enumerate(group.ranks):
-        # A rank without rows has a piece of no rows. Without any piece, the planner of torch.distributed.checkpoint
-        # would miss the key on that rank, take the checkpoint for one of torch 2.3, and fail to read it.
+        # A rank without rows has a shard with 0 rows. Without it, the planner of torch.distributed.checkpoint would
+        # miss the key on that rank, assume a checkpoint of torch 2.3, and fail to load it.
         part = rows_at(index, shape[0], group.size)
         start = [part.start, *[0] * (len(shape) - 1)]
         table.append(ShardMetadata(start, [len(part), *shape[1:]], f"rank:{rank}/{rows.device}"))
@@ -78,9 +78,9 @@ def as_sharded_tensor(rows: torch.Tensor, shape: torch.Size, group: Group) -> Sh
 
 @contextmanager
 def unadvised() -> Generator[None]:
-    """Without torch's advice not to use ``ShardedTensor``; it is given whenever one is asked for as much as its dtype.
+    """Suppresses torch's warning not to use ``ShardedTensor``, which is printed even when its dtype is read.
 
-    That the class is on its way out is for the user to decide, by ``use_dtensor=True``.
+    The user can avoid the deprecated class with ``use_dtensor=True``.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
@@ -94,17 +94,17 @@ def as_dtensor(full: torch.Tensor, group: Group, mesh: DeviceMesh, device: torch
     if isinstance(full, DTensor):
         num_cuts = full._spec.num_shards_map[0]
         if num_cuts > 1:
-            # Rows of one part, and not of the whole.
+            # Rows of the local tensor-parallel part, not of the full tensor.
             placements[-1] = _StridedShard(0, split_factor=num_cuts)
         mesh = DeviceMesh._concatenate([mesh, full.device_mesh])
         placements += full.placements
     sharded = DTensor.from_local(rows, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
-    # `from_local` moves what it is given to the device of the mesh, so whoever wants it elsewhere must say so after it.
+    # `from_local` moves the tensor to the device of the mesh, so it is moved to `device` afterwards.
     return cast(DTensor, sharded.to(device))
 
 
 def local_rows(value: Any) -> torch.Tensor | None:
-    """This rank's rows of a value from a sharded state dict; ``None`` if the value is no sharded one.
+    """This rank's rows of a sharded value of a state dict; ``None`` for a value that is not sharded.
 
     A rank without rows gets a tensor with 0 rows.
     """
@@ -118,13 +118,13 @@ def local_rows(value: Any) -> torch.Tensor | None:
 
 
 def on_this_rank(value: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a value: its rows, if it is a sharded one."""
+    """The local tensor of a value: this rank's rows if it is sharded, otherwise the value."""
     rows = local_rows(value)
     return value if rows is None else rows
 
 
 def misplaced_rows(value: Any, where: str, group: Group | None) -> Iterator[str]:
-    """What is wrong with how a value of a sharded state dict is cut, in words; nothing if it is cut as ours are."""
+    """Describes how the sharding of a value differs from that of this module; empty if it does not."""
     rows, full = local_rows(value), tuple(_whole_among(value, group))
     assert rows is not None
     found, expected, start = tuple(rows.shape), full, 0
@@ -138,10 +138,10 @@ def misplaced_rows(value: Any, where: str, group: Group | None) -> Iterator[str]
 
 
 def all_full(values: Iterable[tuple[str, Any]]) -> Iterator[str]:
-    """What is wrong if no value has rows, in words; each is given with where it stands.
+    """Describes the problem if no value is sharded; each value is given with its name.
 
-    Single full tensors are welcome in a sharded state dict, they come from units that were not sharded. But all of them
-    are another form.
+    A sharded state dict may contain some full tensors, from units that were not sharded. If all are full, the dict has
+    another form.
     """
     cut = [(where, value) for where, value in values if is_tensor_like(value) and is_cut(value.size())]
     if cut and all(local_rows(value) is None for _, value in cut):
@@ -149,7 +149,7 @@ def all_full(values: Iterable[tuple[str, Any]]) -> Iterator[str]:
 
 
 def _first_row(value: Any) -> int:
-    """Where in the whole this rank's rows begin; it has some."""
+    """The index of this rank's first row in the full tensor; the rank must have rows."""
     if isinstance(value, DTensor):
         _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
         return offset[0]
@@ -163,12 +163,12 @@ def _cut_how(value: Any) -> str:
 
 
 def gathered_rows(value: Any, group: Group | None, device: torch.device) -> torch.Tensor:
-    """The full tensor behind a value of a sharded state dict. All ranks of the group must call it.
+    """The full tensor of a sharded value. All ranks of the group must call it.
 
     Args:
-        value: rows that are cut as ours are.
-        group: the ranks that share; ``None`` if there are none.
-        device: where to gather.
+        value: sharded as in this module.
+        group: the ranks that share it; ``None`` if there is only one.
+        device: the device of the all-gather.
     """
     rows = local_rows(value)
     assert rows is not None
@@ -184,7 +184,7 @@ def gathered_rows(value: Any, group: Group | None, device: torch.device) -> torc
 
 
 def _whole_among(value: Any, group: Group | None) -> torch.Size:
-    """The shape of what the ranks of ``group`` have together; with tensor parallelism, a part of the value."""
+    """The shape of the tensor that the ranks of ``group`` share; with tensor parallelism, a part of the value."""
     if not isinstance(value, DTensor) or group is None:
         return torch.Size(value.size())
     mesh = value.device_mesh

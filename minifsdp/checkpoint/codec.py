@@ -1,20 +1,19 @@
-"""A unit's values and what a state dict says of them: there and back, for the model and for its optimizer alike.
+"""Converts between a unit's local shard and the values in a state dict, for the model and for its optimizer.
 
-What a rank stores of a unit is a *piece*: one run of elements, cut out of the row of all parameters. What a state dict
-speaks of are parameters, whole or in rows. `UnitCodec` turns one into the other; what the piece consists of, weights or
-one state of an optimizer, makes no difference. Worked example, a unit ``0`` with ``weight`` (2 x 3) and ``bias`` (3) on
-two ranks; rank 1 has the piece ``w b b b .``::
+A rank stores a *local shard* of a unit: a contiguous range of the bucket of all parameters. A state dict contains
+parameters, full or in rows. `UnitCodec` converts between both, for weights and for optimizer states alike. Worked
+example, a unit ``0`` with ``weight`` (2 x 3) and ``bias`` (3) on two ranks; rank 1 has the local shard ``w b b b .``::
 
-    row        all pieces, gathered        w w w w w w b b b .
-    full       views of the row            0.weight 2 x 3, 0.bias 3
-    formed     as the user wishes          full on the CPU; or rank 1's rows, 0.weight 1 x 3 and 0.bias 1
-    whole      the way back                0.weight 2 x 3, 0.bias 3; rows are gathered for one parameter at a time
-    laid       in this rank's piece        w b b b .
+    row        all shards, all-gathered    w w w w w w b b b .
+    full       views of the bucket         0.weight 2 x 3, 0.bias 3
+    formed     in the requested form       full on the CPU; or rank 1's rows, 0.weight 1 x 3 and 0.bias 1
+    whole      full values from a dict     0.weight 2 x 3, 0.bias 3; rows are all-gathered, one parameter at a time
+    laid       in this rank's shard        w b b b .
 
-One row at a time is in full size. In a local state dict the piece is written and read as it is: it is this rank's rows
-of one long parameter, the row itself.
+Only one bucket at a time is unsharded. A local state dict contains the local shard unchanged: it is this rank's rows of
+one long parameter, the bucket itself.
 
-*In torch:* the model's state has ``_state_dict_utils.py`` for it, the optimizer's ``_optim_utils.py``.
+*In torch:* ``_state_dict_utils.py`` does this for the model's state, ``_optim_utils.py`` for the optimizer's.
 
 Spec: SD-FULL-01, SD-SHARD-01, SD-CFG-18, OSD-01, OSD-06.
 """
@@ -42,12 +41,12 @@ from minifsdp.fsdp1.wrapper import Wrapper
 
 @dataclass(frozen=True)
 class Form:
-    """In which form values are written or read.
+    """The form in which values are saved or loaded.
 
     Attributes:
-        type: the whole, this rank's rows, or this rank's piece.
-        offload: values go to the CPU; otherwise they stay where they are.
-        first_only: only the first rank is given the result, or gives the dict to be read.
+        type: full values, this rank's rows, or the local shard.
+        offload: values are moved to the CPU; otherwise they stay on their device.
+        first_only: only the first rank gets the result, or provides the dict to load.
         use_dtensor: rows are wrapped as ``DTensor`` also if the wrapper was not given a mesh; otherwise as
             ``ShardedTensor``.
     """
@@ -59,7 +58,7 @@ class Form:
 
     @classmethod
     def of(cls, type: StateDictType | None, config: StateDictConfig | OptimStateDictConfig | None) -> Form:
-        """The form that a model's settings ask for; a model without units has none and gets the full one."""
+        """The form for a model's settings; a model without units has no settings and gets the full form."""
         if type is None or config is None:
             return cls()
         return cls(type, config.offload_to_cpu, getattr(config, "rank0_only", False), config.use_dtensor)
@@ -71,21 +70,21 @@ class Form:
 
     @property
     def is_local(self) -> bool:
-        """Whether the unit's piece is the value."""
+        """Whether the value is the unit's local shard."""
         return self.type is StateDictType.LOCAL_STATE_DICT
 
 
 class UnitCodec:
-    """One unit: its parameters' keys, and where each lies in the pieces of the ranks.
+    """The keys of one unit's parameters, and their ranges in the ranks' shards.
 
     Args:
-        wrapper: whose unit; it has one.
-        prefix: what stands before the wrapped module's names in the dict, with a dot, or ``""``.
+        wrapper: the wrapper of the unit; it must have one.
+        prefix: the prefix of the wrapped module's names in the dict, with a dot, or ``""``.
 
     Attributes:
-        keys: number and key of each parameter, as often as it is in the tree.
-        local_key: under which a local state dict has the unit's piece.
-        flat_key: the name of the flat parameter, if there is one; also the key of the piece in local dicts of torch.
+        keys: number and key of each parameter, once for each place in the tree.
+        local_key: the key of the local shard in a local state dict.
+        flat_key: the name of the flat parameter, if there is one; also the key of the shard in local dicts of torch.
     """
 
     def __init__(self, wrapper: Wrapper, prefix: str) -> None:
@@ -98,11 +97,11 @@ class UnitCodec:
         self.keys = [(number, prefix + name) for number, name in names_in_state(unit, wrapper.module)]
         self.prefix, self.local_key, self.flat_key = prefix, prefix + "flat_param", prefix + FLAT_NAME
 
-    # --- where a parameter's elements lie ---
+    # --- ranges of a parameter's elements ---
 
     @cached_property
     def places(self) -> list[slice]:
-        """By number, where the parameter's elements lie in this rank's piece; may be empty."""
+        """By number, the range of the parameter's elements in this rank's shard; may be empty."""
         return self._partition.slices_of_piece(self.mesh.shard_index)
 
     def is_here(self, number: int) -> bool:
@@ -114,23 +113,23 @@ class UnitCodec:
         part = self._partition.part_in_parameter(index, number)
         return bool(part.stop > part.start)
 
-    # --- from pieces to values ---
+    # --- from shards to values ---
 
     def empty_row(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """A whole row on the compute device, and in it this rank's piece, which is zeros."""
+        """An uninitialized bucket on the compute device, and this rank's shard as a view of it, filled with zeros."""
         row = torch.empty(self._partition.padded_numel, dtype=dtype, device=self.layout.device)
         piece = row[self._partition.piece(self.mesh.shard_index)]
         return row, piece.zero_()
 
     def gather(self, row: torch.Tensor, piece: torch.Tensor) -> list[torch.Tensor]:
-        """Fills a row with the pieces of all ranks. All ranks of the shard group must call it.
+        """All-gathers the shards of all ranks into a bucket. All ranks of the shard group must call it.
 
         Args:
-            row: from `empty_row`.
-            piece: this rank's; it may be its place in the row.
+            row: the bucket, from `empty_row`.
+            piece: this rank's shard; it may be a view of the bucket.
 
         Returns:
-            The parameters' parts of the row, in their shapes.
+            The parameters as views of the bucket, in their shapes.
         """
         if self.group is None:
             row.copy_(piece)
@@ -139,18 +138,18 @@ class UnitCodec:
         return self.layout.views_of(row)
 
     def formed(self, full: torch.Tensor, form: Form, device: torch.device) -> Any:
-        """A full value in the form that is asked for, in memory of its own; on ``device`` unless it is offloaded."""
+        """A copy of a full value in the requested form; on ``device`` unless it is offloaded."""
         device = torch.device("cpu") if form.offload else device
         if not form.is_sharded or self.group is None or not chunks.is_cut(full.shape):
             return full.to(device, copy=True)
-        # Rows are cut before they are moved: what the CPU is given is this rank's part, not the whole.
-        # Whoever thinks in meshes is given DTensors unasked.
+        # Split before the copy to the CPU, so that only this rank's rows are copied.
+        # If the wrapper was given a mesh, values are DTensors by default.
         if self._wrapper.device_mesh is not None or form.use_dtensor:
             return chunks.as_dtensor(full, self.group, self._device_mesh, device)
         return chunks.as_sharded_tensor(chunks.rows_of(full, self.group).to(device, copy=True), full.shape, self.group)
 
     def local_piece(self, form: Form) -> Any:
-        """This rank's piece for a local state dict, in memory of its own."""
+        """A copy of this rank's shard for a local state dict."""
         piece = self.layout.local_values().to("cpu" if form.offload else self.layout.device, copy=True)
         row = torch.Size([self._partition.padded_numel])
         return piece if self.group is None else chunks.as_sharded_tensor(piece, row, self.group)
@@ -162,10 +161,10 @@ class UnitCodec:
             return given
         return DeviceMesh.from_group(group.process_group, self._wrapper.compute_device.type)
 
-    # --- and back ---
+    # --- from values to shards ---
 
     def misfit(self, number: int, key: str, value: Any, form: Form, *, any_shape: bool = False) -> Iterator[str]:
-        """What is wrong with a value that a state dict has for a parameter, in words. Nothing is sent."""
+        """Describes the problem of a value that a state dict has for a parameter. Nothing is communicated."""
         shape = tuple(self.shapes[number])
         is_rows = chunks.local_rows(value) is not None
         if not is_tensor_like(value):
@@ -178,12 +177,12 @@ class UnitCodec:
             yield from chunks.misplaced_rows(value, key, self.group)
 
     def given_piece(self, state: Mapping[str, Any]) -> torch.Tensor | None:
-        """This rank's piece in a local state dict, under either of its keys; ``None`` if there is none."""
+        """This rank's shard in a local state dict, under either of its keys; ``None`` if there is none."""
         given = [state[key] for key in (self.local_key, self.flat_key) if key in state]
         return chunks.on_this_rank(given[0]) if given else None
 
     def whole(self, value: Any) -> torch.Tensor:
-        """The full tensor behind a value of a state dict. Rows are gathered: all ranks of the shard group must call it.
+        """The full tensor of a value in a state dict. Rows are all-gathered: all ranks of the shard group must call it.
 
         With tensor parallelism it is the part that the shard group has together.
         """
@@ -191,11 +190,11 @@ class UnitCodec:
             return chunks.gathered_rows(value, self.group, self.layout.device)
         if isinstance(value, torch.Tensor):
             return value
-        # A stand-in of a framework that reads files late gives its values when it is copied from.
+        # A lazy tensor of a framework that reads files late provides its values in `copy_`.
         return torch.empty(tuple(value.size()), dtype=value.dtype).copy_(value)
 
     def lay(self, full: torch.Tensor, number: int, piece: torch.Tensor) -> None:
-        """Copies this rank's elements of a parameter's full tensor to their place in ``piece``. Nothing is sent."""
+        """Copies this rank's elements of a full parameter to their range in ``piece``. Nothing is communicated."""
         elements = self.layout.forms[number].local(full.detach()).reshape(-1)
         part = self._partition.part_in_parameter(self.mesh.shard_index, number)
         piece[self.places[number]].copy_(elements[part])

@@ -1,17 +1,17 @@
-"""``load_state_dict`` on a sharded model: what would go wrong in silence is refused before anything is loaded.
+"""Checks before ``load_state_dict`` on a model of ``fully_shard``, for mistakes that could otherwise go unnoticed.
 
-A sharded model takes a dict of DTensors. Three mistakes are common:
+A sharded model loads a dict of DTensors. Three mistakes are common:
 
-* *a plain dict*, of whole tensors: PyTorch refuses the copy into a DTensor, key by key, in words about mixed kinds;
+* *a plain dict* of full tensors: PyTorch cannot copy them into a DTensor, and lists an error about mixed types per key;
 * *a model on the meta device*: copying into it succeeds and does nothing;
-* *DTensors over other ranks*, or the same ones in another order: PyTorch refuses the copy, and with ``assign=True``
-  takes another rank's rows for its own.
+* *DTensors over other ranks*, or over the same ranks in another order: PyTorch cannot copy them, and with
+  ``assign=True`` it treats another rank's rows as its own.
 
-All are noticed here, for the whole model, before the first value has been copied. For those who are finding their way,
-``TORCH_DISTRIBUTED_DEBUG=DETAIL`` makes the first one work: every rank cuts its rows out of the whole tensors.
+This module detects all three, for the whole model, before the first value is copied. As a help for debugging,
+``TORCH_DISTRIBUTED_DEBUG=DETAIL`` accepts the first one: every rank shards the full tensors itself.
 
 *In torch:* the first ends in an error for each key, the second in a warning, the third in an error that names no ranks,
-or in silence.
+or goes unnoticed.
 
 Spec: FS2-SD-04, FS2-SD-05, FS2-SD-14, NEW-21.
 """
@@ -33,7 +33,7 @@ from minifsdp.fsdp2.module import FSDPModuleState
 
 
 class SavedState(FSDPModuleState):
-    """What one call of ``fully_shard`` has made, with its part in ``state_dict`` and ``load_state_dict``."""
+    """The state of one ``fully_shard`` call, with its hooks for ``state_dict`` and ``load_state_dict``."""
 
     def __init__(self, modules: list[nn.Module], unit: Unit | None, *rest: Any) -> None:
         super().__init__(modules, unit, *rest)
@@ -52,13 +52,13 @@ class SavedState(FSDPModuleState):
 def check_before_load(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
 ) -> None:
-    """A hook before ``load_state_dict``. All units of ``module`` show their sharded parameters.
+    """A hook before ``load_state_dict``. All units of ``module`` are resharded.
 
-    Also those of which a dict has nothing: one rank may refuse what another one takes, and both gather the same next.
+    This includes units without a key in the dict, so that ranks issue the same all-gathers even if only one raised.
 
     Raises:
-        RuntimeError: whole tensors for a sharded model, a model on the meta device without ``assign=True``, or DTensors
-            that are cut otherwise.
+        RuntimeError: full tensors for a sharded model, a model on the meta device without ``assign=True``, or DTensors
+            with another sharding.
     """
     shown = {prefix + name: parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
     for _, one in states_in(module):
@@ -72,7 +72,7 @@ def check_before_load(
     if on_meta and not assigns:
         raise RuntimeError(message("load-into-meta", parameters=some([repr(key) for key in on_meta], 3)))
     whole = [key for key in sharded if not isinstance(state[key], DTensor)]
-    # After an evaluation the root is shown whole, and PyTorch's functions make a full state dict like what is shown.
+    # After an evaluation the root is unsharded, and PyTorch's functions then pass full tensors for it.
     helps = get_debug_level() == DebugLevel.DETAIL
     may_be_whole = {key for key in whole if helps or not isinstance(shown[key], DTensor)}
     refused = [repr(key) for key in whole if key not in may_be_whole or not isinstance(state[key], torch.Tensor)]
@@ -81,7 +81,7 @@ def check_before_load(
     for key in whole:
         parameter = sharded[key]
         value = state[key].to(parameter.device)
-        # Every rank has the whole, so nothing needs to be sent.
+        # Every rank has the full tensor, so no communication is needed.
         state[key] = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
@@ -91,7 +91,7 @@ def _refuse_other_cuts(sharded: Mapping[str, DTensor], state: dict[str, Any], *,
         if not isinstance(value, DTensor):
             continue
         is_elsewhere = value.device_mesh != parameter.device_mesh
-        # A copy redistributes over the same ranks; a tensor that is put in the parameter's place stays as it is.
+        # A copy redistributes over the same ranks; with `assign=True` the tensor replaces the parameter unchanged.
         if is_elsewhere or (with_placements and value.placements != parameter.placements):
             raise RuntimeError(message("load-other-cut", key=key, expected=_cut_how(parameter), found=_cut_how(value)))
 

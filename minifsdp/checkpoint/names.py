@@ -1,14 +1,14 @@
-"""Keys of state dicts: what things are called in a plain module, whatever stands around them by now.
+"""Keys of state dicts: the names in the plain module, without the names that wrappers add.
 
-A wrapper adds its own name to the path of all that is inside, and so does an activation checkpoint. A state dict must
-know of neither, so that a checkpoint can be read by another wrapping, or by none. Worked example, the weight of a block
-that is checkpointed and wrapped::
+A wrapper adds its own name to the path of all modules inside it, and so does an activation checkpoint. A state dict
+must contain neither, so that a model with other wrappers, or without any, can load it. Worked example, the weight of a
+block that is checkpointed and wrapped::
 
     path in the tree    0._fsdp_wrapped_module._checkpoint_wrapped_module.weight
     key                 0.weight
 
-Names are looked up when they are asked for and not remembered from construction: an activation checkpoint may have been
-put around a module since, and a module that is in the tree twice is written down twice.
+Names are computed on every call and not stored at construction. An activation checkpoint may have been added since, and
+a module that is in the tree twice is saved twice.
 
 *In torch:* ``clean_tensor_name``, called wherever a name is used.
 
@@ -28,17 +28,17 @@ CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 
 
 def plain_path(path: str) -> str:
-    """A name without what wrappers add, this one and that of an activation checkpoint."""
+    """A path without the names that wrappers and activation checkpoints add."""
     return path.replace(CHECKPOINT_PREFIX, "").replace(PREFIX, "")
 
 
 def dotted(path: str) -> str:
-    """The plain beginning of the names of what is inside the module at ``path``."""
+    """The plain prefix of names inside the module at ``path``."""
     return plain_path(path + ".").removeprefix(".")
 
 
 def names_in_state(unit: FlatUnit, module: nn.Module) -> list[tuple[int, str]]:
-    """Number and plain name of each of the unit's parameters, as often as a walk will come across it."""
+    """Number and plain name of each of the unit's parameters, once for each place in the tree."""
     numbers: dict[nn.Module, list[tuple[int, str]]] = {}
     for number, owned in enumerate(unit.layout.parameters):
         for slot in owned.slots:
@@ -51,28 +51,28 @@ def names_in_state(unit: FlatUnit, module: nn.Module) -> list[tuple[int, str]]:
 
 
 def keys_below(state: Iterable[str], prefix: str) -> list[str]:
-    """The keys that begin with ``prefix``, in a list, so that ``state`` may be changed meanwhile."""
+    """The keys that begin with ``prefix``, as a list, so that ``state`` can be changed during iteration."""
     return [key for key in state if key.startswith(prefix)]
 
 
 def rename(state: MutableMapping[str, Any], old: str, new: str) -> None:
-    """Every key that begins with ``old`` begins with ``new``; order is kept among them, they move behind the others."""
+    """Replaces the prefix ``old`` by ``new``. Renamed keys keep their order, but move behind all other keys."""
     for key in keys_below(state, old):
         state[new + key.removeprefix(old)] = state.pop(key)
 
 
 def add_plain_names(versions: MutableMapping[str, Any], prefix: str) -> None:
-    """Adds versions of modules, which ``state_dict()`` writes by path, under the plain names below ``prefix``.
+    """Adds the versions of modules, which ``state_dict()`` saves by path, under the plain names below ``prefix``.
 
-    The paths stay, because a plain module around wrappers looks for them when it loads the dict.
+    The paths are kept, because a plain module around wrappers uses them when it loads the dict.
     """
     for path in [path for path in versions if (path + ".").startswith(prefix + PREFIX)]:
         versions[(prefix + dotted((path + ".").removeprefix(prefix)[:-1]))[:-1]] = versions[path]
 
 
 def with_versions(state: Any, module: nn.Module) -> Mapping[str, Any]:
-    """A copy of ``state`` with the version of each module under the module's path, however the writer was wrapped."""
-    # Of a wrapper and the module in it, the path of the module comes last.
+    """A copy of ``state`` with the version of each module under its path in ``module``, for any wrapping."""
+    # A wrapper and its module have the same plain name; the module comes later and its version is kept.
     versions = {dotted(path): version for path, version in state._metadata.items()}
     paths = [path for path, _ in module.named_modules(remove_duplicate=False) if dotted(path) in versions]
     copied = OrderedDict(state)

@@ -1,30 +1,30 @@
-"""Writing the optimizer's state: from shards, each on its rank, to original parameters by name.
+"""Saving the optimizer's state: from shards on each rank to original parameters by name.
 
-An optimizer never learns that its parameters are shards. Adam keeps two averages for each element of what it was
-given, so rank 0 has the averages of rank 0's elements, under a number that means "my first parameter". Saved as it is,
-such a dict is of no use: it lacks the other ranks' part, and if it is loaded on *all* ranks, each one silently
-continues with rank 0's averages for its own elements. Therefore a round trip is made of two translations, this one and
-the one in ``optim_state_load.py``.
+An optimizer does not know that its parameters are shards. Adam keeps two averages for each element of its parameters,
+so rank 0 has the averages of rank 0's elements, under a number that means "my first parameter". Such a dict is not
+a checkpoint. It lacks the other ranks' shards. If it is loaded on *all* ranks, each rank silently continues with rank
+0's averages for its own elements. So a round trip needs two conversions: this one, and ``optim_state_load.py``.
 
 Worked example, Adam after one step, one unit with ``weight`` (2 x 3) and ``bias`` (3), two ranks, a flat parameter::
 
     optim.state_dict() on rank 0    {0: {"step": 1, "exp_avg": [w w w w w]}}
     optim.state_dict() on rank 1    {0: {"step": 1, "exp_avg": [w b b b .]}}
-    this page makes                 {"weight": {"step": 1, "exp_avg": 2 x 3}, "bias": {"step": 1, "exp_avg": 3}}
+    result of `write`               {"weight": {"step": 1, "exp_avg": 2 x 3}, "bias": {"step": 1, "exp_avg": 3}}
 
-1. What is what? A tensor of the parameter's own shape has a value *per element* and is cut as the parameter is.
-   Anything else, Adam's ``step`` or a number or ``None``, is meant for the parameter *as a whole* and is copied.
-2. Who has what? Ranks tell each other the names and dtypes of the states they have, in one message. An empty slice has
-   no state at all, a unit that never saw a gradient has none anywhere. A rank that lacks what it should have, or has
-   another ``step``, makes all ranks refuse (see ``optim_state_facts.py``).
-3. Unit by unit, one state at a time: the piece is gathered into a row, the row is taken apart into parameters, each is
-   copied to where it shall go, in full or this rank's rows of it, and the row is dropped. So beside the result there
-   is never more than one row. A rank that is not to be given anything takes part and keeps nothing.
-4. The groups of parameters are rewritten in names.
+1. *Classify the states.* A tensor with the parameter's own shape has a value *per element* and is sharded like the
+   parameter. Any other state, such as Adam's ``step``, a number or ``None``, applies to the *whole* parameter and is
+   copied.
+2. *Compare the ranks.* Ranks exchange the names and dtypes of their states in one message. A rank with no element of
+   a parameter has no state for it; a unit without gradients has none on any rank. If a rank lacks a state that it
+   should have, or has another ``step``, all ranks raise an error (see ``optim_state_facts.py``).
+3. *All-gather one state of one unit at a time.* The local shards are all-gathered into a bucket, the bucket is split
+   into parameters, each one is copied in the requested form (full, or this rank's rows), and the bucket is freed. So
+   there is at most one bucket in addition to the result. A rank that gets no result takes part and keeps nothing.
+4. *Convert the parameter groups* to names.
 
-States of parameters outside of all units are copied as they are.
+States of parameters outside of all units are copied unchanged.
 
-*In torch:* ``_optim_utils.py``, 2110 lines, with separate ways for flat and for original parameters, both unit by unit.
+*In torch:* ``_optim_utils.py``, 2110 lines, with separate code for flat and for original parameters, both unit by unit.
 
 Spec: OSD-01 to OSD-10, HYB-10, MP-04.
 """
@@ -56,18 +56,18 @@ def write(
     """The optimizer's state by original names. All ranks of the model's groups must call it.
 
     Args:
-        model: a wrapper, or a module with wrappers in it.
-        optimizer: made of the model's parameters after wrapping.
-        given: its own state dict; keyed by numbers, or by names if it is an optimizer that does so.
-        form: what to make of it.
-        group: whose first rank speaks for all; by default that of the first unit.
+        model: a wrapper, or a module that contains wrappers.
+        optimizer: created from the model's parameters after wrapping.
+        given: its own state dict; keyed by numbers, or by names if the optimizer does that.
+        form: the form of the result.
+        group: with ``form.first_only``, its first rank gets the result; by default the first rank of the first unit.
 
     Returns:
-        ``"state"`` by name and ``"param_groups"`` with names; empty on a rank that is not to be given anything.
+        ``"state"`` by name and ``"param_groups"`` with names; empty on a rank that gets no result.
 
     Raises:
-        StateDictMismatchError: ranks have states that do not fit together, or an optimizer has parameters that the
-            model has not; on all ranks.
+        StateDictMismatchError: the states of the ranks do not match, or an optimizer has parameters that the model does
+            not have; on all ranks.
     """
     names = ParameterNames(model)
     groups = agreement.groups_of(unit.mesh for unit in names.units)
@@ -76,7 +76,7 @@ def write(
     states = {keys[key]: entries for key, entries in given["state"].items() if key in keys}
     # 1. and 2.
     by_unit, differences = facts_of_all_ranks(names, states)
-    # A rank without keys seems to lack all states; what it says itself comes first.
+    # A rank whose keys are invalid seems to lack all states, so its own problems are listed first.
     agreement.refuse_together(groups, [*problems, *differences])
     is_wanted = not form.first_only or _is_first(names, group)
     found: dict[Any, Any] = {}
@@ -88,8 +88,8 @@ def write(
     for parameter, name in names.outside.items():
         if parameter in states:
             found[name] = {key: copied(value, offload=form.offload) for key, value in states[parameter].items()}
-    # In the order of the model, which is the same on all ranks, and not of the optimizer: whoever gathers the rows of
-    # such a dict will go through it from first to last.
+    # In the order of the model, which is the same on all ranks, and not of the optimizer: code that all-gathers the
+    # values of a sharded dict iterates over it in order.
     state = {**found, **_unknown(given["state"], keys)}
     if "param_groups" not in given:
         return {"state": state}
@@ -107,12 +107,12 @@ def _is_first(names: ParameterNames, group: dist.ProcessGroup | None) -> bool:
 
 @dataclass(frozen=True)
 class _Writing:
-    """One unit's part.
+    """The conversion of one unit's states.
 
     Attributes:
-        unit: whose parameters.
-        states: what this rank's optimizer has.
-        form: what to make of it; ``None`` on a rank that takes part and keeps nothing.
+        unit: the unit.
+        states: of this rank's optimizer.
+        form: the form of the result; ``None`` on a rank that takes part and keeps nothing.
     """
 
     unit: UnitNames
@@ -120,7 +120,7 @@ class _Writing:
     form: Form | None
 
     def values(self, key: str, dtype: torch.dtype, numbers: Sequence[int]) -> dict[int, Any]:
-        """One state of some parameters. All ranks of the unit's shard group must call it: they send."""
+        """One state of some parameters. Issues an all-gather: all ranks of the unit's shard group must call it."""
         unit, form = self.unit, self.form
         full = self._own(key, numbers) if unit.keeps_shapes else self._gathered(key, dtype, numbers)
         device = unit.layout.local_values().device
@@ -132,15 +132,15 @@ class _Writing:
     def _gathered(self, key: str, dtype: torch.dtype, numbers: Sequence[int]) -> list[torch.Tensor]:
         unit = self.unit
         row, piece = unit.empty_row(dtype)
-        # Put together where the gather will want it: not even a piece more than the row.
+        # Filled in place in the bucket, so that the all-gather needs no additional memory for the shard.
         for number, own in self._own(key, filter(unit.is_here, numbers)).items():
             place = unit.places[number]
-            # The state of a flat parameter is a piece already.
+            # The state of a flat parameter already has the layout of the local shard.
             piece[place].copy_(own[place] if unit.is_flat else own)
         return unit.gather(row, piece)
 
 
-# ---- 4. the groups, and what is left --------------------------------------------------------------------------------
+# ---- 4. the parameter groups, and other entries ---------------------------------------------------------------------
 
 
 def _named_groups(
@@ -154,7 +154,7 @@ def _named_groups(
 
 
 def _unknown(given: Mapping[Any, Any], keys: Mapping[Any, nn.Parameter]) -> dict[Any, Any]:
-    """What the user has put into the state under other keys; a copy of it goes into the result."""
+    """Copies entries that the user has added to the state under other keys; they become part of the result."""
     unknown = {key: copy.deepcopy(value) for key, value in given.items() if key not in keys}
     if unknown:
         warn(message("unknown-optimizer-keys", keys=sorted(map(str, unknown))))

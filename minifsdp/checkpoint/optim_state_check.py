@@ -1,8 +1,8 @@
-"""Does an optimizer's state dict fit? Asked before anything is made of it.
+"""Checks whether an optimizer's state dict fits, before any of it is used.
 
-A dict that does not fit is worse than none: an optimizer copies what it is given, and the mistake shows up, if at all,
-as a loss that is a little too high. Each complaint names the key, what was expected there and what was found; the rank
-is added when the ranks compare their complaints.
+Loading a dict that does not fit is worse than an error: an optimizer copies what it is given, and the mistake shows up,
+if at all, as a slightly higher loss. Each problem names the key, the expected value and the value found. The ranks are
+added when the ranks compare their problems.
 
 Worked example, one unit with ``weight`` (2 x 3) and ``bias`` (3)::
 
@@ -10,10 +10,10 @@ Worked example, one unit with ``weight`` (2 x 3) and ``bias`` (3)::
     {"weight": {"step": 4}, "bias": {"step": 5}} expected one 'step' for a flat parameter, found 4 and 5
     {0: {...}}                                   expected names, found numbers: the dict of a plain optimizer
 
-First each value is looked at by itself. If nothing is wrong so far, those of one flat parameter are compared with each
-other, as *facts* (see ``optim_state_facts.py``): of averages the dtype, of a count of steps the value.
+Each value is first checked separately. If no problem is found, the states of the parameters in one flat parameter are
+compared as *facts* (see ``optim_state_facts.py``): the dtype of averages, the value of a step counter.
 
-Nothing here is sent, and nothing is changed.
+The check communicates nothing and changes nothing.
 
 *In torch:* shapes and the values of a flat parameter are checked when they are used, halfway through.
 
@@ -37,15 +37,15 @@ from minifsdp.engine.messages import detail
 
 @dataclass(frozen=True)
 class Target:
-    """What a dict is read for: an optimizer over a model.
+    """The optimizer and the model that a dict is loaded for.
 
     Attributes:
-        model: a wrapper, or a module with wrappers in it.
-        groups: the optimizer's own, with parameters under ``"params"``.
-        form: in which the dict is; with ``form.first_only`` the first rank's is read.
+        model: a wrapper, or a module that contains wrappers.
+        groups: the optimizer's own groups, with parameters under ``"params"``.
+        form: the form of the dict; with ``form.first_only`` only the first rank's dict is read.
         by_name: whether the optimizer keys its state by the names that parameters have in the wrapped model.
-        own_keys: keys of the user's own that the optimizer's state has; they may be in the dict, too.
-        is_lenient: accept it if parameters outside of all units are not in the dict.
+        own_keys: custom keys in the optimizer's state; the dict may contain them, too.
+        is_lenient: accept a dict that lacks parameters outside of all units.
     """
 
     model: nn.Module
@@ -57,19 +57,19 @@ class Target:
 
     @cached_property
     def names(self) -> ParameterNames:
-        """Of the model."""
+        """The parameter names of the model."""
         return ParameterNames(self.model)
 
     @cached_property
     def keys(self) -> dict[nn.Parameter, Any]:
-        """Of the optimizer's parameters in its own state dict: numbers, counted over its groups, or names."""
+        """The keys of the parameters in the optimizer's own state dict: numbers, counted over its groups, or names."""
         parameters = parameters_of(self.groups)
         current = self.names.current_names
         return {p: current[p] if self.by_name else number for number, p in enumerate(parameters)}
 
 
 def check(given: Any, target: Target) -> list[str]:
-    """What is wrong with a dict, in words; nothing if it fits."""
+    """Describes each problem of a dict; the list is empty if the dict fits."""
     if not isinstance(given, Mapping) or "state" not in given:
         found = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
         return [detail("state-missing", found=found)]
@@ -83,7 +83,7 @@ def check(given: Any, target: Target) -> list[str]:
     units = list(zip(names.units, facts_given(names, state), strict=True))
     problems = [*_missing_from_groups(given, target), *_superfluous(given, target), *_misfits(state, target)]
     problems.extend(problem for unit, facts in units for problem in _missing(unit, facts, target))
-    # Values are compared with each other when there is nothing wrong with them by themselves.
+    # Values are compared with each other only if each of them is valid.
     return problems or [problem for unit, facts in units if unit.is_flat for problem in _once_only(unit, facts)]
 
 
@@ -107,7 +107,7 @@ def _superfluous(given: Mapping[str, Any], target: Target) -> Iterator[str]:
     owned = {*target.names.behind(target.keys), *target.own_keys}
     listed = dict.fromkeys(parameters_of(given.get("param_groups", ())))
     for name in dict.fromkeys([*listed, *given["state"]]):
-        # Something of the user's own may be there, if it does not look like the states of a parameter.
+        # Custom entries are allowed if they do not look like the states of a parameter.
         entries = given["state"].get(name)
         looks_owned = name in listed or name in target.names.owners or isinstance(entries, Mapping)
         if name not in owned and looks_owned:
@@ -115,7 +115,7 @@ def _superfluous(given: Mapping[str, Any], target: Target) -> Iterator[str]:
 
 
 def _missing(unit: UnitNames, facts: Facts, target: Target) -> Iterator[str]:
-    """If others of its unit have states, a parameter without them must say so by an empty entry."""
+    """If other parameters of the unit have states, a parameter without states needs an empty entry."""
     present = [unit.names[number] for number, of_parameter in facts.items() if of_parameter]
     for number, owner in enumerate(unit.owners):
         is_stepped = owner in target.keys and owner.requires_grad and unit.shapes[number].numel()
@@ -127,7 +127,7 @@ def _missing(unit: UnitNames, facts: Facts, target: Target) -> Iterator[str]:
 
 
 def _misfits(state: Mapping[str, Any], target: Target) -> Iterator[str]:
-    """Is each value in the right form, and has it the right shape, if there is a right one?"""
+    """Whether each value has the right form and, if the shape is fixed, the right shape."""
     names, is_sharded = target.names, target.form.is_sharded
     # Parameters outside of all units may have been in one when the dict was written.
     places: dict[str, tuple[Any, Group | None]] = dict.fromkeys(names.owners, (None, names.units[0].group))
@@ -150,7 +150,7 @@ def _misfits(state: Mapping[str, Any], target: Target) -> Iterator[str]:
 
 
 def _once_only(unit: UnitNames, facts: Facts) -> Iterator[str]:
-    """A flat parameter has each state once: all parameters behind it must have the same ones, of equal value."""
+    """A flat parameter has each state once, so all parameters in it must have the same states with equal values."""
     told = {unit.names[number]: of_parameter for number, of_parameter in facts.items() if of_parameter}
     for key, first, name in differences(told):
         there, other = (first, name) if key in told[first] else (name, first)

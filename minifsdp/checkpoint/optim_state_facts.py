@@ -1,25 +1,25 @@
-"""What optimizer states there are, before any of them is sent: all that writing and reading have to know beforehand.
+"""Descriptions of optimizer states, which ranks compare before they send any state.
 
-A gather needs everybody, and needs everybody to mean the same. Whether a rank has a state at all is nothing that the
-others could know: an empty slice has none, a unit that never saw a gradient has none anywhere, and a user may have
-given the optimizer other parameters on rank 3. So states are described before they are sent, by *facts*: of a state
-with a value for each element its dtype, of anything else the value itself.
+An all-gather needs all ranks of a group, with equal dtypes. A rank cannot know whether another rank has a state: a rank
+with no element of a parameter has none, a unit without gradients has none on any rank, and a user may have passed
+different parameters to the optimizer on rank 3. So each state is first described by a *fact*: for a state with one
+value per element this is its dtype, for any other state its value.
 
-Writing, the ranks of each shard group first tell each other their facts. Worked example, Adam, one unit with ``weight``
-and ``bias``, original parameters; rank 0 has no element of the bias::
+When saving, the ranks of each shard group exchange their facts. Worked example, Adam, one unit with ``weight`` and
+``bias``, original parameters; rank 0 has no element of the bias::
 
-    rank 0 says    weight: {step: 1, exp_avg: per element, float32}
-    rank 1 says    weight: {step: 1, exp_avg: per element, float32}    bias: {step: 1, exp_avg: ...}
-    all know       both have states; rank 0 was not asked about the bias
+    facts of rank 0    weight: {step: 1, exp_avg: per element, float32}
+    facts of rank 1    weight: {step: 1, exp_avg: per element, float32}    bias: {step: 1, exp_avg: ...}
+    result             both have states; for the bias, only the facts of rank 1 count
 
-Were rank 0's step another one, or its weight without states, all ranks would refuse, and say which rank said what.
+If rank 0 had a different step, or no state for the weight, all ranks would raise an error with the facts of each rank.
 
-A thousand parameters have a thousand times the same facts. They are kept as one object and therefore sent once, with a
-number for each parameter; a message is some kilobytes.
+A thousand parameters usually have equal facts. Equal facts are stored as one object, so pickle writes them once, and
+each parameter adds a reference. A message has a few kilobytes.
 
-Reading, the facts are those of the given dict; whoever has no dict is told them by the first rank. There a value
-without dimensions is ambiguous for a parameter without dimensions: is it per element or meant for the whole? The other
-parameters decide: what is a tensor with dimensions anywhere is per element.
+When loading, the facts come from the given dict; ranks without a dict receive them from the first rank. A 0-d value for
+a 0-d parameter is ambiguous: it can be per element or for the whole parameter. The other parameters decide: a state
+that has dimensions for any parameter is per element.
 
 *In torch:* the same for original parameters, unit by unit; for flat ones every rank is compared with rank 0.
 
@@ -42,27 +42,27 @@ from minifsdp.engine.messages import detail, rank_of_this_process
 
 # By parameter of the optimizer, by name of the state.
 States = Mapping[nn.Parameter, Mapping[str, Any]]
-# For one unit: by number of the parameter, by name of the state, what is known of it, or what became of it.
+# For one unit: by number of the parameter and name of the state, its fact or its converted value.
 Facts = dict[int, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class PerElement:
-    """A state with one value for each element of the parameter; all that other ranks need to know of it."""
+    """A state with one value per element of the parameter. Other ranks only need its dtype."""
 
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class Shaped(PerElement):
-    """A tensor with a shape of its own. It cannot be cut, so only whole parameters may have one."""
+    """A tensor with a shape of its own. It cannot be sharded, so only unsharded parameters may have one."""
 
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, repr=False)
 class Number:
-    """A state that is a tensor without dimensions: one value for the whole parameter."""
+    """A state that is a 0-d tensor: one value for the whole parameter."""
 
     dtype: torch.dtype
     value: Any
@@ -72,13 +72,13 @@ class Number:
 
 
 def each_state(facts: Facts, values_of: Callable[[str, torch.dtype, list[int]], Mapping[int, Any]]) -> Facts:
-    """What becomes of a unit's states, by number and name: of one that is meant for a whole parameter a copy.
+    """Converts the states of a unit, by number and name. A state that applies to a whole parameter is copied.
 
     Args:
-        facts: what there is.
-        values_of: asked for those with a value for each element, one after the other: given name, dtype and numbers
-            of the parameters whose values travel in one row, it returns by number what becomes of them. Usually a
-            state is of one dtype; but an optimizer may treat the biases of a unit otherwise than its weights.
+        facts: the facts of the unit.
+        values_of: converts one state with a value per element; called for one state after the other. Gets the name, the
+            dtype and the numbers of the parameters that share one bucket, and returns a result for each number. Usually
+            a state has one dtype, but an optimizer may use another dtype for the biases than for the weights.
     """
     result = {number: {key: copied(fact) for key, fact in of.items()} for number, of in facts.items()}
     rows: dict[tuple[str, torch.dtype], list[int]] = {}
@@ -93,22 +93,22 @@ def each_state(facts: Facts, values_of: Callable[[str, torch.dtype, list[int]], 
 
 
 def copied(value: Any, *, offload: bool = False) -> Any:
-    """A value in memory of its own: an optimizer counts its steps in place."""
+    """A copy of a value in its own memory, because an optimizer increments its step counter in place."""
     if isinstance(value, Number):
         return torch.tensor(value.value, dtype=value.dtype)
     if isinstance(value, torch.Tensor):
         return value.to("cpu" if offload else value.device, copy=True)
-    # A list of tensors, too: some optimizers keep a history.
+    # Also copies lists of tensors: some optimizers keep a history.
     return copy.deepcopy(value)
 
 
 def _facts(entries: Mapping[str, Any], shape: Sequence[int], elementwise: Container[str]) -> dict[str, Any]:
-    """A state is told by its dtype if it has a value for each element, else by its value.
+    """The facts of one parameter: the dtype of a state with a value per element, otherwise the value.
 
     Args:
         entries: the states.
-        shape: of what they belong to.
-        elementwise: those that are meant per element if neither they nor what they belong to has dimensions.
+        shape: of the parameter.
+        elementwise: names of states that are per element if both the state and the parameter are 0-d.
     """
     facts: dict[str, Any] = {}
     for key, value in entries.items():
@@ -120,13 +120,13 @@ def _facts(entries: Mapping[str, Any], shape: Sequence[int], elementwise: Contai
     return facts
 
 
-# ---- of a dict that is read -----------------------------------------------------------------------------------------
+# ---- facts of a dict that is loaded ---------------------------------------------------------------------------------
 
 
 def facts_given(names: ParameterNames, state: Mapping[str, Any]) -> list[Facts]:
-    """For each unit what a dict has of its parameters, by number. Nothing is sent."""
+    """The facts of a dict for each unit, by parameter number. Nothing is communicated."""
     tensors = [(key, tensor) for _, key, tensor in tensors_in(state, names)]
-    # Nothing but parameters without dimensions: a count of steps is the one thing that is not per element.
+    # If all parameters are 0-d, only the step counter is not per element.
     elementwise = {key for key, tensor in tensors if tensor.ndim} or {key for key, _ in tensors if key != "step"}
     return [
         {n: _facts(state[name], unit.shapes[n], elementwise) for n, name in enumerate(unit.names) if name in state}
@@ -135,32 +135,32 @@ def facts_given(names: ParameterNames, state: Mapping[str, Any]) -> list[Facts]:
 
 
 def tensors_in(state: Mapping[str, Any], names: ParameterNames) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """All tensors that a dict has for parameters, with the names of parameter and state."""
+    """All tensors in a dict's parameter states, with the names of the parameter and the state."""
     for name in names.owners:
         for key, value in state.get(name, {}).items():
             if isinstance(value, torch.Tensor):
                 yield name, key, value
 
 
-# ---- of the ranks that write one ------------------------------------------------------------------------------------
+# ---- facts of the ranks that save one -------------------------------------------------------------------------------
 
 
 def facts_of_all_ranks(names: ParameterNames, states: States) -> tuple[list[Facts], list[str]]:
-    """For each unit what is known of the states of its parameters, by number; the same on all ranks of its shard group.
+    """The facts of each unit, by parameter number; the same on all ranks of its shard group.
 
     Args:
         names: of the model.
         states: of this rank's optimizer.
 
     Returns:
-        The facts; and what does not fit together, in words.
+        The facts, and a description of each mismatch between ranks.
     """
     known: dict[Any, dict[str, Any]] = {}
     mine: list[Facts] = []
     for unit in names.units:
         told = {owner: _once(_facts_here(owner, states[owner]), known) for owner in {*unit.owners} & states.keys()}
         mine.append({number: told[owner] for number, owner in enumerate(unit.owners) if owner in told})
-    # Replicas hold the same pieces: what the own shard group says is enough.
+    # Replicas have equal shards, so the facts of this rank's shard group are enough.
     sharers = agreement.groups_of(Mesh(unit.mesh.shard, None) for unit in names.units)
     by_rank = agreement.tell(sharers, mine)
     problems: list[str] = []
@@ -178,12 +178,12 @@ def _facts_here(owner: nn.Parameter, entries: Mapping[str, Any]) -> dict[str, An
 
 
 def _once(facts: dict[str, Any], known: dict[Any, dict[str, Any]]) -> dict[str, Any]:
-    """The very same object for equal facts: a thousand parameters have the same states, and that is sent only once."""
+    """Returns one shared object for equal facts, so that the facts of a thousand parameters are sent only once."""
     try:
-        # With types, because 1 and 1.0 and True are equal.
+        # Types are part of the key, because 1, 1.0 and True are equal.
         return known.setdefault(tuple((key, type(fact), fact) for key, fact in facts.items()), facts)
     except TypeError:
-        # Some state of the user's own that has no hash.
+        # A custom state that is not hashable.
         return facts
 
 
@@ -191,7 +191,7 @@ def _merged(unit: UnitNames, by_rank: Mapping[int, Facts], problems: list[str]) 
     ranks = [rank_of_this_process()] if unit.group is None else list(unit.group.ranks)
     merged: Facts = {}
     for number, name in enumerate(unit.names):
-        # A rank without an element of the parameter may have a state, of nothing, or none: it is not asked.
+        # A rank without an element of the parameter may have an empty state or none, so it is not compared.
         holders = [rank for index, rank in enumerate(ranks) if unit.has_part(index, number)]
         told = {rank: by_rank[rank][number] for rank in holders or ranks if number in by_rank[rank]}
         if not told:
@@ -205,7 +205,7 @@ def _merged(unit: UnitNames, by_rank: Mapping[int, Facts], problems: list[str]) 
 
 
 def _differences(name: str, holders: Sequence[int], told: Mapping[int, dict[str, Any]]) -> Iterator[str]:
-    """What those ranks say differently about one parameter that have a part of it."""
+    """The mismatches between ranks for one parameter. Only ranks with an element of it are compared."""
     lacking = [rank for rank in holders if rank not in told]
     if lacking:
         yield detail("state-on-some-ranks", name=name, having=list(told), lacking=lacking)
@@ -218,7 +218,7 @@ def _differences(name: str, holders: Sequence[int], told: Mapping[int, dict[str,
 
 
 def differences(told: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
-    """Where facts are not those that were told first: the name of the state, and who has told the two of them."""
+    """The states whose facts differ from the first ones: the state's name, and the keys of the two facts."""
     speakers = list(told)
     for other in speakers[1:]:
         first = speakers[0]
@@ -229,7 +229,7 @@ def differences(told: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[str, An
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values that are meant for a whole parameter are equal; they may be lists or dicts of tensors."""
+    """Whether two values for a whole parameter are equal; they may be lists or dicts of tensors."""
     (mine, shape), (theirs, other_shape) = tree_flatten(one), tree_flatten(other)
     return shape == other_shape and all(_equal(*pair) for pair in zip(mine, theirs, strict=True))
 

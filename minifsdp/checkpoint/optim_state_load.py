@@ -1,32 +1,32 @@
-"""Reading an optimizer's state: from original parameters by name to this rank's shards, under numbers.
+"""Loading the optimizer's state: from original parameters by name to this rank's shards, under numbers.
 
-The way back of ``optim_state.py``. What comes out is what ``optim.load_state_dict`` accepts on this rank, for any
-number of ranks, any wrapping, and flat or original parameters: names are all that a checkpoint and an optimizer must
-have in common.
+The reverse of ``optim_state.py``. The result is accepted by ``optim.load_state_dict`` on this rank, for any number of
+ranks, any wrapping, and flat or original parameters. The checkpoint and the optimizer only need the same parameter
+names.
 
-Worked example, the unit of the other page, read on rank 1 of two, whose piece is ``w b b b .``::
+Worked example, the unit of ``optim_state.py``, loaded on rank 1 of two, whose local shard is ``w b b b .``::
 
     given     {"weight": {"step": 1, "exp_avg": 2 x 3}, "bias": {"step": 1, "exp_avg": 3}}
     flat      {0: {"step": 1, "exp_avg": [w b b b .]}}                           padding is filled with 0
     original  {0: {"step": 1, "exp_avg": [w]}, 1: {"step": 1, "exp_avg": [b b b]}}
 
-1. *Check.* Everything is compared with the optimizer before anything is made of it: names, shapes, types, the values
-   that a flat parameter can have only once. Whoever finds something tells the others, and all refuse together. Then
-   everybody knows what states there are (see ``optim_state_facts.py``), from its own dict or from the first rank.
-2. *Pieces.* One state of one unit at a time. Three sources:
+1. *Check.* The dict is compared with the optimizer before it is used: names, shapes, types, and the values that a flat
+   parameter can have only once. If any rank finds a problem, all ranks raise. After that all ranks have the facts
+   about the states (see ``optim_state_facts.py``), from their own dict or from the first rank.
+2. *Local shards.* One state of one unit at a time. Three sources:
 
-   * everybody has everything: each rank cuts out its own part, nothing is sent;
-   * only the first rank has it (``rank0_only``): it lays out the unit's row and *scatters* the pieces, so that no other
-     rank ever sees more than its own;
-   * everybody has rows: they are gathered for one parameter at a time, and cut again in the other direction.
-3. *Keys.* Numbers, counted over the optimizer's own groups, or names for optimizers that are keyed so.
+   * all ranks have full values: each rank copies its own shard, and nothing is communicated;
+   * only the first rank has them (``rank0_only``): it fills the unit's bucket and *scatters* the shards, so that no
+     other rank receives more than its own shard;
+   * all ranks have rows: they are all-gathered for one parameter at a time, and each rank copies its own shard.
+3. *Keys.* Numbers, counted over the optimizer's own groups, or names for optimizers that use names as keys.
 
-What is missing? A parameter may be without a state because it never had a gradient. If no parameter of its unit has
-one, that is what it looks like, and the unit starts afresh. If others have one, the dict is more likely to be damaged;
-who means it says so with an empty entry, ``optim_state_dict["state"][name] = {}``, and gets zeros in a flat parameter.
+Missing states: a parameter may have no state because it never had a gradient. If no parameter of its unit has a state,
+this is assumed, and the unit starts without states. If others have one, the dict is more likely damaged. To confirm
+that it is intended, add an empty entry, ``optim_state_dict["state"][name] = {}``; a flat parameter then gets zeros.
 
-*In torch:* ``_flatten_optim_state_dict`` and ``_rekey_sharded_optim_state_dict``; what only the first rank has is
-broadcast whole, and a dict that does not fit is refused by whoever notices.
+*In torch:* ``_flatten_optim_state_dict`` and ``_rekey_sharded_optim_state_dict``. A dict that only the first rank has
+is broadcast in full, and only the rank that notices a problem raises.
 
 Spec: OSD-LOAD-01 to OSD-LOAD-08.
 """
@@ -52,16 +52,16 @@ T = TypeVar("T")
 @torch.no_grad()
 @chunks.unadvised()
 def read(target: Target, given: Any, *, talks: bool = True) -> dict[str, Any]:
-    """What the optimizer's ``load_state_dict`` accepts on this rank. All ranks of the model's groups must call it.
+    """The dict for the optimizer's ``load_state_dict`` on this rank. All ranks of the model's groups must call it.
 
     Args:
         target: the optimizer and its model.
-        given: the state by original names; anything on a rank whose dict is not read.
-        talks: whether ranks agree on a refusal; if not, nothing is sent at all, and each refuses on its own.
+        given: the state by original names; ignored on a rank whose dict is not read.
+        talks: whether ranks check the dict together; if False, nothing is communicated, and each rank checks alone.
 
     Raises:
-        StateDictMismatchError: the dict does not fit the model or the optimizer, or the optimizer not the model; if
-            ranks talk, on all of them.
+        StateDictMismatchError: the dict does not fit the model or the optimizer, or the optimizer does not fit the
+            model; on all ranks if ``talks``.
         ValueError: there is no unit in the model.
     """
     names, first_only = target.names, target.form.first_only
@@ -70,11 +70,11 @@ def read(target: Target, given: Any, *, talks: bool = True) -> dict[str, Any]:
     groups = agreement.groups_of(unit.mesh for unit in names.units) if talks else []
     agreement.monitored_barrier(groups, "optim_state_dict_to_load()")
     mesh = names.units[0].mesh
-    # An empty dict fits everywhere.
+    # An empty dict fits any optimizer.
     source = given if not first_only or mesh.is_first else {"state": {}}
     agreement.refuse_together(groups, names.unknown(parameters_of(target.groups)) or check(source, target))
     if target.form.is_sharded:
-        # They are gathered one by one, so each rank must have them, and of one dtype.
+        # They are all-gathered one by one, so each rank must have them, with the same dtype.
         tensors = tensors_in(source["state"], names)
         rows = [(name, key, tensor.dtype) for name, key, tensor in tensors if chunks.local_rows(tensor) is not None]
         agreement.refuse_lacking(groups, (detail("rows-lacking", name=n, key=k, dtype=d) for n, k, d in rows))
@@ -89,18 +89,18 @@ def read(target: Target, given: Any, *, talks: bool = True) -> dict[str, Any]:
     return {"state": state, "param_groups": _numbered_groups(given_groups, target)}
 
 
-# ---- 1. what everybody knows ----------------------------------------------------------------------------------------
+# ---- 1. facts that all ranks need -----------------------------------------------------------------------------------
 
 
 def _outline(given: Mapping[str, Any], names: ParameterNames) -> tuple[list[Facts], dict[str, Any], Any]:
-    """The dict without the elements of units' states: facts by unit, all other entries, the groups if it has any."""
+    """The dict without the elements of units' states: facts by unit, all other entries, and the groups, if any."""
     in_units = {name for unit in names.units for name in unit.names}
     rest = {name: entries for name, entries in given["state"].items() if name not in in_units}
     return facts_given(names, given["state"]), rest, given.get("param_groups")
 
 
 def _broadcast(value: T, mesh: Mesh) -> T:
-    """The first rank's value. First to its replicas, then to their shard groups, so that it reaches everybody."""
+    """The first rank's value. It is broadcast to the first rank's replicas, and then in each of their shard groups."""
     box = [value]
     for group in (mesh.replicate, mesh.shard):
         if group is not None:
@@ -108,35 +108,35 @@ def _broadcast(value: T, mesh: Mesh) -> T:
     return box[0]
 
 
-# ---- 2. pieces ------------------------------------------------------------------------------------------------------
+# ---- 2. local shards ------------------------------------------------------------------------------------------------
 
 
 class _Reading:
-    """One unit's part of a checked dict, taken apart.
+    """Converts one unit's states of a checked dict.
 
     Args:
-        unit: whose parameters.
-        facts: what there is of their states; the same on all ranks that tensors are sent between.
-        values: entries by name, where this rank has them.
-        target: for which they are.
+        unit: the unit.
+        facts: the facts about its states; the same on all ranks that exchange tensors.
+        values: entries by name; empty on a rank whose dict is not read.
+        target: the optimizer and its model.
     """
 
     def __init__(self, unit: UnitNames, facts: Facts, values: Mapping[str, Any], target: Target) -> None:
         self.unit, self.facts, self.values, self.target = unit, facts, values, target
 
     def states(self) -> dict[Any, dict[str, Any]]:
-        """What is to be loaded, by the optimizer's keys. All ranks of the unit's mesh must call it: they send."""
+        """The states to load, by the optimizer's keys. Communicates: all ranks of the unit's mesh must call it."""
         result: dict[Any, dict[str, Any]] = {}
         for number, entries in each_state(self.facts, self._values).items():
             owner = self.unit.owners[number]
             if entries and owner in self.target.keys and self._is_kept(number):
-                # All parameters behind a flat one have the same.
+                # All parameters in a flat one have the same entries.
                 result.setdefault(self.target.keys[owner], entries)
         return result
 
     def _is_kept(self, number: int) -> bool:
-        # An optimizer makes no state for a slice of nothing, as it never has a gradient; one that is keyed by names
-        # wants an entry for every name.
+        # An optimizer creates no state for an empty shard, which never has a gradient. An optimizer that is keyed by
+        # names expects an entry for every name.
         unit = self.unit
         return unit.is_flat or unit.keeps_shapes or self.target.by_name or unit.is_here(number)
 
@@ -166,7 +166,7 @@ class _Reading:
         return piece
 
     def _row(self, key: str, dtype: torch.dtype, numbers: Sequence[int]) -> torch.Tensor | None:
-        """The pieces of all ranks, one after the other; ``None`` if this is not the first rank."""
+        """The shards of all ranks, concatenated; ``None`` if this is not the first rank."""
         if not self.unit.mesh.is_first:
             return None
         row = self.unit.empty_row(dtype)[0].zero_()
@@ -177,7 +177,7 @@ class _Reading:
 
 
 def _from_first(mesh: Mesh, whole: torch.Tensor | None, mine: torch.Tensor) -> torch.Tensor:
-    """Fills ``mine`` from the first rank's ``whole``: scattered over its shard group, then sent to replicas."""
+    """Fills ``mine`` from the first rank's ``whole``: a scatter over its shard group, then a broadcast to replicas."""
     if mesh.shard is None:
         if whole is not None:
             mine.copy_(whole)
@@ -193,10 +193,10 @@ def _from_first(mesh: Mesh, whole: torch.Tensor | None, mine: torch.Tensor) -> t
 
 
 def _rest(rest: Mapping[Any, Any], target: Target) -> dict[Any, Any]:
-    """Parameters outside of all units, and keys of the user's own: as they are."""
+    """Parameters outside of all units, and custom keys of the user: copied unchanged."""
     names = target.names
     found = {key: copy.deepcopy(value) for key, value in rest.items() if key not in names.owners}
-    # In the order of the model and not of the optimizer, which may be another one on another rank.
+    # In the order of the model, because the order of the optimizer may differ between ranks.
     for parameter, name in names.outside.items():
         if parameter in target.keys and name in rest:
             found[target.keys[parameter]] = {key: _plain(value, names.units[0]) for key, value in rest[name].items()}

@@ -1,7 +1,7 @@
-"""The methods of a wrapper that write and read the optimizer's state.
+"""The methods of a wrapper that save and load the optimizer's state.
 
-They choose the form; the work is in ``optim_state.py`` and ``optim_state_load.py``. The form is that of the model's own
-state dict: one choice, ``state_dict_type``, for both. Worked example::
+They choose the form and call ``optim_state.py`` and ``optim_state_load.py``. The form is that of the model's own state
+dict: ``state_dict_type`` sets both. Worked example::
 
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         checkpoint = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optim)}
@@ -9,10 +9,10 @@ state dict: one choice, ``state_dict_type``, for both. Worked example::
         model.load_state_dict(checkpoint["model"])
         optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, checkpoint["optim"]))
 
-Not through here goes ``get_optimizer_state_dict`` of ``torch.distributed.checkpoint``: it calls the methods of torch's
-own wrapper class, and is refused (``compat/wrapper_names.py``). Its counterparts for the model's state work.
+``get_optimizer_state_dict`` of ``torch.distributed.checkpoint`` is not supported: it calls the methods of torch's own
+wrapper class, so it raises an error (``compat/wrapper_names.py``). Its counterparts for the model's state work.
 
-*In torch:* the same two, and six older ones for which there is ``optim_state_legacy.py`` here.
+*In torch:* the same two methods, and six older ones, which are in ``optim_state_legacy.py`` here.
 
 Spec: OSD-01, OSD-02, OSD-10, OSD-LOAD-01, OSD-LOAD-02, OSD-LOAD-04.
 """
@@ -32,7 +32,7 @@ from minifsdp.engine.messages import message, warn_renamed
 
 
 class OptimStateMethods(StateDictMethods):
-    """Writing and reading the optimizer's state."""
+    """Saving and loading the optimizer's state."""
 
     @staticmethod
     def optim_state_dict(
@@ -44,17 +44,17 @@ class OptimStateMethods(StateDictMethods):
         """The optimizer's state by original names, in the form that is chosen for the model. Every rank must call it.
 
         Args:
-            model: a wrapper, or a module that contains some.
-            optim: made of the model's parameters.
-            optim_state_dict: what to translate; ``None`` means ``optim.state_dict()``.
-            group: whose first rank is meant by ``rank0_only``; ``None`` means the group that the model is sharded over.
+            model: a wrapper, or a module that contains wrappers.
+            optim: created from the model's parameters.
+            optim_state_dict: the dict to convert; ``None`` means ``optim.state_dict()``.
+            group: with ``rank0_only``, its first rank gets the result; ``None`` means the model's shard group.
 
         Returns:
             ``"state"`` keyed by names and ``"param_groups"`` with names; empty with ``rank0_only`` on other ranks.
 
         Raises:
             NotImplementedError: the local form is chosen.
-            RuntimeError: the ranks' states do not fit together, or the optimizer has parameters that the model has not,
+            RuntimeError: the ranks' states do not match, or the optimizer has parameters that the model does not have,
                 on all ranks; or some rank did not call.
         """
         form = _form_for(model)
@@ -70,23 +70,23 @@ class OptimStateMethods(StateDictMethods):
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """The reverse of `optim_state_dict`: what ``optim.load_state_dict`` accepts. Every rank must call it.
+        """The reverse of `optim_state_dict`: a dict for ``optim.load_state_dict``. Every rank must call it.
 
         Args:
-            model: a wrapper, or a module that contains some.
-            optim: made of the model's parameters.
+            model: a wrapper, or a module that contains wrappers.
+            optim: created from the model's parameters.
             optim_state_dict: by original names, in the form that is chosen for the model. With ``rank0_only`` the first
-                rank's is read.
+                rank's dict is read.
             is_named_optimizer: whether ``optim`` keys its own state dict by names.
             load_directly: call ``optim.load_state_dict`` as well.
-            group: not needed: units know whom they share with.
+            group: unused, because each unit stores its own groups.
 
         Raises:
             RuntimeError: the dict does not fit, on all ranks, and nothing has changed; or some rank did not call.
             ValueError: the same; or there is no unit in the model.
         """
         if isinstance(model, Mapping) and isinstance(optim, nn.Module):
-            # The order in which the examples of torch 2.1 pass them, against their own signature.
+            # The argument order in the examples of torch 2.1, which contradicts torch's own signature.
             warn_renamed(
                 "optim_state_dict_to_load(optim_state_dict, model, optim)",
                 "optim_state_dict_to_load(model, optim, optim_state_dict)",

@@ -1,19 +1,19 @@
-"""Which original parameters stand behind a parameter of the optimizer, and where their elements lie.
+"""Maps each parameter of the optimizer to original parameters, and to their elements in the local shard.
 
-An optimizer knows parameters as objects, and in its state dict as numbers. What it steps on in a wrapped model is a
-slice: one flat parameter for a whole unit, or one slice for each original parameter. What a checkpoint must speak of
-are the original parameters, by name. `ParameterNames` knows both sides.
+An optimizer identifies parameters as objects, and in its state dict as numbers. In a wrapped model these parameters are
+shards: one flat parameter for a whole unit, or one shard per original parameter. A checkpoint must contain the original
+parameters by name. `ParameterNames` maps between both.
 
-Worked example, a unit ``0`` with ``weight`` (2 x 3) and ``bias`` (3) on two ranks; rank 1 has the piece ``w b b b .``::
+Worked example, a unit ``0`` with ``weight`` (2 x 3) and ``bias`` (3) on two ranks; rank 1 has the shard ``w b b b .``::
 
-    use_orig_params   the optimizer of rank 1 owns      names behind it              elements in rank 1's piece
+    use_orig_params   the optimizer of rank 1 owns      original names               elements in rank 1's shard
     False             _flat_param, 5 elements           0.weight, 0.bias             0:1, 1:4
     True              weight, 1 element                 0.weight                     0:1
                       bias, 3 elements                  0.bias                       1:4
 
-Both are one table: for the number of each of the unit's parameters its *owner*, what the optimizer has of it, and its
-place in the piece. So the rooms that write and read do the same in both cases: they put together a piece, or take one
-apart.
+Both cases use one table. For each of the unit's parameters it contains the *owner*, which is the optimizer's parameter
+for it, and its range in the local shard. So the modules for saving and loading treat both cases alike: they assemble a
+local shard, or split one.
 
 A shared parameter has the name under which it is found first, as in ``named_parameters()``.
 
@@ -37,17 +37,17 @@ from minifsdp.fsdp1.wrapper import Wrapper
 
 
 class UnitNames(UnitCodec):
-    """One unit: its parameters' names, and what the optimizer owns of it.
+    """The parameter names of one unit, and the optimizer's parameters for them.
 
     Args:
-        wrapper: whose unit.
+        wrapper: the wrapper of the unit.
         prefix: the wrapper's plain name in the model, with a dot, or ``""``.
 
     Attributes:
         names: by number, the plain name under which each parameter is found first.
-        is_flat: whether the optimizer owns one flat parameter for all.
-        keeps_shapes: whether it steps on whole parameters in their own shapes, so that states may have any shape.
-        owners: by number, what the optimizer owns of it: the flat parameter, the same for all, or a slice for each.
+        is_flat: whether the optimizer has one flat parameter for all.
+        keeps_shapes: whether the optimizer has unsharded original parameters, whose states may have any shape.
+        owners: by number, the optimizer's parameter: the same flat parameter for all, or a shard for each.
     """
 
     def __init__(self, wrapper: Wrapper, prefix: str) -> None:
@@ -66,14 +66,14 @@ class ParameterNames:
     """All parameters of a model by their original names.
 
     Args:
-        model: a module with wrappers in it, or one itself. Nothing is communicated.
+        model: a wrapper, or a module that contains wrappers. Nothing is communicated.
 
     Attributes:
-        units: those of the wrappers, outer ones first.
+        units: the units of the wrappers, outer ones first.
         outside: names of parameters that belong to no unit: of plain modules around the wrappers, and ignored ones.
-        of: for each parameter that an optimizer may own the original names behind it.
-        owners: by original name, what the optimizer owns of it.
-        current_names: what parameters are called in the wrapped model.
+        of: the original names of each parameter that an optimizer may have.
+        owners: by original name, the optimizer's parameter.
+        current_names: the names of parameters in the wrapped model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -86,7 +86,7 @@ class ParameterNames:
         for unit in self.units:
             for owner, name in zip(unit.owners, unit.names, strict=True):
                 self.of.setdefault(owner, []).append(name)
-        # After a forward of SHARD_GRAD_OP modules show other objects than the optimizer owns: go by the names.
+        # After a forward with SHARD_GRAD_OP, modules have other objects than the optimizer, so names are compared.
         owned = {key: unit.owners[number] for unit in self.units for number, key in unit.keys}
         current = {name: owned.get(plain_path(name), parameter) for name, parameter in model.named_parameters()}
         self.outside = {parameter: plain_path(name) for name, parameter in current.items() if parameter not in self.of}
@@ -96,9 +96,9 @@ class ParameterNames:
         self._by_name = {**{plain_path(name): parameter for name, parameter in current.items()}, **current}
 
     def keys(self, optimizer: Any, optim_state_dict: Mapping[str, Any]) -> tuple[dict[Any, nn.Parameter], list[str]]:
-        """From the keys of the optimizer's own state dict, numbers or names, to parameters; and what is wrong there.
+        """Maps the keys of the optimizer's own state dict, numbers or names, to parameters. Also returns the problems.
 
-        Where something is wrong the keys are left out.
+        If there are problems, the map is empty.
         """
         parameters = parameters_of(optimizer.param_groups)
         problems = self.unknown(parameters)
@@ -114,11 +114,11 @@ class ParameterNames:
         return {**dict(zip(keys, parameters, strict=True)), **self._by_name}, []
 
     def behind(self, parameters: Iterable[nn.Parameter]) -> list[str]:
-        """The original names behind parameters of the optimizer."""
+        """The original names of parameters of the optimizer."""
         return [name for parameter in parameters for name in self.of[parameter]]
 
     def unknown(self, parameters: Iterable[nn.Parameter]) -> list[str]:
-        """What is wrong with an optimizer that has parameters which the model has not, in words."""
+        """Describes the problem if an optimizer has parameters that the model does not have."""
         shapes = [tuple(parameter.shape) for parameter in parameters if parameter not in self.of]
         if not shapes:
             return []
@@ -129,17 +129,17 @@ class ParameterNames:
 
 
 def parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """What the groups list, one after the other: parameters, or in a state dict their keys."""
+    """The parameters of all groups in order; in a state dict, their keys."""
     return [parameter for group in groups for parameter in group["params"]]
 
 
 def regrouped(group: Mapping[str, Any], params: list[Any], param_names: Sequence[str] | None) -> dict[str, Any]:
-    """A group with copies of the settings of ``group``, over other parameters or under other keys for them.
+    """A group with copies of the settings of ``group``, for other parameters or keys.
 
     Args:
         group: of an optimizer or of a state dict.
-        params: what the new group lists.
-        param_names: for an optimizer that keeps them.
+        params: the parameters or keys of the new group.
+        param_names: names to store in the group; ``None`` if the optimizer stores none.
     """
     settings = copy.deepcopy({key: value for key, value in group.items() if key not in ("params", "param_names")})
     if param_names is not None:

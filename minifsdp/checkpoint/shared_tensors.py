@@ -1,14 +1,14 @@
-"""Copies of what a saved dict would otherwise share with the model.
+"""Copies tensors that a saved dict would otherwise share with the model.
 
-Buffers and ignored parameters belong to no unit, and ``nn.Module.state_dict()`` writes the model's own tensors for
-them. A dict must not change when training continues, so these tensors are copied in the dict. The model keeps its
-memory: a module may hold views of a buffer, and another process may read a table in shared memory::
+Buffers and ignored parameters belong to no unit, and ``nn.Module.state_dict()`` puts the model's own tensors into the
+dict. A dict must not change when training continues, so the dict gets copies of these tensors. The model keeps its own
+memory, because a module may hold views of a buffer, and another process may read a table in shared memory::
 
     saved = model.state_dict()      saved["norm.running_mean"] -----> 1.0
     model(batch)                    model.norm.running_mean --------> 1.1
 
-Cost: the bytes of these tensors for as long as the dict exists. Two keys of one tensor get one copy, and an expanded
-tensor is copied before it is expanded.
+Cost: the bytes of these tensors for as long as the dict exists. If two keys refer to the same tensor, they share one
+copy, and an expanded tensor is copied before it is expanded.
 
 *In torch:* the dict shares them with the model, so running statistics in it change with the next forward.
 
@@ -36,13 +36,13 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
 def keep_apart(
     state: MutableMapping[str, Any], prefix: str, own: Iterable[torch.Tensor], before: Mapping[str, Any]
 ) -> None:
-    """Copies every tensor below ``prefix`` that lies in the model's memory, also one in a list or a dict.
+    """Copies every tensor below ``prefix`` that uses the model's memory, including tensors in a list or a dict.
 
     Args:
-        state: a dict of which part or all is below ``prefix``.
-        prefix: the beginning of its keys.
+        state: the dict; all or some of its keys begin with ``prefix``.
+        prefix: the beginning of the keys to check.
         own: tensors of the model.
-        before: entries that the dict had before the model was written; they stay as they are.
+        before: entries that the dict had before the model was saved; they stay unchanged.
     """
     # The address of a storage without elements is 0.
     memory = {_memory_of(tensor) for tensor in own} - {0}

@@ -1,25 +1,25 @@
-"""Writing the model's state: full, sharded, local.
+"""Saving the model's state: full, sharded, local.
 
-``nn.Module.state_dict()`` walks over the tree and writes down what every module has registered. In a wrapped tree that
-is a shard under the name ``_flat_param``. So each wrapper corrects, for its own unit, what the walk has written, and
-it does that while the walk goes on, right after its own part of the tree::
+``nn.Module.state_dict()`` walks over the tree and saves the registered tensors of every module. In a wrapped tree these
+are shards under the name ``_flat_param``. So each wrapper replaces the entries of its own unit during the walk, right
+after its own part of the tree::
 
-    before the walk     place holders are registered under the original names, so that keys come in the usual order;
-                        real parameters where a module has custom code (``custom_state.py``)
-    after the walk      full: the unit is gathered, each place holder replaced by a copy of the full value, the gathered
-                        row dropped; sharded: the same with this rank's rows; local: one entry, the shard
-    and                 the wrapper's prefix is taken out of all names
+    before the walk     placeholders are registered under the original names, so that keys have the usual order; real
+                        parameters where a module has custom code (``custom_state.py``)
+    after the walk      full: the unit is all-gathered, each placeholder replaced by a copy of the full value, and the
+                        bucket freed; sharded: the same with this rank's rows; local: one entry, the local shard
+    and                 the wrapper's prefix is removed from all names
 
-All of that is done in a hook that is the wrapper's first, so the user's own hooks on a wrapper find a finished dict.
+All of this happens in the first hook of the wrapper, so the user's own hooks on a wrapper get the finished dict.
 
-``nn.Module`` writes its own tensors, so such a dict changes with every step. Here most values have just been gathered.
-The outermost wrapper copies the others, so that the dict does not change: buffers, ignored parameters, and what a
-module's custom code has added (``shared_tensors.py``).
+The dict of a plain ``nn.Module`` contains the module's own tensors, so it changes with every step. Here most values are
+new tensors from an all-gather. The outermost wrapper copies the others, so that the dict does not change: buffers,
+ignored parameters, and tensors that a module's custom code has added (``shared_tensors.py``).
 
-One unit is gathered at a time, so at no moment is there more than one unit in full size, beside what the user asked to
-be given; where a module has custom code, an outer unit beside an inner one.
+One unit is all-gathered at a time, so in addition to the result at most one unit is unsharded. If a module has custom
+code, an outer unit and an inner one can be unsharded at the same time.
 
-Reading goes the other way, in ``state_dict_load.py``.
+Loading is in ``state_dict_load.py``.
 
 *In torch:* ``_state_dict_utils.py``, 932 lines of hooks in three families.
 
@@ -45,11 +45,11 @@ from minifsdp.fsdp1.wrapper import Wrapper
 
 
 def shown_to_walk(unit: FlatUnit | None, *, is_looked_at: bool) -> AbstractContextManager[None]:
-    """While the walk goes on: something under each original name. All ranks of the unit's mesh must enter and leave it.
+    """Registers a tensor under each original name during the walk. All ranks of the unit's mesh must enter and exit.
 
     Args:
-        unit: what is to be written.
-        is_looked_at: whether a user's hook or module runs while it is written, and may look at parameters.
+        unit: the unit to save.
+        is_looked_at: whether a user's hook or module runs during the walk and may read parameters.
     """
     if unit is None or unit.layout.is_summoned:
         return nullcontext()
@@ -61,7 +61,7 @@ def shown_to_walk(unit: FlatUnit | None, *, is_looked_at: bool) -> AbstractConte
 
 @contextmanager
 def _place_holders(unit: FlatUnit) -> Generator[None]:
-    """Tensors of no elements where the originals are hidden, so that the walk writes keys in their order."""
+    """Registers empty tensors for hidden original parameters, so that the walk writes keys in their order."""
     slots = slots_of(unit)
     for slot in slots:
         slot.module._parameters[slot.name] = nn.Parameter(torch.empty(0), requires_grad=False)
@@ -73,7 +73,7 @@ def _place_holders(unit: FlatUnit) -> Generator[None]:
 
 
 def write_unit(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) -> None:
-    """Puts the unit's values where the walk has written place holders. All ranks of the unit's mesh must call it."""
+    """Replaces the placeholders in ``state`` by the unit's values. All ranks of the unit's mesh must call it."""
     state.pop(codec.flat_key, None)
     is_wanted = codec.mesh.is_first or not form.first_only
     if form.is_local:
@@ -90,18 +90,18 @@ def write_unit(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) ->
 
 
 def _finish(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) -> None:
-    """What the walk has written is real already, and custom code may have changed it: only the form is left."""
+    """Converts values that the walk has written to the form. They are real, and custom code may have changed them."""
     for key in {key for _, key in codec.keys if isinstance(state.get(key), torch.Tensor)}:
         state[key] = codec.formed(state[key].detach(), form, state[key].device)
-    # Under a name of the module's own: a view of one element would keep, and save, the whole row.
+    # Also entries under other names: a view of one element would keep, and save, the whole bucket.
     shown = [slot.module._parameters.get(slot.name) for slot in slots_of(codec.unit)]
     keep_apart(state, codec.prefix, [tensor for tensor in shown if tensor is not None], {})
 
 
 def write_rest(wrapper: Wrapper, form: Form, state: MutableMapping[str, Any], prefix: str) -> None:
-    """Buffers of the wrapper's own modules, in the dtype that the user gave them. What is ignored stays as it is.
+    """Converts the buffers of the wrapper's own modules to the dtype that the user gave them. Skips ignored modules.
 
-    A local dict keeps the dtype of compute, since it is meant for the very same run (MP-10).
+    A local dict keeps the compute dtype, because it is only for the same run (MP-10).
     """
     for path, module in wrapper._own_modules():
         for name in module._buffers:
@@ -115,7 +115,7 @@ def write_rest(wrapper: Wrapper, form: Form, state: MutableMapping[str, Any], pr
 
 @contextmanager
 def _gathered(unit: FlatUnit) -> Generator[list[torch.Tensor]]:
-    """Every parameter's full value. All ranks of the unit's shard group must enter and leave it."""
+    """Every parameter's full value. All ranks of the unit's shard group must enter and exit it."""
     layout, group = unit.layout, unit.plan.mesh.shard
     if trace.recorder is not None and group is not None:
         trace.recorder.begin("AG", unit.name, num_bytes=layout.num_bytes, ranks=group.ranks, lane="gather")

@@ -1,18 +1,18 @@
-"""Does the model's state dict fit? Asked before anything is read, on all ranks together.
+"""Checks on all ranks whether the model's state dict fits, before any of it is loaded.
 
-The walk of ``nn.Module`` finds a missing key when half of the model has been overwritten; and for a sharded dict rows
-are gathered, so a rank that stops there leaves the others waiting. So the outermost wrapper looks through the whole
-dict first, and the ranks compare what they found. Worked example, two ranks, rank 1 has read a damaged file::
+The walk of ``nn.Module`` finds a missing key only after it has overwritten a part of the model. And the rows of a
+sharded dict are all-gathered, so a rank that stops there leaves the others waiting. So the outermost wrapper checks the
+whole dict first, and the ranks compare their problems. Worked example, two ranks, rank 1 has read a damaged file::
 
     rank 0 finds    nothing                                          raises, because of rank 1
     rank 1 finds    Missing key(s) in state_dict: "0.bias"           raises
 
-and on both the model is as it was.
+The model is unchanged on both ranks.
 
-What a module reads with custom code (``_load_from_state_dict`` overridden, or a hook that renames keys) is left to that
-code: there a key may be missing on purpose, or a value have another shape.
+Modules with custom loading code (``_load_from_state_dict`` overridden, or a hook that renames keys) are not checked:
+their code may accept a missing key, or a value with another shape.
 
-*In torch:* a dict that does not fit is refused by whoever notices, halfway through.
+*In torch:* only the rank that notices a problem raises, halfway through.
 
 Spec: SD-FULL-09, SD-SHARD-03, SD-LOCAL-04.
 """
@@ -33,22 +33,22 @@ from minifsdp.engine.messages import detail
 from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.wrapper import Wrapper
 
-# What nn.Module says first.
+# The beginning of the error message of nn.Module.
 OPENING = "Error(s) in loading state_dict for FullyShardedDataParallel: "
 
 
 class Expected:
-    """What a dict must have.
+    """The keys and shapes that a dict must have.
 
     Args:
-        tree: all modules that are to be read, each with the beginning of its keys.
+        tree: all modules to load, each with the prefix of its keys.
         codecs: of the units among them.
 
     Attributes:
         in_units: by key, the unit that the value belongs to, and the parameter's number in it.
-        rest: by key, the shape of everything else: buffers, ignored and plain parameters.
+        rest: by key, the shape of all other tensors: buffers, ignored and plain parameters.
         optional: keys that may be missing.
-        elsewhere: beginnings of keys that a module reads with code of its own.
+        elsewhere: prefixes of keys that a module loads with custom code.
     """
 
     def __init__(self, tree: Sequence[tuple[str, nn.Module]], codecs: Sequence[UnitCodec]) -> None:
@@ -61,26 +61,26 @@ class Expected:
                 if start + name not in self.in_units:
                     self.rest[start + name] = tuple(tensor.shape)
                 if name == "num_batches_tracked":
-                    # Dicts of torch before 0.4.1 have no such count, and the layer does without.
+                    # Dicts of torch before 0.4.1 have no such counter, and the layer accepts that.
                     self.optional.add(start + name)
 
 
 def is_hidden(wrapper: Wrapper) -> bool:
-    """Whether full parameters have been summoned, and this rank is not shown them: ``rank0_only``."""
+    """Whether `summon_full_params` with ``rank0_only`` is active and this rank has no full parameters."""
     unit = wrapper._unit
     return unit is not None and unit.phase is Phase.SUMMONED and not unit.layout.is_summoned
 
 
 @chunks.unadvised()
 def refuse_misfit(wrapper: Wrapper, form: Form, state: Mapping[str, Any], prefix: str, strict: bool) -> None:
-    """Raises on all ranks if the dict of any does not fit. All ranks of the units' groups must call it.
+    """Raises on all ranks if the dict of any rank does not fit. All ranks of the units' groups must call it.
 
     Args:
-        wrapper: the outermost one that reads.
-        form: the chosen one.
+        wrapper: the outermost one that loads.
+        form: the chosen form.
         state: the dict, with plain names.
-        prefix: of the wrapper in it.
-        strict: whether keys must be neither missing nor unexpected.
+        prefix: of the wrapper in the dict.
+        strict: whether missing and unexpected keys are errors.
 
     Raises:
         StateDictMismatchError: with keys, expected, found, and ranks.
@@ -98,7 +98,7 @@ def refuse_misfit(wrapper: Wrapper, form: Form, state: Mapping[str, Any], prefix
     problems.extend(detail("load-while-hidden", unit=start) for start, inner in wrappers if is_hidden(inner))
     agreement.refuse_together(groups, problems, OPENING)
     if not form.is_local:
-        # Rows are gathered key by key. And half of a whole value, loaded on some ranks, is none.
+        # Rows are all-gathered key by key, and a full value must be loaded on all ranks or on none.
         held = {key for key, value in state.items() if not form.is_sharded or chunks.local_rows(value) is not None}
         rows = (key for key in expected.in_units if key in held)
         agreement.refuse_lacking(groups, (detail("rows-lacking-of-unit", key=key) for key in rows), OPENING)
@@ -122,10 +122,10 @@ def _key_problems(state: Mapping[str, Any], prefix: str, expected: Expected) -> 
 
 
 def _value_problems(state: Mapping[str, Any], expected: Expected, form: Form) -> Iterator[str]:
-    """Values of a wrong shape, or in another form than the chosen one."""
+    """Values with a wrong shape, or in another form than the chosen one."""
     for key, shape in expected.rest.items():
         found = tuple(getattr(state.get(key), "shape", shape))
-        # One number without dimensions was saved as a tensor of one element long ago, and nn.Module still reads it.
+        # Old versions of torch saved a 0-d tensor as a tensor of one element, and nn.Module still reads it.
         is_old = (shape, found) == ((), (1,))
         if found != shape and not is_old and not key.startswith(expected.elsewhere):
             yield detail("size-mismatch", key=key, shape=shape, found=found)

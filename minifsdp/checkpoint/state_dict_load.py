@@ -1,18 +1,18 @@
-"""Reading the model's state: full, sharded, local.
+"""Loading the model's state: full, sharded, local.
 
-``nn.Module.load_state_dict()`` walks over the tree and copies into each module what it finds under the module's name.
-In a wrapped tree the modules have no such parameters. So each wrapper takes its unit's values out of the dict *before*
-the walk looks for them, and keeps this rank's shard of each; nothing is gathered for a full dict, because everybody has
-it. Afterwards it corrects the lists of missing and unexpected keys, and their names.
+``nn.Module.load_state_dict()`` walks over the tree and copies into each module the values under the module's name. In a
+wrapped tree the modules have no such parameters. So each wrapper removes its unit's values from the dict *before* the
+walk, and copies this rank's shard of each. A full dict needs no communication, because each rank has all values.
+Afterwards the wrapper corrects the lists of missing and unexpected keys, and their names.
 
-A dict that does not fit is found out earlier, see ``state_dict_check.py``. Worked example, a unit with a weight of 3
-rows on two ranks, and a full dict: rank 0 copies the elements of its shard, rank 1 those of its own, and the walk is
-told that the key was there.
+A dict that does not fit raises an error earlier, see ``state_dict_check.py``. Worked example, a unit with a weight of 3
+rows on two ranks, and a full dict: rank 0 copies the elements of its shard, rank 1 those of its own, and the key is
+removed from the list of missing keys.
 
-What a module reads with custom code (``_load_from_state_dict`` overridden, or a hook that renames keys) is left to
-that code: there a key may be missing on purpose, or a value have another shape. A unit with such a module in it is
-gathered and shown in full while the walk goes on, its values stay in the dict, and afterwards each rank keeps its shard
-of what the walk has made of them (see ``custom_state.py``).
+Modules with custom loading code (``_load_from_state_dict`` overridden, or a hook that renames keys) load their values
+themselves: their code may accept a missing key, or a value with another shape. A unit with such a module is unsharded
+during the walk, and its values stay in the dict. Afterwards each rank keeps its shard of the values that the walk has
+loaded (see ``custom_state.py``).
 
 *In torch:* hooks in ``_state_dict_utils.py``.
 
@@ -33,11 +33,11 @@ from minifsdp.fsdp1.wrapper import PREFIX, Wrapper
 
 
 def drop_own_tensors(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str) -> None:
-    """Takes the wrapper's own shards and buffers out of a dict, if they were added.
+    """Removes the wrapper's own shards and buffers from a dict, if they were added.
 
-    ``set_model_state_dict`` of ``torch.distributed.checkpoint`` adds to a full dict what the model has registered. It
-    means to help, but those are under the names that things have while they are wrapped; and where the dict lacks a
-    key, under the plain one, but a shard.
+    ``set_model_state_dict`` of ``torch.distributed.checkpoint`` adds the model's registered tensors to a full dict, to
+    complete it. But they have the names of the wrapped model; and if the dict lacks a key, a shard is added under the
+    plain name.
     """
     units = [w._unit for w in Wrapper.fsdp_modules(wrapper) if w._unit is not None]
     cut = {id(p) for unit in units if unit.plan.mesh.shard is not None for p in unit.layout.local_parameters()}
@@ -51,12 +51,12 @@ def drop_own_tensors(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: 
 
 
 class Reading:
-    """One wrapper's part in reading a state dict that fits.
+    """Loads one wrapper's values from a state dict that fits.
 
     Args:
-        wrapper: which.
+        wrapper: the wrapper.
         prefix: of the wrapped module in the dict.
-        form: in which form the dict is.
+        form: the form of the dict.
     """
 
     def __init__(self, wrapper: Wrapper, prefix: str, form: Form) -> None:
@@ -67,22 +67,22 @@ class Reading:
 
     @chunks.unadvised()
     def before_walk(self, state: MutableMapping[str, Any]) -> None:
-        """Takes the unit's values out of ``state`` and copies this rank's part of them, or leaves them to the walk.
+        """Removes the unit's values from ``state`` and copies this rank's shard of them, or leaves them for the walk.
 
-        They are the walk's if modules show full parameters. For a sharded dict all ranks of the unit's mesh must call
+        The walk loads them if modules have full parameters. For a sharded dict all ranks of the unit's mesh must call
         it.
         """
         codec = self._codec
         if codec is None:
             return
         if codec.layout.is_summoned and not self._form.is_local:
-            # Rows become full tensors, because a module's custom code knows of nothing else.
+            # Rows are all-gathered into full tensors, because a module's custom code expects full tensors.
             for _, key in codec.keys:
                 if chunks.local_rows(state.get(key)) is not None:
                     state[key] = codec.whole(state[key])
             return
         check_idle(codec.unit)
-        # Under these names the walk will miss something.
+        # The walk will report these names as missing.
         self._not_for_the_walk = {codec.flat_key, *(key for _, key in codec.keys)}
         piece = self._local_piece(codec, state) if self._form.is_local else self._piece(codec, state)
         if piece is not None:
@@ -96,7 +96,7 @@ class Reading:
                 self._missing.append(key)
                 continue
             given[number] = state.pop(key)
-            # Looked at once more: a module further out may have had its own way with it.
+            # Checked again: custom code of an outer module may have changed it.
             problems.extend(codec.misfit(number, key, given[number], self._form))
         agreement.refuse_together([], problems, OPENING)
         piece = codec.layout.local_values().clone()
@@ -113,8 +113,8 @@ class Reading:
         return piece
 
     def after_walk(self, missing: list[str], unexpected: list[str]) -> None:
-        """Corrects the lists of keys: what the walk did not find is there, and names are those of the plain module."""
-        # The lists are those of the whole tree, and inner wrappers have been here before: compare plain names.
+        """Corrects the lists of keys: removes keys that the unit has loaded, and converts names to plain names."""
+        # The lists are those of the whole tree, and inner wrappers have already converted names: compare plain names.
         not_missing = set(map(plain_path, self._not_for_the_walk))
         missing[:] = [name for name in map(plain_path, missing) if name not in not_missing]
         missing.extend(map(plain_path, self._missing))

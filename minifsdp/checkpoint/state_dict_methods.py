@@ -1,12 +1,12 @@
-"""The methods of a wrapper that write and read the model's state.
+"""The methods of a wrapper that save and load the model's state.
 
-They choose; the work is in ``state_dict.py`` and ``state_dict_load.py``. Worked example: with ``FULL_STATE_DICT`` on
-two ranks every wrapper, inner ones first, replaces what its unit wrote into the dict, a shard, by the gathered tensors
+They choose the form and call ``state_dict.py`` and ``state_dict_load.py``. Worked example: with ``FULL_STATE_DICT`` on
+two ranks every wrapper, inner ones first, replaces its unit's entry in the dict, a shard, by the all-gathered tensors
 under their plain names.
 
-The outermost wrapper does what is done once for the whole tree. Before writing, as before reading, it meets with the
-other ranks: all must be there, and whoever has custom code in a unit says so, because others must then show that unit
-in full as well.
+The outermost wrapper handles the steps that are needed once per tree. Before saving and before loading, it synchronizes
+with the other ranks: all must be present, and a rank with custom code in a unit reports it, because all ranks must then
+unshard that unit.
 
 *In torch:* six functions for each of three types, found by name in a table, and registered as hooks.
 
@@ -44,14 +44,14 @@ def _modules_of(wrapper: Wrapper) -> list[nn.Module]:
 
 
 def _is_shown(wrapper: Wrapper) -> bool:
-    # In the user's hands already: nothing will be gathered, and a rank may come alone.
+    # The user has unsharded the parameters already: nothing is all-gathered, and one rank may call it alone.
     if is_hidden(wrapper):
         raise RuntimeError(message("state-dict-hidden", unit=wrapper._unit and wrapper._unit.name))
     return wrapper._unit is not None and wrapper._unit.layout.is_summoned
 
 
 def wrappers_in(module: nn.Module) -> list[StateDictMethods]:
-    """All wrappers in ``module``, itself included if it is one."""
+    """All wrappers in ``module``, including ``module`` itself."""
     return [inner for inner in module.modules() if isinstance(inner, StateDictMethods)]
 
 
@@ -61,7 +61,7 @@ def _named_wrappers(module: nn.Module) -> list[tuple[str, StateDictMethods]]:
 
 
 class StateDictMethods(Wrapper):
-    """Choosing, writing and reading the model's state."""
+    """Choosing the form of the model's state, and saving and loading it."""
 
     _reads_strictly = False
     _reading: Reading
@@ -79,14 +79,14 @@ class StateDictMethods(Wrapper):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The state in the chosen form, full by default (SD-FULL, SD-SHARD, SD-LOCAL). Every rank must call it.
 
-        Takes what ``nn.Module.state_dict`` takes; the form is chosen by `set_state_dict_type` or `state_dict_type`.
-        The dict does not change when training continues. Only with ``keep_vars=True`` buffers, and parameters that
+        Takes the arguments of ``nn.Module.state_dict``. The form is set by `set_state_dict_type` or `state_dict_type`.
+        The dict does not change when training continues. Only with ``keep_vars=True``, buffers, and parameters that
         belong to no unit, are the model's own tensors.
         """
         self._mend()
         given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs
         prefix = given.get("prefix", "")
-        # Another model may have written to the same dict.
+        # Another model may have been saved to the same dict.
         self._before = dict(given.get("destination") or {}) if self._is_outermost_here(prefix) else {}
         if self._is_outermost_here(prefix):
             gathered = [w for w in wrappers_in(self) if not (w._form.is_local or _is_shown(w))]
@@ -101,24 +101,24 @@ class StateDictMethods(Wrapper):
         return state
 
     def _meet(self, call: str, meshes: Iterable[Mesh], looks: Callable[[nn.Module], bool]) -> None:
-        """Waits for all ranks, and notes whose unit is to be shown in full: on all of its ranks or on none.
+        """Waits for all ranks, and notes which units must be unsharded: on all of a unit's ranks or on none.
 
         A user may have a hook on one rank only.
 
         Args:
-            call: what all must call.
-            meshes: who must come.
-            looks: whether code that is not ours runs meanwhile, in a module.
+            call: the call that all ranks must make.
+            meshes: the ranks to wait for.
+            looks: whether a module has custom code, or a user's hooks, that runs in the meantime.
         """
         wrappers = wrappers_in(self)
-        # Such code is shown nothing of a local dict.
+        # Custom code gets no values of a local dict.
         mine = [not self._form.is_local and any(map(looks, _modules_of(wrapper))) for wrapper in wrappers]
         groups = agreement.monitored_barrier(agreement.groups_of(meshes), call, raises_hand=any(mine))
         told = agreement.tell(groups, mine)
         for number, wrapper in enumerate(wrappers):
             group = wrapper.mesh.shard
             ranks = [rank_of_this_process()] if group is None else group.ranks
-            # In a simulation one process plays all ranks, and knows of itself.
+            # In a simulation, one process runs all ranks, and only its own value exists.
             wrapper._is_looked_at = any(told[rank][number] for rank in ranks if rank in told)
 
     def _after_write(self, _: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -138,11 +138,11 @@ class StateDictMethods(Wrapper):
 
     @property
     def _drops(self) -> bool:
-        """Whether this rank gets no entries, because only the first rank does."""
+        """Whether this rank gets no entries, because only the first rank gets them."""
         return self._form.first_only and not self.mesh.is_first
 
     def _is_outermost_here(self, prefix: str) -> bool:
-        # A part of a wrapped model can be written and read on its own; then no wrapper's name is in the prefix.
+        # A part of a wrapped model can be saved and loaded alone; then no wrapper's name is in the prefix.
         return not self._is_inner or PREFIX not in prefix
 
     @property
@@ -151,12 +151,12 @@ class StateDictMethods(Wrapper):
         return Form.of(chosen.state_dict_type, chosen.state_dict_config)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Reads a state in the chosen form (SD-FULL-08, SD-SHARD-03, SD-LOCAL-03). Every rank must call it.
+        """Loads a state in the chosen form (SD-FULL-08, SD-SHARD-03, SD-LOCAL-03). Every rank must call it.
 
         Args:
-            state_dict: with plain names; in the full form the whole on every rank.
-            strict: whether keys must be neither missing nor unexpected.
-            assign: for what belongs to no unit, as in ``nn.Module``.
+            state_dict: with plain names; in the full form, every rank needs the complete dict.
+            strict: whether missing and unexpected keys are errors.
+            assign: for tensors that belong to no unit, as in ``nn.Module``.
 
         Raises:
             RuntimeError: the dict of any rank does not fit; on all ranks, and nothing has changed.
@@ -176,7 +176,7 @@ class StateDictMethods(Wrapper):
         if self._is_outermost_here(prefix):
             drop_own_tensors(self, state, prefix)
             self._meet("load_state_dict()", [w.mesh for w in wrappers_in(self)], custom_state.looks_while_read)
-            # A plain module around this one has not told its hooks whether it is strict; it will see to the keys.
+            # If a plain module contains this one, `strict` is unknown here, and that module checks the keys itself.
             refuse_misfit(self, self._form, state, prefix, strict=self._reads_strictly)
         names.rename(state, prefix, prefix + PREFIX)
         self._while_read.close()
@@ -196,11 +196,11 @@ class StateDictMethods(Wrapper):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Chooses the form for all units below ``module``; returns what was chosen before (SD-CFG-02 to 07).
+        """Sets the form for all units below ``module``; returns the previous one (SD-CFG-02 to 07).
 
         Raises:
             RuntimeError: a configuration belongs to another type.
-            AssertionError: the units differed before.
+            AssertionError: the units had different forms before.
         """
         settings = settings_for(state_dict_type, state_dict_config, optim_state_dict_config)
         before = StateDictMethods.get_state_dict_type(module)
@@ -210,10 +210,10 @@ class StateDictMethods(Wrapper):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The form that is chosen for all units below ``module`` (SD-CFG-09).
+        """The form of all units below ``module`` (SD-CFG-09).
 
         Raises:
-            AssertionError: they differ.
+            AssertionError: the units have different forms.
         """
         return common_settings([(clean_name(path), w._state_dict_settings) for path, w in _named_wrappers(module)])
 
@@ -225,7 +225,7 @@ class StateDictMethods(Wrapper):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Generator[None]:
-        """`set_state_dict_type` for the time of a ``with`` block (SD-CFG-08)."""
+        """`set_state_dict_type` for the duration of a ``with`` block (SD-CFG-08)."""
         before = StateDictMethods.set_state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         )

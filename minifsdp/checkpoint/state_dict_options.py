@@ -1,16 +1,16 @@
-"""Which form a state dict takes: three types, their configurations, and how they are set.
+"""The form of a state dict: three types, their configurations, and how they are set.
 
-The same weights can be written down in three forms. A unit with one weight of shape (3, 2) on two ranks::
+The same weights can be saved in three forms. A unit with one weight of shape (3, 2) on two ranks::
 
     FULL       rank 0 {"weight": 3 x 2}            rank 1 {"weight": 3 x 2}     or {} with rank0_only
     SHARDED    rank 0 {"weight": rows 0 and 1}     rank 1 {"weight": row 2}
     LOCAL      rank 0 {"flat_param": 3 elements}   rank 1 {"flat_param": 3 elements}
 
-The full form fits any program, and is the largest. The sharded one fits any number of ranks, through
-``torch.distributed.checkpoint``. The local one needs no communication and fits nothing but the run that wrote it.
+The full form works with any program, and is the largest. The sharded one works with any number of ranks, through
+``torch.distributed.checkpoint``. The local one needs no communication and only works in the run that saved it.
 
-The choice belongs to a whole tree and is kept on its wrappers, because ``state_dict()`` has no argument for it. It is
-set for good, or for the time of a ``with`` block.
+The form applies to a whole tree and is stored in its wrappers, because ``state_dict()`` has no argument for it. It is
+set permanently, or for the duration of a ``with`` block.
 
 *In torch:* the classes are in ``api.py``, the three functions are static methods of the wrapper.
 
@@ -34,7 +34,7 @@ class StateDictType(Enum):
 
 
 class OptimStateKeyType(Enum):
-    """What an optimizer state dict is keyed by: original parameter names, or numbers as a plain optimizer has them."""
+    """The keys of an optimizer state dict: original parameter names, or numbers as in a plain optimizer."""
 
     PARAM_NAME = auto()
     PARAM_ID = auto()
@@ -42,10 +42,10 @@ class OptimStateKeyType(Enum):
 
 @dataclass
 class StateDictConfig:
-    """Base class; use one of its children.
+    """Base class; use a subclass.
 
     Attributes:
-        offload_to_cpu: put values on the CPU, unit by unit.
+        offload_to_cpu: move values to the CPU, unit by unit.
         use_dtensor: sharded values are ``DTensor`` instead of ``ShardedTensor``.
     """
 
@@ -55,7 +55,7 @@ class StateDictConfig:
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """For the full form. ``rank0_only``: the first rank has all entries, the others have an empty dict."""
+    """For the full form. ``rank0_only``: the first rank gets all entries, the others an empty dict."""
 
     rank0_only: bool = False
 
@@ -70,7 +70,7 @@ class ShardedStateDictConfig(StateDictConfig):
 
 @dataclass
 class OptimStateDictConfig:
-    """Base class for optimizer state dicts; use one of its children."""
+    """Base class for optimizer state dicts; use a subclass."""
 
     offload_to_cpu: bool = True
     use_dtensor: bool = False
@@ -89,14 +89,14 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """For the local form, which stays where it is."""
+    """For the local form, which stays on its device."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class StateDictSettings:
-    """A type with its two configurations."""
+    """A type with the configurations for the model and for the optimizer."""
 
     state_dict_type: StateDictType | None = StateDictType.FULL_STATE_DICT
     state_dict_config: StateDictConfig | None = field(default_factory=FullStateDictConfig)
@@ -115,7 +115,7 @@ def settings_for(
     state_dict_config: StateDictConfig | None,
     optim_state_dict_config: OptimStateDictConfig | None,
 ) -> StateDictSettings:
-    """A type with the given configurations, or the type's own where they are ``None``.
+    """The settings of a type with the given configurations; ``None`` means the default of the type.
 
     Raises:
         RuntimeError: a configuration belongs to another type.
@@ -137,7 +137,7 @@ def settings_for(
 
 
 def common_settings(all_settings: Sequence[tuple[str, StateDictSettings]]) -> StateDictSettings:
-    """The one setting of all units, each given with its name; all ``None`` if there is no unit.
+    """The common setting of all units, each given with its name; all ``None`` if there is no unit.
 
     Raises:
         AssertionError: two units differ.

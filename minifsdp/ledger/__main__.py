@@ -1,7 +1,7 @@
-"""``python -m minifsdp.ledger FILE``: draws what a rank has written when a collective failed.
+"""``python -m minifsdp.ledger FILE``: draws the report that a rank has written when a collective failed.
 
-Below where every rank is, the last collectives of its group stand side by side, one column for each rank, one line for
-each place; ``>`` marks the lines in which the ranks are not the same::
+Below the state of every rank, it prints the last collectives of the group: one column for each rank, one line for each
+position. ``>`` marks the lines in which the ranks differ::
 
         group 0, epoch 3      rank 0                                 rank 1
         0                     all-gather of 'a' in forward           all-gather of 'a' in forward
@@ -23,11 +23,11 @@ WIDTH = 44
 
 
 def drawn(told: dict[str, Any], most: int) -> str:
-    """The text.
+    """The drawing as text.
 
     Args:
-        told: what the file says: ``states``, ``lines`` and ``diverging``, by rank.
-        most: how many places to show, the last ones.
+        told: the contents of the file: ``states``, ``lines`` and ``diverging``, by rank.
+        most: how many positions to print, counted from the end.
     """
     states = {int(rank): state for rank, state in told["states"].items()}
     diverging = {int(rank): line for rank, line in told["diverging"].items()}
@@ -46,7 +46,7 @@ def drawn(told: dict[str, Any], most: int) -> str:
 
 
 def main() -> None:
-    """Prints the drawing of the file that the command line names."""
+    """Prints the drawing of the file that is given on the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m minifsdp.ledger", description="Draws what was written at a failure."
     )

@@ -3,7 +3,7 @@
 The store is a dictionary that all ranks reach on a connection of its own. It works when collectives do not::
 
     asked      3             number of questions so far; any rank increases it
-    host       0             1 as soon as the rank that hosts the store has left
+    host       0             1 as soon as the rank that hosts the store has exited
     0/process  [...]         machine and process of rank 0
     0/state    {...}         state of rank 0, and the number of the question that it answers
     0/wanted   1             how often other ranks asked for the list of rank 0
@@ -46,7 +46,7 @@ class Board:
     Args:
         store: of the default group.
         rank, num_ranks: of this process, and of all.
-        meanwhile: called while this rank waits for others, because they may wait for this one.
+        meanwhile: called while this rank waits for other ranks, because they may be waiting for this rank.
 
     Attributes:
         is_gone: the host of the store has ended.
@@ -88,7 +88,7 @@ class Board:
         self._call("set", f"{self.rank}/list", json.dumps({"lines": lines, "answers": number}))
 
     def announce_exit(self) -> None:
-        """Tells all ranks that the host of the store leaves; its exit record is published."""
+        """Notifies all ranks that the host of the store exits; its exit record is already published."""
         self._call("add", "host", 1)
 
     def states(self, number: int, limit: float) -> dict[int, State | None]:

@@ -1,14 +1,14 @@
-"""Whether the process of another rank is over, which can be seen from the same machine.
+"""Detects on the same machine whether the process of another rank has ended.
 
-A rank that is killed leaves no last words, and silence proves nothing: who is stopped is silent, too. But the system of
-its machine knows. So each rank puts up where its process can be found, and whoever misses its answer looks there. If it
-is over, the finder leaves last words in its place, which ranks on other machines read, too. If a whole machine is lost
-there is no such rank, and the others wait until their time-out. ::
+A killed rank leaves no exit record, and a missing answer is no proof: a stopped process does not answer either. But the
+operating system lists its processes. So each rank publishes its machine and process number, and if it does not answer,
+a rank on the same machine checks its process. If the process has ended, the checking rank publishes an exit record for
+it, which ranks on other machines read, too. If a machine is lost, the others wait until their timeout. ::
 
-    machine    its boot, and the space of numbers that its processes have: two containers on it differ in that
-    number     of the process
+    machine    its boot ID and the PID namespace, which differs between two containers on one machine
+    number     the process number
 
-*In torch:* only the launcher knows, and it tells no rank why it ends it.
+*In torch:* only the launcher detects this, and it does not report to the ranks why it ends them.
 
 Spec: LEDGER-18.
 """
@@ -23,7 +23,7 @@ _SYSTEM = Path("/proc")
 
 
 def this_process() -> Process:
-    """Where others can find this process; on no machine where the system does not say, as only Linux does."""
+    """Machine and number of this process; the machine is empty if unknown, as on systems other than Linux."""
     try:
         boot = (_SYSTEM / "sys/kernel/random/boot_id").read_text().strip()
         return [f"{boot} {(_SYSTEM / 'self/ns/pid').readlink()}", str(os.getpid())]
@@ -32,12 +32,12 @@ def this_process() -> Process:
 
 
 def is_over(process: Process) -> bool:
-    """Whether it has been on this machine and is over, though its parent may not have noticed yet."""
+    """Whether a process of this machine has ended, including a process that its parent has not reaped yet."""
     machine, number = process
     if not machine or machine != this_process()[0]:
         return False
     try:
-        # Its name is in parentheses, and may have some of its own.
+        # The state follows the process name in parentheses, which may itself contain parentheses.
         state = (_SYSTEM / number / "stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return True

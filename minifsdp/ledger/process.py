@@ -99,7 +99,7 @@ def at_exit() -> None:
         print(message("sent-by-others", report=watcher.ask(None)), file=sys.stderr, flush=True)
     watcher.leave(ended, is_failure=error is not None or is_wrong)
     if is_wrong:
-        # The status tells that the results of the program are wrong.
+        # The status shows that the results of the program are wrong.
         _StatusAtExit.replace(1)
 
 

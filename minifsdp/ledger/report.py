@@ -2,7 +2,7 @@
 
 A report answers three questions: where is every rank, which rank is missing, and which collectives differ first?
 
-Worked example. Rank 0 waits in the all-gather of ``layers.2``, rank 1 has gone on to save::
+Worked example. Rank 0 waits in the all-gather of ``layers.2``, rank 1 has continued with ``state_dict()``::
 
     rank 0: in forward, train.py:88, iteration 7; waits for all-gather of 'layers.2'
     rank 1: in state_dict, train.py:95, iteration 6; waits for all-gather in state_dict

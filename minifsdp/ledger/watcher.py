@@ -1,10 +1,10 @@
-"""The watchdog: a thread that publishes the state of this rank, and asks the others when this rank waits too long.
+"""The watchdog: a thread that publishes the state of this rank, and queries the others when this rank waits too long.
 
 It wakes twice a second, or when it is called, and does one of four things:
 
-1. *It answers.* Another rank asked; this one publishes its state, whatever its main thread is doing.
-2. *It asks for the main thread*, whose collective failed: the error then says where every rank is.
-3. *It asks on its own* when the main thread waits for one collective longer than a few seconds. If the answers prove
+1. *It answers.* If another rank sent a query, it publishes this rank's state, whatever the main thread does.
+2. *It queries for the main thread* after a failed collective: the error then reports the position of every rank.
+3. *It queries by itself* if the main thread waits for a collective longer than a few seconds. If the answers prove
    that the collective cannot complete, the reason becomes the `ledger.verdict` and the group's connections are closed,
    so each rank's wait ends in an error within seconds instead of at the group's time-out. There are two proofs: at one
    position of the group, two ranks issued different collectives; or a rank has ended that did not issue this one.
@@ -13,8 +13,8 @@ It wakes twice a second, or when it is called, and does one of four things:
    C++, where no Python handler runs, but the signal wakes this thread.
 
 Worked example: rank 1 omits ``layers.2`` and continues with the all-gather of ``layers.3``. Rank 0 waits for
-``layers.2``, and rank 1 for ``layers.3``. After two seconds the first rank that asks finds that they diverge and closes
-the group. Both raise.
+``layers.2``, and rank 1 for ``layers.3``. After two seconds the first rank that queries the other finds that they
+diverge and closes the group. Both raise.
 
 The report is part of the error and is written to a file, which ``python -m minifsdp.ledger`` draws. An exception in one
 look, for instance because the store's host has ended, ends that look, not the thread.
@@ -56,7 +56,7 @@ from minifsdp.ledger.board import EXIT_RECORD, Board, Line, State
 
 TICK = 0.25  # seconds between two looks at the store
 HASTE = 0.05  # the same for some time after a question, because more questions usually follow
-PATIENCE = 2.0  # seconds that the main thread may wait before this thread asks
+PATIENCE = 2.0  # seconds that the main thread may wait before this thread queries the others
 LIMIT = 2.0  # seconds that other ranks have to answer
 _TAG = 0x6D696E6B  # of a message that is never sent
 FOLDER = "MINIFSDP_LEDGER_DIR"
@@ -248,12 +248,12 @@ class Watcher:
         if _cannot_complete(place, found, is_known) and _last_place() == place:
             ledger.verdict = {"ranks": list(place[0].ranks), "report": _told(*found)}
             if not is_known:
-                # The device waits, and the main thread does not know yet.
+                # The device waits, but the main thread does not.
                 print(ledger.cannot_complete(), file=sys.stderr, flush=True)
             close(place[0].process_group())
 
     def _print_once(self, place: tuple[Chain, int, int], states: Mapping[int, State | None]) -> None:
-        """After a long wait: what each rank is doing, printed by one of those that wait. Nothing ends."""
+        """After a long wait, one of the waiting ranks prints the state of each rank. All ranks keep waiting."""
         waits = [rank for rank in place[0].ranks if (state := states[rank]) and state["waits"]]
         if self._patience >= 16 * PATIENCE and not self._has_printed and self._board.rank in waits[:1]:
             print(message("still-waiting", report=report.in_words(states, {})), file=sys.stderr, flush=True)
@@ -323,7 +323,7 @@ def close(process_group: Any) -> None:
 def _told(
     states: Mapping[int, State | None], lists: Mapping[int, list[Line]], diverging: Mapping[int, Line], why: str = ""
 ) -> str:
-    """The report, which is also written to a file whose path it ends with."""
+    """The report. It is also written to a file, and the last line names the file."""
     words = report.in_words(states, diverging, why)
     if os.environ.get(FOLDER) == "off":
         return words

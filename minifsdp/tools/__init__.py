@@ -1,1 +1,1 @@
-"""Counting and drawing: what a job will cost, and what happened when."""
+"""Cost calculator, `explain`, and drawings: the cost of a job, and the events of a run."""

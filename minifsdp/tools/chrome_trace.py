@@ -1,9 +1,9 @@
-"""A trace for a browser's zoom: the events in the format of chrome://tracing and ui.perfetto.dev.
+"""Converts the events to the format of the trace viewers chrome://tracing and ui.perfetto.dev.
 
-A rank is a process, a lane a thread (two threads where spans of one lane overlap), the gathered bytes a counter. Worked
-example: a gather of unit 0 from 0 to 2 ms on rank 1 is ``{"ph": "X", "name": "AG 0", "pid": 1, "ts": 0, "dur": 2000}``.
+A rank is a process, a lane a thread (two if its spans overlap), the unsharded bytes a counter. Worked example: an
+all-gather of unit 0 from 0 to 2 ms on rank 1 is ``{"ph": "X", "name": "AG 0", "pid": 1, "ts": 0, "dur": 2000}``.
 
-*In torch:* the profiler writes such traces of every operator; finding the gather of block 3 in one is detective work.
+*In torch:* the profiler writes such traces of every operator, in which the all-gather of block 3 is hard to find.
 
 Spec: the paragraph "The tracer" at the head of the spec.
 """
@@ -20,10 +20,10 @@ def chrome_trace(events_per_rank: EventsPerRank, *, origins: Sequence[float] | N
 
     Args:
         events_per_rank: the events of rank 0, of rank 1, and so on.
-        origins: what each rank's clock showed, in seconds, at one shared moment; by default that of its first event.
+        origins: each rank's clock, in seconds, at one shared moment; by default the time of its first event.
 
     Raises:
-        ValueError: there is not one origin for each rank.
+        ValueError: the number of origins is not the number of ranks.
     """
     ranks = from_zero(events_per_rank, origins)
     items = [item for rank, events in enumerate(ranks) for item in _items(rank, events)]
@@ -31,7 +31,7 @@ def chrome_trace(events_per_rank: EventsPerRank, *, origins: Sequence[float] | N
 
 
 def _items(rank: int, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
-    """All of one rank: its name, its threads with their spans and moments, each in its lane and row, and its memory."""
+    """All items of one rank: its name, its threads, the spans and moments by lane and row, and its memory."""
     yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
     for number, lane in enumerate(LANES):
         on_lane = [event for event in events if event.lane == lane]
@@ -47,7 +47,7 @@ def _items(rank: int, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
 
 def _chrome_event(event: Event) -> dict[str, Any]:
     dtype = "" if event.dtype is None else str(event.dtype).removeprefix("torch.")
-    # Scope "t": the mark of a moment stays on its own thread and does not cross the whole window.
+    # Scope "t": the mark of a moment is drawn on its own thread only, and not across the whole window.
     span = {"ph": "X", "dur": _micro(event.end - event.start)} if event.end > event.start else {"ph": "i", "s": "t"}
     return span | {
         "name": f"{event.kind} {event.unit or 'root'}",

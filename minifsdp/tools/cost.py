@@ -1,48 +1,48 @@
-"""What a step costs: bytes stored, bytes at the worst moment, bytes sent. A small calculator.
+"""A calculator for the cost of a step: stored bytes, peak bytes, sent bytes.
 
-Nothing here runs a model. From the sizes of the units and a few choices follow, on paper, the two questions that one
-has before renting GPUs: does it fit, and how much will it send? The choices are a `Job`, in ``job.py``. Its worst
-moments are in ``peaks.py``, and the formulas that stand in papers in ``formulas.py``.
+Nothing here runs a model. The sizes of the units and a few choices answer two questions before training starts: does it
+fit, and how much communication does it need? The choices are a `Job`, in ``job.py``. The peaks are in ``peaks.py``, and
+the formulas from papers in ``formulas.py``.
 
 Worked example, four units of 1000 float32 parameters, Adam, two ranks, ``FULL_SHARD``::
 
     stored                 (4 + 8) bytes * 4000 / 2         24 000    weights and two moments, a half of each
-    gathered in backward   4 bytes * (1000 + 1000)           8 000    this unit, and the next one, asked for early
+    gathered in backward   4 bytes * (1000 + 1000)           8 000    this unit, and the prefetched next one
     its gradient           4 bytes * 1000                    4 000
     one reduction          4 bytes * (1000 + 500)            6 000    of the unit before: its input and its output
     reduced already        4 bytes * 1000 / 2                2 000    this is the second unit: that of the fourth
-    worst moment                                            44 000
+    peak                                                    44 000
 
-    sent     gather 2, reduce-scatter 1, each 4 bytes * 4000 * 1/2: 24 000 for each rank and step
+    sent     all-gather 2, reduce-scatter 1, each 4 bytes * 4000 * 1/2: 24 000 for each rank and step
 
-In words:
+The rules:
 
-1. *between steps* a rank keeps 1/N of weights, gradients and optimizer state; padding adds at most N - 1 elements to a
-   unit. A replica keeps as much as the one it is a copy of: only the sharding group divides;
-2. *in forward* one gathered unit is added, two with prefetching, and the root's own parameters, which stay. With
-   ``SHARD_GRAD_OP`` all units are added. The largest unit counts, and N does not: a unit that is larger than the
-   memory does not fit, on however many ranks. One unit for everything is the whole model;
-3. *in backward* the unsharded gradient comes on top, and one reduction that is under way. When that is over, a gradient
-   of several parameters is put together or sorted, and is there twice for a moment. Without synchronisation the
-   gradients of the whole model wait in full size;
-4. *in the optimizer's step* the sharded gradients are there, and whatever the optimizer needs for its arithmetic.
+1. *between steps* a rank stores 1/N of weights, gradients and optimizer state; padding adds at most N - 1 elements to a
+   unit. A replica stores as much as the original: only the size of the shard group counts;
+2. *in forward* one unsharded unit is added, two with prefetching, and the root's own parameters, which stay. With
+   ``SHARD_GRAD_OP`` all units are added. The largest unit matters, and N does not: a unit that is larger than the
+   memory does not fit, on any number of ranks. If there is only one unit, it is the whole model;
+3. *in backward* the unsharded gradient is added, and one reduction in flight. When that is complete, a gradient of
+   several parameters is concatenated or sorted, which needs it twice for a moment. Without synchronization the
+   unsharded gradients of the whole model are kept;
+4. *in the optimizer's step* the sharded gradients exist, and the optimizer's intermediate results.
 
-What is frozen has no gradient and no state; in a flat unit that is so only if nothing in the unit is trained.
+A frozen parameter has no gradient and no state; in a flat unit this only holds if the whole unit is frozen.
 
-Activations are not in it. They depend on the batch and on the model's code, and are a number to be added: the
-``activations`` of a `Job`; ``activations.py`` has an estimate. Neither are the buffers that NCCL and gloo have of their
-own. What minifsdp needs where it sends between CPUs by itself is in it, if the job says ``by_messages``; a gather of
-large parameters needs no place to sort then. On a GPU the CPU runs ahead, and up to two units are in flight where
-forward is said to have one.
+Activations are not included. They depend on the batch and on the model's code, and can be added as the ``activations``
+of a `Job`; ``activations.py`` has an estimate. Internal buffers of NCCL and gloo are not included either. If the job
+sets ``by_messages``, the buffers that minifsdp needs to send between CPUs are included; an all-gather of large
+parameters then needs no buffer for sorting. On a GPU the CPU runs ahead, and up to two units are in flight where the
+rules for forward count one.
 
 Sent bytes are those of the ring algorithms. In units of P * b * (N - 1) / N, for P parameters of b bytes on N ranks:
-DDP 2, ``SHARD_GRAD_OP`` 2, ``FULL_SHARD`` 3, or a little less, since the root's own parameters are gathered once. Which
-links they take, and how long that lasts at least, is in ``links.py``.
+DDP 2, ``SHARD_GRAD_OP`` 2, ``FULL_SHARD`` 3, or a little less, since the root's own parameters are all-gathered once.
+``links.py`` computes which links they use, and a lower bound for the time.
 
 Measured: live storages on the CPU and recorded collectives equal these numbers, in ``spec_tests/tools/test_cost.py``;
-the tables of arXiv 1910.02054 and 2304.11277 are there as tests, too. For a slip in the second see `hybrid_cross_host`.
+it also tests the tables of arXiv 1910.02054 and 2304.11277. For a mistake in the second see `hybrid_cross_host`.
 
-*In torch:* nothing of the kind.
+*In torch:* nothing comparable.
 
 Spec: COST-01 to COST-10, COST-19, COST-20, EXPLAIN-04.
 """
@@ -64,13 +64,13 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Cost:
-    """What a rank pays; all in bytes, activations only where it says so.
+    """The cost for one rank; all in bytes. Activations are only included where noted.
 
     Attributes:
         stored: on the device, between steps, with gradients cleared.
         host: the same, on the host.
         after_backward: on the device, before the optimizer's step.
-        peak_forward, peak_backward, peak_optimizer: on the device, at the worst moment of each, activations included.
+        peak_forward, peak_backward, peak_optimizer: peaks on the device in each phase, including activations.
         sent: by each rank in a step, by kind of collective: ``AG``, ``RS``, ``AR``.
         num_collectives: issued in a step, by kind.
     """
@@ -86,15 +86,15 @@ class Cost:
 
     @property
     def peak(self) -> float:
-        """The worst moment of the step."""
+        """The peak of the step."""
         return max(self.peak_forward, self.peak_backward, self.peak_optimizer)
 
 
 def cost_of(job: Job) -> Cost:
-    """All numbers of a job at once.
+    """All costs of a job.
 
     Raises:
-        ValueError: a name or a number in it makes no sense.
+        ValueError: the strategy is unknown, or a number is less than 1.
     """
     _check(job)
     elements = sum(job.sizes) / job.width / job.shards
@@ -103,9 +103,9 @@ def cost_of(job: Job) -> Cost:
     here, host = (0.0, states) if job.offload else (states, 0.0)
     resting = here + job.buffers * (job.buffer or job.stored).itemsize
     gradients = job.settled(sum(job.gradients))
-    # From the second micro-batch on the gradients of the first are there in forward as well.
+    # From the second micro-batch on, the gradients of the first exist in forward as well.
     earlier = sum(job.gradients) if job.no_sync else gradients
-    # The worst of the step's backwards is the first, one in the middle, or the last.
+    # The peak is in the first backward of the step, in a middle one, or in the last.
     backwards = {0, job.micro_batches // 2, job.micro_batches - 1}
     return Cost(
         stored=resting,
@@ -129,17 +129,17 @@ def _check(job: Job) -> None:
 
 
 def _gathers(job: Job) -> tuple[int, int]:
-    """In how many gathers of a step a unit takes part, and in how many the root's own parameters do."""
+    """The number of all-gathers per step of a unit, and of the root's own parameters."""
     if job.shards == 1:
         return 0, 0
     if job.keeps:
-        # Without synchronisation what is kept is kept until the last backward, the one that reduces.
+        # Without synchronization, units stay unsharded until the last backward, the one that reduces.
         return _reductions(job), _reductions(job)
     return 2 * job.micro_batches, job.micro_batches * (2 if job.root_frees else 1)
 
 
 def _reductions(job: Job) -> int:
-    """How often in a step a unit is reduced."""
+    """The number of reductions per step of a unit."""
     return 1 if job.no_sync else job.micro_batches
 
 
@@ -156,12 +156,12 @@ def sent_bytes(job: Job) -> dict[str, float]:
 
 
 def _rested(job: Job) -> float:
-    """Bytes of what rests with fewer ranks, and is gathered among these for backward."""
+    """Bytes of the units that are kept on ``rests_with`` ranks and all-gathered among these for backward."""
     return job.micro_batches * sum(job.sizes[1:]) if job.rests_with and not job.keeps else 0.0
 
 
 def sent_for_rested(job: Job) -> float:
-    """Of the bytes that each rank sends in gathers, those of gathers among ``rests_with`` ranks."""
+    """The bytes that each rank sends in all-gathers among ``rests_with`` ranks."""
     return gather_sends(_rested(job), job.rests_with or 1)
 
 
@@ -177,16 +177,16 @@ def num_collectives(job: Job) -> dict[str, int]:
     }
 
 
-# ---- what is there --------------------------------------------------------------------------------------------------
+# ---- allocated memory -----------------------------------------------------------------------------------------------
 
 
 def memory_line(allocated: float, peak: float, label: str = "memory") -> str:
-    """Two numbers of bytes as ``"memory: 1.2346 GB allocated, 2.0000 GB at most"`` (COST-10); a GB is 10**9 bytes."""
+    """Formats bytes as ``"memory: 1.2346 GB allocated, 2.0000 GB at most"`` (COST-10); a GB is 10**9 bytes."""
     return f"{label}: {allocated / GB:.4f} GB allocated, {peak / GB:.4f} GB at most"
 
 
 def print_memory(label: str = "memory", device: Any = None) -> None:
-    """Prints what the accelerator's allocator says, on the rank that calls it; on a CPU, that there is none."""
+    """Prints the accelerator's allocated memory on the rank that calls it; on a CPU, that there is none."""
     if not torch.accelerator.is_available():
         print(f"{label}: no accelerator, and PyTorch does not count the CPU's memory")
         return

@@ -1,16 +1,16 @@
-"""What a picture and a trace have in common: lanes, rows, clocks, and how much memory is gathered.
+"""Functions that pictures and traces share: lanes, rows, clocks, and the memory of unsharded parameters.
 
-Boxes of one lane may overlap in time (two gathers in flight). They then go to rows of their own, the first row that is
-free; nothing is drawn over anything else.
+Boxes of one lane may overlap in time (two all-gathers in flight). Each box then goes to the first free row of the lane,
+so that no box covers another one.
 
-**Clocks.** Each rank has a clock of its own, and the zeros of two ``perf_counter`` need have nothing to do with each
-other. If the caller noted a time on each rank at a moment that all ranks shared, such as the end of a barrier, these
-times go in as ``origins``. Without them each rank's first event becomes its zero.
+**Clocks.** Each rank has its own clock, and the zeros of two ``perf_counter`` clocks are unrelated. If the caller
+recorded a time on each rank at a shared moment, such as the end of a barrier, these times can be passed as ``origins``.
+Without them each rank's first event becomes its zero.
 
-Worked example: gathers of units 0 and 1, of 32 bytes each, at 0 and 2 ms, and a free of unit 0 at 5 ms make the steps
-32, 64 and 32 bytes.
+Worked example: all-gathers of units 0 and 1, of 32 bytes each, at 0 and 2 ms, and a reshard of unit 0 at 5 ms make the
+steps 32, 64 and 32 bytes.
 
-*In torch:* the profiler's memory view draws an allocator, which knows nothing of units.
+*In torch:* the profiler's memory view shows the allocator, without units.
 
 Spec: the paragraph "The tracer" at the head of the spec.
 """
@@ -28,11 +28,11 @@ LANES = ("compute", "gather", "reduce", "all_reduce")
 
 
 def gathered_bytes(events: Iterable[Event]) -> list[tuple[float, int]]:
-    """How much memory holds full parameters, as steps of a staircase.
+    """The memory of unsharded parameters over time, as steps.
 
     Returns:
-        ``(seconds, bytes)`` for each gather and each free, in order: from that time on it is that many bytes. What had
-        been gathered before the recording began is unknown here and counts as nothing.
+        ``(seconds, bytes)`` for each all-gather and each reshard, in order: the bytes from that time on. Parameters
+        that were unsharded before the recording began are unknown here and not counted.
     """
     held: dict[str, int] = {}
     stairs = []
@@ -48,12 +48,12 @@ def gathered_bytes(events: Iterable[Event]) -> list[tuple[float, int]]:
 
 
 def peak_gathered_bytes(events: Iterable[Event]) -> int:
-    """The largest number of bytes of full parameters that lay in memory together; 0 if nothing was gathered."""
+    """The largest number of bytes of unsharded parameters at one time; 0 without an all-gather."""
     return max((num_bytes for _, num_bytes in gathered_bytes(events)), default=0)
 
 
 def from_zero(events_per_rank: EventsPerRank, origins: Sequence[float] | None) -> list[list[Event]]:
-    """The events with times that are counted from the zero of their rank's clock."""
+    """The events with times relative to the zero of their rank's clock."""
     if origins is None:
         origins = [min((event.start for event in events), default=0.0) for events in events_per_rank]
     if len(origins) != len(events_per_rank):

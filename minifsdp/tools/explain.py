@@ -1,4 +1,4 @@
-"""``minifsdp.explain(model)``: what its units are, who owns which bytes, and what a step will store, need and send.
+"""``minifsdp.explain(model)``: the units of a model, the shards of each rank, and the memory and traffic of a step.
 
 ::
 
@@ -6,22 +6,22 @@
     found = minifsdp.explain(model, optimizer="SGD")
     found.cost.peak, found.largest.name, [advice.kind for advice in found.warnings]
 
-No rank is asked and nothing is sent: the model knows how it is cut (``explain_units.py``), and the rest is arithmetic.
-So any rank may call it alone, before the first forward or between two steps, on the meta device, and even before the
-model has been sharded: then it tells what would be one unit.
+Nothing is communicated: the model stores how it is sharded (``explain_units.py``), and the rest is arithmetic. So any
+rank may call it alone, before the first forward or between two steps, on the meta device, and even before the model is
+sharded: then the result describes the one unit that it would become.
 
-The arithmetic is the calculator's, ``cost.py``, which tests hold to measured bytes. Here the model is only put into the
-form in which the calculator wants it, a `Job`. Worked example, `Sequential` of two ``Linear(100, 100)``, each a unit,
-two ranks, Adam::
+The calculator in ``cost.py`` does the arithmetic; tests compare it with measured bytes. This module converts the model
+to the calculator's input, a `Job`. Worked example, `Sequential` of two ``Linear(100, 100)``, each a unit, two ranks,
+Adam::
 
     Job(units=[[(100, 100), (100,)]] * 2, num_shards=2, optimizer=8)
     stored   (4 + 8) bytes * 20 200 / 2 = 121 200
 
-Where the model is not quite what a job can say (``explain_job.py``) stands in `Explanation.assumptions`.
+`Explanation.assumptions` lists where the model differs from what a job can express (``explain_job.py``).
 
-To ask what another choice would cost, change the job: ``cost_of(replace(found.job, num_shards=64))``.
+To compute the cost of another choice, change the job: ``cost_of(replace(found.job, num_shards=64))``.
 
-*In torch:* nothing of the kind.
+*In torch:* nothing comparable.
 
 Spec: EXPLAIN-01 to EXPLAIN-12.
 """
@@ -44,9 +44,9 @@ from minifsdp.tools.explain_job import assumptions, job_for, most_common
 from minifsdp.tools.explain_records import UnitSummary
 from minifsdp.tools.explain_units import type_of, units_of
 
-# Columns of the text, where it is prose.
+# Line width of sentences in the text.
 _WIDTH = 100
-# Numbers that an optimizer keeps for each element, in the dtype in which it is stored; step counters left out.
+# Numbers that an optimizer keeps for each element, in the stored dtype, without step counters.
 STATES = {
     "Adadelta": 2,
     "Adagrad": 1,
@@ -63,17 +63,17 @@ STATES = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` has found. ``str()`` of it is a text, and a notebook shows it as tables.
+    """The result of `explain`. ``str()`` converts it to text, and a notebook shows it as tables.
 
     Attributes:
         model: class of the model.
-        rank: the rank that was asked.
-        optimizer: the name that was given.
-        units: all units, the root's own first, the others in the order in which the model has them.
-        job: the question to the calculator: sizes and choices.
-        cost: its answer, in bytes for each rank and one step with one batch: stored, peaks, sent.
-        warnings: what is worth a second look, with cause and remedy.
-        assumptions: where the arithmetic is not about this model exactly.
+        rank: the rank that called `explain`.
+        optimizer: the given name.
+        units: all units, the root's own first, the others in the order of the model.
+        job: the input of the calculator: sizes and choices.
+        cost: its result, in bytes for each rank and one step with one batch: stored, peaks, sent.
+        warnings: possible problems, each with cause and remedy.
+        assumptions: where the calculation does not describe this model exactly.
     """
 
     model: str
@@ -92,7 +92,7 @@ class Explanation:
 
     @property
     def largest(self) -> UnitSummary:
-        """The unit with the most gathered bytes."""
+        """The unit with the most unsharded bytes."""
         return max(self.units, key=lambda unit: unit.gathered_bytes)
 
     @cached_property
@@ -128,21 +128,21 @@ class Explanation:
 def explain(
     model: nn.Module, *, optimizer: str = "Adam", num_shards: int | None = None, activations: float = 0
 ) -> Explanation:
-    """Says of what units a model consists, who owns which bytes, and what a step will store, need and send.
+    """Describes the units of a model, the shards of each rank, and what a step stores, needs and sends.
 
     Nothing is communicated, so any rank may call it alone; nothing is changed.
 
     Args:
-        model: sharded through either door, or in parts, or not yet: what is left over is shown as the unit that it
-            would become.
+        model: sharded with either API, partly sharded, or not sharded. The remaining parameters are shown as the unit
+            that they would become.
         optimizer: a name of `STATES`; ``Adam`` and others of ``torch.optim``, ``SGD with momentum``.
-        num_shards: ranks to cut a model among that is not sharded at all; by default all ranks, or 1 where there is no
+        num_shards: number of ranks for a model that is not sharded at all; by default all ranks, or 1 without a
             process group.
-        activations: bytes, to be added to the peaks of forward and backward. They depend on the batch and on the
-            model's code, and are not predicted.
+        activations: bytes, added to the peaks of forward and backward. They depend on the batch and on the model's
+            code, and are not predicted.
 
     Returns:
-        Print it, show it in a notebook, or read its fields.
+        An object to print, to show in a notebook, or to read fields from.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -180,13 +180,13 @@ def _headline(found: Explanation) -> str:
 
 
 def _dtypes(unit: UnitSummary) -> str:
-    """``float32``, or what is stored, computed with and reduced, where these differ."""
+    """``float32``, or the stored, compute and reduce dtypes if they differ."""
     names = [str(dtype).removeprefix("torch.") for dtype in (unit.stored, unit.compute, unit.reduce)]
     return names[0] if len(set(names)) == 1 else " / ".join(names)
 
 
 def _memory(found: Explanation) -> list[tuple[str, float, str]]:
-    """Lines of the prediction: what, how many bytes, and what is in them."""
+    """Lines of the prediction: name, number of bytes, and contents."""
     cost = found.cost
     parts = f"parameters {size_of(found.parameter_bytes)}, {found.optimizer} {size_of(found.optimizer_bytes)}"
     if found.job.buffers:
@@ -229,7 +229,7 @@ def _as_text(found: Explanation) -> Iterator[str]:
 
 
 def _lines_of_units(units: tuple[UnitSummary, ...]) -> Iterator[tuple[str, str, str, str, str]]:
-    """A line of the table for each unit, or for several that follow each other and are alike."""
+    """A line of the table for each unit, or for a series of equal units."""
 
     def look(unit: UnitSummary) -> tuple[str, str, str, str]:
         planned = ", planned" if unit.is_planned else ""

@@ -1,22 +1,22 @@
-"""What is worth a second look in the way a model is cut into units: five cautions, each with its cause and a remedy.
+"""Warnings about how a model is divided into units: five kinds, each with its cause and a remedy.
 
-A unit is a bargain between two prices. Its bytes are all there at once while it computes, so a large one costs memory.
-And each unit costs two gathers and a reduction in a step, each of which takes a while before its first byte moves; so
-small ones cost time. Worked example, a model of 100 million parameters in float32 on 8 ranks::
+The size of units is a trade-off. A unit is unsharded as a whole while it computes, so a large unit costs memory. Each
+unit needs two all-gathers and a reduction in a step, each with a start-up latency, so small units cost time. Worked
+example, a model of 100 million parameters in float32 on 8 ranks::
 
-    one unit                    400 MB gathered, 400 MB of gradients, on each rank, whatever the number of ranks
-    100 units of a million       8 MB gathered at a time, and 300 collectives of 4 MB
-    10 units of ten million     80 MB gathered at a time, and 30 collectives of 40 MB
+    one unit                    400 MB unsharded, 400 MB of gradients, on each rank, for any number of ranks
+    100 units of a million       8 MB unsharded at a time, and 300 collectives of 4 MB
+    10 units of ten million     80 MB unsharded at a time, and 30 collectives of 40 MB
 
-1. *dominant*: more than `DOMINANT` of the parameters are in one unit;
+1. *dominant*: one unit has more than `DOMINANT` of the parameters;
 2. *small*: a unit has fewer than `KNEE` elements, below which communication became slower in the FSDP paper (arXiv
-   2304.11277, figure 2: 2**30 elements in all, the time rises sharply once one gather is below 33 million), and has
+   2304.11277, figure 2: 2**30 elements in all, the time rises sharply once one all-gather is below 33 million), and has
    less than a tenth of the largest unit, or a hundredth of the model. Without the second condition every small model
-   would be told so, for which nothing is to be gained. The root's own is left out: it is what others have left;
-3. *tied*: a parameter is used in several places. It must stay in one unit with all of them;
-4. *frozen*: in a flat unit some parameters are trained and others are not. The row has one gradient, which is
-   allocated and reduced for all. ``fully_shard`` reduces only what is trained, so there is nothing to say there; of a
-   unit that is only planned it is said, because the door is not chosen yet;
+   would get this warning, with nothing to gain. The root's own unit is excluded: it has the remaining parameters;
+3. *tied*: a parameter is used in several places. All of them must stay in one unit;
+4. *frozen*: in a flat unit some parameters are trained and others are not. The flat parameter has one gradient, which
+   is allocated and reduced for all. ``fully_shard`` only reduces trained parameters, so it gets no such warning. A
+   planned unit gets it, because it can still be sharded with either API;
 5. *batch-norm*: one that computes, or keeps its running statistics, in less than 4 bytes.
 
 *In torch:* FSDP1 warns of the fourth, and of the fifth while it makes it a unit of its own.
@@ -34,21 +34,21 @@ from dataclasses import dataclass
 from minifsdp.engine.messages import detail
 from minifsdp.tools.explain_records import UnitSummary
 
-# Part of all parameters.
+# Fraction of all parameters.
 DOMINANT = 0.6
-# Elements of one gather.
+# Elements of one all-gather.
 KNEE = 33_000_000
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A caution.
+    """A warning.
 
     Attributes:
         kind: ``dominant``, ``small``, ``tied``, ``frozen`` or ``batch-norm``.
         units: labels of the units that it is about: names, or ``(root)``.
-        cause: what is the matter, and what it costs.
-        remedy: what to do.
+        cause: the problem and its cost.
+        remedy: how to avoid it.
     """
 
     kind: str
@@ -58,7 +58,7 @@ class Advice:
 
 
 def advice_for(units: Sequence[UnitSummary]) -> list[Advice]:
-    """All cautions about these units, in the order of the list at the head."""
+    """All warnings about these units, in the order of the list above."""
     found = [*_dominant(units), *_small(units)]
     for unit in units:
         found += [*_tied(unit), *_frozen(unit), *_batch_norm(unit)]
@@ -67,7 +67,7 @@ def advice_for(units: Sequence[UnitSummary]) -> list[Advice]:
 
 
 def size_of(num_bytes: float) -> str:
-    """A number of bytes in words: ``"4.2 MB"``; a MB is 10**6 bytes."""
+    """A number of bytes as text: ``"4.2 MB"``; a MB is 10**6 bytes."""
     units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
     return next(
         (f"{num_bytes / factor:.3g} {unit}" for unit, factor in units if num_bytes >= factor), f"{num_bytes:g} B"
@@ -75,14 +75,14 @@ def size_of(num_bytes: float) -> str:
 
 
 def some(names: Sequence[str], most: int = 4) -> str:
-    """Names one after the other; of many only the first."""
+    """The names as a list in text, at most ``most`` of them."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _dominant(units: Sequence[UnitSummary]) -> Iterator[Advice]:
     total = sum(unit.numel for unit in units)
     for unit in units:
-        # What is not cut is never gathered.
+        # A unit that is stored on one rank is never all-gathered.
         if unit.numel > DOMINANT * total and (len(unit.ranks) > 1 or unit.is_planned):
             cause = detail(
                 "explain-dominant", percent=round(100 * unit.numel / total), size=size_of(unit.gathered_bytes)
@@ -92,7 +92,7 @@ def _dominant(units: Sequence[UnitSummary]) -> Iterator[Advice]:
 
 
 def _candidates(unit: UnitSummary) -> str:
-    """Of names like ``blocks.3.linear.weight``, the series that has the most elements, as words in parentheses."""
+    """The series of names like ``blocks.3.linear.weight`` with the most elements, as text in parentheses."""
     elements: Counter[str] = Counter()
     members: dict[str, set[str]] = {}
     for parameter in unit.parameters:

@@ -1,13 +1,13 @@
-"""A model as a question to the calculator: the `Job` that it is, and where it is not quite that job.
+"""Converts a model to a `Job`, the input of the calculator, and lists where the model differs from that job.
 
-A job has one choice of each kind: one dtype to compute in, one number of ranks. A model can have several, for instance
-batch norms in units of their own without mixed precision. Worked example, in bytes when gathered::
+A job has one choice of each kind: one compute dtype, one number of ranks. A model can have several, for instance batch
+norms in units of their own without mixed precision. Worked example, in bytes when unsharded::
 
     blocks.0     bfloat16    8 000 000
     blocks.1     bfloat16    8 000 000        the job computes in bfloat16
-    blocks.norm  float32         4 000        is counted as 2 000, and said to differ
+    blocks.norm  float32         4 000        is counted as 2 000, and listed as different
 
-*In torch:* nothing of the kind.
+*In torch:* nothing comparable.
 
 Spec: EXPLAIN-03, EXPLAIN-04, EXPLAIN-11.
 """
@@ -34,12 +34,12 @@ from minifsdp.tools.explain_units import (
 )
 from minifsdp.tools.job import Job
 
-# Names of strategies with one copy, and with several.
+# Names of strategies with one replica, and with several.
 _FREES, _KEEPS = ("FULL_SHARD", "HYBRID_SHARD"), ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
 
 
 def _choices(unit: UnitSummary) -> dict[str, object]:
-    """What a job has one of, and units may have several of."""
+    """The choices of which a job has one each, and units may have several."""
     return {
         "kind of sharding": "by parameter" if unit.per_parameter else "flat",
         "number of ranks": (len(unit.ranks), unit.num_replicas),
@@ -48,13 +48,13 @@ def _choices(unit: UnitSummary) -> dict[str, object]:
         "compute dtype": unit.compute,
         "reduce dtype": unit.reduce,
         "offload": "host" if unit.offloads else "device",
-        # The root's own has a rule of its own, which the job knows.
+        # The root's own has another rule, which the job includes.
         "resharding after forward": None if unit.is_root else (unit.frees, unit.rests_with),
     }
 
 
 def most_common(units: Sequence[UnitSummary]) -> UnitSummary:
-    """The unit whose choices are those of the most gathered bytes; not the root's own, if there are others."""
+    """A unit with the choices of the most unsharded bytes; not the root's own, if there are others."""
     num_bytes: Counter[tuple[object, ...]] = Counter()
     candidates = [unit for unit in units if not unit.is_root] or units
     for unit in candidates:
@@ -66,12 +66,12 @@ def most_common(units: Sequence[UnitSummary]) -> UnitSummary:
 def job_for(
     model: nn.Module, units: Sequence[UnitSummary], like: UnitSummary, *, states: int, activations: float
 ) -> Job:
-    """The question to the calculator.
+    """The input of the calculator.
 
     Args:
-        model: the units are its.
+        model: the model of the units.
         units: all of them.
-        like: the one whose choices count.
+        like: the unit whose choices are used.
         states: numbers that the optimizer keeps for each element.
         activations: bytes.
     """
@@ -107,7 +107,7 @@ def job_for(
 
 
 def assumptions(model: nn.Module, units: Sequence[UnitSummary], like: UnitSummary) -> list[str]:
-    """What is different in this model from what the job says."""
+    """Descriptions of the differences between this model and the job."""
     found, usual = [], _choices(like)
     for unit in units:
         differs = [what for what, choice in _choices(unit).items() if choice and usual[what] and choice != usual[what]]

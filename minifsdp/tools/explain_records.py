@@ -1,13 +1,13 @@
-"""What is known of a unit and of its parameters, as plain records: no tensors, no groups, nothing that can change.
+"""Plain records that describe a unit and its parameters. They contain no tensors, no groups, and cannot change.
 
-Worked example, ``Linear(3, 5)`` on two ranks. Its 15 weights and 5 biases are cut into two pieces::
+Worked example, ``Linear(3, 5)`` on two ranks. Its 15 weights and 5 biases are split into two shards::
 
-    wrapper        weight  {0: 10, 1: 5}        one row of 20, cut in the middle
+    wrapper        weight  {0: 10, 1: 5}        one bucket of 20, split in the middle
                    bias    {0: 0, 1: 5}
     fully_shard    weight  {0: 9, 1: 6}         3 rows of 3, and 2
-                   bias    {0: 3, 1: 2}         each parameter by itself
+                   bias    {0: 3, 1: 2}         each parameter separately
 
-*In torch:* nothing of the kind. ``print(model)`` shows flat parameters and their sizes on this rank.
+*In torch:* nothing comparable. ``print(model)`` shows flat parameters and their sizes on this rank.
 
 Spec: EXPLAIN-02.
 """
@@ -31,11 +31,11 @@ class ParameterSummary:
     Attributes:
         name: its full name in the model.
         ties: full names of the other places in which the model uses it.
-        shape: of what this rank has of it when the unit is gathered: all of it, unless tensor parallelism cuts it too.
-        dim: the dim along which it is cut; 0 in a flat row.
-        dtype: in which it is stored.
-        trained: whether it asks for a gradient.
-        owned: how many of its elements each rank stores, by global rank; only ranks that share one copy are in it.
+        shape: of the unsharded parameter on this rank: all of it, unless tensor parallelism shards it too.
+        dim: the sharded dim; 0 in a flat parameter.
+        dtype: the stored dtype.
+        trained: whether it requires a gradient.
+        owned: the number of its elements that each rank stores, by global rank; only for the ranks of one shard group.
     """
 
     name: str
@@ -53,30 +53,30 @@ class ParameterSummary:
 
     @property
     def cut_shape(self) -> Shape:
-        """The shape with the dim that is cut before all others, as a `Job` wants it."""
+        """The shape with the sharded dim moved to the front, as a `Job` needs it."""
         return (self.shape[self.dim], *self.shape[: self.dim], *self.shape[self.dim + 1 :]) if self.shape else (1,)
 
 
 @dataclass(frozen=True)
 class UnitSummary:
-    """One unit: what is gathered, freed and reduced together.
+    """One unit: the parameters that are all-gathered, resharded and reduced together.
 
     Attributes:
         name: of its module in the model; empty for the model itself.
         type: class of the module.
         parameters: in the order in which they lie in the unit.
-        ranks: the global ranks that share one copy of it.
-        num_replicas: copies of it.
-        per_parameter: made by ``fully_shard``, each parameter is cut by itself; otherwise the wrapper's one flat row.
-        frees: whether it is freed after forward and gathered again for backward.
-        rests_with: ranks that keep one copy in between, if so chosen.
-        compute: dtype of the gathered parameters.
-        reduce: dtype in which gradients travel.
-        offloads: whether what is stored lives on the host.
-        gathered_bytes: of the gathered parameters, padding included.
+        ranks: the global ranks of the shard group.
+        num_replicas: number of replicas.
+        per_parameter: made by ``fully_shard``, with each parameter sharded separately; otherwise a flat parameter.
+        frees: whether it is resharded after forward and all-gathered again for backward.
+        rests_with: ranks that share the parameters between forward and backward, if an integer was chosen.
+        compute: dtype of the unsharded parameters.
+        reduce: dtype in which gradients are reduced.
+        offloads: whether the shards are on the host.
+        gathered_bytes: of the unsharded parameters, including padding.
         low_batch_norms: names of batch norms in it that compute, or keep statistics, in elements of less than 4 bytes.
         is_root: it is the unit of the model itself.
-        is_planned: it is not there yet.
+        is_planned: it does not exist yet.
     """
 
     name: str
@@ -107,7 +107,7 @@ class UnitSummary:
 
     @property
     def stored(self) -> torch.dtype:
-        """The dtype in which most of its elements are stored."""
+        """The stored dtype of most of its elements."""
         elements: Counter[torch.dtype] = Counter()
         for parameter in self.parameters:
             elements[parameter.dtype] += parameter.numel
@@ -124,16 +124,16 @@ class UnitSummary:
 
     @property
     def shapes(self) -> list[Shape]:
-        """Of all parameters, as a `Job` wants them."""
+        """The shapes of all parameters, as a `Job` needs them."""
         return [parameter.cut_shape for parameter in self.parameters]
 
     @property
     def trained_shapes(self) -> list[Shape]:
-        """Of those that are trained."""
+        """The shapes of the trained parameters."""
         return [parameter.cut_shape for parameter in self.parameters if parameter.trained]
 
     def __str__(self) -> str:
-        """Which rank stores how many elements of which parameter, as a table."""
+        """A table of the number of elements of each parameter on each rank."""
         ranks, width = list(self.owned_bytes), max(len(parameter.name) for parameter in self.parameters)
         lines = [f"{self.label}, {self.type}: elements on", " " * width + "".join(f"{f'rank {r}':>14}" for r in ranks)]
         for parameter in self.parameters:

@@ -1,20 +1,20 @@
-"""The units of a model as they are, or would be, read off into the records of ``explain_records.py``.
+"""Reads the units of a model, existing or planned, into the records of ``explain_records.py``.
 
-A model that has been sharded knows all about its units by itself, in their layouts, plans and policies. Nothing is
-communicated here and nothing is changed; not even the lazy root is looked for, so it may be asked before the first
-forward, by one rank alone, and of a model on the meta device.
+A sharded model stores all facts about its units in their layouts, plans and policies. Nothing is communicated and
+nothing is changed, and the lazy root is not initialized. So this works before the first forward, on one rank alone, and
+with a model on the meta device.
 
 Worked example, ``fully_shard(block)`` for two blocks of 1000 elements, and not yet for the model around them, which has
-100 elements beside::
+100 more elements::
 
-    blocks.0    1000      there
-    blocks.1    1000      there
-    (root)       100      planned: what `fully_shard(model)` would make next, cut and cast like the others
+    blocks.0    1000      exists
+    blocks.1    1000      exists
+    (root)       100      planned: the unit that `fully_shard(model)` would make, sharded and cast like the others
 
-So a plain model is one planned unit, of all ranks. Once the outermost module has been sharded nothing is planned any
-more: what is left over then was ignored on purpose.
+So a plain model is one planned unit of all ranks. Once the outermost module is sharded, there is no planned unit: the
+remaining parameters were ignored on purpose.
 
-*In torch:* nothing of the kind.
+*In torch:* nothing comparable.
 
 Spec: EXPLAIN-01, EXPLAIN-02, EXPLAIN-05.
 """
@@ -44,16 +44,16 @@ from minifsdp.fsdp2.module import FSDPModule
 from minifsdp.tools.explain_records import ParameterSummary, UnitSummary
 from minifsdp.tools.formulas import padded_per_parameter, padded_row
 
-# What modules are called in the model.
+# The names of modules in the model.
 Names = dict[nn.Module, str]
 
 
 def units_of(model: nn.Module, num_shards: int | None = None) -> list[UnitSummary]:
-    """All units, the planned one included, in the order in which the model has them, but the root's own first.
+    """All units, including the planned one, in the order of the model, but with the root's own first.
 
     Args:
-        model: sharded through either door, in parts, or not at all.
-        num_shards: ranks for a planned unit that is alone; by default all.
+        model: sharded with either API, partly sharded, or not sharded.
+        num_shards: ranks for a planned unit that is the only unit; by default all.
     """
     names: Names = {module: clean_name(name) for name, module in model.named_modules()}
     units = [*_flat_units(model, names), *_units_in_place(model, names)]
@@ -63,14 +63,14 @@ def units_of(model: nn.Module, num_shards: int | None = None) -> list[UnitSummar
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether the outermost module itself has been sharded."""
+    """Whether the outermost module itself is sharded."""
     return is_wrapper(model) or state_of(model) is not None
 
 
 def left_out(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Parameters that belong to no unit, with their names."""
     layouts = [unit.layout for unit in _sharded(model)]
-    # By the places, since what stands there changes; a flat parameter has a place that is no original's.
+    # Compares places, because the registered tensor changes. The place of a flat parameter is not among them.
     places = {(slot.module, slot.name) for layout in layouts for owned in layout.parameters for slot in owned.slots}
     flat = {parameter for layout in layouts for parameter in layout.local_parameters()}
     return [
@@ -82,7 +82,7 @@ def left_out(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def type_of(module: nn.Module) -> str:
-    """The class of a module as the user has written it: not that of a wrapper around it, or made of it in place."""
+    """The class of a module as the user has written it, without a wrapper or the class of ``fully_shard``."""
     if isinstance(module, Wrapper):
         module = module.module
     made = type(module)
@@ -90,26 +90,26 @@ def type_of(module: nn.Module) -> str:
 
 
 def prefetches(model: nn.Module) -> tuple[bool, bool]:
-    """Whether forward, and whether backward, asks for the next unit before this one has computed."""
+    """Whether forward, and whether backward, prefetches the next unit before this one has computed."""
     if isinstance(model, Wrapper):
         return model.forward_prefetch, model.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-    # The second door, unless lists for it were given by hand.
+    # The defaults of `fully_shard`, unless prefetching was set manually.
     return False, True
 
 
 def sends_by_itself(model: nn.Module) -> bool:
-    """Whether pieces go from CPU to CPU as ``engine/gloo.py`` says; not of what is only planned."""
+    """Whether shards are sent between CPUs by ``engine/gloo.py``; not for a planned unit."""
     groups = [unit.plan.mesh.shard for unit in _sharded(model) if unit.layout.device.type == "cpu"]
     return any(group is not None and group.transport is not None for group in groups)
 
 
 def overlaps(model: nn.Module) -> bool:
-    """Whether some reduction is under way while the next unit computes, which `set_reduction_overlap` can choose."""
+    """Whether some reduction overlaps with the next unit's computation; `set_reduction_overlap` can change it."""
     return not is_sharded(model) or any(unit.plan.overlaps for unit in _sharded(model))
 
 
 def _sharded(model: nn.Module) -> list[Unit]:
-    """All units of a model, through either door."""
+    """All units of a model, of both APIs."""
     units = [wrapper._unit for wrapper in Wrapper.fsdp_modules(model)] + [state.unit for _, state in states_in(model)]
     return [unit for unit in units if unit is not None]
 
@@ -129,7 +129,7 @@ def buffer_bytes(model: nn.Module) -> int:
     )
 
 
-# ---- the two doors --------------------------------------------------------------------------------------------------
+# ---- the two APIs ---------------------------------------------------------------------------------------------------
 
 
 def _flat_units(model: nn.Module, names: Names) -> Iterator[UnitSummary]:
@@ -140,7 +140,7 @@ def _flat_units(model: nn.Module, names: Names) -> Iterator[UnitSummary]:
         layout, is_root = unit.layout, wrapper is model
         trained = [parameter.requires_grad for parameter in layout.local_parameters()]
         if layout.hides_originals:
-            # One parameter for all.
+            # One flat parameter for all.
             trained *= len(layout.parameters)
         numbers = _elements_in_row(layout.partition)
         dtype, ranks = layout.owner.shard.dtype, _ranks(layout.mesh.shard)
@@ -155,7 +155,7 @@ def _flat_units(model: nn.Module, names: Names) -> Iterator[UnitSummary]:
             )
             for owned, form, is_trained, each in zip(layout.parameters, layout.forms, trained, numbers, strict=True)
         ]
-        # The root stays for its backward, whatever its strategy says.
+        # The root stays unsharded until its backward, with any strategy.
         frees = unit.policy.reshard_after_forward and not is_root
         found = _summary(unit, parameters, names, wrapper.mixed_precision.buffer_dtype)
         yield replace(found, name=names[wrapper], frees=frees, is_root=is_root)
@@ -174,7 +174,7 @@ def _units_in_place(model: nn.Module, names: Names) -> Iterator[UnitSummary]:
             places = _places(entry.owned.slots, names)
             parameters.append(ParameterSummary(*places, tuple(cut.shape), cut.dim, dtype, trained, owned))
         is_root = state is state_of(model)
-        # Left open, it is decided when the first forward runs: the root stays.
+        # If not set, the first forward decides: the root stays unsharded.
         frees = unit.policy.reshard_after_forward and not (is_root and state.reshard_after_forward is None)
         yield replace(_summary(unit, parameters, names), name="" if is_root else name, frees=frees, is_root=is_root)
 
@@ -184,26 +184,26 @@ def _ranks(group: Group | None) -> tuple[int, ...]:
 
 
 def _places(slots: Sequence[Slot], names: Names) -> tuple[str, tuple[str, ...]]:
-    """The name of a parameter, and those of its ties."""
+    """The name of a parameter, and the names of its ties."""
     first, *ties = [full_name(names[slot.module], slot.name) for slot in slots]
     return first, tuple(ties)
 
 
 def _elements_in_row(partition: Partition) -> list[tuple[int, ...]]:
-    """Of each parameter of a flat row, how many elements each rank stores."""
+    """The number of elements that each rank stores, for each parameter in a flat parameter."""
     pieces = [partition.slices_of_piece(index) for index in range(partition.num_shards)]
     return [tuple(part.stop - part.start for part in parts) for parts in zip(*pieces, strict=True)]
 
 
 def _elements_by_rank(cut: Cut) -> tuple[int, ...]:
-    """The same of a parameter that is cut by itself."""
+    """The number of elements that each rank stores, for a parameter that is sharded separately."""
     return tuple(cut.local_shape(index).numel() for index in range(cut.num_shards))
 
 
 def _summary(
     unit: Unit, parameters: Sequence[ParameterSummary], names: Names, buffers: torch.dtype | None = None
 ) -> UnitSummary:
-    """What both doors say of a unit in the same way."""
+    """The fields that are read in the same way for both APIs."""
     layout, mesh, resting = unit.layout, unit.plan.mesh, unit.policy.resting
     inside = [slot.module for owned in layout.parameters for slot in owned.slots]
     return UnitSummary(
@@ -237,11 +237,11 @@ def _low_batch_norms(
     return tuple(low)
 
 
-# ---- what is not there yet ------------------------------------------------------------------------------------------
+# ---- the planned unit -----------------------------------------------------------------------------------------------
 
 
 def _planned(model: nn.Module, names: Names, like: UnitSummary | None, num_shards: int | None) -> Iterator[UnitSummary]:
-    """What is left over, as the unit that sharding the whole model would make of it; nothing if nothing is left."""
+    """The remaining parameters as the unit that sharding the whole model would make; nothing if there are none."""
     owners = modules_of_unit([model], lambda module: is_wrapper(module) or state_of(module) is not None)
     left = owned_parameters(owners, set())
     if not left:
@@ -277,7 +277,7 @@ def _planned(model: nn.Module, names: Names, like: UnitSummary | None, num_shard
 
 
 def _cut(shapes: Sequence[tuple[int, ...]], ranks: Sequence[int], is_flat: bool) -> list[dict[int, int]]:
-    """Of parameters that are not cut yet, how many elements each rank will store."""
+    """The number of elements that each rank will store, for parameters that are not sharded yet."""
     if is_flat:
         numbers = _elements_in_row(Partition(tuple(map(prod, shapes)), len(ranks)))
     else:

@@ -1,31 +1,31 @@
-"""Where a job's bytes go, and how long a step takes at least.
+"""Traffic within and between machines, and a lower bound for the time of a step.
 
-A rank sends to its neighbours in the same machine over links of hundreds of gigabytes per second, and to other machines
-over a network that has a tenth of it. So the sum of all that is sent says little; what leaves the machine decides.
+Ranks of one machine are connected by links of hundreds of gigabytes per second. The network between machines has about
+a tenth of that bandwidth. So the bytes that leave a machine usually determine the time, and not the sum of all bytes.
 
 Ranks are numbered machine by machine, and a collective is a ring through its ranks in that order. Worked example, four
-ranks on two machines, and what each hop of a ring crosses::
+ranks on two machines, and the hops of each ring (``|`` is a hop between machines)::
 
-    FULL_SHARD     one ring     0 > 1 | 2 > 3 | 0      2 hops of 4 leave a machine: a half of what is sent
-    HYBRID_SHARD   two rings    0 > 1 > 0, 2 > 3 > 2   gathers and reduce-scatters: none
-                   two rings    0 | 2 | 0, 1 | 3 | 1   all-reduces of a piece each: all of it
+    FULL_SHARD     one ring     0 > 1 | 2 > 3 | 0      2 hops of 4 leave a machine: half of the traffic
+    HYBRID_SHARD   two rings    0 > 1 > 0, 2 > 3 > 2   all-gathers and reduce-scatters: none
+                   two rings    0 | 2 | 0, 1 | 3 | 1   all-reduces of one shard each: all of it
 
-A rank at the border sends all of its part across and a rank in the middle nothing. NCCL lays several rings, so that
-each GPU is at a border once; the numbers are therefore the mean over the ranks of a machine. Papers often count every
-byte of a ring through several machines as if it left its machine, which is `per_machine` times as much.
+The rank at the end of a machine sends all of its bytes to another machine, and the others send none. NCCL builds
+several rings, and each GPU is at the end in one of them. So the numbers are means over the ranks of a machine. Papers
+often count every byte of a ring through several machines as leaving its machine, `per_machine` times as much.
 
-A step takes, at least and on paper::
+Lower bounds for the time of a step::
 
     compute          operations / (operations per second)
     one collective   max(bytes within / bandwidth within, bytes between / bandwidth between)
     overlapped       max(compute, all bytes within / bandwidth, all bytes between / bandwidth)
     apart            compute + the sum over the collectives
 
-No step that sends by rings is faster than the first of the two last lines; switches that add up by themselves send
-less. One in which nothing runs beside anything else is not faster than the second. Latency is not in it, nor are the
-optimizer's step and whatever is bound by the memory's bandwidth.
+With rings, no step is faster than `overlapped`; switches that reduce in the network send less. Without any overlap, no
+step is faster than `apart`. Not included: latency, the optimizer's step, and operations that are limited by memory
+bandwidth.
 
-*In torch:* nothing of the kind.
+*In torch:* nothing comparable.
 
 Spec: COST-15, COST-18.
 """
@@ -43,10 +43,10 @@ class Cluster:
     """The machines.
 
     Attributes:
-        per_machine: ranks on each.
-        operations: additions and multiplications that a rank does in a second.
-        within: bytes that a rank sends in a second to ranks of its machine.
-        between: bytes that a rank sends in a second to other machines.
+        per_machine: ranks on each machine.
+        operations: additions and multiplications per second of one rank.
+        within: bytes per second that a rank sends to ranks on its machine.
+        between: bytes per second that a rank sends to other machines.
     """
 
     per_machine: int
@@ -57,7 +57,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes that a rank sends in a step, the mean over the ranks of a machine: within it, and to other machines."""
+    """Bytes that a rank sends in a step, within its machine and to others; the mean over a machine's ranks."""
 
     within: float
     between: float
@@ -65,13 +65,13 @@ class Sent:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, at least.
+    """Lower bounds in seconds for a step.
 
     Attributes:
         compute: of forward and backward.
         communication: of all collectives, one after the other.
-        overlapped: of the whole, if everything runs beside everything else.
-        apart: of the whole, if nothing does.
+        overlapped: of the step, if all communication and computation overlap.
+        apart: of the step, without any overlap.
     """
 
     compute: float
@@ -81,10 +81,10 @@ class StepTime:
 
 
 def sent_by_link(job: Job, per_machine: int) -> dict[str, Sent]:
-    """What is sent by kind of collective, within machines and between them (COST-15)."""
+    """Bytes sent by kind of collective, within machines and between them (COST-15)."""
     sent, rested = sent_bytes(job), sent_for_rested(job)
     num_ranks = job.shards * job.num_replicas
-    # Of each ring: what a rank sends in it, how many ranks are in it, and how far they are apart.
+    # For each ring: the bytes that a rank sends in it, its number of ranks, and the distance between them.
     rings = {
         "AG": [(sent["AG"] - rested, job.shards, 1), (rested, job.rests_with or 1, 1)],
         "RS": [(sent["RS"], job.shards, 1)],
@@ -98,7 +98,7 @@ def sent_by_link(job: Job, per_machine: int) -> dict[str, Sent]:
 
 
 def _leaving(num_ranks: int, size: int, apart: int, per_machine: int) -> float:
-    """The share of all hops that leads to another machine, of rings of ``size`` ranks that are ``apart``."""
+    """The fraction of hops between machines, for rings of ``size`` ranks at a distance of ``apart`` ranks."""
 
     def following(rank: int) -> int:
         span = size * apart
@@ -110,11 +110,11 @@ def _leaving(num_ranks: int, size: int, apart: int, per_machine: int) -> float:
 
 
 def step_time(job: Job, operations: float, cluster: Cluster) -> StepTime:
-    """How long a step takes at least (COST-18).
+    """A lower bound for the time of a step (COST-18).
 
     Args:
-        job: what is trained, and how.
-        operations: of a rank in a step; `operations` of ``activations.py`` has those of matrix products.
+        job: the model and the choices.
+        operations: per rank and step; `operations` of ``activations.py`` returns those of matrix products.
         cluster: the machines.
     """
     links = sent_by_link(job, cluster.per_machine).values()

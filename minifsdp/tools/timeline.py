@@ -1,8 +1,7 @@
-"""Drawing what a recorder saw: a picture for the eye. The trace for a browser's zoom is in ``chrome_trace.py``.
+"""Draws the events of a recorder as an SVG picture. ``chrome_trace.py`` converts them for a trace viewer.
 
-It takes the events of all ranks and returns text; nothing is measured or written here, so a picture is a pure function
-of its events and a test can hold it to that. Here it is said what lies where; how that looks, in the template
-``timeline.svg.jinja`` and in ``timeline.css``.
+It takes the events of all ranks and returns text. Nothing is measured or written, so tests can check the result. This
+module computes positions; the template ``timeline.svg.jinja`` and ``timeline.css`` define the style.
 
 Worked example, one rank and one unit of 8 float32 parameters, in milliseconds::
 
@@ -13,18 +12,19 @@ Worked example, one rank and one unit of 8 float32 parameters, in milliseconds::
 
 How to read such a picture:
 
-1. *compute* is what the CPU thread was busy with. A box that lies under a longer one ran inside it: the forward of a
-   block inside the forward of the root.
-2. *gather* and *reduce* are collectives, from their issue until they were waited for. Where such a box lies under
-   a compute box, communication was hidden behind computation; where compute has a gap above it, it was not.
-3. *gathered* is the memory that holds full parameters: each gather adds, each free takes away. The saw teeth are the
-   reason why anybody shards. A prefetch makes them higher and the gaps narrower, and that is its whole trade.
+1. *compute* shows the work of the CPU thread. A box below a longer one ran inside it: the forward of a block inside the
+   forward of the root.
+2. *gather* and *reduce* are collectives, from their issue until the wait for them ended. A box below a compute box is
+   communication that overlaps with computation. Below a gap in compute, the communication did not overlap.
+3. *gathered* is the memory of unsharded parameters: each all-gather increases it, each reshard decreases it. The
+   saw-tooth shape shows the memory that sharding saves. A prefetch makes the teeth higher and the gaps narrower, which
+   is its trade-off.
 
-What overlaps, and how clocks are compared, is told in ``events.py``; without a shared moment each rank's first event
-becomes its zero, which hides how much later one rank began than another. The caption says which of the two it is.
+``events.py`` explains overlap and clocks. Without a shared moment, each rank's first event becomes its zero, which
+hides how much later one rank began than another. The caption states which zero is used.
 
-*In torch:* the profiler writes Chrome traces of every operator, and its memory view draws an allocator. It knows
-nothing of units, so finding the gather of block 3 in it is detective work; here there is nothing but units.
+*In torch:* the profiler writes Chrome traces of every operator, and its memory view shows the allocator. Neither
+contains units, so the all-gather of block 3 is hard to find; this picture only contains units.
 
 Spec: the paragraph "The tracer" at the head of the spec.
 """
@@ -45,7 +45,7 @@ BOXES = ("F", "B", "AG", "RS", "AR")
 
 _TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
 _TEMPLATES.filters["px"] = "{:.1f}".format
-# The macros of the template by their names, and ``meanings``: what it says that a kind is.
+# The macros of the template by their names, and ``meanings``: its description of each kind.
 _SHAPES: Any = _TEMPLATES.get_template("timeline.svg.jinja").module
 
 # All in pixels.
@@ -56,15 +56,15 @@ _LETTER = 6.2
 
 @dataclass
 class _Sheet:
-    """The paper: collects shapes, and knows where a time lies and how high a number of bytes.
+    """The drawing: collects shapes, and converts times and numbers of bytes to positions.
 
     Args:
         width: of the whole picture, in pixels.
         seconds: the time from the left edge of the lanes to their right edge.
-        num_bytes: as many gathered bytes fill the height of their lane.
+        num_bytes: the number of unsharded bytes at the top of their lane.
 
     Attributes:
-        ground: bands and grid, which lie below all others.
+        ground: bands and grid, drawn below all other shapes.
         shapes: the others, the first at the bottom.
     """
 
@@ -75,7 +75,7 @@ class _Sheet:
     shapes: list[str] = field(default_factory=list)
 
     def x(self, seconds: float) -> float:
-        """Where a time, counted from the origin, lies on the paper."""
+        """The horizontal position of a time, counted from the origin."""
         return _LEFT + (self.width - _LEFT - _RIGHT) * seconds / self.seconds
 
     def text(self, x: float, y: float, classes: str, *lines: str) -> None:
@@ -84,7 +84,7 @@ class _Sheet:
             self.shapes.append(_SHAPES.text(x, y + 16 * number, line, classes))
 
     def lane(self, y: float, height: float, *names: str) -> None:
-        """Lays the ground of a lane, with its names before it."""
+        """Draws the background of a lane, and its names to the left of it."""
         self.ground.append(_SHAPES.band(_LEFT, y, self.width - _LEFT - _RIGHT, height))
         self.text(_LEFT - 10, y + 14, "soft end", *names)
 
@@ -106,17 +106,17 @@ def svg(
     width: int = 1200,
     seconds: float | None = None,
 ) -> str:
-    """The events as a picture, a complete SVG document that needs nothing from outside.
+    """Draws the events as a picture, a complete SVG document without external resources.
 
     Args:
         events_per_rank: the events of rank 0, of rank 1, and so on.
-        origins: what each rank's clock showed, in seconds, at one shared moment; by default that of its first event.
+        origins: each rank's clock, in seconds, at one shared moment; by default the time of its first event.
         title: a headline.
         width: in pixels; the height follows from the number of lanes.
-        seconds: the time that the width stands for, so that pictures can be compared; by default as much as there is.
+        seconds: the time that the width stands for, to compare several pictures; by default the time of the last event.
 
     Raises:
-        ValueError: there is not one origin for each rank, or the width leaves no room for a lane.
+        ValueError: the number of origins is not the number of ranks, or the width is too small for a lane.
     """
     if width < 2 * (_LEFT + _RIGHT):
         raise ValueError(message("timeline-width", width=width))
@@ -139,7 +139,7 @@ def svg(
 
 
 def _draw_heading(sheet: _Sheet, events: Sequence[Event], title: str, *captions: str) -> float:
-    """Title, captions, and a legend of the kinds that occur; returns where they end."""
+    """Draws title, captions, and a legend of the kinds that occur; returns the position below them."""
     sheet.text(20, 30, "title", title)
     sheet.text(20, 50, "soft", *captions)
     x, y = 20.0, 56.0 + 16 * len(captions)
@@ -156,13 +156,13 @@ def _draw_heading(sheet: _Sheet, events: Sequence[Event], title: str, *captions:
 
 
 def _draw_rank(sheet: _Sheet, y: float, name: str, events: Sequence[Event], lanes: Sequence[str]) -> float:
-    """Draws all lanes of one rank from ``y`` down; returns where they end."""
+    """Draws all lanes of one rank from ``y`` down; returns the position below them."""
     sheet.text(20, y + 15, "rank", name)
     y += 24
     for lane in lanes:
         y = _draw_lane(sheet, y, lane.replace("_", "-"), [event for event in events if event.lane == lane])
         if lane == "gather":
-            # Between the gathers and the memory, because a free ends the one and takes from the other.
+            # Between the all-gathers and the memory, because a reshard ends the former and decreases the latter.
             for event in events:
                 if event.kind == "FREE":
                     sheet.mark(event, y + 1)
@@ -173,7 +173,7 @@ def _draw_rank(sheet: _Sheet, y: float, name: str, events: Sequence[Event], lane
 def _draw_lane(sheet: _Sheet, y: float, name: str, events: Sequence[Event]) -> float:
     boxes = [event for event in events if event.kind in BOXES]
     marks = [event for event in events if event.kind not in BOXES and event.kind != "FREE"]
-    # Half a pixel of overlap is nothing that the eye could see, and not worth a row.
+    # An overlap of half a pixel is invisible and does not need another row.
     rows = rows_of(boxes, 0.5 * sheet.seconds / sheet.width)
     strip = _ROW * (1 + max(rows, default=0))
     height = strip + (_STRIP if marks else 0)
@@ -189,14 +189,14 @@ def _draw_lane(sheet: _Sheet, y: float, name: str, events: Sequence[Event]) -> f
 
 
 def _label(event: Event, width: float) -> str:
-    """The longest name of the box that fits into it: with its kind, in full, or only the last part; or none."""
+    """The longest label that fits into the box: kind and name, the name, or its last part; otherwise empty."""
     name = event.unit or "root"
     labels = (f"{event.kind} {name}", name, name.rpartition(".")[2])
     return next((label for label in labels if _LETTER * len(label) + 6 <= width), "")
 
 
 def _draw_memory(sheet: _Sheet, y: float, events: Sequence[Event]) -> float:
-    """The staircase of gathered bytes, to one scale for all ranks."""
+    """Draws the unsharded bytes as steps, with the same scale for all ranks."""
     peak, floor = peak_gathered_bytes(events), y + _MEMORY
     sheet.lane(y, _MEMORY, "gathered", f"peak {_size(peak)}")
     if peak:
