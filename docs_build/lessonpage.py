@@ -50,7 +50,7 @@ def _pictures(lesson: Lesson) -> str:
         return (
             "<p>Equal blocks took unequal times in this run. Its pictures show that more than the lesson, so they are "
             "left out. "
-            'Calm recordings of the same settings are on <a href="../learn/schedule.html">Who is next</a>.</p>'
+            'Calm recordings of the same settings are on <a href="../learn/schedule.html">Prefetching</a>.</p>'
         )
     about = f"<p>{lesson.about_pictures}</p>" if lesson.about_pictures else ""
     return about + "".join(f'<figure class="lesson-picture">{_scalable(svg)}</figure>' for svg in pictures)

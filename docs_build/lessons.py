@@ -98,7 +98,7 @@ LESSONS = [
         arguments="--folder FOLDER",
         about_pictures="All on one axis. Two CPU cores compute and send, both: what is asked for early takes time from "
         "what is computed meanwhile, and nothing is gained here. Compare the order. What an accelerator gains, which "
-        'computes and sends at once, is drawn on <a href="../learn/schedule.html">Who is next</a>.',
+        'computes and sends at once, is drawn on <a href="../learn/schedule.html">Prefetching</a>.',
     ),
     Lesson("tutorials/hybrid.py", num_ranks=4),
     Lesson("tutorials/fully_shard.py", arguments="--explicit-prefetch --mixed-precision --dcp FOLDER"),

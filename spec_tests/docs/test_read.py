@@ -225,9 +225,9 @@ def test_every_row_that_the_record_names_for_a_function_is_linked_beside_it() ->
 
 
 def test_a_function_knows_which_page_of_learn_shows_it() -> None:
-    assert pages_on_function("engine/unit.py", "Unit.wait") == [("learn/unit.html", "The unit")]
+    assert pages_on_function("engine/unit.py", "Unit.wait") == [("learn/unit.html", "Units and their states")]
     assert pages_on_function("engine/unit.py", "Unit.choose") == []
-    assert ("learn/schedule.html", "Who is next") in pages_on_module("engine/schedule.py")
+    assert ("learn/schedule.html", "Prefetching") in pages_on_module("engine/schedule.py")
 
 
 @pytest.mark.parametrize("name", CORE)
