@@ -21,10 +21,10 @@ where the values are stored and where they are used. Example: two ranks, a tenso
    same in every run.
 5. *Size.* A message costs some system calls, during which the CPU does not compute. Gloo's collectives make these calls
    in their own thread. So shards of less than 256 KiB use gloo's collectives. Reductions, and all-gathers among two
-   ranks, use its all-to-all, which is the exchange above in one call. Others use its all-gather. Several larger tensors,
-   such as the parameters of a unit, are sent one by one, each directly into its output, so nothing is sorted later.
-   Waking a thread takes about as long as a small transfer. So ``wait()`` polls for half a millisecond, yielding the
-   core, before it blocks.
+   ranks, use its all-to-all, which is the exchange above in one call. Others use its all-gather. Several larger
+   tensors, such as the parameters of a unit, are sent one by one, each directly into its output, so nothing is sorted
+   later. Waking a thread takes about as long as a small transfer. So ``wait()`` polls for half a millisecond, yielding
+   the core, before it blocks.
 6. *Order.* Receives and sends with one tag pair up in the order of their issue, as collectives do. If a receive were
    destroyed, its message would go to the next one. So each exchange stays in a queue until it is complete, even if the
    model is destroyed before.
