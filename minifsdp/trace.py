@@ -1,11 +1,11 @@
-"""What happened when: the recorder behind every picture and every timeline test.
+"""The event recorder: an ordered list of all-gathers, forwards, reductions and other events of one rank.
 
-An FSDP that computes the right numbers can still be a bad one, because it gathers too late or frees too late. Results
-do not show that; an ordered list of events does. With a recorder installed, each rank keeps such a list, in the
-letters that the spec and the tests use:
+An FSDP that computes correct numbers can still be slow or use too much memory, because it all-gathers or reshards too
+late. Results do not show that, but an ordered list of events does. While a recorder is installed, each rank keeps such
+a list. The pictures and the timeline tests use it, and the spec and the tests use its names:
 
 =========  =============================================  ===========================================
-kind       what it is                                     its span, if it has one
+kind       event                                          span, if it has one
 =========  =============================================  ===========================================
 ``AG``     all-gather of a unit's parameters              from its issue until it was waited for
 ``F``      forward of a unit                              from entering the module until leaving it
@@ -22,18 +22,18 @@ kind       what it is                                     its span, if it has on
 
 Worked example, one unit ``"0"`` with 8 float32 parameters on two ranks, forward only::
 
-    AG 0  bytes=32 ranks=(0, 1)      32 = 8 * 4: the size of the *gathered* tensor, on either rank
+    AG 0  bytes=32 ranks=(0, 1)      32 = 8 * 4: the size of the *unsharded* tensor, on either rank
     F 0
     FREE 0  bytes=32
 
-Off by default and then free: the engine asks ``if trace.recorder is not None`` and goes on. There is no decorator, no
-context manager and no formatted string on that path.
+The recorder is off by default. Then its only cost is the check ``if trace.recorder is not None``, without a decorator,
+a context manager or a formatted string.
 
-The times are those of the CPU thread (``time.perf_counter``, seconds). On CUDA they therefore say when a thing was
-*issued*; when it ran is the profiler's to tell.
+The times are those of the CPU thread (``time.perf_counter``, seconds). So on CUDA they are the times when work was
+*issued*. A profiler shows when it ran.
 
-*In torch:* ``torch.profiler.record_function`` ranges are opened in every step whether a profiler runs or not, at 11 to
-12 for each unit. Left out here for that price; PERFORMANCE of the design measured about 100 microseconds a unit.
+*In torch:* ``torch.profiler.record_function`` ranges are opened in every step, with or without a profiler, 11 to 12 for
+each unit. minifsdp omits them because of their cost: about 100 microseconds for each unit, as measured for the design.
 
 Spec: the paragraph "The tracer" at the head of the spec; used by the rows of SHARD, PREF, LIM, NOSYNC and HYB.
 """
@@ -51,18 +51,18 @@ __all__ = ["Event", "Recorder", "record"]
 
 @dataclass(slots=True)
 class Event:
-    """One thing that happened on this rank.
+    """One event on this rank.
 
     Attributes:
         kind: one of the kinds in the table above.
         unit: full name of the unit's module inside the root, ``""`` for the root itself.
         start: seconds, ``time.perf_counter``.
         end: seconds; equals ``start`` for a moment and for a span that is still open.
-        num_bytes: bytes of the unsharded tensor that was gathered, reduced or freed; 0 where it means nothing.
-        ranks: global ranks of the group that communicated; empty where nothing was sent.
-        dtype: what travelled, or ``None``.
-        lane: the lane it ran on: ``"compute"``, ``"gather"``, ``"reduce"`` or ``"all_reduce"``.
-        arrived: seconds; when a collective's data was there, if whoever recorded has looked for that.
+        num_bytes: size of the unsharded tensor that was all-gathered, reduced or released; 0 for other events.
+        ranks: global ranks of the group that communicated; empty without communication.
+        dtype: dtype of the data that was sent, or ``None``.
+        lane: the stream of the work: ``"compute"``, ``"gather"``, ``"reduce"`` or ``"all_reduce"``.
+        arrived: seconds; time when a collective's data arrived, if it was measured.
     """
 
     kind: str
@@ -87,7 +87,7 @@ class Recorder:
 
         Args:
             kind, unit: as in `Event`.
-            facts: the other attributes of an `Event`, as far as there is something to say.
+            facts: other attributes of the `Event`.
         """
         now = time.perf_counter()
         event = Event(kind, unit, now, now, **facts)
@@ -95,29 +95,29 @@ class Recorder:
         return event
 
     def finish(self, event: Event | None) -> None:
-        """The span ends now. ``None`` is allowed, for a span that began before the recorder was installed."""
+        """Ends a span now. ``None`` is allowed, for a span that began before the recorder was installed."""
         if event is not None:
             event.end = time.perf_counter()
 
     def order(self, *kinds: str) -> list[str]:
-        """The events as words such as ``"AG 0"``, all of them or only the given kinds, in order of issue."""
+        """The events as strings such as ``"AG 0"``, all of them or only the given kinds, in order of issue."""
         return [f"{event.kind} {event.unit}".rstrip() for event in self.events if not kinds or event.kind in kinds]
 
     def count(self, kind: str) -> int:
-        """How many events of one kind there are."""
+        """The number of events of one kind."""
         return sum(event.kind == kind for event in self.events)
 
 
-# The one switch. A module attribute and not a class, so that the question costs the engine a single global look-up.
+# The installed recorder. A module attribute and not a class attribute, so that the check is one global look-up.
 recorder: Recorder | None = None
 
 
 @contextmanager
 def record() -> Iterator[Recorder]:
-    """Records this rank's events inside the ``with`` block; any rank may call it alone, nothing is communicated.
+    """Records this rank's events inside the ``with`` block. Does not communicate, so any rank may call it alone.
 
-    A recorder that was installed before is put back on leaving, so recordings may be nested (the inner one takes the
-    events).
+    At the end of the block, the recorder that was installed before is installed again. So recordings may be nested.
+    Then only the innermost recorder gets the events.
 
     Yields:
         The recorder, whose ``events`` may be read inside the block and after it.

@@ -1,1 +1,1 @@
-"""Checks that cost something, off by default: ``minifsdp.debug()``."""
+"""Optional checks that cost time, off by default: ``minifsdp.debug()``."""

@@ -1,18 +1,18 @@
-"""Looking over a method's shoulder, for as long as a check is on.
+"""Wraps methods of the engine while a debugging check is on.
 
-The modules of the training step know nothing of debugging and ask no question about it. So a check that is on puts a
-function in the place of a method, which calls the method and lets the check look::
+The modules of the training step contain no code for debugging. A check that is on replaces a method by a wrapper, which
+calls the method and the functions of the check::
 
-    Cycle.pre_forward        the method itself, while nothing is on
-    Cycle.pre_forward        observed(): the method, then ``values`` looks at what was gathered
+    Cycle.pre_forward        the method itself, while no check is on
+    Cycle.pre_forward        observed(): the method, then ``values`` inspects the unsharded parameters
 
-Several checks may look at one method; the function is put there for the first of them, and when the last one is gone
-the class has the very method again. That is why a check that is off costs nothing, not even a question.
+Several checks may observe one method. The first check installs the wrapper, and the end of the last one restores the
+original method. So a check that is off costs nothing, not even a condition.
 
-Worked example: ``with attached(Root, "end_forward", after=look):`` calls ``look(result, root)`` behind each call of
-``end_forward`` inside the block, on all trees, also on those that were made before.
+Worked example: ``with attached(Root, "end_forward", after=look):`` calls ``look(result, root)`` after each call of
+``end_forward`` inside the block, for all roots, also for those created before.
 
-*In torch:* debugging is asked about in each step, ``if self._debug_level``, where there is any.
+*In torch:* debugging code checks a condition in each step, ``if self._debug_level``.
 
 Spec: DEBUG-03.
 """
@@ -28,13 +28,13 @@ _observed: dict[tuple[type, str], tuple[list[Look], list[Look]]] = {}
 
 @contextmanager
 def attached(owner: type, name: str, *, before: Look | None = None, after: Look | None = None) -> Iterator[None]:
-    """Inside the block, all calls of a method are looked at. Nothing is communicated.
+    """Calls functions before and after each call of a method inside the block. Does not communicate.
 
     Args:
         owner: the class that defines the method.
-        name: of the method.
-        before: is called first, with what the method is called with.
-        after: is called behind it, with its result and then with what it was called with. Not after an exception.
+        name: the name of the method.
+        before: called before the method, with the same arguments.
+        after: called after the method, with its result and then the same arguments. Not called after an exception.
     """
     place = owner, name
     if place not in _observed:

@@ -1,13 +1,13 @@
-"""The first forward of a tree, where its modules are at hand, and units that were made before a check was turned on.
+"""Calls checks before the first forward of a root, and reports units that were created before a check was turned on.
 
-Some things can be looked at only when a model is complete: a model on the meta device gets its values after
-``fully_shard``, so whether it has got them is asked when it is first used. And some could be looked at only when a unit
-was made: a check that is turned on later has to say that it came too late.
+Some checks need the complete model. For instance, a model on the meta device gets its values after ``fully_shard``, so
+the check for missing values runs before the first forward. Other checks run when a unit is created. If such a check is
+turned on later, a warning names the units that it has missed.
 
 Worked example: ``fully_shard(a)``, ``minifsdp.debug("weights")``, ``fully_shard(b)``, then the first forward of both.
-Unit ``a`` was not looked at and ``b`` was, so the warning names ``a``.
+Unit ``b`` was checked and unit ``a`` was not, so the warning names ``a``.
 
-*In torch:* nothing of the kind.
+*In torch:* nothing similar.
 
 Spec: DEBUG-09, DEBUG-10.
 """
@@ -29,9 +29,9 @@ from minifsdp.fsdp2.fsdp_state import FSDPState
 
 @contextmanager
 def at_first_use(look: Callable[[Sequence[nn.Module], Root], None]) -> Iterator[None]:
-    """Calls ``look`` before the first forward of each tree inside the block, with its outermost modules and the tree.
+    """Calls ``look`` before the first forward of each root inside the block, with the outermost modules and the root.
 
-    It is called again before the next forward if it has raised.
+    If ``look`` raises an error, it is called again before the next forward.
     """
     known: weakref.WeakSet[Root] = weakref.WeakSet()
 
@@ -52,10 +52,10 @@ def at_first_use(look: Callable[[Sequence[nn.Module], Root], None]) -> Iterator[
 
 @contextmanager
 def late_units_named(check: str) -> Iterator[None]:
-    """Inside the block a warning names units that were made before it. It is given once for each tree.
+    """Inside the block, issues one warning for each root with units that were created before the block.
 
     Args:
-        check: which has come too late for them.
+        check: the name of the check that has missed them.
     """
     in_time: weakref.WeakSet[Unit] = weakref.WeakSet()
 

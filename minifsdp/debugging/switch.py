@@ -1,30 +1,30 @@
-"""``minifsdp.debug()``: turning on what costs something.
+"""``minifsdp.debug()``: turns on checks that cost time.
 
 ::
 
-    minifsdp.debug()                        # everything, from here on; before the model is wrapped
+    minifsdp.debug()                        # all checks, from here on; before the model is wrapped
     minifsdp.debug("values", "order")       # two of the checks
     with minifsdp.debug("values"):          # for some iterations
         train()
 
-==========  ============================================================  ================
-check       what it finds                                                 where it is told
-==========  ============================================================  ================
-weights     initial weights that differ between ranks                     ``weights.py``
-values      where values that are not finite come up first                ``values.py``
-order       ranks that gather different units, also in later iterations   ``order.py``
-meta        what nothing has set, after a model was on the meta device    ``unset.py``
-==========  ============================================================  ================
+==========  =============================================================  ==============
+check       finds                                                          described in
+==========  =============================================================  ==============
+weights     initial weights that differ between ranks                      ``weights.py``
+values      the first values that are not finite                           ``values.py``
+order       ranks that all-gather different units, in any iteration        ``order.py``
+meta        values that were not set after a model was on the meta device  ``unset.py``
+==========  =============================================================  ==============
 
-All ranks must turn on the same at the same place, because some of the checks communicate. ``MINIFSDP_DEBUG=1`` in the
-environment turns on all of them when the package is imported, ``MINIFSDP_DEBUG=values,order`` these two.
+All ranks must turn on the same checks at the same point of the program, because some checks communicate. If the package
+is imported with ``MINIFSDP_DEBUG=1``, all checks are on; with ``MINIFSDP_DEBUG=values,order``, these two.
 
-A check is a context, and on as long as somewhere it is wanted. Worked example::
+A check is on while at least one `debug` call needs it. Worked example, with the number of calls for each check::
 
     everything = debug()        weights 1  values 1  order 1  meta 1
-    with debug("values"):       weights 1  values 2  order 1  meta 1      entered at 1, nothing more to do
-        everything.off()        weights 0  values 1  order 0  meta 0      three of them are left
-    behind the block            weights 0  values 0  order 0  meta 0      and the fourth
+    with debug("values"):       weights 1  values 2  order 1  meta 1      on already: only the count changes
+        everything.off()        weights 0  values 1  order 0  meta 0      three checks end
+    after the block             weights 0  values 0  order 0  meta 0      the fourth check ends
 
 *In torch:* ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, for the order alone, and read once.
 
@@ -71,7 +71,7 @@ class Debugging:
             _num_wanted[check] += 1
 
     def off(self) -> None:
-        """Turns them off, but for those that another call still wants. A second time does nothing."""
+        """Turns off the checks, except those that another call still needs. A second call does nothing."""
         if not self._is_on:
             return
         self._is_on = False
@@ -90,19 +90,19 @@ class Debugging:
 
 
 def debug(*checks: str) -> Debugging:
-    """Turns on checks that cost something, from here until the end of the ``with`` block, if it is used in one.
+    """Turns on debugging checks. If used in a ``with`` statement, they end with the block.
 
-    Every rank must make the same call at the same place. ``weights`` and ``meta`` look at units when they are made, so
-    turn these on before the model is wrapped; if it was too late, the first forward says so.
+    Every rank must make the same call at the same point. ``weights`` and ``meta`` inspect units when they are created.
+    Turn these on before the model is wrapped; otherwise the first forward issues a warning.
 
     Args:
         *checks: ``"weights"``, ``"values"``, ``"order"``, ``"meta"``; none means all.
 
     Returns:
-        A context manager; its method ``off()`` turns them off without a block.
+        A context manager. Its method ``off()`` turns off the checks without a ``with`` block.
 
     Raises:
-        ValueError: there is no check of that name. Nothing was turned on.
+        ValueError: there is no check of that name. No check was turned on.
     """
     unknown = [check for check in checks if check not in CHECKS]
     if unknown:
@@ -111,7 +111,7 @@ def debug(*checks: str) -> Debugging:
 
 
 def from_environment() -> None:
-    """Turns on what ``MINIFSDP_DEBUG`` says: 1 for all checks, or names with commas between them."""
+    """Turns on the checks in ``MINIFSDP_DEBUG``: 1 for all checks, or names with commas between them."""
     asked = os.environ.get(VARIABLE, "").strip()
     if asked not in ("", "0"):
         debug(*([] if asked == "1" else [name.strip() for name in asked.split(",")]))

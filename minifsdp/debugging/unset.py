@@ -1,26 +1,26 @@
-"""Values that nothing has set, after a model was built on the meta device.
+"""Debug check ``meta``: finds values that were not set after a model was built on the meta device.
 
-A model on the meta device has shapes and no memory. ``to_empty`` makes the memory, and what stands in it is what was
-there before: often zeros, sometimes the weights of another layer, always plausible. Each module is then expected to set
-what it owns in its ``reset_parameters``; and buffers, above all those that are in no checkpoint, are what it forgets. A
-table of rotary frequencies that is all zeros trains to a worse model, and says nothing.
+A model on the meta device has shapes but no memory. ``to_empty`` allocates the memory without initializing it. It
+contains previous data: often zeros, sometimes the weights of another layer, always plausible. Each module must then set
+its own parameters and buffers in ``reset_parameters``. Buffers are often forgotten, in particular those that are in no
+checkpoint. For instance, a table of rotary frequencies that is all zeros trains to a worse model, without an error.
 
 So while the check is on
 
-1. what ``to_empty`` makes is filled with ``nan``, and integers with the largest value of their dtype;
-2. when the wrapper has made a unit real, what is left of that is listed in a warning. It may yet be loaded;
-3. when a model is first used, through either door, what is left of it on any rank is an error on all of them.
+1. ``to_empty`` fills the new memory with ``nan``, and integers with the largest value of their dtype;
+2. after the wrapper has materialized a unit, a warning lists tensors that still have such values (a load may follow);
+3. before a model is first used, through either API, such values on any rank raise an error on all ranks.
 
 Worked example, two ranks, a module with ``weight`` of 4 elements, which ``reset_parameters`` sets, and the buffer
-``inverse`` of 2, which it does not::
+``inverse`` of 2, which it does not set::
 
     to_empty          weight nan nan nan nan    inverse nan nan
     reset             weight .1  .2  -.1 .3     inverse nan nan       warning: 'inverse' has no values
 
-Memory that is made in other ways, by ``torch.empty_like`` in a ``param_init_fn`` for instance, is not seen.
+Memory that is allocated in other ways, for instance by ``torch.empty_like`` in a ``param_init_fn``, is not detected.
 
-*In torch:* ``torch.utils.deterministic.fill_uninitialized_memory`` fills it, together with all other such memory, and
-only while deterministic algorithms are asked for; nothing is listed.
+*In torch:* ``torch.utils.deterministic.fill_uninitialized_memory`` fills all such memory, but only while deterministic
+algorithms are on; it reports nothing.
 
 Spec: DEBUG-08, DEBUG-09.
 """
@@ -44,13 +44,13 @@ from minifsdp.engine.root import Root
 from minifsdp.fsdp1.wrapper import Wrapper, clean_name
 
 Named = Iterable[tuple[str, torch.Tensor]]
-# Whose memory was made by `to_empty`.
+# Modules whose memory was allocated by `to_empty`.
 _made: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @contextmanager
 def filled_and_named() -> Iterator[None]:
-    """Inside the block fresh memory is filled, and what is left of that is named."""
+    """Inside the block, fills new memory, and reports tensors that are not set later."""
     with ExitStack() as stack:
         stack.enter_context(late_units_named("meta"))
         stack.enter_context(attached(nn.Module, "to_empty", after=_after_to_empty))
@@ -84,7 +84,7 @@ def _fill(tensor: torch.Tensor) -> None:
 
 
 def _is_unset(tensor: torch.Tensor) -> bool:
-    """Whether some of it is as `_fill` has left it; of integers, whether all are, as a single one may be meant."""
+    """Whether any value is still that of `_fill`; for integers, whether all are, because a single one may be valid."""
     values = local_part(tensor.detach())
     if values.is_meta or not values.numel() or values.dtype is torch.bool:
         return False
@@ -93,7 +93,7 @@ def _is_unset(tensor: torch.Tensor) -> bool:
     return bool((values == torch.iinfo(values.dtype).max).all())
 
 
-# --- 2. when a unit was made real ---
+# --- 2. after a unit was materialized ---
 
 
 def _after_initialize(_: None, wrapper: Wrapper, modules: list[tuple[str, nn.Module]], options: Any) -> None:
@@ -108,7 +108,7 @@ def _after_initialize(_: None, wrapper: Wrapper, modules: list[tuple[str, nn.Mod
         warn(message("left-unset", names=some(names), type=type(wrapper.module).__name__))
 
 
-# --- 3. when a model is used ---
+# --- 3. before a model is used ---
 
 
 def _refuse_unset(modules: Sequence[nn.Module], tree: Root) -> None:
@@ -131,7 +131,7 @@ def _unset_in_units(tree: Root) -> Iterator[str]:
 
 
 def _pieces(layout: Layout) -> list[torch.Tensor]:
-    """What this rank stores of each parameter."""
+    """This rank's shard of each parameter."""
     if isinstance(layout, FlatLayout):
         row = layout.local_values()
         return [row[piece] for piece in layout.partition.slices_of_piece(layout.mesh.shard_index)]
@@ -139,7 +139,7 @@ def _pieces(layout: Layout) -> list[torch.Tensor]:
 
 
 def _unset_outside(modules: Sequence[nn.Module], tree: Root) -> Iterator[str]:
-    """Buffers, and parameters that belong to no unit."""
+    """Names of unset buffers, and of unset parameters that belong to no unit."""
     owned = {parameter for unit in tree.units for parameter in unit.layout.local_parameters()}
     for root in modules:
         for path, module in root.named_modules():

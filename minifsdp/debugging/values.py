@@ -1,29 +1,29 @@
-"""Where did the first ``nan`` come from? Looked for unit by unit, and told on every rank at once.
+"""Debug check ``values``: finds the first ``nan`` or ``inf``, and reports it on every rank.
 
-One value that is not finite makes the loss ``nan`` some units later, and a reduction hands it to all ranks. Then all of
-them have it everywhere, and where it began is not to be seen any more. So three kinds of values are looked at where
-they come up, the last one before any other rank has its part in it:
+One value that is not finite makes the loss ``nan`` some units later, and a reduction sends it to all ranks. Then the
+origin cannot be found any more. So three kinds of values are checked when they are created, and gradients before the
+reduction mixes them with those of other ranks:
 
 =============  =================================================  ==========================================
-parameter      when a unit was gathered for its forward           a broken checkpoint, a step that went wrong
-activation     what the unit's module returns                     an overflow, a logarithm of zero, bad data
+values         checked                                            typical cause
+=============  =================================================  ==========================================
+parameter      after the all-gather for the unit's forward        a broken checkpoint, a bad optimizer step
+activation     the output of the unit's module                    an overflow, a logarithm of zero, bad data
 gradient       of each parameter, before the reduction            a loss that is too large, a root at zero
 =============  =================================================  ==========================================
 
-Each rank keeps the first that it sees and goes on, for the others are on their way to the next collective. At the end
-of the forward, and again at the end of backward, one number is summed over all ranks: does any of them have something?
-If so, all raise together, with the first place of each rank that has one::
+Each rank records the first such value and continues, because other ranks are about to issue the next collective. At the
+end of forward and of backward, one number is summed over all ranks: 1 for a rank with a record, 0 otherwise. If the sum
+is not zero, all ranks raise an error, with the first record of each rank::
 
     rank 1: gradient of 'blocks.2.linear.weight' before it was reduced: 3 nan and 0 inf among 36 values
 
-A sum of the values is enough to know that all are finite, and only if it is not they are counted. Price: each value is
-read once more, and the CPU waits for an accelerator at each unit.
+A finite sum proves that all values are finite. They are counted only if the sum is not finite. Cost: each value is read
+one more time, and the CPU waits for an accelerator at each unit.
 
-A scaler that looks for overflows on purpose (``ShardedGradScaler``) makes gradients that are not finite now and then;
-with it, turn on the other checks.
+With a scaler that provokes overflows on purpose (``ShardedGradScaler``), use only the other checks.
 
-*In torch:* ``torch.autograd.set_detect_anomaly`` finds ``nan`` in backward, on the rank that has it, and leaves the
-others waiting.
+*In torch:* ``torch.autograd.set_detect_anomaly`` finds ``nan`` in backward on one rank, and the other ranks wait.
 
 Spec: DEBUG-05, DEBUG-06.
 """
@@ -52,7 +52,7 @@ from minifsdp.engine.unit import Phase, Unit
 
 
 class Counts(NamedTuple):
-    """How much of a tensor is not finite."""
+    """How many values of a tensor are not finite."""
 
     nan: int
     inf: int
@@ -62,13 +62,13 @@ class Counts(NamedTuple):
         return f"{self.nan} nan and {self.inf} inf among {self.numel} values"
 
 
-# What this rank has found since ranks agreed last, in the order of finding; the first of each unit.
+# The records of this rank since the last agreement, in the order in which they were found; one for each unit.
 _found: weakref.WeakKeyDictionary[Layout, str] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
 def looked_at() -> Iterator[None]:
-    """Inside the block the values of all units are looked at."""
+    """Checks the values of all units inside the block."""
     places = (
         (Root, "begin_forward", _after_begin),
         (Cycle, "pre_forward", _after_gather),
@@ -85,12 +85,12 @@ def looked_at() -> Iterator[None]:
         yield
 
 
-# --- where values come up ---
+# --- where values are created ---
 
 
 def _after_begin(is_outermost: bool, tree: Root, caller: Unit | None = None) -> None:
     if is_outermost:
-        # Of an iteration that was broken off.
+        # Removes records of an iteration that was aborted.
         _forget(tree.units)
 
 
@@ -121,7 +121,7 @@ def _after_gradient(gradient: Gradient | None, layout: Layout, *, with_unreduced
         return
     parts, numbers = gradient.parts, gradient.numbers
     if isinstance(layout, FlatLayout):
-        # One row; what is behind the last parameter is padding.
+        # One flat tensor, with padding after the last parameter.
         parts, numbers = list(parts[0].split(layout.partition.split_sizes)), list(range(len(layout.parameters)))
 
     def describe(number: int, counts: Counts) -> str:
@@ -137,12 +137,12 @@ def _look(layout: Layout, tensors: Sequence[torch.Tensor], describe: Callable[[i
         return
     values = [local_part(tensor.detach()) for tensor in tensors]
     sums = [value.sum() for value in values if value.is_floating_point() or value.is_complex()]
-    # One question for all of them, so that an accelerator is waited for once.
+    # One check for all of them, so that the CPU waits for an accelerator only once.
     if not sums or bool(sum(sums[1:], sums[0]).isfinite()):
         return
     for number, value in enumerate(values):
         counts = Counts(int(value.isnan().sum()), int(value.isinf().sum()), value.numel())
-        # There need be none: a sum can overflow by itself.
+        # There may be none, because a sum of finite values can overflow.
         if counts.nan or counts.inf:
             _found[layout] = describe(number, counts)
             return
@@ -152,7 +152,7 @@ def _look(layout: Layout, tensors: Sequence[torch.Tensor], describe: Callable[[i
 
 
 def _after_forward(_: None, tree: Root) -> None:
-    # Where nothing is sent in an evaluation, ranks need not come here together.
+    # In an evaluation without communication, ranks may reach this point at different times or not at all.
     if tree.cycle.is_recorded or any(unit.plan.mesh.shard is not None for unit in tree.units):
         _agree(tree.units, "forward", tree.fail_forward)
 
@@ -162,12 +162,12 @@ def _after_backward(_: None, cycle: Cycle) -> None:
 
 
 def _agree(units: Sequence[Unit], what: str, tidy: Callable[[], None] | None = None) -> None:
-    """Raises on every rank if any has found something. All ranks of the tree must call it.
+    """Raises an error on every rank if any rank has a record. All ranks of the root must call it.
 
     Args:
-        units: of the tree.
-        what: is over.
-        tidy: is called before the error is raised.
+        units: the units of the root.
+        what: "forward" or "backward", for the message.
+        tidy: called before the error is raised.
     """
     mine = _forget(units)[:1]
     groups = groups_of(plan.mesh for unit in units for plan in unit.plans)
@@ -180,11 +180,11 @@ def _agree(units: Sequence[Unit], what: str, tidy: Callable[[], None] | None = N
 
 
 def _anybody(groups: Sequence[Group], has_one: bool, device: torch.device) -> bool:
-    # As with the check of the order: who counts what training sends does not see it.
+    # As in the order check, dispatch modes that count the collectives of training do not see this one.
     with _disable_current_modes():
         number = torch.tensor([float(has_one)], device=device)
         for group in groups:
-            # From the ranks of one group it goes on to those of the next.
+            # The result of one group is part of the input to the next group.
             collectives.all_reduce(group, number).wait()
         return bool(number)
 

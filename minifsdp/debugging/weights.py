@@ -1,20 +1,20 @@
-"""Do all ranks begin with the same weights? Compared before a unit is cut.
+"""Debug check ``weights``: compares the initial weights of all ranks, before a unit is sharded.
 
-A rank that drew its weights from another seed, or has not read the checkpoint, is found by no shape and by no error:
-the model is stitched together from several, or its replicas differ and stay different. It trains, and badly.
+A rank that used another seed, or has not read the checkpoint, causes no wrong shape and no error. The model then
+consists of shards of different models, or its replicas differ and never become equal. It trains, but badly.
 
-So before the parameters of a unit go into a layout, each rank computes a number from the bits of each of them, and the
-numbers are compared among all ranks of the mesh, those that share and those that have copies::
+So before the parameters of a unit are sharded, each rank computes a checksum of each parameter. The checksums are
+compared among all ranks of the mesh, over the shard group and the replicate group::
 
     rank 0    weight 8215    bias 77
     rank 1    weight 8215    bias 77
     rank 2    weight 8215    bias 31        on every rank: "parameter 'bias': rank(s) 2 differ from rank 0"
 
-It is computed from bits as integers, weighted by their places, and so it is exact in any order of summing, sees two
-values exchanged, and takes ``nan`` for equal to itself. It is a warning and no error, because ranks may be meant to
-differ until rank 0's values are loaded on all. What ``sync_module_states=True`` has sent is equal, and passes.
+The checksum treats the bits as integers, with a weight for each position. So it does not depend on the order of the
+sum, it detects two exchanged values, and equal ``nan`` are equal. A difference is a warning and not an error, because
+ranks may differ on purpose until rank 0's values are loaded on all. ``sync_module_states=True`` makes them equal.
 
-Price: three tensors of 64-bit integers as large as the parameter, one parameter at a time, and a few bytes sent.
+Cost: three tensors of 64-bit integers of the parameter's size, one parameter at a time, and a few bytes to send.
 
 *In torch:* no check.
 
@@ -45,7 +45,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @contextmanager
 def compared() -> Iterator[None]:
-    """Inside the block the parameters of each unit that is made are compared between ranks."""
+    """Inside the block, compares the parameters of each new unit between ranks."""
     with ExitStack() as stack:
         stack.enter_context(late_units_named("weights"))
         stack.enter_context(attached(FlatLayout, "__init__", before=_before_flat))
@@ -69,12 +69,12 @@ def _before_cut(
 
 
 def compare(unit: str, parameters: Iterable[tuple[nn.Parameter, OwnedParameter]], mesh: Mesh) -> None:
-    """Warns of parameters whose values differ between ranks. Every rank of the mesh must call it.
+    """Issues a warning if values of parameters differ between ranks. Every rank of the mesh must call it.
 
     Args:
-        unit: whose they are, for the message.
-        parameters: the user's; of a distributed one its part on this rank, which ranks of the mesh have in common.
-        mesh: who is to have equal ones.
+        unit: the unit of the parameters, for the message.
+        parameters: the original parameters. For a DTensor, its local tensors are compared.
+        mesh: the ranks that must have equal values.
     """
     mine = {owned.path: _number(local_part(p.detach())) for p, owned in parameters if not p.is_meta}
     everybody = tell(groups_of([mesh]), mine)
@@ -90,9 +90,9 @@ def compare(unit: str, parameters: Iterable[tuple[nn.Parameter, OwnedParameter]]
 
 def _number(values: torch.Tensor) -> int:
     if is_traceable_wrapper_subclass(values) or values.element_size() not in _INTEGERS:
-        # Its bits are somewhere else, or there are no integers of that size.
+        # The bits are in inner tensors, or there is no integer dtype of that size.
         return 0
     bits = values.reshape(-1).view(_INTEGERS[values.element_size()]).to(torch.int64)
-    # Odd weights: an even one would lose the highest bit.
+    # Odd weights, because an even weight would drop the highest bit.
     places = torch.arange(1, 2 * len(bits), 2, device=bits.device)
     return int((bits * places).sum())

@@ -1,20 +1,20 @@
-"""What a module shows in place of a parameter that is not here right now.
+"""Placeholder parameters: the tensors that modules have while their unit is sharded.
 
-Outside of its forward and backward a sharded module has no weights: this rank stores a shard of a long flat tensor,
-and the shard may begin in the middle of one weight and end in the middle of the next. What should ``linear.weight`` be
-then? Three answers are possible:
+Outside of its forward and backward, a sharded module has no weights. This rank stores a shard of a flat tensor, which
+may begin in the middle of one weight and end in the middle of the next. There are three possible values for
+``linear.weight`` then:
 
-* the full-size view that was there during forward: its memory has been freed, and reading it is reading garbage;
-* nothing at all: ``linear.weight.shape`` in logging code would end with an ``AttributeError``;
-* a tensor that knows its shape, dtype and device but has no values, and says so when it is asked for them.
+* The unsharded view from the forward. Its memory is released, and reading it returns garbage.
+* No attribute. Then ``linear.weight.shape`` in logging code raises an ``AttributeError``.
+* A tensor that has a shape, dtype and device but no values. Reading its values raises an error that explains why.
 
-This is the third. The usual way to meet it is to call a part of a wrapped model directly, ``model.module[0](x)``: only
-the wrapped module knows when to gather, so the part finds its weights absent::
+minifsdp uses the third. The usual cause of the error is a direct call of a part of a wrapped model,
+``model.module[0](x)``. Only the wrapped module issues the all-gather, so the part has no weights::
 
     RuntimeError: rank 1: parameter '0.weight' (shape (4, 4)) is sharded right now ...
 
-*In torch:* FSDP1 leaves the freed view in place; the same call ends in an autograd message about views, works by
-accident while the root is still gathered, or crashes.
+*In torch:* FSDP1 keeps the freed view. The same call raises an autograd error about views, works by accident while the
+root is still unsharded, or crashes.
 
 Spec: FWD-01, ORIG-11, NAMES-10.
 """
@@ -33,21 +33,21 @@ from minifsdp.engine.precision import tensors_in
 
 
 class AbsentParameter(torch.Tensor):
-    """A tensor with a shape and without values; any operation on it raises ``RuntimeError`` with the remedy.
+    """A tensor with a shape and without values. Any operation on it raises a ``RuntimeError`` that explains the fix.
 
     Args:
-        shape, dtype, device: those of the parameter in whose place it stands.
+        shape, dtype, device: those of the parameter that it replaces.
         path: the parameter's name inside its unit.
     """
 
     path: str
 
-    # Straight to the dispatcher: a refusal needs no detour through Python-level overrides.
+    # Goes directly to the dispatcher: the error needs no Python-level overrides.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device, path: str) -> AbsentParameter:
-        """Makes a tensor without memory."""
+        """Creates a tensor without memory."""
         absent: AbsentParameter = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         absent.path = path
         return absent
@@ -58,8 +58,8 @@ class AbsentParameter(torch.Tensor):
     def _refuse(self, *args: Any, **options: Any) -> NoReturn:
         raise _absent(self.path, self.shape)
 
-    # What does not go through the dispatcher: to read the values or to set them, and to hand them to another library,
-    # which would read memory that is not there, to another process or to a file.
+    # These do not go through the dispatcher: reading or setting values, and passing them to another library (which
+    # would read memory that does not exist), to another process or to a file.
     data = property(_refuse, _refuse)
     tolist = numpy = share_memory_ = __dlpack__ = __reduce_ex__ = _refuse
 
@@ -74,16 +74,16 @@ class AbsentParameter(torch.Tensor):
         raise _absent(missing.path, missing.shape)
 
 
-# Under this name a module keeps the hook by which it refuses.
+# The key of the guard in the forward pre-hooks of a module.
 GUARD = "minifsdp: sharded"
 
 
 def guards_for(parameters: Iterable[OwnedParameter]) -> list[tuple[dict[Any, Any], Callable[..., NoReturn]]]:
-    """For each module that shows one of ``parameters``, where its hooks are, and one that refuses a forward.
+    """For each module that has one of ``parameters``: its dict of forward pre-hooks, and a guard that raises an error.
 
-    Where the original parameters stay visible, nothing can stand in their place. They show 1-D slices between
-    computations, and most operations, but not all, refuse such a shape. So the module itself is told to, for the time
-    in which it has no weights: while the unit computes there is no hook, and nothing to pay.
+    Original parameters that stay registered cannot be replaced by placeholders. They are 1-D views between
+    computations, and most operations, but not all, reject such a shape. So a guard raises the error while the module
+    has no weights. While the unit computes, there is no hook and no cost.
     """
     modules = {slot.module: (slot.path, owned.shape) for owned in parameters for slot in owned.slots}
     return [(module._forward_pre_hooks, functools.partial(_refuse_to_run, *what)) for module, what in modules.items()]

@@ -1,4 +1,4 @@
-"""Did all ranks issue the same collectives? Checked at the end of each backward.
+"""Checks at the end of each backward that all ranks issued the same collectives.
 
 Collectives pair up by the order of their issue, not by name. Two ranks that run two equal units in different order
 train with each other's weights. If each rank uses another expert of a layer, the gradients of one expert are added to
@@ -12,10 +12,10 @@ last comparison, and a hash of their order::
 
 1. *Cost*: one collective of 32 bytes for each rank, group and backward. It is issued before the wait for the last
    reduction and takes almost no time.
-2. *What it finds*: a different order of all-gathers, gradients of parameters that only some ranks used, and any
+2. *Detected errors*: a different order of all-gathers, gradients of parameters that only some ranks used, and any
    other collective at another position or for another unit.
-3. *Which groups*: those in which this tree communicated during this backward. Other ranks may compute more backwards
-   that do not communicate, for instance through frozen parameters or under ``no_sync()``. These are not compared.
+3. *Which groups*: those in which units of this root communicated during this backward. Other ranks may compute more
+   backwards without communication, for instance through frozen parameters or in ``no_sync()``. These are not compared.
 4. *Which ranks raise*: all. With replicas, the result of the shard group is part of the question to the replicate
    group, so a rank also raises if both of its own groups agree.
 5. *When*: on a CPU before backward returns, so no optimizer steps. An accelerator computes later, and waiting for the
@@ -23,8 +23,8 @@ last comparison, and a hash of their order::
    when the program ends. These moments are the same on all ranks. The message says how many optimizer steps were taken
    in between, usually one.
 
-6. *What it only reports*: optimizers that stepped since the last comparison on some ranks but not on others. That is a
-   mistake if one rank uses ``no_sync()`` and the others do not, but a program may also intend it. One warning appears.
+6. *Only a warning*: optimizers that stepped since the last comparison on some ranks but not on others. That is a
+   mistake if one rank uses ``no_sync()`` and the others do not, but a program may also intend it. It appears once.
 
 A rank that issues fewer collectives makes the others wait. The watchdog detects that (``minifsdp/ledger``).
 
@@ -47,7 +47,7 @@ from minifsdp.engine.ledger import Collective, Tree
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.unit import Unit
 
-# Comparisons whose answer on an accelerator was not read yet, of all trees, also of deleted ones.
+# Comparisons whose answer on an accelerator was not read yet, of all roots, also of deleted ones.
 _unread: list[Comparison] = []
 
 
@@ -55,19 +55,19 @@ def read_all(*_: Any) -> None:
     """Called before a state dict is created, and when the program ends: reads all answers.
 
     Raises:
-        RuntimeError: in some tree the ranks issued different collectives.
+        RuntimeError: the ranks issued different collectives for units of some root.
     """
     while _unread:
         _unread[0].read_now()
 
 
 class Comparison:
-    """Compares the collectives of all ranks of a tree.
+    """Compares the collectives that all ranks issued for the units of one root.
 
     Args:
-        units: all units of the tree, in the same order on every rank.
-        lanes: the communication streams of the tree.
-        tree: the units, as the collective log sees them.
+        units: all units of the root, in the same order on every rank.
+        lanes: the communication streams of the root.
+        tree: the units in the collective log.
     """
 
     def __init__(self, units: Sequence[Unit], lanes: Lanes, tree: Tree) -> None:
@@ -75,7 +75,7 @@ class Comparison:
         meshes = [plan.mesh for unit in units for plan in unit.plans]
         groups = [mesh.shard for mesh in meshes] + [mesh.replicate for mesh in meshes]
         self._groups = {group.chain: group for group in groups if group is not None}
-        # Questions without an answer yet; the answers of the last group; an accelerator's event behind their copy.
+        # Questions without an answer yet; the answers of the last group; an accelerator's event after their copy.
         self._asked: list[Collective] = []
         self._answers = torch.empty(0)
         self._arrived: Any = None
@@ -87,7 +87,7 @@ class Comparison:
         self._tree.used.clear()
 
     def ask(self) -> None:
-        """Called at the end of a backward: issues the question in each group in which the tree communicated."""
+        """Called at the end of a backward: issues the question in each group that this backward used."""
         groups = [(chain, group) for chain, group in self._groups.items() if chain in self._tree.used]
         if not groups:
             return
@@ -95,11 +95,11 @@ class Comparison:
         has_stepped, self._num_steps = ledger.num_steps != self._num_steps, ledger.num_steps
         with _disable_current_modes(), self._lanes.gather as lane:
             for chain, group in groups:
-                # Filled by kernels, one number after the other. A copy of all of them from the CPU would stop it.
+                # Filled by kernels, one number after the other. A copy from the CPU would block the CPU.
                 mine = torch.full((4,), chain.digest, device=self._lanes.device)
                 mine[1], mine[2], mine[3] = chain.number, 0, has_stepped
                 if self._asked:
-                    # Tells the next group whether the last one differs.
+                    # The question to the next group contains whether the last group differs.
                     self._asked[-1].wait()
                     mine[2] = _differ(self._answers)
                 answers = mine.repeat(group.size)

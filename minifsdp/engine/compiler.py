@@ -1,17 +1,17 @@
-"""Getting along with ``torch.compile``: it is told to step over this package.
+"""Support for ``torch.compile``: the compiler does not trace this package.
 
-The compiler records Python code as a graph. Gathering, freeing and hooks are not for a graph: they change what tensors
-*are* between two operations. So both doors ask to be stepped over. The compiler leaves the code of this package alone
-and compiles what the user has written between two of its hooks::
+The compiler records Python code as a graph. A graph cannot contain all-gathers, reshards and hooks, because they change
+the memory of tensors between two operations. So both APIs exclude this package from tracing. The compiler compiles the
+user's code between two hooks of this package::
 
-    before    (this package)    gather, show the full parameters
+    before    (this package)    all-gather, assign the unsharded parameters
     forward   (the user)        recorded, compiled, run
-    after     (this package)    free, lay trip wires
+    after     (this package)    reshard, register backward hooks
 
-For a model of many equal blocks nothing is lost by that; a block is compiled once and used many times.
+In a model of many equal blocks this costs nothing: a block is compiled once and used many times.
 
-*In torch:* the wrapper is on the compiler's own list of code to step over; the hooks of ``fully_shard`` are marked one
-by one.
+*In torch:* the wrapper is on the compiler's own list of code to skip; the hooks of ``fully_shard`` are marked one by
+one.
 
 Spec: ORIG-07, TRAIN-25.
 """
@@ -21,7 +21,7 @@ import functools
 
 @functools.cache
 def step_over_this_package() -> None:
-    """Puts ``minifsdp`` on the compiler's list of code that it does not record; once in a process."""
+    """Adds ``minifsdp`` to the compiler's list of code to skip; once in a process."""
     from torch._dynamo import trace_rules
 
     trace_rules.add("minifsdp")

@@ -1,7 +1,7 @@
-"""How one parameter is a DTensor: its cut, its mesh, and the way between a local piece and the distributed whole.
+"""DTensors of the per-parameter layout: how one parameter is sharded, and conversions from and to local shards.
 
-A ``DTensor`` is a local tensor with a DTensorSpec: on this mesh, cut along that dim. `Sharding` keeps the
-spec for one parameter and puts it around pieces: around the rows that the optimizer owns, and around their
+A ``DTensor`` is a local tensor with a DTensorSpec, which has a mesh and a placement for each of its axes. `Sharding`
+keeps the spec of one parameter. It wraps local tensors with it: the shards that the optimizer owns, and their
 gradients.
 
 Worked example, a (4, 4) weight on the mesh ``(replicate=2, shard=2)``::
@@ -10,10 +10,10 @@ Worked example, a (4, 4) weight on the mesh ``(replicate=2, shard=2)``::
     rank 0, 2      rows 0 and 1
     rank 1, 3      rows 2 and 3
 
-A parameter may come as a DTensor already, when tensor parallelism has cut it over a mesh of its own. Then what is cut
-here is its local tensor, the spec is that of both meshes joined, and modules are shown, when it is gathered, the
-DTensor that they had before. Where both cut along the same dim, the rows of one rank are no longer neighbours in the
-whole; ``_StridedShard`` is how DTensor says so.
+A parameter may already be a DTensor, if tensor parallelism has sharded it over another mesh. Then its local tensor is
+sharded, and the spec joins both meshes. While the parameter is unsharded, modules have the DTensor that they had
+before. If both shard along the same dim, the rows of one rank are not adjacent in the unsharded parameter. DTensor
+expresses this by ``_StridedShard``.
 
 *In torch:* ``FSDPParam._init_sharding_spec``.
 
@@ -35,26 +35,26 @@ from minifsdp.engine.cut import Cut
 from minifsdp.engine.mesh import Mesh
 from minifsdp.engine.messages import message
 
-# The local tensor of a DTensor itself; ``to_local()`` would make another one, for autograd.
+# Returns the local tensor of a DTensor itself. ``to_local()`` creates another tensor, for autograd.
 piece_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 
 
 def set_piece(tensor: torch.Tensor, piece: torch.Tensor) -> None:
-    """Puts another local tensor into a DTensor."""
+    """Replaces the local tensor of a DTensor."""
     tensor._local_tensor = piece  # type: ignore[attr-defined]
 
 
 def gradient_of(parameter: torch.Tensor, piece: torch.Tensor) -> DTensor:
-    """A DTensor around a piece of the gradient of ``parameter``, in its dtype.
+    """Wraps a local shard of the gradient of ``parameter`` in a DTensor.
 
-    It has the very spec of the parameter: DTensor compares specs for each operator of the optimizer, and has compared
-    an object with itself at once.
+    It shares the spec object of the parameter. DTensor compares specs for each operator of the optimizer, and the
+    comparison of an object with itself is fast.
     """
     return DTensor(piece, parameter._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
 def _around(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor around a tensor of any dtype, without communication and without autograd."""
+    """Wraps a local tensor of any dtype in a DTensor, without communication and without autograd."""
     meta = spec.tensor_meta
     assert meta is not None
     if meta.dtype is not local.dtype:
@@ -63,21 +63,21 @@ def _around(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 class Sharding:
-    """How one parameter is cut and distributed.
+    """How one parameter is sharded and replicated over a mesh.
 
     Args:
-        parameter: the user's, whole or distributed over another mesh.
-        mesh: over which it is sharded; one axis, or (replicate, shard).
-        table: the groups of this mesh.
-        placement: along which dim; ``None`` for the first.
+        parameter: the original parameter; ordinary, or a DTensor on another mesh.
+        mesh: the mesh over which to shard; one axis, or (replicate, shard).
+        table: the process groups of this mesh.
+        placement: the dim to shard; ``None`` for the first.
         path: the parameter's name, for messages.
 
     Attributes:
         mesh, table: as given.
 
     Raises:
-        NotImplementedError: an uneven cut along a dim that is not the first, or values that are not contiguous.
-        ValueError: a parameter without any dim, or a placement that is not a ``Shard``.
+        NotImplementedError: the size of a dim other than the first is not divisible, or the values are not contiguous.
+        ValueError: a parameter without dims, or a placement that is not a ``Shard``.
     """
 
     def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh, table: Mesh, placement: Any, path: str) -> None:
@@ -107,14 +107,14 @@ class Sharding:
             mesh, num_cuts = DeviceMesh._concatenate([mesh, inner.mesh]), inner.num_shards_map[dim]
             own = Shard(dim) if num_cuts == 1 else _StridedShard(dim, split_factor=num_cuts)
             placements = (own, *inner.placements)
-        # An axis before the shard axis is one of replicas.
+        # Axes before the shard axis are replicate axes.
         placements = (Replicate(),) * (mesh.ndim - len(placements)) + placements
         meta = TensorMeta(parameter.shape, parameter.stride(), parameter.dtype)
         return DTensorSpec(mesh, placements, tensor_meta=meta)
 
     @property
     def shard_axis(self) -> DeviceMesh:
-        """The ranks that have the other pieces, as a mesh of one axis."""
+        """The shard group as a 1-D mesh."""
         mesh = self.mesh
         if mesh.ndim == 1:
             return mesh
@@ -123,27 +123,27 @@ class Sharding:
         return DeviceMesh.from_group(mesh.get_group(1), mesh.device_type)
 
     def local_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The tensor that is cut here: the parameter's values, or those that tensor parallelism left on this rank."""
+        """The tensor to shard: the parameter's values, or their local tensor if tensor parallelism has sharded them."""
         values = parameter.detach()
         return piece_of(values) if isinstance(values, DTensor) else values
 
     def cut_out_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of the values, a view."""
+        """This rank's shard of the values, as a view."""
         return self.cut.local_part(self.local_of(parameter), self.table.shard_index)
 
     def wrap(self, piece: torch.Tensor) -> DTensor:
-        """A DTensor around a piece."""
+        """Wraps a local shard in a DTensor."""
         return _around(piece, self._spec)
 
     def wrap_among(self, mesh: DeviceMesh, piece: torch.Tensor) -> DTensor | None:
-        """A DTensor around a piece that is cut over the last axis of ``mesh``; ``None`` with tensor parallelism."""
+        """Wraps a shard over the last axis of ``mesh`` in a DTensor; ``None`` with tensor parallelism."""
         if self._tensor_parallel is not None:
             return None
         placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(self.cut.dim))
         return _around(piece, DTensorSpec(mesh, placements, tensor_meta=self._spec.tensor_meta))
 
     def fits(self, other: torch.Tensor) -> bool:
-        """Whether ``other`` is distributed in the same way."""
+        """Whether ``other`` is a DTensor of the same shape, mesh and placements."""
         return (
             isinstance(other, DTensor)
             and other.shape == self._spec.shape
@@ -152,14 +152,14 @@ class Sharding:
         )
 
     def show_whole(self, leaf: nn.Parameter) -> nn.Parameter:
-        """What modules compute with: ``leaf``, or the DTensor that tensor parallelism needs."""
+        """The unsharded parameter for the modules: ``leaf``, or the DTensor that tensor parallelism needs."""
         inner = self._tensor_parallel
         if inner is None:
             return leaf
         return nn.Parameter(_around(leaf.data, inner), requires_grad=leaf.requires_grad)
 
     def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The part of a leaf's gradient that belongs to the tensor that is cut here."""
+        """The gradient of the tensor that is sharded here, from the gradient of the unsharded parameter."""
         if isinstance(gradient, DTensor):
             assert self._tensor_parallel is not None
             if gradient.placements != self._tensor_parallel.placements:

@@ -1,20 +1,20 @@
-"""A parameter that decides for itself what is sent: the extension for tensor subclasses.
+"""Custom all-gathers: the ``fsdp_pre_all_gather`` extension for tensor subclasses.
 
-A weight in 8 bits need not be sent in 32. If the local tensor of a parameter is of a class with two methods, the gather
-asks it: the first says what each rank sends, the second makes of what arrived the tensor that is computed with::
+A weight can be stored in 32 bits and sent in 8. If a local tensor has two methods, the all-gather calls them. The first
+returns the tensors to send. The second builds the unsharded parameter from the tensors of all ranks::
 
     shard (float32, class Int8)  --- fsdp_pre_all_gather --->   steps (int8), scale (float32)
-                                                                     | gather each
+                                                                     | all-gather each
     leaf (bfloat16)              <-- fsdp_post_all_gather ---   steps and scales of all ranks
 
-Such a parameter has a row for itself, with the verbs of ``Row``:
+Each such parameter has a bucket of its own, with the methods of ``Row``:
 
-1. the shard is padded before it is asked, so that all ranks send equally much whatever its class does;
-2. the first time, the second method makes a tensor; it becomes the leaf, for good. From then on it is asked to fill it;
-3. the memory of what arrived, and of the inner tensors that the class named, lasts from gather to free. What else the
-   first method gave along is the class's own; it is kept until the compute stream is done with it.
-4. a tensor of any class may be given the two methods after sharding, ``p.to_local().fsdp_pre_all_gather = ...``. They
-   know that very tensor, so it is neither padded nor moved nor copied before it is asked; what it sends is.
+1. The shard is padded before the first call, so all ranks send the same number of bytes for every class.
+2. The first call of the second method creates a tensor, which stays the leaf. Later calls write into it (``out=``).
+3. The all-gather outputs, and the inner tensors that the second method returns, have memory from all-gather to reshard.
+   Metadata of the first method belongs to the class. It is kept until the compute stream has read it.
+4. A tensor of any class can get the two methods after sharding: ``p.to_local().fsdp_pre_all_gather = ...``. These
+   methods refer to this tensor object. So the tensors that it sends are padded and moved, but not the object itself.
 
 *In torch:* branches in ``FSDPParam`` and ``foreach_all_gather``.
 
@@ -39,15 +39,15 @@ BEFORE, AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 class ExtendedRow:
-    """One parameter whose class has the two methods; see `Row` for the verbs and attributes.
+    """The bucket of one parameter whose class has the two methods; see `Row` for the other methods and attributes.
 
     Args:
-        cut: how it is cut.
-        piece: this rank's.
-        group: the ranks that have the others; ``None`` if there are none.
-        options: where to compute, and in which dtype.
-        mesh: the ranks that gather, one axis; told to the first method.
-        module: whose parameter it is; told, too.
+        cut: how the parameter is sharded.
+        piece: this rank's local shard.
+        group: the ranks that store the shards; ``None`` if the parameter is not sharded.
+        options: compute device and dtype.
+        mesh: the ranks of the all-gather, as a 1-D mesh; passed to the first method.
+        module: the module of the parameter; passed to the first method.
     """
 
     is_borrowed = False
@@ -60,38 +60,38 @@ class ExtendedRow:
         self.num_bytes = cut.padded_numel * self.dtype.itemsize
         self._home = options.home_of(piece)
         self._pad(piece)
-        # Of a shape that fits, and without memory, until the first gather has made the real one.
+        # A placeholder of the same shape, without memory, until the first all-gather creates the leaf.
         self.leaves = [nn.Parameter(torch.empty(cut.shape, dtype=self.dtype, device="meta"), requires_grad=False)]
         self._freed_at: Any = None
         self._outputs: list[torch.Tensor] = []
         self._inner: list[tuple[torch.Tensor, int]] = []
 
     def take(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Takes over a new piece, of the same dtype and device."""
+        """Replaces the local shard by another one of the same dtype and device."""
         if pieces[0] is not self.pieces[0]:
             self._pad(pieces[0])
 
     def _pad(self, part: torch.Tensor) -> None:
         self._is_patched = BEFORE in vars(part)
         if self._is_patched:
-            # 4. It keeps its identity, and lets go of the row in which it lay.
+            # 4. The same tensor object, with memory of its own.
             part.data = part.clone()
             self._padded, self.pieces = part, [part]
             return
-        # 1. Of the class of the parameter, with memory of its own.
+        # 1. A tensor of the parameter's class, with memory of its own.
         self._padded = part.new_zeros(self._cut.local_shape(0)).to(self._home)
         piece = self._padded.narrow(self._cut.dim, 0, part.shape[self._cut.dim])
         piece.copy_(part)
         self.pieces = [piece]
 
     def stamp(self) -> object:
-        """Never the same: what is inside of a class of its own can change unseen."""
+        """Never equal to an earlier stamp, because a change inside a tensor subclass cannot be detected."""
         return object()
 
     def gather(self, lane: Lane, name: str | None = None) -> list[Promise]:
-        """Asks the shard what to send, and sends it."""
+        """Calls the first method, and issues an all-gather for each tensor that it returns."""
         if self._freed_at is not None:
-            # What the class has made of it on the lane, the metadata, was read until then.
+            # The metadata was created on the communication stream, and the compute stream read it until then.
             lane.follow(self._freed_at)
         shard = self._padded if self._is_patched else self._padded.to(self.device, non_blocking=True)
         tensors, self._metadata = self._ask(shard)
@@ -114,13 +114,13 @@ class ExtendedRow:
         before, shape = getattr(shard, BEFORE), self._cut.shape
         told = [self._mesh, shape, torch.empty(shape, device="meta").stride(), self._module, self._policy]
         if len(inspect.signature(before).parameters) == 1:
-            # The signature of earlier torch versions.
+            # The signature in earlier versions of torch.
             told = told[:1]
         answer: tuple[tuple[torch.Tensor, ...], Any] = before(*told)
         return answer
 
     def _filled_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """4. What was made of a shard without padding, with padding."""
+        """4. Pads a tensor that was computed from an unpadded shard."""
         full = self._cut.local_shape(0)
         if not self._is_patched or tensor.shape != self._padded.shape or tensor.shape == full:
             return tensor
@@ -129,7 +129,7 @@ class ExtendedRow:
         return padded
 
     def arrive(self) -> None:
-        """2. Makes the leaf, or lets it be filled."""
+        """2. Creates the leaf, or fills it."""
         for tensor, num_bytes in self._inner:
             tensor.untyped_storage().resize_(num_bytes)
         after: Any = getattr(self._padded, AFTER)
@@ -140,30 +140,30 @@ class ExtendedRow:
         self._inner = [(one, one.untyped_storage().size()) for one in inner]
         shape = self._cut.shape
         if tensor.ndim == len(shape):
-            # Without the rows that were padding; whatever the strides.
+            # Drops the padding, for any strides.
             tensor = tensor[tuple(map(slice, shape))]
         else:
             tensor = tensor.as_strided(shape, torch.empty(shape, device="meta").stride(), 0)
-        # `.data`, for a version counter of its own: what arrives later must not look like an edit.
+        # `.data` has a version counter of its own: a later all-gather must not look like an in-place change.
         self.leaves = [nn.Parameter(tensor.data, requires_grad=False)]
 
     def free(self) -> None:
-        """3. No memory for what has arrived, and for what was made of it."""
+        """3. Releases the memory of the all-gather outputs and of the inner tensors."""
         for tensor in [*self._outputs, *(one for one, _ in self._inner)]:
             if tensor.untyped_storage().size():
                 lifetime.release(tensor)
         self._freed_at = compute_event(self.device)
 
     def rest(self, group: Group) -> NoReturn:
-        """Refuses: what the class makes of a gathered parameter cannot be cut again."""
+        """Not supported: an unsharded parameter of such a class cannot be sharded again."""
         raise NotImplementedError(message("extension-in-parts", method=BEFORE))
 
 
 def special_row(value: torch.Tensor, path: str) -> type[ExtendedRow] | None:
-    """What makes the row of a parameter with the local tensor ``value``; ``None`` for an ordinary one.
+    """The bucket class of a parameter with the local tensor ``value``; ``None`` for an ordinary parameter.
 
     Raises:
-        AssertionError: it has only one of the two methods.
+        AssertionError: ``value`` has only one of the two methods.
     """
     has = [name for name in (BEFORE, AFTER) if hasattr(value, name)]
     if len(has) == 1:

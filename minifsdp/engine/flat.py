@@ -57,19 +57,19 @@ class FlatLayout(Layout):
     """The parameters of one unit in one flat tensor.
 
     Args:
-        home: the unit's module, which gets the flat parameter.
-        parameters: at least one, all of one dtype and one ``requires_grad``.
-        mesh: who shares.
+        home: the unit's module, where the flat parameter is registered.
+        parameters: at least one, all of one dtype; also of one ``requires_grad``, unless ``keep_originals``.
+        mesh: the shard group and the replicate group.
         device: the compute device.
-        precision: the dtype of the unsharded tensor, and whether gradients may stay in the one in which they travelled.
-        offload: whether the shard lives on the CPU.
-        keep_originals: whether the optimizer owns slices of the original parameters instead of one flat parameter.
+        precision: the dtype of the unsharded tensor, and whether sharded gradients keep the dtype of the reduction.
+        offload: whether the shard is stored on the CPU.
+        keep_originals: whether the optimizer owns the original parameters, as 1-D views, instead of a flat parameter.
 
     Attributes:
-        forms: of each parameter, how it lies in the row.
-        hides_originals: whether the original parameters are out of sight between computations.
-        is_stored, is_recorded_stored: whether it computes in full precision, and did so when autograd last recorded.
-        is_summoned: whether the modules show full parameters that are the user's, see ``summoned.py``.
+        forms: for each parameter, how it is stored in the flat tensor.
+        hides_originals: whether the original parameters are not registered between computations.
+        is_stored, is_recorded_stored: whether it computes in the stored dtype, now and in the last recorded forward.
+        is_summoned: whether the modules have the unsharded parameters of ``summon_full_params``, see ``summoned.py``.
     """
 
     _make_room: Callable[..., None] | None = None
@@ -108,7 +108,7 @@ class FlatLayout(Layout):
         self._on_gradient: Callable[[], None] | None = None
         self.use_stored_dtype(False)
         self._places = [
-            # Not in `_parameters`, where the flat parameter alone is to be listed.
+            # With a flat parameter, views are not in `_parameters`, which lists registered parameters.
             (vars(slot.module) if self.hides_originals else slot.module._parameters, slot, index)
             for index, owned in enumerate(self.parameters)
             for slot in owned.slots
@@ -117,7 +117,7 @@ class FlatLayout(Layout):
         self._gathered_at: object = None
         # The views of the last forward that autograd recorded.
         self._recorded: Sequence[torch.Tensor] | None = None
-        # A unit that computes in the shard's own memory has its full values all the time.
+        # A unit that computes in the memory of the shard is always unsharded.
         stays = self._now.is_borrowed and self.hides_originals
         self._guards = guards_for(self.parameters) if stays or not self.hides_originals else []
         self._show(self.views_of(self._now.leaf) if stays else self.owner.stand_ins)
@@ -125,11 +125,11 @@ class FlatLayout(Layout):
     # --- the unsharded tensor ---
 
     def use_stored_dtype(self, stored: bool) -> None:
-        """Whether to compute in full precision from now on; to be called while the unit is sharded."""
+        """Selects the stored dtype or the compute dtype for the next forwards. The unit must be sharded."""
         shard = self.owner.shard
         dtype = shard.dtype if stored else self._compute_dtype or shard.dtype
         if dtype not in self._variants:
-            # Neither shared nor cast: computed on where it is stored.
+            # Neither sharded nor cast: computes in the memory of the shard.
             borrows = self.mesh.shard is None and dtype is shard.dtype and shard.device == self.device
             made = Unsharded(self.partition.padded_numel, dtype, self.device, shard if borrows else None)
             made.leaf.register_post_accumulate_grad_hook(functools.partial(_complete, weakref.ref(self)))
@@ -138,13 +138,13 @@ class FlatLayout(Layout):
         self.dtype, self.num_bytes = dtype, self._now.num_bytes
 
     def on_gradient(self, notify: Callable[[], None] | None, make_room: Callable[..., None] | None = None) -> bool:
-        """Whom to call when the unsharded gradient is complete, which the leaf can tell."""
+        """Sets the functions to call when the unsharded gradient is complete. A hook of the leaf detects that."""
         self._on_gradient, self._make_room = notify, make_room
         self._guard()
         return True
 
     def settle(self) -> None:
-        """Adapts to a shard that was given another dtype after construction, as by ``model.half()``."""
+        """Adapts to a shard that has another dtype now, for instance after ``model.half()``."""
         self.owner.settle()
         if self.dtype is not (self._compute_dtype or self.owner.shard.dtype):
             self._variants.clear()
@@ -152,7 +152,7 @@ class FlatLayout(Layout):
 
     @property
     def is_trained(self) -> bool:
-        """Whether a backward will end in a gradient."""
+        """Whether a backward computes a gradient for this unit."""
         return self._now.leaf.requires_grad
 
     # --- memory ---
@@ -163,9 +163,9 @@ class FlatLayout(Layout):
         return self.mesh.shard
 
     def gather(self, lanes: Lanes) -> Promise | None:
-        """Fills the unsharded tensor, from this rank's shard if nothing is sharded, else from everybody's."""
+        """Fills the unsharded tensor: by an all-gather, or by a copy of the shard if the unit is not sharded."""
         if self.owner.collect():
-            # Copied on the compute stream, which the lane has not followed since.
+            # Copied on the compute stream. The communication stream must wait for that.
             lanes.gather.follow()
         self._gathered_at = self.steps.count, self.owner.stamp()
         now, shard, group = self._now, self.owner.shard.data, self.mesh.shard
@@ -176,56 +176,56 @@ class FlatLayout(Layout):
             now.allocate()
             piece = shard
             if shard.device != self.device or shard.dtype is not self.dtype:
-                # A cast or a copy to the device needs a place to go; the right one is where the gather will want it.
+                # A cast, or a copy to the device, writes to this rank's part of the all-gather output.
                 piece = now.alias[self.partition.piece(self.mesh.shard_index)]
                 piece.copy_(shard, non_blocking=True)
             return lane.promise(NOTHING if group is None else collectives.gather(group, now.alias, piece, self.name))
 
     def free(self) -> ReleaseEvent | None:
-        """Gives the unsharded tensor's memory back."""
+        """Releases the memory of the unsharded tensor."""
         return self._now.release()
 
     def is_stale(self) -> bool:
-        """Whether the shard has changed since the last gather. A copy that is only cast is always stale."""
+        """Whether the shard has changed since the last all-gather. A copy without an all-gather is always stale."""
         is_copy = self.mesh.shard is None and not self._now.is_borrowed
         return is_copy or self._gathered_at != (self.steps.count, self.owner.stamp())
 
-    # --- what modules see ---
+    # --- the attributes of modules ---
 
     def notice_edits(self) -> None:
-        """Compares each slot with what was shown there last; in this layout nothing else can stand there."""
+        """Raises an error if a module has another tensor than the one that was assigned last."""
         shown = self._shown
         for dictionary, slot, index in self._places:
             if dictionary.get(slot.name) is not shown[index]:
                 raise replaced_parameter_error(slot, self.name)
 
     def show_unsharded(self) -> None:
-        """Makes new views and puts them on the modules."""
+        """Creates new views and assigns them to the modules."""
         leaf = self._now.leaf
         leaf.requires_grad_(self.owner.requires_grad)
-        # 1. and 2. Now, and all at once.
+        # 1. and 2. At the moment of use, and by one split.
         views = self.views_of(leaf)
         if torch.is_grad_enabled():
             self._recorded, self.is_recorded_stored = views, self.is_stored
             if self._make_room is not None and len(views) > 1 and leaf.requires_grad and not self._any_distributed:
-                # The backward of the split, which comes behind that of the view.
+                # The backward of the split, which runs after that of the view.
                 views[0].grad_fn.next_functions[0][0].register_prehook(self._make_room)  # type: ignore[union-attr]
         self._show(views)
 
     def show_again(self) -> None:
-        """Puts the views of the recorded forward back: a recomputed forward inside this unit will look for them."""
-        # What the user put there since the forward would be written over without a word.
+        """Assigns the views of the recorded forward again, for a recomputed forward inside this unit."""
+        # Otherwise tensors that the user assigned since the forward would be overwritten silently.
         self.notice_edits()
         if self._recorded is not None:
             self._show(self._recorded)
 
     def show_resting(self, *, is_kept: bool) -> None:
-        """The stand-ins; with original parameters that are kept on purpose, the full ones stay in sight (ORIG-09)."""
+        """Assigns the sharded tensors, unless unsharded original parameters are kept on purpose (ORIG-09)."""
         if not is_kept or self.hides_originals or self.mesh.shard is None:
             self.show_sharded()
 
     def show_sharded(self) -> None:
-        """Puts the stand-ins on the modules, unless the full views may stay: they are valid all the time."""
+        """Assigns the sharded tensors to the modules, unless the unsharded views are always valid."""
         if self._shown is not self.owner.stand_ins and not (self._now.is_borrowed and self.hides_originals):
             self._show(self.owner.stand_ins)
 
@@ -239,7 +239,7 @@ class FlatLayout(Layout):
             self._guard()
 
     def _guard(self) -> None:
-        """Lets modules compute, or refuse to while they show slices or their gradients would not be heard of."""
+        """Adds or removes the forward guards. Modules must not run while sharded, or without a gradient callback."""
         is_unfit = self._shown is self.owner.stand_ins or self._on_gradient is None
         for hooks, hook in self._guards:
             if is_unfit and not self.is_summoned:
@@ -251,21 +251,21 @@ class FlatLayout(Layout):
 
     @property
     def has_gradient(self) -> bool:
-        """Whether there is one on the leaf."""
+        """Whether a leaf has a gradient."""
         return any(variant.leaf.grad is not None for variant in self._variants.values())
 
     def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
-        """The flat gradient, of forwards in either precision, and the unreduced one of the flat parameter."""
+        """Takes the flat gradient, summed over forwards in both precisions, and adds the unreduced one if requested."""
         gradient, self._now.leaf.grad = self._now.leaf.grad, None
         for variant in self._variants.values() if len(self._variants) > 1 else ():
             if (other := variant.leaf.grad) is not None:
                 gradient, variant.leaf.grad = other if gradient is None else gradient + other, None
         if gradient is None:
             return None
-        # Without a split, this is a view of a tensor that autograd may give to other functions, too.
+        # Without a split, the gradient may share memory with other gradients of autograd.
         hooks = list((self.owner.shard._backward_hooks or {}).values())
         self._is_shared = bool(hooks) or self.partition.is_single
-        # The user's hooks on a flat parameter. Autograd owns another tensor and calls none of them.
+        # The user's hooks on a flat parameter. Autograd does not call them, because its leaf is another tensor.
         for hook in hooks:
             changed = hook(gradient)
             gradient = gradient if changed is None else changed.contiguous()
@@ -277,12 +277,12 @@ class FlatLayout(Layout):
         return Gradient([gradient])
 
     def keep_unreduced(self, gradient: Gradient) -> None:
-        """Adds to the unreduced gradient that the flat parameter shows."""
+        """Adds ``gradient`` to the unreduced gradient in ``.grad``."""
         self.owner.keep_unreduced(gradient.parts[0].clone() if self._is_shared else gradient.parts[0])
         optimizer_watch.note_unreduced(self)
 
     def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
-        """The gradient is packed already.
+        """Returns the flat gradient in ``dtype``. It is packed already.
 
         Args:
             is_written: the caller, or other code while the result is sent, may write to its memory.
@@ -290,49 +290,49 @@ class FlatLayout(Layout):
         return gradient.parts[0].to(dtype, copy=is_written and self._is_shared)
 
     def copy_to_host(self, piece: torch.Tensor) -> torch.Tensor:
-        """Cast first, for the CPU cannot cast what is not there yet; PyTorch pins what such a copy goes to."""
+        """Casts on the device, because the CPU would have to wait for the copy. PyTorch pins the copy's memory."""
         dtype = piece.dtype if self.owner.keep_reduce_dtype else self.owner.shard.dtype
         return piece.to(dtype).to(self.owner.shard.device, non_blocking=True)
 
     def accept_gradient(self, gradient: Gradient, piece: torch.Tensor) -> None:
-        """Adds a reduced piece to the flat parameter's gradient."""
+        """Adds a reduced gradient shard to ``.grad``."""
         self.owner.add_reduced(piece)
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether the optimizer would find a gradient that was never reduced."""
+        """Whether ``.grad`` holds a gradient that was not reduced."""
         return self.owner.has_unreduced
 
     # --- the user ---
 
     def local_values(self) -> torch.Tensor:
-        """What this rank stores, 1-D, padding included; not a copy."""
+        """This rank's shard, 1-D, including padding; not a copy."""
         self._collect()
         return self.owner.shard.detach()
 
     def _collect(self) -> None:
-        """Takes over what the user has given other memory, but not while that is the memory of summoned full values."""
+        """Copies parameters that the user gave other memory into the shard; not inside ``summon_full_params``."""
         if not self.is_summoned:
             self.owner.collect()
 
     def overwrite_local(self, piece: torch.Tensor) -> None:
-        """New values for what this rank stores."""
+        """Writes new values into this rank's shard."""
         self._collect()
         self.owner.overwrite(piece)
 
     def views_of(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters in a row: views, in the original shapes, distributed as the originals were."""
+        """The parameters in an unsharded flat tensor ``row``: views in the original shapes, or DTensors of them."""
         views = self.partition.views(row, self._shapes_in_row)
         if self._any_distributed:
             views = [form.show(view) for form, view in zip(self.forms, views, strict=True)]
         return views
 
     def local_parameters(self) -> list[nn.Parameter]:
-        """What the optimizer owns of this unit."""
+        """The parameters of this unit that the optimizer owns."""
         return self.owner.parameters
 
     def show_summoned(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Puts full parameters on the modules, for the user; they are in the order in which the modules had them."""
+        """Registers unsharded parameters on the modules for ``summon_full_params``, in the modules' original order."""
         self.is_summoned = True
         for dictionary, slot, index in self._places:
             dictionary.pop(slot.name)
@@ -341,19 +341,19 @@ class FlatLayout(Layout):
         self._guard()
 
     def hide_summoned(self, parameters: Sequence[nn.Parameter]) -> list[Slot]:
-        """Puts back what the modules had before; returns where something else than ``parameters`` was found."""
+        """Restores the attributes of the modules. Returns the slots that did not hold one of ``parameters``."""
         self.is_summoned = False
         found = [(slot, slot.module._parameters.pop(slot.name, None), index) for _, slot, index in self._places]
         self._show(self._shown)
         return [slot for slot, parameter, index in found if parameter is not parameters[index]]
 
     def forget_gather(self) -> None:
-        """What was gathered before is stale, although no stamp tells so."""
+        """Marks the unsharded tensor as stale. Called after a change that `stamp` does not detect."""
         self._gathered_at = None
 
 
 def _complete(this: weakref.ref[FlatLayout], leaf: torch.Tensor) -> None:
-    """The hook of a leaf, which holds it from C++, past the garbage collector; so it must not hold the whole tree."""
+    """The hook of a leaf. C++ holds it, where the garbage collector finds no cycle, so it refers to ``this`` weakly."""
     layout = this()
     if layout is not None and layout._on_gradient is not None:
         layout._on_gradient()

@@ -1,18 +1,18 @@
-"""The flat parameter: a unit's shard as one parameter.
+"""The flat parameter: a unit's shard as one parameter (``use_orig_params=False``).
 
-The stored shard is one 1-D tensor. The plain way to give it to an optimizer is as one parameter, the *flat parameter*,
-registered on the unit's module under the name ``_flat_param``. The original parameters are then gone from
-``named_parameters()``; in their places modules show an `AbsentParameter` until the unit is gathered.
+The shard of a unit is one 1-D tensor. The simplest way to pass it to an optimizer is as one parameter, the *flat
+parameter*. It is registered on the unit's module under the name ``_flat_param``. ``named_parameters()`` then does not
+yield the original parameters. While the unit is sharded, modules have an `AbsentParameter` in place of each of them.
 
 Worked example, ``weight`` of shape (2, 3) and ``bias`` of shape (3), two ranks::
 
     before     weight: 6 elements, bias: 3 elements
     after      _flat_param: 5 elements on each rank
 
-It is trained or frozen as a whole, for autograd knows one tensor; a mixture is refused before anything is changed. How
-gradients come to it is told in ``ownership.py``: it is the one part of whatever comes.
+The flat parameter is either trained or frozen, because it is one tensor for autograd. A mixture raises an error before
+anything is changed. ``ownership.py`` handles the gradients: the flat parameter is the case of one part.
 
-*In torch:* ``FlatParameter``, which is the gathered tensor as well.
+*In torch:* ``FlatParameter``, which is also the unsharded tensor.
 
 Spec: ORIG-01, ORIG-12, ORIG-14, SUMMON-02, SUMMON-06.
 """
@@ -35,16 +35,16 @@ class FlatOwnership(Ownership):
     """The shard as one parameter.
 
     Args:
-        home: the unit's module; the flat parameter is registered there.
-        parameters: what it is made of; afterwards nothing here holds on to the originals.
-        shard: 1-D, this rank's shard, in the dtype and on the device where it is stored.
-        keep_reduce_dtype: whether a reduced gradient may stay in another dtype than the shard's.
+        home: the unit's module, where the flat parameter is registered.
+        parameters: the original parameters. This object keeps no reference to them.
+        shard: 1-D, this rank's shard, in the stored dtype and on the storage device.
+        keep_reduce_dtype: whether a reduced gradient may have another dtype than the shard.
 
     Attributes:
         shard: the flat parameter itself.
 
     Raises:
-        ValueError: some of the parameters are frozen and some are not, with the names on both sides.
+        ValueError: some parameters are frozen and some are trained. The message has the names of both.
     """
 
     hides_originals = True
@@ -63,7 +63,7 @@ class FlatOwnership(Ownership):
         self.home, self.keep_reduce_dtype = home, keep_reduce_dtype
         self.shard: nn.Parameter = nn.Parameter(shard, requires_grad=next(iter(parameters)).requires_grad)
         self.parameters = [self.shard]
-        # What torch's FlatParameter is known by: to isinstance, and to frameworks that look into an optimizer.
+        # `isinstance` and other frameworks recognize torch's FlatParameter by these attributes.
         self.shard._is_flat_param = True  # type: ignore[attr-defined]
         self.shard._fsdp_flattened = True  # type: ignore[attr-defined]
         self.stand_ins = [AbsentParameter(p.shape, p.dtype, p.device, owned.path) for p, owned in parameters.items()]
@@ -75,10 +75,10 @@ class FlatOwnership(Ownership):
         self.hide_full()
 
     def show_full(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
-        """Ordinary parameters for ``views``; the flat parameter is not listed while modules show them."""
+        """Ordinary parameters for ``views``. Removes the flat parameter from the module until `hide_full`."""
         del self.home._parameters[FLAT_NAME]
         return [nn.Parameter(view, requires_grad=self.requires_grad) for view in views]
 
     def hide_full(self) -> None:
-        """The flat parameter is listed again."""
+        """Registers the flat parameter again."""
         self.home.register_parameter(FLAT_NAME, self.shard)

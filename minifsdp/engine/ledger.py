@@ -1,20 +1,20 @@
 """The collective log: every collective of this rank, in order.
 
-A job on many ranks fails in two ways that give no reason. It hangs, because one rank does not issue a collective that
-the others wait for. Or it trains on wrong numbers, because two ranks issued different collectives. Both become visible
-when the collectives of all ranks stand side by side. So each collective of this package is recorded when it is issued:
+A job on many ranks can fail in two ways without an explanation. It hangs, because one rank does not issue a collective
+that the others wait for. Or it trains on wrong numbers, because two ranks issued different collectives. A comparison of
+the collectives of all ranks finds both. So each collective of this package is recorded when it is issued:
 
-1. *Kind, unit, size, place.* The record has the kind, the unit, the number of bytes, the iteration, and the line of the
-   program that led to the collective. It refers to the code by reference; names are looked up when they are read.
+1. *Kind, unit, size, code line.* The record has the kind, the unit, the number of bytes, the iteration, and the line of
+   the program that led to the collective. It refers to code objects; names are looked up when the record is read.
 2. *Position in its process group.* Collectives of one process group pair up by order. So each group has a `Chain`: a
    position, and a hash of all collectives up to there. Equal hashes mean equal order.
 3. *Epoch.* The ranks compare their hashes at the end of each backward (``comparison.py``) and then start a new epoch.
    A position is an epoch and a number in it. Ranks in different epochs are not compared.
 
-Two ranks are compared by `identity`: the kind, the number of bytes, the dtype, and the unit, which is described by its
-parameters' names and shapes, without the parts of names that wrappers add, and by the number of its root on this group.
-The place in the program is printed, but never compared: healthy ranks may issue the same collective from different
-lines.
+The comparison uses the `identity` of each collective: the kind, the number of bytes, the dtype, and the unit. The unit
+is identified by its parameters' names and shapes, without the name components that wrappers add, and by the number of
+its root on this group. The line in the program is printed, but never compared: healthy ranks may issue the same
+collective from different lines.
 
 4. *Sizes between CPUs.* If two ranks issue collectives of different sizes, gloo ends the process in C++. So as long as
    an order of collectives is new, the ranks exchange one number for each. An all-gather must not wait for the answers
@@ -64,23 +64,23 @@ _OF_WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod
 # Number of outermost forwards on this rank, and of optimizer steps.
 iteration = num_steps = 0
 # The collective that the main thread waits for; chain, epoch and number of the last one that was issued; an
-# accelerator's event behind the last work on a communication stream.
+# accelerator's event after the last work on a communication stream.
 waiting: Collective | None = None
 latest: tuple[Chain, int, int] | None = None
 on_its_way: Any = None
-# Functions that return text about the other ranks, given a position. The text may be empty.
+# Functions that return a report about the other ranks, given a position. The report may be empty.
 explainers: list[Callable[[tuple[Chain, int, int]], str]] = []
-# Why no further collective can complete, if the watchdog knows that: the ranks, and the report.
+# Set by the watchdog if no further collective can complete: the ranks, and the report.
 verdict: dict[str, Any] = {}
 _numbers, _generations = itertools.count(), Counter[str]()
 
 
 class Tree:
-    """The units of one root, as the log sees them.
+    """The units of one root, for the log.
 
     Attributes:
-        number: of this tree in this process.
-        used: the chains in which the tree issued a collective since its last backward began.
+        number: number of this root in this process.
+        used: the chains in which these units issued a collective since the last backward began.
     """
 
     def __init__(self) -> None:
@@ -93,13 +93,13 @@ class UnitName(str):
     Args:
         name: full name of the unit's module inside the root.
         parameters: name inside the unit, and shape, of each parameter.
-        tree: the unit's tree.
+        tree: the units of the same root.
 
     Attributes:
-        identities: of the unit, by chain.
-        digest: equal for units with equal parameter names, without those of wrappers, and equal shapes.
+        identities: the identity of the unit in each chain.
+        digest: equal for units with equal parameter shapes and names, without the components that wrappers add.
         tree: as given.
-        text: the name as an ordinary string, which one record after another refers to.
+        text: the name as an ordinary string, shared by all records of the unit.
     """
 
     digest: int
@@ -116,7 +116,7 @@ class UnitName(str):
         return made
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """A copy is an ordinary string: it belongs to no tree of this process."""
+        """A copy is an ordinary string: it belongs to no root of this process."""
         return str, (str(self),)
 
 
@@ -124,20 +124,20 @@ class Chain:
     """The order of the collectives that this rank issued in one process group since the last comparison.
 
     Args:
-        name: of the process group, the same on all of its ranks.
+        name: name of the process group, equal on all of its ranks.
         ranks: global ranks in it.
-        process_group: referenced weakly, because this chain is stored under it.
+        process_group: referenced weakly, because the process group is the key of this chain in `chains`.
 
     Attributes:
         key: name and generation; differs from the key of an earlier group of the same name.
         epoch: number of comparisons so far.
         number: collectives issued since the last comparison.
-        hash: of all of them.
-        last_epoch: epoch, number and digest of the epoch before.
-        transport: sends between CPUs; ``None`` where the process group does it.
-        known: which size follows an order, for orders that the ranks have asked about.
+        hash: hash of all of them.
+        last_epoch: epoch, number and digest of the previous epoch.
+        transport: sends between CPUs; ``None`` if the process group sends.
+        known: the size of the next collective, for each order that the ranks have compared.
         agreed: identities of the units that all ranks agreed to all-gather (``order_check.py``).
-        num_errors: how often the ranks disagreed. Part of each tag, so that later messages never meet earlier ones.
+        num_errors: how often the ranks disagreed. Part of each tag, so that earlier messages never match later ones.
         recent, context: sizes of the last collectives of this epoch between CPUs, and one number for their order.
     """
 
@@ -160,7 +160,7 @@ class Chain:
         self.recent, self.context = deque([0] * _NUM_RECENT, maxlen=_NUM_RECENT), 0
 
     def forget(self) -> None:
-        """The ranks disagree, and all of them know that: no order is known any more."""
+        """Forgets all known orders. All ranks call it after a mismatch."""
         self.num_errors += 1
         self.known.clear()
 
@@ -175,13 +175,13 @@ class Chain:
         return self.number, self.hash.copy()
 
     def return_to(self, place: tuple[int, Any]) -> None:
-        """Removes the last record, which no other rank has: the next one gets its number."""
+        """Removes the last record, which no other rank has. The next record gets its number."""
         self.number, self.hash = place
         entries.pop()
 
     @property
     def digest(self) -> int:
-        """56 bits of the order of this epoch."""
+        """The hash of this epoch's order, 56 bits."""
         return int.from_bytes(self.hash.digest(), "big")
 
 
@@ -196,7 +196,7 @@ def chain_of(process_group: Any, ranks: tuple[int, ...]) -> Chain:
 
 
 def forget_groups() -> None:
-    """The default process group was destroyed, and all other groups with it."""
+    """Called when the default process group was destroyed, and with it all other groups."""
     global waiting, latest, on_its_way, verdict
     waiting = latest = on_its_way = None
     verdict = {}
@@ -209,20 +209,20 @@ class Collective:
 
     Args:
         kind, num_bytes: as in `Entry`.
-        group: all of its ranks must issue the same collective.
-        issue: the function that sends. It returns a handle or ``None``.
-        arguments: for ``issue``.
+        group: the group; all of its ranks must issue the same collective.
+        issue: the function that issues the collective. It returns a handle or ``None``.
+        arguments: arguments of ``issue``.
         on_cpu: whether the process group sends from CPU memory.
-        unit: the name of the unit, empty for the one of the outermost module; ``None`` if there is no unit.
-        parts: numbers of the unit's parameters whose gradients it contains, if each has its own.
-        dtype: of the elements, if known.
+        unit: the name of the unit, empty for the outermost module's unit; ``None`` if there is no unit.
+        parts: numbers of the parameters whose gradients it contains, in the per-parameter layout.
+        dtype: dtype of the elements, if known.
 
     Attributes:
-        about: kind and unit.
-        chain, epoch, number: its position.
+        about: kind and unit, as text.
+        chain, epoch, number: the position.
 
     Raises:
-        RuntimeError: it cannot complete, because another rank has left or issues a different collective.
+        RuntimeError: it cannot complete, because another rank has exited or issues a different collective.
     """
 
     __slots__ = ("_question", "_work", "about", "chain", "epoch", "number")
@@ -259,7 +259,7 @@ class Collective:
             inside, frame = frame, frame.f_back  # type: ignore[assignment]
         where = (inside and inside.f_code, frame and frame.f_code, frame and frame.f_lineno)
         if frame is None:
-            # A thread of autograd, on an accelerator. The program waits for it in the main thread.
+            # An autograd thread, on an accelerator. The program waits for it in the main thread.
             where = way_out_of_main_thread()
         position = (chain.key, chain.epoch, chain.number)
         entries.append((kind, name, parts, num_bytes, iteration, crc32(identity), *position, *where))
@@ -274,7 +274,7 @@ class Collective:
             except RuntimeError as error:
                 raise failed(self, error) from error
         finally:
-            # Also if the program catches the exception: nothing is waited for any more.
+            # Also if the program catches the exception: the main thread no longer waits.
             waiting = None
 
     def _agree(self, kind: str, num_bytes: int, identity: bytes) -> None:
@@ -300,7 +300,7 @@ class Collective:
         chain, (num_errors, answers) = self.chain, self._question
         self._question = None
         if num_errors != chain.num_errors:
-            # The ranks have disagreed since. All of them give up what they issued then.
+            # The ranks have disagreed since. All of them drop the collectives from before.
             self._work = None
             return
         try:
@@ -318,7 +318,7 @@ class Collective:
         """Waits until the result may be used on the compute stream.
 
         Raises:
-            RuntimeError: the backend reports an error: another rank has left, or the time-out has passed.
+            RuntimeError: the backend reports an error: another rank has exited, or the time-out has passed.
         """
         global waiting
         waiting = self
@@ -328,7 +328,7 @@ class Collective:
             if self._work is not None:
                 self._work.wait()
         except RuntimeError as error:
-            # An error of `_read_answers` has its report.
+            # An error of `_read_answers` already has a report.
             raise error if MORE in str(error) else failed(self, error) from error
         finally:
             waiting = None
@@ -336,7 +336,7 @@ class Collective:
         self._work = None
 
     def wait_for(self, complete: Callable[[], Any]) -> None:
-        """From now on `wait` calls ``complete``."""
+        """Makes `wait` call ``complete``."""
         self._work = SimpleNamespace(wait=complete)
 
 
@@ -355,5 +355,5 @@ def cannot_complete() -> RuntimeError:
 
 
 def explained(place: tuple[Chain, int, int]) -> str:
-    """A report about the other ranks of a chain, in lines of its own."""
+    """A report about the other ranks of a chain, on separate lines."""
     return "".join(f"\n{text}" for text in (explain(place) for explain in explainers) if text)

@@ -1,21 +1,20 @@
-"""How the package speaks when something is wrong.
+"""Error messages and warnings of the package.
 
-Sixteen ranks write into one terminal, and the one that fails first is mostly not the one that is read first. So every
-error and every warning begins with the rank that has raised it; then it says what is wrong with which module or
-parameter, and what to do; and it ends with the address of its entry in the documentation, and with the command that
-prints this entry:
+Many ranks write to one terminal, and the first error in the output is usually not the first that occurred. So every
+error and warning begins with the rank that raises it. Then it describes the problem, the module or parameter, and the
+fix. It ends with the address of its entry in the documentation, and with the command that prints this entry:
 
     rank 3: parameter 'head.weight' is the same as 'embed.weight' of a unit that was wrapped before. A parameter cannot
     be tied across units, the copies would drift apart; wrap a module that contains both of its users
     More in the documentation of minifsdp: troubleshoot.html#E-tied-across-units, or run: python -m minifsdp
     explain-error E-tied-across-units
 
-What is said stands in ``messages.toml``, one text for each entry, with names in braces for what differs. So the code
-says in one line that something is refused, and the page "Troubleshoot" is made from the same texts:
+``messages.toml`` contains one text for each entry, with names in braces for the values that vary. So the code needs one
+line for each error, and the page "Troubleshoot" is generated from the same texts:
 
     raise ValueError(message("tied-across-units", path="head.weight", other="embed.weight"))
 
-*In torch:* a message is a plain text; which rank has raised it can be seen only if the launcher says so.
+*In torch:* a message is plain text; it contains the rank only if the launcher adds it.
 
 Spec: START-05, and every row that asks for a clear error.
 """
@@ -37,23 +36,23 @@ NOT_THE_PROGRAM = ("minifsdp", "torch", "contextlib", "threading", "codecs", "im
 
 
 def rank_of_this_process() -> int:
-    """The global rank, for messages; 0 where there is no default group."""
+    """The global rank, for messages; 0 if there is no default process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def message(entry: str, /, **values: object) -> str:
-    """The text of ``entry`` with ``values`` in the places of its braces, this rank before it, its address behind it."""
+    """The text of ``entry`` with ``values`` for its braces, after this rank and before its address."""
     text = texts()["message"][entry].format(**values)
     return f"rank {rank_of_this_process()}: {text}\n{MORE}: {PAGE}#E-{entry}, {COMMAND}{entry}"
 
 
 def detail(entry: str, /, **values: object) -> str:
-    """A line about one value in a message about many, which has rank and address itself."""
+    """A line about one value inside a message about several values. It has no rank and address of its own."""
     return texts()["detail"][entry].format(**values)
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warns, and points to the line of the program that led here: the last one outside of this package and torch."""
+    """Issues a warning at the line of the program that led here: the innermost frame outside of minifsdp and torch."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:
         level, frame = level + 1, frame.f_back
@@ -61,9 +60,9 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def way_out_of_main_thread() -> tuple[CodeType | None, CodeType | None, int | None]:
-    """What the program has called in the main thread, and where that was: the code, and the number of its line.
+    """The function that the program has called in the main thread, the code that called it, and its line number.
 
-    No frame: it would keep the tensors of a function alive that has returned meanwhile.
+    Returns code objects and not frames. A frame would keep the tensors of a function alive that has returned since.
     """
     inside = frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:
@@ -72,12 +71,12 @@ def way_out_of_main_thread() -> tuple[CodeType | None, CodeType | None, int | No
 
 
 def warn_renamed(old: str, new: str) -> None:
-    """The one warning that every old spelling gives."""
+    """Issues the warning of every old spelling."""
     warn(message("old-spelling", old=old, new=new), FutureWarning)
 
 
 @cache
 def texts() -> dict[str, dict[str, str]]:
-    """All texts, by kind and entry. They are read when the first is needed, which in most runs is never."""
+    """All texts, by kind and entry. They are read when the first one is needed, which most runs never do."""
     with (Path(__file__).parents[1] / "messages.toml").open("rb") as file:
         return tomllib.load(file)

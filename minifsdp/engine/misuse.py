@@ -1,14 +1,15 @@
-"""Mistakes that are noticed where they are made: when a unit takes parameters, and when a forward begins.
+"""Checks for mistakes when a unit takes parameters, and when a forward begins.
 
-A parameter that is *tied* between two units: the first unit has taken it, the second module still shows it, and from
-then on the two copies would drift apart. A *model that is sharded in two ways*, whose two trees would know nothing of
-each other. And when a forward begins, a ``DistributedDataParallel`` *around* sharded copies of a model: it waits for
-gradients in a place where none arrive.
+* A parameter that is *tied* between two units. The first unit has taken it, but the module of the second still refers
+  to it. From then on the two copies would diverge.
+* A *model that is sharded through both APIs*. It would have two independent roots.
+* A ``DistributedDataParallel`` *around* sharded copies of a model, found when a forward begins. It waits for gradients
+  of parameters that never get one.
 
-Worked example: ``head.weight`` is ``embed.weight``, and each module becomes a unit. The first takes the tensor, which
-is remembered by a weak reference; the second finds it in the registry, and is refused with both names.
+Worked example: ``head.weight`` is ``embed.weight``, and each module becomes a unit. The first unit takes the tensor,
+and a weak reference to it is recorded. The second unit finds the record and raises an error with both names.
 
-What does harm only later, at an optimizer's step, is watched for in ``optimizer_watch.py``.
+``optimizer_watch.py`` checks for mistakes that have an effect only at an optimizer step.
 
 *In torch:* two copies in the first case, an internal assertion of DDP in the last.
 
@@ -28,8 +29,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from minifsdp.engine.mesh import Mesh
 from minifsdp.engine.messages import message
 
-# By identity: the unit's name for each parameter that was taken, and those of them that modules show no more, which
-# optimizers must not hold.
+# By identity: the name inside its unit of each parameter that a unit has taken, and the subset of these that no module
+# refers to any more. Optimizers must not hold parameters of this subset.
 _taken = WeakTensorKeyDictionary()
 replaced = WeakTensorKeyDictionary()
 # Called with each new layout; see ``optimizer_watch.py``.
@@ -39,32 +40,32 @@ _places: weakref.WeakKeyDictionary[nn.Module, dict[str, str | None]] = weakref.W
 
 
 def note_taken(parameter: nn.Parameter, path: str, *, is_replaced: bool) -> None:
-    """Remembers that ``parameter`` belongs to a unit.
+    """Records that ``parameter`` belongs to a unit.
 
     Args:
-        parameter: the user's.
-        path: its name in the unit.
-        is_replaced: whether modules show something else in its place from now on.
+        parameter: an original parameter.
+        path: its name inside the unit.
+        is_replaced: whether modules refer to another tensor from now on.
     """
     for registry in (_taken, replaced) if is_replaced else (_taken,):
         registry[parameter] = path
 
 
 def note_place(module: nn.Module, name: str, path: str | None) -> None:
-    """Remembers that what ``module`` shows as ``name`` belongs to a unit.
+    """Records that attribute ``name`` of ``module`` belongs to a unit.
 
     Args:
-        module, name: the place.
-        path: the unit's name for it; ``None`` if it is part of a flat unit.
+        module, name: the module, and the name of its attribute.
+        path: the parameter's name inside the unit; ``None`` if it is part of a flat unit.
     """
     _places.setdefault(module, {})[name] = path
 
 
 def check_free(parameter: nn.Parameter, module: nn.Module, name: str, path: str) -> None:
-    """Whether a unit may take ``parameter``, which ``module`` shows as ``name``.
+    """Checks that a unit may take ``parameter``, which is attribute ``name`` of ``module``.
 
     Raises:
-        ValueError: another unit has taken what is in this place, or the same tensor in another one.
+        ValueError: another unit has taken this attribute, or another attribute with the same tensor.
     """
     if name in _places.get(module, {}):
         first = _places[module][name]
@@ -74,18 +75,18 @@ def check_free(parameter: nn.Parameter, module: nn.Module, name: str, path: str)
 
 
 def is_flattened(module: nn.Module, name: str) -> bool:
-    """Whether what ``module`` shows as ``name`` is part of a flat unit; one made later leaves it there (CTOR-17).
+    """Whether attribute ``name`` of ``module`` is part of a flat unit. Units made later do not take it (CTOR-17).
 
-    A question about the place and not about the tensor: the same tensor in another module is a tie.
+    This depends on the attribute and not on the tensor: the same tensor in another module is a tied parameter.
     """
     return _places.get(module, {}).get(name, "") is None
 
 
 def check_one_door(module: nn.Module, door: str) -> None:
-    """Whether nothing in ``module`` was sharded by way of another door; remembers ``door`` if so.
+    """Checks that no submodule of ``module`` was sharded through another API, and records the API ``door``.
 
     Raises:
-        ValueError: something was.
+        ValueError: a submodule was sharded through another API.
     """
     for name, inner in module.named_modules():
         other = _doors.get(inner, door)
@@ -95,21 +96,20 @@ def check_one_door(module: nn.Module, door: str) -> None:
 
 
 def is_only_called_in_parts(module: nn.Module) -> bool:
-    """Whether ``module`` is a list or dict of modules, which is never called, so that nothing would gather its unit.
+    """Whether ``module`` is a list or dict of modules. It is never called, so nothing would all-gather its unit.
 
-    Other modules without a forward may have another method that gathers.
+    Other modules without a forward may have another method that triggers the all-gather.
     """
     return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
 def check_not_in_ddp(owned: Iterable[tuple[Iterable[nn.Parameter], Mesh]]) -> None:
-    """Whether a forward that will be trained goes through a DDP that would have to average sharded gradients.
+    """Checks that no DDP around the model would have to average sharded gradients. Called before a forward.
 
-    A DDP around is welcome if it was told to leave these parameters alone, or if its ranks are among those over whose
-    gradients the mean is taken anyway.
+    A DDP is allowed if it ignores these parameters, or if FSDP averages gradients over all of its ranks anyway.
 
     Raises:
-        RuntimeError: it waits for gradients of ``owned`` parameters, and the mean lacks ranks.
+        RuntimeError: the DDP waits for gradients of ``owned`` parameters, and FSDP does not average over all its ranks.
     """
     around = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if around is None or not torch.is_grad_enabled():

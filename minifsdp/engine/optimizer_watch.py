@@ -1,23 +1,23 @@
-"""Mistakes that can be seen only where they do harm: at the step of an optimizer.
+"""Checks before each optimizer step, for mistakes that have an effect only there.
 
 * *An optimizer that was built before wrapping.* It holds the original parameters, which no module uses any more. Its
-  step changes tensors that nothing looks at; the loss stays flat and nothing says why. Every parameter that a unit has
-  replaced is remembered (``misuse.py``), and the first step of each optimizer is checked against them.
-* *A step after* ``no_sync()`` *without a reducing backward.* What ``.grad`` holds then is this rank's own sum in full
-  size, no rank's share of a mean.
+  step changes tensors without an effect on the model. The loss stays flat, without an error. So every parameter that a
+  unit has replaced is recorded (``misuse.py``), and the first step of each optimizer is checked against these records.
+* *A step after* ``no_sync()`` *without a reducing backward.* Then ``.grad`` holds the sum of this rank alone, in the
+  unsharded size, and not this rank's shard of a mean.
+* *A step inside* ``summon_full_params()``. The optimizer's parameters are hidden there, and overwritten at the end of
+  the block.
 
 Worked example: ``optimizer = SGD(model.parameters())``, then ``model = FullyShardedDataParallel(model)``, then a step:
 one warning that all 4 of its 4 parameters were replaced.
 
-* *A step inside of* ``summon_full_params()``. What the optimizer owns is hidden there, and overwritten on leaving.
-
 The check is a hook that PyTorch runs before the step of any optimizer. It looks for the parameters of an optimizer
 once, and again if its groups change or a new unit is made.
 
-The hook also counts the steps, for each tree of units, because a step can change parameters without a trace: fused
-kernels, and list operators on DTensors, do not increase the version of a tensor. Unsharded parameters from before a
-step are stale. A step counts for a tree only if the optimizer holds parameters of it. So a step of another optimizer
-on one rank does not make that rank alone issue an all-gather.
+The hook also counts the steps for each root, because a step can change parameters without a trace: fused kernels, and
+list operators on DTensors, do not increase the version of a tensor. Unsharded parameters from before a step are stale.
+A step counts for a root only if the optimizer holds parameters of its units. So a step of another optimizer on one rank
+does not make that rank alone issue an all-gather.
 
 The hook is installed with the first unit and removed with the last one.
 
@@ -41,20 +41,20 @@ from minifsdp.engine.messages import message, warn
 from minifsdp.engine.misuse import replaced
 
 _unreduced: weakref.WeakSet[Layout] = weakref.WeakSet()
-# Whose full parameters are in the user's hands; a step would be lost, or go to what is about to be overwritten.
+# Layouts inside `summon_full_params`. A step there would be lost, or change values that are overwritten later.
 summoned: weakref.WeakSet[Layout] = weakref.WeakSet()
 # All layouts, and those of each optimizer that has taken a step, with the sizes that its groups had then.
 _layouts: weakref.WeakSet[Layout] = weakref.WeakSet()
 _held = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], list[weakref.ref[Layout]]]]()
 # The handle of the hook while it is installed.
 _installed: list[Any] = []
-# Called before the state dict of an optimizer is taken; attached from outside, see ``minifsdp/__init__.py``.
+# Called before the state dict of an optimizer is created; registered in ``minifsdp/__init__.py``.
 before_saving: list[Callable[..., None]] = []
 
 
 def watch(layout: Layout) -> None:
-    """Called when a unit has taken parameters: from now on the steps of optimizers are watched."""
-    # An optimizer that was fine when it stepped may hold parameters that this unit has replaced.
+    """Called when a unit has taken parameters. From then on, the steps of optimizers are checked."""
+    # An optimizer that passed the check before may hold parameters that this unit has replaced.
     _held.clear()
     if not _installed:
         _installed.append(torch_optimizer.register_optimizer_step_pre_hook(_before_step))
@@ -64,7 +64,7 @@ def watch(layout: Layout) -> None:
 
 
 def _end() -> None:
-    """A layout is gone. Removes the hook if it was the last one."""
+    """Called when a layout was deleted. Removes the hook if it was the last one."""
     if not _installed or any(True for _ in _layouts):
         return
     # While a step runs, PyTorch iterates over the hooks. Garbage collection during one leaves the hook there.
@@ -73,17 +73,17 @@ def _end() -> None:
 
 
 def note_unreduced(layout: Layout) -> None:
-    """Remembers that ``layout`` shows the optimizer an unreduced gradient."""
+    """Records that ``.grad`` of the parameters of ``layout`` holds an unreduced gradient."""
     _unreduced.add(layout)
 
 
 def check_reduced(what: str, layouts: Iterable[Layout]) -> None:
-    """Whether no sharded one of ``layouts`` is left with an unreduced gradient, and none is summoned.
+    """Checks that no sharded layout has an unreduced gradient, and that none is inside ``summon_full_params``.
 
     A unit that is not sharded may be trained on each rank alone, as local SGD does between two averages.
 
     Raises:
-        RuntimeError: one is.
+        RuntimeError: if the check fails.
     """
     chosen = list(layouts)
     if not summoned.isdisjoint(chosen):
@@ -105,16 +105,16 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 
 
 def _close_and_check(closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Any:
-    """The gradients that an optimizer steps on are those that its closure leaves behind."""
+    """Calls the closure of a step, and checks the gradients that it has computed."""
     loss = closure()
     _check_gradients_of(optimizer)
-    # The closure may have gathered parameters, and the optimizer changes them next.
+    # The closure may have all-gathered parameters, and the optimizer changes them next.
     _count_step(optimizer)
     return loss
 
 
 def _count_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Counts a step for the trees of which ``optimizer`` holds parameters; whether there are any."""
+    """Counts a step for each root of which ``optimizer`` holds parameters. Returns whether there are any."""
     counts = {layout.steps for layout in _layouts_of(optimizer)}
     for steps in counts:
         steps.count += 1
@@ -129,7 +129,7 @@ def _check_gradients_of(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _layouts_of(optimizer: torch.optim.Optimizer) -> list[Layout]:
-    """The layouts of which ``optimizer`` holds parameters. When it is seen first, it is checked."""
+    """The layouts of which ``optimizer`` holds parameters. The first call checks for replaced parameters."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     known = _held.get(optimizer)
     if known is None or known[0] != sizes:

@@ -1,8 +1,9 @@
-"""Do all ranks all-gather the same unit? Checked before the first all-gather of each unit.
+"""Checks before the first all-gather of each unit that all ranks all-gather the same unit.
 
 Collectives pair up by the order of their issue, not by name. If rank 0 all-gathers unit ``a`` while rank 1 all-gathers
-``b``, units of equal size get each other's weights without an error. Units of different sizes hang. Both come from
-control flow that depends on the rank: a tower that runs only if the batch has an image, an expert without tokens.
+``b``, units of equal size get each other's weights without an error. Units of different sizes hang. The cause is
+control flow that depends on the rank, for instance a tower that runs only if the batch has an image, or an expert
+without tokens.
 
 So before a unit is all-gathered for the first time, the ranks exchange its identity (``ledger.py``)::
 
@@ -10,12 +11,11 @@ So before a unit is all-gathered for the first time, the ranks exchange its iden
     rank 0: a    rank 1: b        RuntimeError on both, with the names and with the units before
 
 The check is a small all-gather, once for each unit and group. Where a forward needs the unit, the rank waits for the
-answer before it issues the all-gather. Where an all-gather is issued ahead of time, by a prefetch or by ``unshard()``,
-nothing waits: the program may do something else first on which other ranks depend. The answer is read when the unit is
-waited for.
+answer before it issues the all-gather. A prefetch or ``unshard()`` issues the all-gather without a wait, because the
+program may first do something else on which other ranks depend. Then the answer is read when the unit is used.
 
-With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, or while `always` is set, every all-gather is checked. This finds an order that
-changes later immediately, at a cost that only debugging pays. Otherwise the comparison at the end of the backward finds
+With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, or while `always` is set, every all-gather is checked. This detects a later
+change of the order immediately, at a cost for debugging only. Otherwise the comparison at the end of the backward finds
 it (``comparison.py``). A rank that does not all-gather at all makes the others wait. The watchdog detects that.
 
 *In torch:* FSDP1 has the check in ``_exec_order_utils.py``, for debugging only; FSDP2 has none.
@@ -35,7 +35,7 @@ from minifsdp.engine.ledger import Collective, UnitName
 from minifsdp.engine.messages import message
 from minifsdp.engine.unit import Unit
 
-# Whether every all-gather is checked, in all trees; for debugging. Must be equal on all ranks.
+# Whether every all-gather is checked, for all roots; for debugging. Must be equal on all ranks.
 always = False
 
 
@@ -43,8 +43,8 @@ class OrderCheck:
     """Compares the units that the ranks are about to all-gather.
 
     Args:
-        units: all units of the tree.
-        device: of the numbers that are exchanged.
+        units: all units of the root.
+        device: the device of the numbers that are exchanged.
     """
 
     def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
@@ -63,7 +63,7 @@ class OrderCheck:
         if identity in group.chain.agreed and not (self._always or always):
             return
         group.chain.agreed.add(identity)
-        # Not a part of training: modes that count collectives, or that only pretend to have memory, do not see it.
+        # Not a part of training: dispatch modes that count collectives, and fake tensor modes, do not see it.
         with _disable_current_modes():
             answers = torch.full((group.size,), identity, device=self._device)
             question = collectives.ask(group, answers, torch.tensor([identity], device=self._device))

@@ -1,21 +1,21 @@
-"""What the optimizer owns when the original parameters stay visible.
+"""The original parameters of a flat unit as views of its shard (``use_orig_params=True``).
 
-The flat layout of memory is the same, but the flat tensor is not shown. The very ``nn.Parameter`` objects that the
-user made stay registered under their names, and between computations each of them is a 1-D slice: the part of it that
-fell into this rank's piece, which may be all of it, some of it, or nothing. So an optimizer can treat biases otherwise
-than weights, and ``named_parameters()`` has the names that one expects.
+The memory layout is the flat one, but the flat tensor is not registered as a parameter. The ``nn.Parameter`` objects
+that the user created stay registered under their names. Between computations each of them is a 1-D view of its elements
+in this rank's shard: all, some or none of them. So an optimizer can treat biases and weights differently, and
+``named_parameters()`` yields the original names.
 
 Worked example, ``weight`` of shape (2, 3) and ``bias`` of shape (3), two ranks::
 
     rank 0    weight: 5 elements     bias: 0 elements
-    rank 1    weight: 1 element      bias: 3 elements, and behind them one of padding that is not shown
+    rank 1    weight: 1 element      bias: 3 elements, and one element of padding after them
 
-The slices are views of the shard, so a step of the optimizer writes into the shard and there is nothing to copy back.
-But here the user can also give a parameter other memory, ``p.data = ...``, as ``model.to_empty()`` does; that is
-noticed before the shard is read, gathered or written the next time, by its address, and copied into the shard.
+The parameters are views of the shard, so an optimizer step writes to the shard without a copy. But the user can also
+give a parameter other memory: ``p.data = ...``, or ``model.to_empty()``. Then its address differs. The values are
+copied into the shard before the shard is next read, all-gathered or written.
 
-Frozen and trained parameters may share a unit. All of them take part in the gather and in the reduction, frozen ones
-for nothing; the slice of the gradient that belongs to a frozen one is dropped.
+Frozen and trained parameters may share a unit. All of them take part in the all-gather and in the reduce-scatter. The
+gradient of a frozen parameter is reduced, but then discarded.
 
 *In torch:* ``_use_sharded_views``, ``_use_sharded_grad_views`` and ``_writeback_orig_params`` of ``FlatParamHandle``.
 
@@ -36,15 +36,15 @@ from minifsdp.engine.partition import Partition, local_part
 
 
 class OriginalOwnership(Ownership):
-    """The shard as slices of the original parameters.
+    """The original parameters as views of the shard.
 
     Args:
-        parameters: the originals; they stay where they are registered. A ``DTensor`` cannot show a slice; an ordinary
-            parameter takes its place.
-        shard: 1-D, this rank's piece.
-        partition: where the parameters are cut.
-        index: which piece this rank has.
-        keep_reduce_dtype: whether a reduced gradient may stay in another dtype than the shard's.
+        parameters: the original parameters; they stay registered. A ``DTensor`` cannot be a 1-D view of the shard, so
+            an ordinary parameter replaces it.
+        shard: 1-D, this rank's shard.
+        partition: how the flat tensor is sharded.
+        index: the index of this rank's shard.
+        keep_reduce_dtype: whether a reduced gradient may have another dtype than the shard.
     """
 
     hides_originals = False
@@ -60,7 +60,7 @@ class OriginalOwnership(Ownership):
         self.shard, self.partition, self.keep_reduce_dtype = shard, partition, keep_reduce_dtype
         self.shapes = [local_part(original).shape for original in parameters]
         self._paths = [owned.path for owned in parameters.values()]
-        # Where each slice lies in this rank's piece.
+        # Where each parameter lies in this rank's shard.
         self._slices = partition.slices_of_piece(index)
         self._mine = self.parts(shard)
         self.parameters = []
@@ -77,10 +77,10 @@ class OriginalOwnership(Ownership):
         self._gradients_before = [parameter.grad for parameter in self.parameters]
         self.hide_full()
 
-    # --- what is visible ---
+    # --- registered parameters ---
 
     def show_full(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
-        """The originals themselves, showing ``views``, where they can; their gradients are put aside."""
+        """The original parameters with ``views`` as their data; new ones for a ``DTensor``. Removes their gradients."""
         self._gradients_before = [p.grad for p in self.parameters]
         shown = []
         for original, view in zip(self.parameters, views, strict=True):
@@ -93,33 +93,33 @@ class OriginalOwnership(Ownership):
         return shown
 
     def hide_full(self) -> None:
-        """The originals show their slices of the shard, and the gradients that `show_full` has put aside."""
+        """Makes the originals views of the shard again, and restores the gradients that `show_full` has removed."""
         for original, mine in zip(self.parameters, self._mine, strict=True):
             original.data = mine
         gradients, self._gradients_before = self._gradients_before, []
         self.assign(gradients)
 
     def parts(self, piece: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter's slice, in its own shape where no rank has another part of it."""
+        """Each parameter's part of ``piece``: 1-D, or in the original shape if the unit is not sharded."""
         if self.partition.num_shards == 1:
             return [piece[part].view(shape) for part, shape in zip(self._slices, self.shapes, strict=True)]
         return [piece[part] for part in self._slices]
 
     def whole_parts(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter in the row, in its own shape."""
+        """Each parameter in the unsharded tensor ``row``, in its original shape."""
         return self.partition.views(row, self.shapes)
 
     # --- values ---
 
     def collect(self) -> bool:
-        """Copies into the shard what the user has given other memory, and makes it a slice again; whether any was.
+        """Copies parameters that have other memory now into the shard, and makes them views again. Returns if any had.
 
         Raises:
             RuntimeError: the new tensor has another number of elements.
         """
         has_copied = False
         for path, original, mine in zip(self._paths, self.parameters, self._mine, strict=True):
-            # Of empty tensors both are 0.
+            # Both are 0 for empty tensors.
             if original.data_ptr() == mine.data_ptr():
                 continue
             found, expected = original.numel(), mine.numel()
@@ -127,13 +127,13 @@ class OriginalOwnership(Ownership):
                 raise RuntimeError(message("wrong-size", parameter=path, found=found, expected=expected))
             mine.copy_(original.data.reshape(mine.shape))
             original.data = mine
-            # The address is the old one again; without this a unit that is kept would not be stale.
+            # The address is the old one again. Only the new version marks an unsharded copy as stale.
             torch.autograd.graph.increment_version(original)
             has_copied = True
         return has_copied
 
     def settle(self) -> None:
-        """A new shard of the dtype and device that the originals have now; their values are collected into it."""
+        """Creates a new shard if the originals have another dtype or device now, and copies their values into it."""
         first = self.parameters[0]
         if first.dtype is not self.shard.dtype or first.device != self.shard.device:
             self.shard = torch.zeros_like(self.shard, device=first.device, dtype=first.dtype)
@@ -142,5 +142,5 @@ class OriginalOwnership(Ownership):
 
 
 def _in_place_of(original: nn.Parameter) -> nn.Parameter:
-    """An ordinary parameter; it gets its slice later."""
+    """An ordinary parameter that replaces a ``DTensor``. It becomes a view of the shard later."""
     return nn.Parameter(local_part(original.detach()), requires_grad=original.requires_grad)

@@ -1,18 +1,18 @@
-"""What the optimizer owns of a flat unit: one parameter, or many.
+"""The parameters of a flat unit that the optimizer sees: one flat parameter, or the original parameters.
 
-The memory of a flat unit is the same in any case: a shard here, a long tensor there. What differs is what is
-*registered* as a parameter, and therefore what ``parameters()`` yields, what an optimizer steps on and where ``.grad``
-is found:
+The memory of a flat unit is the same in both cases: a local shard and an unsharded flat tensor. The difference is the
+tensor that is *registered* as a parameter. It determines what ``parameters()`` yields, what an optimizer updates, and
+where ``.grad`` is stored:
 
-* ``flat_parameter.py``: the shard as a whole, one 1-D parameter for the unit;
-* ``originals.py``: the original parameters, each showing its part of the shard.
+* ``flat_parameter.py``: the shard is one 1-D parameter of the unit.
+* ``originals.py``: the original parameters, each a view of its part of the shard.
 
-To gradients that makes no difference. Each parameter gets its *part* of what comes, and a flat parameter is the case of
-one part. Gradients come in two sizes, and both are found under the same ``.grad``:
+Gradients are handled in the same way. Each parameter gets its *part* of a gradient. A flat parameter is the case of one
+part. Both kinds of gradients are stored in ``.grad``, but their sizes differ:
 
-* the *reduced* one has the size of the shard: the mean over all ranks, this rank's piece;
-* the *unreduced* one, left behind by a backward inside ``no_sync()``, has the size of the whole unit: a sum over the
-  micro-batches of this rank alone, for which no piece is known yet.
+* The *reduced* gradient has the size of the shard. It is this rank's shard of the mean over all ranks.
+* The *unreduced* gradient comes from a backward inside ``no_sync()``. It has the size of the unsharded unit. It is the
+  sum over the micro-batches of this rank alone.
 
 Worked example, a flat parameter of 4 elements on two ranks, two micro-batches, on rank 0 with gradients ``[1 1 1 1]``
 (inside ``no_sync``) and ``[2 2 2 2]``, on rank 1 with ``[3 3 3 3]`` and ``[4 4 4 4]``::
@@ -21,12 +21,12 @@ Worked example, a flat parameter of 4 elements on two ranks, two micro-batches, 
     during the second           [3 3 3 3] and [7 7 7 7] are reduced: sum 10, mean 5
     after it                    .grad is [5 5] on both                                   reduced
 
-Why show the unreduced gradient at all, and not keep it out of sight? Because ``zero_grad()`` must find it. A sum that
-cannot be cleared would leak into the next step. The optimizer is told before it can trip over the difference in size
-(see ``optimizer_watch.py``).
+The unreduced gradient is stored in ``.grad`` because ``zero_grad()`` must clear it. Otherwise it would be added to the
+gradient of the next step. A check before each optimizer step raises an error if ``.grad`` still has the unsharded size
+(``optimizer_watch.py``).
 
-*In torch:* ``use_orig_params`` is a question that is asked in more than fifty places of ``_flat_param.py``; gradients
-pass through ``_saved_grad_shard``, ``_cpu_grad`` and ``prepare_gradient_for_*``.
+*In torch:* ``_flat_param.py`` checks ``use_orig_params`` in more than fifty places; gradients pass through
+``_saved_grad_shard``, ``_cpu_grad`` and ``prepare_gradient_for_*``.
 
 Spec: ORIG-01, ORIG-02, ORIG-13, SHARD-06, NOSYNC-02, NOSYNC-05, NOSYNC-10, FWD-07, FWD-08, MP-11, MP-12, STREAM-08.
 """
@@ -45,14 +45,14 @@ _REQUIRES_GRAD, _VERSION, _ADDRESS = attrgetter("requires_grad"), attrgetter("_v
 
 
 class Ownership(ABC):
-    """What the optimizer owns of one flat unit.
+    """The registered parameters of one flat unit, and their gradients.
 
     Attributes:
         shard: 1-D, this rank's shard in the stored dtype; a parameter itself, or the memory behind several.
-        parameters: what the optimizer owns.
-        stand_ins: for each original parameter what to show in its place while the unit is not gathered.
-        hides_originals: whether the original parameters are out of sight between computations.
-        keep_reduce_dtype: whether a reduced gradient may stay in another dtype than the shard's.
+        parameters: the parameters that the optimizer updates.
+        stand_ins: for each original parameter, the tensor that modules refer to while the unit is sharded.
+        hides_originals: whether the original parameters are not registered between computations.
+        keep_reduce_dtype: whether a reduced gradient may have another dtype than the shard.
     """
 
     shard: torch.Tensor
@@ -60,43 +60,43 @@ class Ownership(ABC):
     stand_ins: Sequence[torch.Tensor]
     hides_originals: bool
     keep_reduce_dtype: bool
-    # The reduced gradients that were put aside for unreduced ones; `None` while there are none of these.
+    # The reduced gradients that unreduced ones replace in `.grad`; `None` while there are no unreduced ones.
     _aside: list[torch.Tensor | None] | None = None
     _unreduced: torch.Tensor | None = None
     _version: int = 0
 
     @property
     def requires_grad(self) -> bool:
-        """Whether anything here is to be trained; the user may change it at any time."""
+        """Whether any parameter is trained. The user may change this at any time."""
         return any(map(_REQUIRES_GRAD, self.parameters))
 
     def parts(self, piece: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter's part of ``piece``, which is like the shard: views, or, of a single parameter, all of it."""
+        """Each parameter's part of ``piece``, a tensor of the shard's size, as views. One part is ``piece`` itself."""
         return [piece]
 
     def whole_parts(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """The same of a whole row, padding included."""
+        """Each parameter's part of ``row``, an unsharded flat tensor with padding."""
         return [row]
 
     @abstractmethod
     def show_full(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
-        """Ordinary parameters that show ``views``, to be put on the modules for a while."""
+        """Ordinary parameters with the values ``views``, for the modules inside ``summon_full_params``."""
 
     @abstractmethod
     def hide_full(self) -> None:
-        """The end of `show_full`."""
+        """Ends `show_full`."""
 
     # --- values ---
 
     def collect(self) -> bool:
-        """Fetches into the shard what the user has put into other memory; whether anything was. To be called first."""
+        """Copies values into the shard that the user has put into other memory. Returns whether there were any."""
         return False
 
     def settle(self) -> None:  # noqa: B027
-        """Adapts the shard to another dtype or device that its parameters have been given, as by ``model.half()``."""
+        """Adapts the shard if its parameters have another dtype or device now, for instance after ``model.half()``."""
 
     def overwrite(self, piece: torch.Tensor) -> None:
-        """New values for the shard. The change is one that `stamp` shows."""
+        """Writes new values into the shard. `stamp` differs afterwards."""
         with torch.no_grad():
             self.shard.copy_(piece)
         for parameter in self.parameters:
@@ -109,30 +109,30 @@ class Ownership(ABC):
     # --- reduced gradients ---
 
     def assign(self, gradients: Iterable[torch.Tensor | None]) -> None:
-        """Each parameter's ``.grad``, whatever was there before."""
+        """Sets the ``.grad`` of each parameter."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = None
             if gradient is not None:
                 assign_gradient(parameter, gradient)
 
     def add_reduced(self, piece: torch.Tensor) -> None:
-        """Adds to each parameter that is trained its part of a reduced gradient."""
+        """Adds a reduced gradient to ``.grad`` of the trained parameters."""
         if piece.dtype is not self.shard.dtype and not self.keep_reduce_dtype:
             piece = piece.to(self.shard.dtype)
         for parameter, part in zip(self.parameters, self.parts(piece), strict=True):
-            # Of an original parameter that lies on other ranks there is nothing to step on.
+            # An original parameter without elements on this rank gets no gradient here.
             if not parameter.requires_grad or (part.numel() == 0 and not self.hides_originals):
                 continue
             if parameter.grad is None:
                 assign_gradient(parameter, part)
             else:
                 parameter.grad.add_(part)
-            # Autograd did not put the gradient there, so nothing else calls the hooks that wait for it.
+            # Autograd did not accumulate this gradient, so it does not call the post-accumulate hooks.
             for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
                 hook(parameter)
 
     def reduced_gradient(self) -> tuple[torch.Tensor, list[bool]]:
-        """The reduced gradient as one piece, zeros where there is none, and which parameters have one here."""
+        """The reduced gradient as one tensor, with zeros where it is missing, and which parameters have one here."""
         gradients = [parameter.grad for parameter in self.parameters]
         dtype = next((gradient.dtype for gradient in gradients if gradient is not None), self.shard.dtype)
         piece = torch.zeros_like(self.shard, dtype=dtype)
@@ -142,7 +142,7 @@ class Ownership(ABC):
         return piece, [gradient is not None for gradient in gradients]
 
     def overwrite_gradient(self, piece: torch.Tensor, present: list[bool]) -> None:
-        """Another reduced gradient, copied out of the row that ``piece`` is a slice of."""
+        """Replaces the reduced gradient by a copy of ``piece``, which may be a view of an unsharded tensor."""
         parts = zip(self.parts(piece.clone()), present, strict=True)
         self.assign([part if is_there and part.numel() else None for part, is_there in parts])
 
@@ -150,23 +150,23 @@ class Ownership(ABC):
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether some ``.grad`` is there and has never been reduced."""
+        """Whether there is a ``.grad`` that was not reduced."""
         return self._aside is not None and any(parameter.grad is not None for parameter in self.parameters)
 
     def keep_unreduced(self, gradient: torch.Tensor) -> None:
-        """Adds an unsharded gradient to the unreduced one; a reduced one that is there already is put aside."""
+        """Adds ``gradient`` to the unreduced gradient, and keeps an existing reduced gradient elsewhere meanwhile."""
         before = self.take_unreduced()
         if before is not None:
             gradient = before.add_(gradient) if before.dtype is gradient.dtype else before + gradient
         self._aside = [parameter.grad for parameter in self.parameters]
-        # Of many parts the whole is held here. That of a flat parameter is its `.grad`, and goes with it.
+        # With several parts, this attribute holds the gradient. A flat parameter holds it in `.grad` only.
         self._unreduced = None if self.hides_originals else gradient
         self._version = gradient._version
         parts = zip(self.parameters, self.whole_parts(gradient), strict=True)
         self.assign([part if parameter.requires_grad else None for parameter, part in parts])
 
     def take_unreduced(self) -> torch.Tensor | None:
-        """Removes the unreduced gradient and puts the reduced one, if any, back in its place."""
+        """Removes and returns the unreduced gradient, and restores the reduced one in ``.grad``, if any."""
         if self._aside is None:
             return None
         unreduced = self.parameters[0].grad if self.hides_originals else self._unreduced
@@ -176,26 +176,26 @@ class Ownership(ABC):
         any_left, is_edited = False, unreduced._version != self._version
         for parameter, before, part in zip(self.parameters, aside, self.whole_parts(unreduced), strict=True):
             if parameter.grad is None:
-                # zero_grad(), of all or of this one: it was meant for the whole gradient, what was put aside included.
+                # zero_grad(), of all or of this one. It clears the reduced gradient, too.
                 part.zero_()
                 continue
             any_left = True
             if parameter.grad.data_ptr() != part.data_ptr() and parameter.grad.shape == part.shape:
-                # The user has assigned another. PyTorch allows one of this size only where nothing is sharded.
+                # The user has assigned another gradient. PyTorch allows this size only if nothing is sharded.
                 part.copy_(parameter.grad)
             parameter.grad = None
             if before is not None:
                 if is_edited and not part.any():
-                    # zero_grad(set_to_none=False): it found only what was in sight.
+                    # zero_grad(set_to_none=False): it has cleared only the unreduced gradient.
                     before.zero_()
                 assign_gradient(parameter, before)
         return unreduced if any_left else None
 
 
 def assign_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-    """``parameter.grad = gradient``, also where shape, dtype or device differ.
+    """``parameter.grad = gradient``, even if shape, dtype or device differ.
 
-    PyTorch refuses such an assignment. So for its moment the parameter's data are the gradient's own.
+    PyTorch rejects such an assignment. So ``parameter.data`` is set to the gradient during the assignment.
     """
     if gradient.shape == parameter.shape and gradient.dtype is parameter.dtype and gradient.device == parameter.device:
         parameter.grad = gradient
@@ -207,10 +207,10 @@ def assign_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 def check_uniform_dtype(home: nn.Module, parameters: Mapping[nn.Parameter, OwnedParameter]) -> None:
-    """Whether the parameters can be one tensor, which has one dtype, and one that autograd can train.
+    """Checks that the parameters can be one flat tensor: they have one dtype, and autograd supports it.
 
     Raises:
-        ValueError: they have several dtypes, or one of whole numbers.
+        ValueError: the parameters have several dtypes, or an integer dtype.
     """
     kind, dtypes = type(home).__name__, sorted({str(original.dtype) for original in parameters})
     if len(dtypes) > 1:
@@ -222,6 +222,6 @@ def check_uniform_dtype(home: nn.Module, parameters: Mapping[nn.Parameter, Owned
 
 
 def frozen_among_trained(parameters: Mapping[nn.Parameter, OwnedParameter]) -> list[str]:
-    """The names of the frozen parameters, if others are trained; else none."""
+    """The names of the frozen parameters if other parameters are trained; empty otherwise."""
     frozen = [owned.path for original, owned in parameters.items() if not original.requires_grad]
     return frozen if len(frozen) < len(parameters) else []

@@ -1,27 +1,27 @@
-"""Where a row of parameters is cut: the arithmetic of the flat layout, without any communication.
+"""How the flat tensor of a unit is sharded: only arithmetic, without communication.
 
-The parameters of a unit are laid end to end, and the row is cut into as many equal pieces as there are ranks. Every
-piece has the same number of elements, so that one all-gather, without any table of sizes, puts the row together again.
+The parameters of a unit are concatenated into a flat tensor, which is split into equal shards, one for each rank. Equal
+sizes let one all-gather rebuild the tensor without a table of sizes.
 
 Worked example, ``a`` with 3 elements and ``b`` with 4, two ranks::
 
-    row        a a a b b b b
+    flat       a a a b b b b
     padded     a a a b b b b .      8, the next multiple of 2
-    piece 0    a a a b              all of a, one of b
-    piece 1            b b b .      the rest of b, and padding
+    shard 0    a a a b              all of a, one element of b
+    shard 1            b b b .      the rest of b, and padding
 
-Neither rank owns a parameter; ``b`` lies on both. A cut at the borders of parameters would leave 3 elements here and 4
-there, and with one large embedding a single rank would be as heavy as before.
+``b`` is split between the ranks. Splitting only at parameter boundaries would give one rank 3 elements and the other 4.
+With one large embedding, a single rank would store most of the model.
 
-Price: up to one element less than there are ranks, in each unit. For a block of a million parameters on 8 ranks that
-is nothing; for a unit of 5 parameters it is more than half, one reason why tiny units are a bad idea.
+Cost: at most ``num_shards - 1`` elements of padding in each unit. That is negligible for a million parameters on 8
+ranks. In a unit of 5 parameters it can be more than half, which is one reason not to wrap very small modules.
 
-A parameter may come cut already: tensor parallelism has made it a ``DTensor``, and this rank has a part of it. Then
-that part is what lies in the row, and its `Form` keeps what must be said about it when modules are shown it again.
+A parameter may already be a ``DTensor`` if tensor parallelism has sharded it. Then the flat tensor contains its local
+tensor. `Form` keeps the spec from which the DTensor is created again for the modules.
 
-*In torch:* the same cut in ``_get_shard`` of ``_flat_param.py``; with original parameters torch also pads *between*
-parameters for alignment. Left out here: it would make every offset depend on the dtype, and nothing in the spec asks
-for it. The part of tensor parallelism is ``DTensorExtensions``, found through a global registry.
+*In torch:* the same sharding in ``_get_shard`` of ``_flat_param.py``. With original parameters, torch also pads
+*between* parameters for alignment. minifsdp omits this, because every offset would then depend on the dtype, and no
+requirement needs it. For tensor parallelism, torch has ``DTensorExtensions``, found through a global registry.
 
 Spec: SHARD-02, SHARD-03, ORIG-03, NEW-01.
 """
@@ -41,18 +41,18 @@ from minifsdp.engine.messages import message
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or of a distributed one the memory that this rank has; past autograd."""
+    """The local tensor of a ``DTensor``, without autograd; other tensors are returned unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)
 class Form:
-    """What one parameter is on this rank when its unit is gathered.
+    """How one parameter is stored in the flat tensor, and how the modules' tensor is created from it.
 
     Attributes:
-        shape: of what lies in the row.
-        spec: how it is distributed over other ranks than those that share the unit; ``None`` for an ordinary one.
-        groups: the ranks that have its other parts.
+        shape: shape of its values in the flat tensor.
+        spec: for a DTensor, its spec over ranks outside the shard group; ``None`` for an ordinary parameter.
+        groups: the process groups over which the DTensor is sharded.
     """
 
     shape: torch.Size
@@ -61,7 +61,7 @@ class Form:
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> Form:
-        """The form of a parameter as the user made it. Nothing is communicated."""
+        """The form of an original parameter. Does not communicate."""
         if not isinstance(parameter, DTensor):
             return cls(parameter.shape)
         spec = parameter._spec
@@ -69,7 +69,7 @@ class Form:
         return cls(local_part(parameter).shape, spec, tuple(Group.of(spec.mesh.get_group(axis)) for axis in cut))
 
     def show(self, view: torch.Tensor) -> torch.Tensor:
-        """What a module shall compute with, made of its place in the row; differentiable."""
+        """The tensor for the modules, from a view of the flat tensor; differentiable."""
         spec = self.spec
         if spec is None:
             return view
@@ -79,7 +79,7 @@ class Form:
         return shown
 
     def local(self, value: torch.Tensor) -> torch.Tensor:
-        """Of a value for the parameter, whole or this rank's part, what lies in the row. Nothing is communicated."""
+        """The local values of an unsharded or distributed ``value`` for the parameter. Does not communicate."""
         if self.spec is not None and not isinstance(value, DTensor) and value.shape != self.shape:
             value = distribute_tensor(value, self.spec.mesh, self.spec.placements, src_data_rank=None)
         return local_part(value)
@@ -87,11 +87,11 @@ class Form:
 
 @dataclass(frozen=True)
 class Partition:
-    """How a row of parameters is cut.
+    """How a flat tensor of several parameters is sharded.
 
     Args:
         numels: elements of each parameter, in order.
-        num_shards: pieces to cut into, at least 1.
+        num_shards: size of the shard group; at least 1.
     """
 
     numels: tuple[int, ...]
@@ -103,63 +103,63 @@ class Partition:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of all parameters, without padding."""
+        """Number of elements in all parameters, without padding."""
         return sum(self.numels)
 
     @cached_property
     def shard_numel(self) -> int:
-        """Elements that each rank stores, padding included."""
-        # Rounded up: rounded down, the last elements would belong to no rank.
+        """Number of elements that each rank stores, including padding."""
+        # Rounded up: rounding down would leave the last elements without a rank.
         return -(-self.numel // self.num_shards)
 
     @cached_property
     def padded_numel(self) -> int:
-        """Elements of all pieces together."""
+        """Number of elements in the flat tensor, including padding."""
         return self.shard_numel * self.num_shards
 
     @cached_property
     def split_sizes(self) -> list[int]:
-        """Sizes of the parameters and, if there is any, of the padding behind them."""
+        """Sizes of the parameters, and of the padding after them if there is any."""
         padding = self.padded_numel - self.numel
         return [*self.numels, padding] if padding else list(self.numels)
 
     @cached_property
     def is_single(self) -> bool:
-        """Whether the row is one parameter and nothing else."""
+        """Whether the flat tensor is one parameter without padding."""
         return len(self.numels) == 1 and self.numel == self.padded_numel
 
     def piece(self, index: int) -> slice:
-        """The elements of the padded row that rank ``index`` stores."""
+        """The elements of the padded flat tensor that rank ``index`` stores."""
         return slice(index * self.shard_numel, (index + 1) * self.shard_numel)
 
     def laid_out(self, values: Sequence[torch.Tensor], index: int) -> torch.Tensor:
-        """Rank ``index``'s piece of a row of ``values``, in memory of its own."""
+        """The shard of rank ``index`` of the concatenated ``values``, in memory of its own."""
         row = values[0].new_zeros(self.padded_numel)
         for target, value in zip(row.split(self.split_sizes), values, strict=False):
             target.copy_(value.reshape(-1))
-        # Without the clone the piece would keep the memory of the whole row.
+        # Without the clone, the shard would keep the memory of the unsharded tensor alive.
         return row if self.num_shards == 1 else row[self.piece(index)].clone()
 
     def slices_of_piece(self, index: int) -> list[slice]:
-        """For each parameter, where its part on rank ``index`` lies inside that rank's piece; may be empty."""
+        """For each parameter, its range inside the shard of rank ``index``. Can be empty."""
         slices, first = [], -index * self.shard_numel
         for numel in self.numels:
-            # Clipped at both ends: what begins before the piece or ends behind it is another rank's.
+            # Clipped at both ends: elements before and after the shard belong to other ranks.
             start = min(max(first, 0), self.shard_numel)
             slices.append(slice(start, min(max(first + numel, start), self.shard_numel)))
             first += numel
         return slices
 
     def part_in_parameter(self, index: int, number: int) -> slice:
-        """Which elements of parameter ``number``, counted from its own start, rank ``index`` stores; may be none."""
+        """The range of parameter ``number``, counted from its own start, that rank ``index`` stores. Can be empty."""
         first = sum(self.numels[:number]) - index * self.shard_numel
         start = min(max(-first, 0), self.numels[number])
         return slice(start, max(start, min(self.shard_numel - first, self.numels[number])))
 
     def views(self, row: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-        """The parameters in a padded row, by one split of all of it; why is told in ``flat.py``, 2.
+        """Views of the parameters in a padded flat tensor ``row``, by one split (``flat.py``, 2).
 
-        A row that is one parameter and nothing else needs none. Its gradient may share memory with other gradients.
+        A single parameter without padding needs no split. Its gradient may share memory with other gradients.
         """
         if self.is_single:
             return [row.view(shapes[0])]

@@ -1,23 +1,23 @@
-"""Which dtype at which step, and the walk through nested inputs that casting and moving share.
+"""Mixed precision: the dtype of each step, and the recursion through nested inputs for casts and moves.
 
-A parameter passes through up to three dtypes in one iteration:
+A parameter has up to three dtypes in one iteration:
 
 ==================  ===========================  =======================================
-step                dtype                        why
+step                dtype                        reason
 ==================  ===========================  =======================================
-stored, optimizer   that of the parameter        small updates must not round to nothing
-gathered, compute   ``compute``                  half the bytes to send, faster kernels
-gradient in travel  ``reduce``                   half the bytes, or full for a safer sum
+stored, optimizer   that of the parameter        small updates must not round to zero
+unsharded, compute  ``compute``                  half the bytes to send, faster kernels
+gradient reduction  ``reduce``                   half the bytes, or full for a safer sum
 ==================  ===========================  =======================================
 
 Worked example, ``Precision(compute=bfloat16, reduce=float32)``, a unit of 8 elements on two ranks: each rank stores 4
-float32 numbers (16 bytes), sends 4 bfloat16 numbers (8 bytes), computes on 8 of them (16 bytes), gets a bfloat16
-gradient of 8, widens it to float32 (32 bytes) for the sum, and keeps 4 float32 numbers of it.
+float32 numbers (16 bytes), sends 4 bfloat16 numbers (8 bytes), and computes with 8 of them (16 bytes). Its gradient has
+8 bfloat16 numbers. They are cast to float32 (32 bytes) for the sum, and the rank keeps 4 float32 numbers of it.
 
-With two variables, the stored shard and the gathered tensor, each simply *has* its dtype: nothing is swapped, and the
-only casts are one before the gather and one or two around the reduction.
+The stored shard and the unsharded tensor are two variables, and each has its own dtype. Nothing is swapped. The only
+casts are one before the all-gather and one or two around the reduction.
 
-Inputs are cast as well, floating-point tensors only: a token's number, rounded to bfloat16, would be another token's.
+Inputs are cast as well, but only floating-point tensors. A token ID that is rounded to bfloat16 identifies another one.
 
 *In torch:* FSDP1 switches ``flat_param.data`` between a full and a low-precision storage; FSDP2 has the two variables.
 
@@ -35,12 +35,12 @@ from torch.nn.utils.rnn import PackedSequence
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of one unit; ``None`` leaves that step as it is.
+    """The dtypes of one unit; ``None`` means no cast.
 
     Attributes:
-        compute: dtype of the gathered parameters.
-        reduce: dtype in which gradients travel; ``None`` follows the dtype in which they were computed.
-        keep_reduce_dtype: leave the sharded gradient in the dtype in which it travelled.
+        compute: dtype of the unsharded parameters.
+        reduce: dtype of the gradient reduction; ``None`` for the dtype in which the gradient was computed.
+        keep_reduce_dtype: whether the sharded gradient keeps the dtype of the reduction.
     """
 
     compute: torch.dtype | None = None
@@ -52,16 +52,16 @@ class Precision:
         return None if stored.is_complex else self.compute
 
     def reduces_in(self, computed: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients travel that were computed in ``computed``."""
+        """The dtype of the reduction of gradients that were computed in ``computed``."""
         chosen = self.reduce or computed
         return torch.promote_types(chosen, computed) if computed.is_complex else chosen
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``value`` with every tensor in it replaced, through tuples, lists, dicts and dataclasses, of any nesting.
+    """Applies ``function`` to every tensor in ``value``, inside nested tuples, lists, dicts and dataclasses.
 
-    The containers are made anew with their own type, so the caller's are not changed; what is neither a tensor nor
-    one of these containers is passed on as it is.
+    Returns new containers of the same types, and does not change the caller's. Objects that are neither a tensor nor
+    one of these containers are returned unchanged.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -86,7 +86,7 @@ def _map_mapping(function: Callable[[torch.Tensor], torch.Tensor], value: Mappin
     try:
         return type(value)(items)  # type: ignore[call-arg]
     except TypeError:
-        # A mapping with a constructor of its own (a model's output class, say): a shallow copy keeps its other
+        # A mapping with a constructor of its own, for instance a model's output class: a shallow copy keeps its other
         # attributes, and its items are set one by one.
         copy = value.copy()  # type: ignore[attr-defined]
         for key, item in items.items():
@@ -95,7 +95,7 @@ def _map_mapping(function: Callable[[torch.Tensor], torch.Tensor], value: Mappin
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in ``value``, in the order in which `map_tensors` would meet them."""
+    """Yields every tensor in ``value``, in the order of `map_tensors`."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -110,10 +110,10 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def cast_floating(dtype: torch.dtype, args: Any) -> Any:
-    """``args`` with every floating-point tensor in ``dtype``; other tensors and everything else unchanged."""
+    """Casts every floating-point tensor in ``args`` to ``dtype``. Other values are unchanged."""
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t, args)
 
 
 def move(device: torch.device, args: Any) -> Any:
-    """``args`` with every tensor on ``device``. The copy has read its source on return: the caller may write there."""
+    """Copies every tensor in ``args`` to ``device``. The caller may overwrite ``args`` after this function returns."""
     return map_tensors(lambda t: t.to(device), args)

@@ -1,14 +1,14 @@
-"""The full parameters that modules show for the time of ``summon_full_params``.
+"""The unsharded parameters inside ``summon_full_params``.
 
-They are gathered into a *row* of their own, in the stored dtype. While a unit is summoned its modules show ordinary
-parameters, views of that row, so that what the user writes in place is in the row at once, and the way back is to cut
-the row. But users may also *replace*: ``p.data = ...`` gives a parameter memory of its own. That is noticed by its
-address, and copied into the row before it is cut.
+They are all-gathered into a *flat tensor* of their own, in the stored dtype. While a unit is summoned, its modules have
+ordinary parameters, which are views of this tensor. So an in-place change is a change of the flat tensor, and at the
+end each rank copies its shard out of it. But users may also *replace* values: ``p.data = ...`` gives a parameter memory
+of its own. Then its address differs, and its values are copied into the flat tensor first.
 
-Worked example, a row ``w w w w b b``::
+Worked example, a flat tensor ``w w w w b b``::
 
-    weight.mul_(2)          the row has it
-    bias.data = zeros(2)    bias is elsewhere now; `_collect` copies the zeros to the end of the row
+    weight.mul_(2)          changes the flat tensor
+    bias.data = zeros(2)    bias has other memory now; `_collect` copies the zeros to the end of the flat tensor
 
 *In torch:* ``_unshard_params`` and ``_writeback_orig_params``.
 
@@ -24,18 +24,18 @@ from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.layout import replaced_parameter_error
 from minifsdp.engine.partition import local_part
 
-# The full gradients in a row, and for each parameter whether there is one.
+# The unsharded gradients in one flat tensor, and for each parameter whether it has a gradient.
 Gradients = tuple[torch.Tensor, list[bool]]
 
 
 def full_row(layout: FlatLayout, piece: torch.Tensor | None = None) -> torch.Tensor:
-    """The full values of all parameters in the stored dtype; the shard itself if nothing is sharded.
+    """The unsharded flat tensor in the stored dtype; the shard itself if nothing is sharded.
 
-    All ranks of the shard group must call it: it is a gather of its own.
+    All ranks of the shard group must call it, because it issues an all-gather.
 
     Args:
-        layout: the unit's.
-        piece: this rank's piece of something else, like the shard; ``None`` for the shard.
+        layout: the unit's layout.
+        piece: another tensor of the shard's size to all-gather; ``None`` for the shard.
     """
     piece, group = layout.local_values().data if piece is None else piece, layout.mesh.shard
     if group is None:
@@ -46,7 +46,7 @@ def full_row(layout: FlatLayout, piece: torch.Tensor | None = None) -> torch.Ten
 
 
 def full_gradient_row(layout: FlatLayout) -> Gradients:
-    """The full reduced gradients, and for each parameter whether there is one on any rank.
+    """The unsharded reduced gradients, and for each parameter whether any rank has a gradient.
 
     All ranks of the shard group must call it.
     """
@@ -60,12 +60,12 @@ def full_gradient_row(layout: FlatLayout) -> Gradients:
 
 
 class Summoned:
-    """Ordinary parameters on the modules of a unit, from now until `hide`.
+    """Registers ordinary unsharded parameters on the modules of a unit, until `hide` is called.
 
     Args:
-        layout: the unit's.
-        row: the full values.
-        gradients: to be shown as well; ``None`` to show none.
+        layout: the unit's layout.
+        row: the unsharded flat tensor.
+        gradients: for ``.grad`` of the parameters; ``None`` for no gradients.
     """
 
     def __init__(self, layout: FlatLayout, row: torch.Tensor, gradients: Gradients | None) -> None:
@@ -79,10 +79,10 @@ class Summoned:
         layout.show_summoned(self._parameters)
 
     def hide(self, *, keep_changes: bool) -> None:
-        """Puts back what the modules had before, and if wished this rank's part of the changes into the shard.
+        """Restores the attributes of the modules. If ``keep_changes``, writes this rank's changes to the shard.
 
         Raises:
-            RuntimeError: a module shows another parameter than the one it was given.
+            RuntimeError: a module has another parameter than the one that was registered.
         """
         layout = self._layout
         exchanged = layout.hide_summoned(self._parameters)
@@ -92,7 +92,7 @@ class Summoned:
             self._collect(self._row, [parameter.data for parameter in self._parameters])
             if layout.mesh.shard is not None:
                 layout.owner.overwrite(self._row[piece])
-            # Else the row was the shard itself. A copy of it in another dtype may be there from an earlier gather.
+            # Otherwise `_row` is the shard itself. A copy in another dtype may exist from an earlier all-gather.
             layout.forget_gather()
         layout.owner.hide_full()
         if keep_changes and self._gradients is not None:
@@ -102,7 +102,7 @@ class Summoned:
             raise replaced_parameter_error(exchanged[0], layout.name)
 
     def _collect(self, row: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
-        """Brings into a row what was put in other memory."""
+        """Copies values that have other memory into the flat tensor ``row``."""
         for view, value in zip(self._layout.views_of(row), values, strict=True):
             if value is None:
                 continue

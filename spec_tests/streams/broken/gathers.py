@@ -182,7 +182,7 @@ BREAKS = [
         FLAT,
         """\
         if self.owner.collect():
-            # Copied on the compute stream, which the lane has not followed since.
+            # Copied on the compute stream. The communication stream must wait for that.
             lanes.gather.follow()
 """,
         "        self.owner.collect()\n",
