@@ -138,6 +138,12 @@ def who_is_whole() -> str:
     )
 
 
+class _Layout(SimpleNamespace):
+    """Unlike its base class, it supports weak references and is hashable."""
+
+    __hash__ = object.__hash__
+
+
 def _watched_unit(seen: list[str]) -> Unit:
     """A unit whose layout gathers nothing and tells what it is asked for."""
 
@@ -145,7 +151,7 @@ def _watched_unit(seen: list[str]) -> Unit:
         seen.append("the memory was freed")
 
     promise = SimpleNamespace(wait=lambda: seen.append("the gather was waited for"))
-    layout = SimpleNamespace(gather=lambda _: promise, show_sharded=lambda: None, free=free, offloads=False)
+    layout = _Layout(gather=lambda _: promise, show_sharded=lambda: None, free=free, offloads=False)
     unit = Unit(
         torch.nn.Identity(), cast(Any, layout), cast(Any, None), cast(Any, None), UnitPolicy(reshard_after_forward=True)
     )
