@@ -107,7 +107,7 @@ def fully_shard(
     shardings = _shardings(parameters, mesh, shard_placement_fn)
     for look in before_cut:
         look(parameters, shardings, device)
-    # 2. The layout copies the values and registers DTensors on the modules.
+    # 2. The layout takes over the values and registers DTensors on the modules.
     unit = None
     if parameters:
         options = _options(device, mp_policy, offload_policy)
