@@ -1,12 +1,12 @@
-"""minifsdp: the FSDP that a person can read in a weekend, trust line by line, and run.
+"""minifsdp: a readable implementation of FSDP that you can read in a weekend, check line by line, and run.
 
     from minifsdp import FullyShardedDataParallel as FSDP
 
-The names, arguments and results are those of ``torch.distributed.fsdp``. To read the package, begin with the essay at
-the head of ``engine/layout.py`` and go on in the order that ``engine/__init__.py`` gives.
+Names, arguments and results are those of ``torch.distributed.fsdp``. To read the package, start with the docstring of
+``engine/layout.py`` and continue in the order that ``engine/__init__.py`` lists.
 """
 
-# Reachable as attributes after `import minifsdp`, as their namesakes are in torch.
+# Available as attributes after `import minifsdp`, like the modules of the same names in torch.
 from minifsdp import api as api
 from minifsdp import fully_sharded_data_parallel as fully_sharded_data_parallel
 from minifsdp import sharded_grad_scaler as sharded_grad_scaler
@@ -64,8 +64,8 @@ __all__ = [
 __all__ += api.__all__
 __version__ = "0.1.0"
 
-# The story knows nothing of state dicts, of frameworks, of parameters with a class of their own, and of sends between
-# CPUs. What these need is attached: to the wrapper in ``fully_sharded_data_parallel.py``, to all else here.
+# The core does not import the code for state dicts, frameworks, custom all-gather extensions and sends between CPUs.
+# This code is attached here, and to the wrapper in ``fully_sharded_data_parallel.py``.
 _second_door.state_class = ComposableState
 _second_door.before_cut.append(warn_if_different)
 _mesh.transports.append(_gloo.transport_between)

@@ -4,11 +4,10 @@ Every error and warning ends with the command that explains it::
 
     python -m minifsdp explain-error E-tied-across-units
 
-It prints the text of the message, with ``…`` for the values that differ from case to case, and what else is known about
-the cause and the remedy. Without an entry it lists all entries. The page "Troubleshoot" of the documentation is made
-from the same texts.
+The command prints the text of the message, with ``…`` in place of its values, and more about the cause and the fix.
+Without an entry, it lists all entries. The page "Troubleshoot" of the documentation is generated from the same texts.
 
-*In torch:* there is no such command; error messages of torch have no entries.
+*In torch:* torch has no such command, and its error messages have no entries.
 
 Spec: START-05, START-06.
 """
@@ -42,13 +41,13 @@ In a checkout:
 
 
 def explanation(entry: str) -> str:
-    """The text of a message and its remedy.
+    """Returns the text of a message and the fix.
 
     Args:
-        entry: as at the end of a message, with or without ``E-`` and ``#``.
+        entry: the entry at the end of a message, with or without ``E-`` and ``#``.
 
     Raises:
-        KeyError: there is no such message.
+        KeyError: if there is no such message.
     """
     name = entry.rpartition("#")[2].removeprefix("E-")
     parts = Formatter().parse(texts()["message"][name])

@@ -1,9 +1,9 @@
-"""What the user may choose, under the name that it has in torch: ``from minifsdp.api import ShardingStrategy``.
+"""User options at the same import path as in torch: ``from minifsdp.api import ShardingStrategy``.
 
-The classes, and what there is to read about them, are in ``fsdp1/options.py`` and ``checkpoint/state_dict_options.py``.
+The classes are defined and documented in ``fsdp1/options.py`` and ``checkpoint/state_dict_options.py``.
 """
 
-# What is offered is named once, below.
+# `__all__` below lists the exported names.
 # ruff: noqa: F403, F405
 
 from minifsdp.checkpoint.state_dict_options import *

@@ -1,19 +1,19 @@
-"""What public calls may be given, said where it is given.
+"""Argument type checks of the public API.
 
-An ``int`` in the place of a module ends, without a check, in ``'int' object has no attribute 'modules'`` ten frames
-inside of the package, or nowhere: a hook that is not callable waits for the first backward, a policy of another class
-is taken for none. So what each call takes stands in the table below, and a call that is given something else is refused
-at once, before anything has been sent or changed::
+Without a check, an ``int`` instead of a module raises ``'int' object has no attribute 'modules'`` ten frames inside the
+package. Other mistakes are found later or not at all: a hook that is not callable fails in the first backward, and a
+policy of another class is ignored. So the tables below list the type of each argument, and a call with another type
+raises an error immediately, before anything is communicated or changed::
 
     model.set_gradient_divide_factor("two")
     TypeError: rank 0: in a call of set_gradient_divide_factor() factor should be a number other than 0, got 'two'
 
-Whatever depends on other arguments, on the model or on other ranks is checked where it is used, in the words of that
-place. What is checked here is attached from outside, to the methods of the two public classes and to the functions of
-the second door, so that the code below them reads as if there were no such mistakes. Price: one Python call more for
-each of these calls; none of them is made for each unit.
+Checks that depend on other arguments, on the model or on other ranks are in the code that uses the argument. The checks
+in this file wrap the methods of the two public classes and the functions of API 2 (``fully_shard``), so the code of
+these methods contains no type checks. The cost is one more Python call for each of these calls. None of them runs once
+per unit.
 
-*In torch:* mostly nothing; a few ``isinstance`` at the head of functions.
+*In torch:* mostly no checks; a few ``isinstance`` checks at the start of functions.
 
 Spec: FUZZ-02.
 """
@@ -45,12 +45,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Kind:
-    """What an argument must be.
+    """The allowed type of an argument.
 
     Attributes:
-        words: for the message.
-        fits: whether a value is such.
-        error: what is raised.
+        words: description of the type for the message.
+        fits: returns whether a value has the type.
+        error: the exception to raise if not.
     """
 
     words: str
@@ -71,7 +71,7 @@ def _is_number(value: Any) -> bool:
 
 def _is_device(value: Any) -> bool:
     if callable(value) or isinstance(value, bool):
-        # A function that was not called has an error of its own.
+        # `build.compute_device` raises its own error for functions and bools.
         return True
     try:
         return value is None or bool(torch.device(value))
@@ -88,7 +88,7 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _is_optimizer_state(value: Any) -> bool:
-    """What lacks one of its two keys is refused by all ranks together, elsewhere."""
+    """Does not check that both keys exist: the loading code checks it and raises on all ranks."""
     if not isinstance(value, Mapping):
         return value is None or _is_optimizer(value)
     is_list = isinstance(value.get("param_groups", ()), list | tuple)
@@ -96,7 +96,7 @@ def _is_optimizer_state(value: Any) -> bool:
 
 
 def _are_parameters(value: Any) -> bool:
-    # An iterator could be looked through only once.
+    # Not an iterator, because checking it would consume it.
     return value is None or (isinstance(value, Collection) and all(isinstance(one, torch.Tensor) for one in value))
 
 
@@ -115,7 +115,7 @@ WHOLE_OPTIMIZER_STATE = Kind(
 )
 PREFETCHES = ", ".join(f"BackwardPrefetch.{member.name}" for member in BackwardPrefetch)
 
-# By call, and by name of the argument.
+# The allowed types by call and by argument name.
 WRAPPER: dict[str, dict[str, Kind]] = {
     "__init__": {
         "device_id": Kind("an int, a torch.device or None", _is_device),
@@ -137,7 +137,7 @@ WRAPPER: dict[str, dict[str, Kind]] = {
     "set_state_dict_type": {"module": MODULE},
     "get_state_dict_type": {"module": MODULE},
     "optim_state_dict": {"model": MODULE, "optim": OPTIMIZER, "optim_state_dict": WHOLE_OPTIMIZER_STATE},
-    # In an older order the first is the dict, and the last the optimizer.
+    # In an older argument order, the dict is first and the optimizer is last.
     "optim_state_dict_to_load": {
         "model": Kind("a torch.nn.Module", _is(nn.Module, Mapping)),
         "optim": Kind("an optimizer", lambda value: _is_optimizer(value) or isinstance(value, nn.Module)),
@@ -170,10 +170,10 @@ MODULE_METHODS: dict[str, dict[str, Kind]] = {
 
 
 def takes(function: F, call: str, kinds: Mapping[str, Kind]) -> F:
-    """``function``, which looks at its arguments first.
+    """Returns ``function`` with a check of its arguments before each call.
 
     Raises:
-        TypeError: when it is called with an argument of another kind; ``ValueError`` where that was promised.
+        TypeError: in a call with an argument of the wrong type; ``ValueError`` for kinds that specify it.
     """
     signature = inspect.signature(function)
 
@@ -182,14 +182,14 @@ def takes(function: F, call: str, kinds: Mapping[str, Kind]) -> F:
         try:
             given = signature.bind_partial(*args, **kwargs).arguments
         except TypeError:
-            # A name that it does not have, or an older one that it knows itself.
+            # An unknown argument name, or an older name that the function itself handles.
             given = kwargs
         for name, kind in kinds.items():
             if name in given and not kind.fits(given[name]):
                 raise kind.error(message("argument-type", call=call, name=name, words=kind.words, value=given[name]))
         return function(*args, **kwargs)
 
-    # Tracebacks, and the ledger, shall say what was called.
+    # So that tracebacks and the collective log show the name of the called function.
     checked.__code__ = checked.__code__.replace(co_name=function.__name__)  # type: ignore[attr-defined]
     return checked  # type: ignore[return-value]
 
@@ -214,7 +214,7 @@ fully_shard = takes(
             "a MixedPrecisionPolicy of torch.dtypes",
             lambda value: _has_dtypes(value, "param_dtype", "reduce_dtype", "output_dtype"),
         ),
-        # That of torch which offloads would be taken for none.
+        # Torch's own CPUOffloadPolicy would be treated as no offload.
         "offload_policy": Kind(
             "an OffloadPolicy of minifsdp, or None",
             lambda value: isinstance(value, OffloadPolicy | None) or type(value).__name__ == "OffloadPolicy",

@@ -1,26 +1,26 @@
-"""Ranks with different amounts of data: ending together, and weighting by tokens.
+"""Ranks with different amounts of data: stopping together, and weighting by tokens.
 
-Two things go wrong when the data does not divide evenly, and neither says so.
+Two problems occur when the data does not divide evenly over the ranks, and neither causes an error message.
 
-1. *One rank has fewer batches.* Its loop ends, the others go on into collectives to which it does not come. So before
-   each batch the ranks tell each other whether they have one, and all of them end with the first that has none. Two
+1. *One rank has fewer batches.* Its loop ends, but the other ranks continue with collectives that it does not join. So
+   before each batch, the ranks check whether all of them have one. All ranks stop when the first rank has none. Two
    ranks with 3 and 5 batches::
 
     rank 0      b0  b1  b2  -            3 steps
     rank 1      b0  b1  b2  (b3 b4)      3 steps, two batches are left over
 
-   What is told is one number, an all-reduce of 8 bytes. The next batch is fetched, and the number is on its way, before
-   the batch in hand is computed; so it costs no time. A loader that raises ends all ranks, with its error.
+   The check is an all-reduce of one number of 8 bytes. The next batch is fetched and the all-reduce is issued before
+   the current batch is computed, so they overlap. If a loader raises, all ranks stop with its error.
 
 2. *One rank has fewer tokens.* Gradients are averaged over ranks. If each rank's loss is a mean over its own tokens, a
-   token on a rank with few of them counts more. With 1 token on rank 0 and 3 on rank 1, whose losses sum up to L0, L1::
+   token on a rank with few tokens counts more. With 1 token on rank 0 and 3 on rank 1, and loss sums L0 and L1::
 
     mean of means        (L0 / 1 + L1 / 3) / 2        rank 0's token counts three times as much
-    what was meant       (L0 + L1) / 4
+    mean over tokens     (L0 + L1) / 4
     scaled sums          (L0 * 2/4 + L1 * 2/4) / 2    the same: each sum times ranks / all tokens
 
-*In torch:* ``Join`` does the first for DDP, by letting ranks that have ended take part with zeros; it does not know
-FSDP. For the second there is nothing.
+*In torch:* ``Join`` solves the first problem for DDP: ranks that have finished take part with zeros. It does not
+support FSDP. For the second problem there is nothing.
 
 Spec: BATCH-01 to BATCH-08.
 """
@@ -49,21 +49,21 @@ _FAILED, _HAS_NONE, _HAS_ONE = 0, 1, 2
 def while_all_have_data(
     batches: Iterable[T], group: dist.ProcessGroup | None = None, *, count_left: bool = False
 ) -> Iterator[T]:
-    """The batches of this rank, as long as all ranks of the group have one. Every rank must iterate, and break, alike.
+    """Yields this rank's batches while all ranks have one. Every rank must iterate, and break at the same batch.
 
-    One batch is in hand while the one before it is computed. When it ends, what a rank has in hand and what its loader
-    still has is dropped.
+    The next batch is fetched before the current one is computed. At the end, this batch and the remaining batches of
+    the loader are dropped.
 
     Args:
-        batches: a loader, or anything else that can be iterated over, once.
-        group: who ends together; by default all ranks.
-        count_left: at the end, count what is left and warn if that is anything on any rank. It is read for that.
+        batches: a loader or any other iterable. It is iterated over once.
+        group: the ranks that stop together; by default all ranks.
+        count_left: whether to count the remaining batches at the end and warn if any rank has some. This reads them.
 
     Yields:
-        What ``batches`` has.
+        The elements of ``batches``.
 
     Raises:
-        RuntimeError: the loader of some rank has raised; on every rank, with that rank and its error.
+        RuntimeError: if a loader raises on any rank; raised on every rank, with the failed rank and its error.
     """
     talk = _Talk(Group.of(group or default_group("group")))
     loader = iter(batches)
@@ -74,14 +74,14 @@ def while_all_have_data(
             yield batch[0]
             batch = following
     except GeneratorExit:
-        # All ranks have left the loop, with a question on its way.
+        # All ranks have left the loop while an all-reduce is in flight. Wait for it.
         talk.least(asked)
         raise
     _end(batch, loader, talk, count_left)
 
 
 def _next_and_ask(loader: Iterator[T], talk: _Talk) -> tuple[list[Any], Any]:
-    """A batch in a list, an error instead, or nothing; and the question that tells the others which of these."""
+    """Fetches a batch and issues the all-reduce. Returns ``[batch]``, ``[error, True]`` or ``[]``, and its handle."""
     try:
         batch: list[Any] = [next(loader)]
     except StopIteration:
@@ -106,20 +106,20 @@ def _end(batch: list[Any], loader: Iterator[Any], talk: _Talk, count_left: bool)
 
 
 class _Talk:
-    """What ranks tell each other about their loaders."""
+    """Communication between the ranks about their loaders."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         kinds = [torch.device(kind) for kind in group.process_group._device_types]
         self._device = next((kind for kind in kinds if kind.type == "cpu"), None) or _current(kinds[0])
-        # A lane of its own: to read the answer is to wait for it alone, and not for what is computed.
+        # A separate communication stream, so that reading the result does not wait for the compute stream.
         self._lane = Lane("batches", self._device)
         self._options = AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
         self._options.asyncOp = False
 
     def ask(self, mine: int) -> tuple[torch.Tensor, Any]:
-        """Tells the others; what comes back is for `least`."""
+        """Issues the all-reduce of ``mine``. Pass the returned value to `least`."""
         with self._lane as lane:
             number = torch.full((1,), mine, device=self._device)
             send = self._group.process_group.allreduce
@@ -129,18 +129,18 @@ class _Talk:
                 return number, work.wait
             work.wait()
             answer, event = number.to("cpu", non_blocking=True), lane.stream.record_event()
-            # From now on it is complete when the CPU has it: the watcher sees who waits for it.
+            # It is complete when the CPU has the result, so the watchdog sees a rank that waits for it.
             work.wait_for(event.synchronize)
             return answer, work.wait
 
     def least(self, asked: tuple[torch.Tensor, Any]) -> int:
-        """The least that any rank has told."""
+        """Waits for the all-reduce and returns the minimum over all ranks."""
         number, wait = asked
         wait()
         return int(number.item())
 
     def everybody(self, mine: Any) -> dict[int, Any]:
-        """What every rank says, by rank."""
+        """All-gathers ``mine`` and returns the values by rank."""
         said: list[Any] = [None] * self._group.size
         collectives.call(dist.all_gather_object, self._group, said, mine)
         return dict(zip(self._group.ranks, said, strict=True))
@@ -151,17 +151,17 @@ def _current(device: torch.device) -> torch.device:
 
 
 def token_scale(num_tokens: int | torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """By what to multiply a *sum* of losses so that the mean over ranks is the mean over tokens.
+    """Returns the factor for a *sum* of losses that makes the mean over ranks equal to the mean over tokens.
 
     Every rank of the group must call it, once for each optimizer step.
 
     Args:
-        num_tokens: that this rank has in the whole step, in all of its micro-batches together; may be 0. A tensor of
-            an accelerator is added up there, and the CPU is not stopped.
-        group: the ranks over which gradients are averaged; by default all.
+        num_tokens: number of tokens of this rank in the whole step, over all micro-batches; can be 0. If it is a tensor
+            on an accelerator, it is reduced there without a CPU synchronization.
+        group: the ranks over which gradients are averaged; by default all ranks.
 
     Returns:
-        Ranks divided by the tokens of all ranks, a float32 scalar on the device of ``num_tokens``; 0 if there are none.
+        Number of ranks / tokens of all ranks, a float32 scalar on the device of ``num_tokens``; 0 if there are none.
     """
     shared = Group.of(group or default_group("group"))
     kinds = [torch.device(kind) for kind in shared.process_group._device_types]
@@ -179,14 +179,14 @@ def token_scale(num_tokens: int | torch.Tensor, group: dist.ProcessGroup | None 
 def token_weighted(
     loss_sum: torch.Tensor, num_tokens: int | torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """The loss to call ``backward`` on, from the sum of the losses of this rank's tokens.
+    """Returns the loss to call ``backward`` on, given the sum of the losses of this rank's tokens.
 
-    Its gradient, averaged over ranks, is that of the mean over all tokens of all ranks. Its value is this rank's part:
-    the mean of it over ranks is the loss. Every rank of the group must call it. With several micro-batches in a step,
-    call `token_scale` once, with the tokens of all of them.
+    Its gradient, averaged over ranks, is the gradient of the mean over all tokens of all ranks. Its own mean over ranks
+    is this mean loss. Every rank of the group must call it. With several micro-batches in a step, call `token_scale`
+    once instead, with the tokens of all micro-batches.
 
     Args:
-        loss_sum: a scalar; 0 times something for a rank without tokens, so that backward runs there, too.
-        num_tokens, group: as for `token_scale`.
+        loss_sum: a scalar. On a rank without tokens, pass 0 times a model output, so that backward runs there too.
+        num_tokens, group: see `token_scale`.
     """
     return loss_sum * token_scale(num_tokens, group).to(loss_sum.device, loss_sum.dtype)

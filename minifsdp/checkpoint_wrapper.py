@@ -1,13 +1,13 @@
-"""Activation checkpointing as the tutorials import it; every class and function is torch's own.
+"""Activation checkpointing at the import path that tutorials use. All classes and functions are torch's own.
 
-A unit that is also checkpointed computes its forward again in backward, from parameters that are gathered for it then
-(PAR-07). Nothing of that needs a wrapper of minifsdp's own. What is added here is the older name
-``apply_activation_checkpointing_wrapper``, which warns.
+A unit with activation checkpointing recomputes its forward in backward, from parameters that are all-gathered for it
+(PAR-07). This does not need a wrapper specific to minifsdp. This file only adds the older name
+``apply_activation_checkpointing_wrapper``, which issues a deprecation warning.
 
 Spec: LEGACY-15.
 """
 
-# What is offered is named once, below.
+# `__all__` below lists the exported names.
 # ruff: noqa: F403, F405
 
 from collections.abc import Callable
@@ -32,12 +32,12 @@ def apply_activation_checkpointing_wrapper(
     checkpoint_wrapper_fn: Callable[[nn.Module], nn.Module] = checkpoint_wrapper,
     check_fn: Callable[[nn.Module], bool] = lambda _: True,
 ) -> None:
-    """The name of ``apply_activation_checkpointing`` in 2022: checkpoints, in place, every module that is chosen.
+    """The 2022 name of ``apply_activation_checkpointing``: wraps the chosen modules in place.
 
     Args:
-        model: the model; it is not checkpointed itself.
+        model: the model; it is not wrapped itself.
         checkpoint_wrapper_fn: wraps one module.
-        check_fn: chooses the modules.
+        check_fn: returns whether to wrap a module.
     """
     warn_renamed("apply_activation_checkpointing_wrapper", "apply_activation_checkpointing")
     apply_activation_checkpointing(model, checkpoint_wrapper_fn=checkpoint_wrapper_fn, check_fn=check_fn)

@@ -1,6 +1,6 @@
-"""``minifsdp.cost``: what a job will store, send and hold at its peak; the code is in ``tools/cost.py``.
+"""``minifsdp.cost``: estimates of a job's memory, traffic and peak memory; the code is in ``tools/cost.py``.
 
-What depends on the batch is estimated in ``tools/activations.py``, and what goes over which link in ``tools/links.py``.
+``tools/activations.py`` estimates the memory that depends on the batch, ``tools/links.py`` the traffic for each link.
 """
 
 from minifsdp.tools.activations import *  # noqa: F403

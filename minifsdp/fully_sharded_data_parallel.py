@@ -1,23 +1,23 @@
-"""``FullyShardedDataParallel``: the wrapper, with everything attached that is not needed for a training step.
+"""``FullyShardedDataParallel``: the wrapper, combined with the features that a training step does not need.
 
-The wrapper itself, its constructor and its forward, is in ``fsdp1/wrapper.py``. It knows nothing of what is added here:
+``fsdp1/wrapper.py`` contains the wrapper itself, its constructor and its forward. These files add methods to it:
 
 =========================================  ===========================================================
-``fsdp1/names.py``                         it is looked through: names, attributes, items
+``fsdp1/names.py``                         names, attributes and items of the wrapped module
 ``fsdp1/training_methods.py``              ``no_sync``, ``summon_full_params``, ``clip_grad_norm_``, hooks
-``checkpoint/state_dict_methods.py``       the model's state, in three forms
-``checkpoint/optim_state_methods.py``      the optimizer's state
-``compat/optim_state_legacy.py``           the same, as it was written up to torch 2.0
+``checkpoint/state_dict_methods.py``       the model's state dict, in three types
+``checkpoint/optim_state_methods.py``      the optimizer's state dict
+``compat/optim_state_legacy.py``           the same with the API up to torch 2.0
 ``compat/wrapper_names.py``                private names that frameworks read
 ``compat/legacy.py``                       keywords of torch 1.11
 =========================================  ===========================================================
 
-Worked example: ``FullyShardedDataParallel(model).no_sync()`` is a method of ``TrainingMethods``, which sets a switch on
-each unit; the wrapper's forward reads it nowhere, the engine does.
+Worked example: ``FullyShardedDataParallel(model).no_sync()`` is a method of ``TrainingMethods``. It sets an option on
+each unit, which the engine reads; the wrapper's forward does not use it.
 
-The three constants in capitals are here because checkpoint scripts use them to take wrapper prefixes out of names.
+Checkpoint scripts use the three constants in capitals to remove wrapper prefixes from names.
 
-*In torch:* one class of 2167 lines, importable from the same place.
+*In torch:* one class of 2167 lines, at the same import path.
 
 Spec: CTOR-01, LEGACY-01.
 """
@@ -66,26 +66,26 @@ class FullyShardedDataParallel(  # type: ignore[misc]
 
     Args:
         module: the module to wrap.
-        process_group: who shards; for a hybrid strategy the pair (sharding group, replication group).
+        process_group: the group to shard over; for a hybrid strategy the pair (shard group, replicate group).
         sharding_strategy: what is sharded, see `ShardingStrategy`; ``None`` means ``FULL_SHARD``.
-        cpu_offload: whether shards live on the CPU.
-        auto_wrap_policy: which submodules become units of their own.
-        backward_prefetch: when backward asks for the next unit; ``None`` means never ahead of time.
-        mixed_precision: which dtype at which step.
-        ignored_modules: modules whose parameters are left alone.
-        param_init_fn: gives values to modules on the meta device.
-        device_id: where to compute.
-        sync_module_states: whether rank 0's initial values are sent to the others.
-        forward_prefetch: whether forward asks for the next unit, in the order of the first iteration.
-        limit_all_gathers: whether the CPU waits before a third unit is in flight.
-        use_orig_params: whether the original parameters stay visible.
-        ignored_states: parameters or modules to be left alone.
-        device_mesh: who shards, as a mesh of one axis, or of two for a hybrid strategy.
+        cpu_offload: whether shards are stored on the CPU.
+        auto_wrap_policy: which submodules become separate units.
+        backward_prefetch: when backward prefetches the next unit; ``None`` means no prefetch.
+        mixed_precision: the dtypes for mixed precision.
+        ignored_modules: modules whose parameters are not sharded.
+        param_init_fn: initializes modules on the meta device.
+        device_id: the compute device.
+        sync_module_states: whether rank 0 broadcasts its initial values.
+        forward_prefetch: whether forward prefetches the next unit, in the order of the first iteration.
+        limit_all_gathers: whether the CPU waits before it all-gathers a third unit while two are in flight.
+        use_orig_params: whether the modules keep the original parameters instead of a flat parameter.
+        ignored_states: parameters or modules to ignore.
+        device_mesh: the ranks to shard over as a mesh with one dimension, or two for a hybrid strategy.
 
     Raises:
-        TypeError: an argument is of the wrong kind.
-        ValueError: arguments contradict each other.
-        RuntimeError: there is no process group.
+        TypeError: if an argument has the wrong type.
+        ValueError: if arguments contradict each other.
+        RuntimeError: if there is no process group.
     """
 
     @functools.wraps(Wrapper.__init__)  # type: ignore[misc]
@@ -94,9 +94,9 @@ class FullyShardedDataParallel(  # type: ignore[misc]
         step_over_this_package()
 
 
-# Whatever class the user has made of this one: what a policy wraps is given these arguments and no others.
+# A policy always wraps with this class, because a user's subclass may have other constructor arguments.
 Wrapper._inner_class = FullyShardedDataParallel
-# The arguments that ``help`` shows, and the name in Python's own "got an unexpected keyword argument".
+# Set the signature that ``help`` shows, and the name in Python's "got an unexpected keyword argument" error.
 own, module, *_ = inspect.signature(Wrapper.__init__).parameters.values()
 fields = inspect.signature(Options).parameters.values()
 Wrapper.__init__.__signature__ = inspect.Signature([own, module, *fields])  # type: ignore[attr-defined]

@@ -1,19 +1,19 @@
-"""Time or memory: whether a unit's gradient is reduced while the next unit computes.
+"""Time or memory: whether a unit's gradient is reduced while the next unit's backward runs.
 
-By default a unit's reduction is under way while the backward of the next unit runs. That hides it, and costs memory:
-the packed gradient, and the place for its sum, lie there while another gradient is computed. Worked example, backward
-of units of 4 MB on two ranks, in MB::
+By default, a unit's reduction overlaps with the backward of the next unit. This hides the reduction but costs memory:
+the packed gradient and the buffer for its sum exist while another gradient is computed. Worked example, backward of
+units of 4 MB on two ranks, in MB::
 
-    gathered, and asked for ahead    4 + 4
+    unsharded, and prefetched        4 + 4
     the gradient being computed      4
-    the one being reduced            4 + 2      not there without overlap
+    the one being reduced            4 + 2      only with overlap
 
-Who lacks memory switches it off, and with FSDP1 asks for ``backward_prefetch=None`` as well, which saves the unit that
-is gathered ahead. A flat unit of several parameters puts its gradient together from theirs, when the one before has
-been reduced to a piece. That moment takes as much, so there nothing is saved at the peak; and if pieces are stored in
-more bits than they travel in, there is a little more.
+To save memory, disable overlap. With FSDP1, also set ``backward_prefetch=None``, which saves the prefetched unit. For a
+flat unit with several parameters, disabling overlap does not lower the peak. Its gradient is concatenated from the
+parameters' gradients after the previous gradient is reduced to its shard, and this needs as much memory. If shards are
+stored with more bits than the reduction uses, the peak is slightly higher.
 
-*In torch:* nothing; on a CPU each reduction is waited for on the spot, and takes copies of its own.
+*In torch:* no such option. On a CPU, torch waits for each reduction immediately, and the reduction makes extra copies.
 
 Spec: NEW-24.
 """
@@ -28,16 +28,16 @@ __all__ = ["set_reduction_overlap"]
 
 
 def set_reduction_overlap(module: nn.Module, overlaps: bool) -> None:
-    """Chooses whether reductions overlap with the next unit's backward, for all units in ``module``, from now on.
+    """Sets whether reductions overlap with the next unit's backward, for all units in ``module``.
 
-    Every rank must choose alike. The gradients are the same.
+    Every rank must pass the same value. It does not change the gradients.
 
     Args:
-        module: sharded, or with sharded modules inside.
+        module: a sharded module, or a module that contains sharded modules.
         overlaps: ``False`` for the least memory; ``True``, the default of every unit, for the least time.
 
     Raises:
-        ValueError: there is no sharded module.
+        ValueError: if there is no sharded module.
     """
     units = [wrapper._unit for wrapper in Wrapper.fsdp_modules(module)] + [state.unit for _, state in states_in(module)]
     if not units:

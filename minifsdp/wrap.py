@@ -1,11 +1,11 @@
-"""Wrapping under the name that it has in torch: ``from minifsdp.wrap import ModuleWrapPolicy``.
+"""Wrapping policies at the same import path as in torch: ``from minifsdp.wrap import ModuleWrapPolicy``.
 
-The code, and what there is to read about it, is in ``fsdp1/policies.py`` and ``fsdp1/wrap.py``.
+The code and its documentation are in ``fsdp1/policies.py`` and ``fsdp1/wrap.py``.
 
 Spec: WRAP-02 to WRAP-16, LEGACY-02, NEW-02, NEW-03.
 """
 
-# What is offered is named once, below.
+# `__all__` below lists the exported names.
 # ruff: noqa: F403, F405
 
 from minifsdp.fsdp1.policies import *

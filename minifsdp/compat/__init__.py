@@ -1,1 +1,1 @@
-"""Older spellings, and names that PyTorch and frameworks look for, attached to both doors from outside."""
+"""Deprecated names, and names that PyTorch and frameworks look for, added to both APIs."""

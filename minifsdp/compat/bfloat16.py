@@ -1,16 +1,16 @@
-"""Does bfloat16 run natively here?
+"""Checks whether bfloat16 has native support on this machine.
 
-bfloat16 has the range of float32 in two bytes, so it needs no scaler, and where the hardware computes in it, it is the
-mixed precision to choose. Elsewhere it is emulated, slowly, or the network cannot add it. A training script asks once::
+bfloat16 has the range of float32 in two bytes, so it needs no gradient scaler. It is the recommended mixed precision if
+it has native support. Otherwise bfloat16 is emulated and slow, or NCCL cannot sum it. A training script writes::
 
     policy = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16) if bf16_supported() else None
 
-Three things must be there: a GPU that is new enough (the A100 and later), a PyTorch that was built for it, and an NCCL
-that can add bfloat16, which is 2.10 or later.
+There are three requirements: a GPU with support (A100 or later), a PyTorch build with support, and an NCCL version that
+can sum bfloat16 (2.10 or later).
 
-The answer is about speed. ``MixedPrecision(param_dtype=torch.bfloat16)`` works on the CPU as well.
+The check is about speed. ``MixedPrecision(param_dtype=torch.bfloat16)`` works on the CPU as well.
 
-*In torch:* scripts put these questions together by themselves.
+*In torch:* scripts combine these checks themselves.
 
 Spec: MP-27.
 """

@@ -1,26 +1,26 @@
-"""What PyTorch and its libraries are told about a module on which ``fully_shard`` was called.
+"""The attributes through which PyTorch and libraries detect a module on which ``fully_shard`` was called.
 
-PyTorch has several functions that change a module without wrapping it; ``replicate`` is the one that meets
-``fully_shard``: one layer copied on every rank, the rest sharded. Each leaves its name in a registry on the module, and
-each looks there before it takes parameters::
+PyTorch has several functions that change a module without wrapping it. ``replicate`` can be combined with
+``fully_shard``: one layer is replicated on every rank, the rest is sharded. Each function adds its name to a registry
+on the module, and reads this registry before it takes parameters::
 
-    replicate(model.embed)      # the registry of `embed` says "replicate"
-    fully_shard(model)          # takes all parameters but those of `embed`, and says "fully_shard"
-    replicate(model)            # reads that, and refuses
+    replicate(model.embed)      # adds "replicate" to the registry of `embed`
+    fully_shard(model)          # takes all parameters except those of `embed`, and adds "fully_shard"
+    replicate(model)            # finds "fully_shard" and raises an error
 
-Beside the name there is what the function keeps for the module. Libraries that do not want to shard twice ask for it,
-and read a few names of the answer::
+Each function also stores a state for the module. Libraries read this state, and some of its attributes, to avoid
+sharding a module twice::
 
     state = torch.distributed._composable_state._get_module_state(module)
     if state is not None:                               # sharded already
-        group = state._fsdp_param_group                 # None if it was left no parameters
+        group = state._fsdp_param_group                 # None if it has no parameters
         dtype = group and group._reduce_dtype
 
-Worked example, ``fully_shard(block)`` and ``fully_shard(model)`` with ``reduce_dtype=float32`` under bfloat16. Both
-modules have a state whose group says float32; ``_is_root`` is ``None`` on both until the first forward, then ``True``
-for ``model`` and ``False`` for ``block``. A module inside of ``block`` has none: the call was not made on it.
+Worked example, ``fully_shard(block)`` and ``fully_shard(model)`` with ``reduce_dtype=float32`` and bfloat16 parameters.
+Both modules have a state whose group returns float32. ``_is_root`` is ``None`` on both until the first forward, then
+``True`` for ``model`` and ``False`` for ``block``. A module inside ``block`` has no state of its own.
 
-*In torch:* the decorator ``contract``; ``FSDPState`` and ``FSDPParamGroup``, of which these are a few attributes.
+*In torch:* the decorator ``contract``; ``FSDPState`` and ``FSDPParamGroup``, which have these attributes and more.
 
 Spec: FS2-09, FS2-11, FS2-29, START-07.
 """
@@ -46,10 +46,10 @@ from minifsdp.fsdp2.reshard import smaller_mesh
 
 @dataclass(frozen=True)
 class _ParamGroup:
-    """What is read of a unit.
+    """The attributes of a unit that libraries read.
 
     Attributes:
-        mp_policy: the user's.
+        mp_policy: the user's mixed-precision policy.
     """
 
     _unit: Unit
@@ -58,12 +58,12 @@ class _ParamGroup:
 
     @property
     def mesh_info(self) -> FSDPMeshInfo:
-        """The mesh over which the parameters are sharded."""
+        """The mesh that the parameters are sharded over."""
         return _info(cast(PerParameterLayout, self._unit.layout)._entries[0].sharding.mesh)
 
     @property
     def post_forward_mesh_info(self) -> FSDPMeshInfo | None:
-        """The mesh over which they are sharded after forward; ``None`` if they stay unsharded."""
+        """The mesh that the parameters are resharded to after forward; ``None`` if they stay unsharded."""
         policy, mesh = self._unit.policy, self.mesh_info.mesh
         if not policy.reshard_after_forward:
             return None
@@ -71,25 +71,25 @@ class _ParamGroup:
 
     @property
     def _orig_dtype(self) -> torch.dtype | None:
-        """Of the stored parameters that are trained."""
+        """The dtype of the sharded parameters that require gradients."""
         return next((p.dtype for p in self._unit.layout.local_parameters() if p.requires_grad), None)
 
     @property
     def _reduce_dtype(self) -> torch.dtype | None:
-        """In which gradients travel, where that is another dtype than the one in which they are computed."""
+        """The dtype for gradient reduction; ``None`` if it is the dtype that gradients are computed in."""
         reduce, is_trained = self.mp_policy.reduce_dtype, self._unit.layout.is_trained
         return reduce if is_trained and reduce is not self.mp_policy.param_dtype else None
 
 
 def _info(mesh: DeviceMesh) -> FSDPMeshInfo:
-    """The mesh in torch's class."""
+    """Converts the mesh to torch's class."""
     if mesh.ndim == 1:
         return FSDPMeshInfo(mesh, shard_mesh_dim=0)
     return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
 class ComposableState(SavedState, _State):
-    """What one call of ``fully_shard`` has made, where PyTorch and its libraries look for it."""
+    """The state of one ``fully_shard`` call, stored where PyTorch and libraries look for it."""
 
     def __init__(self, modules: list[nn.Module], *rest: Any) -> None:
         super().__init__(modules, *rest)

@@ -1,16 +1,16 @@
-"""``FlatParameter``: the type that scripts ask for, without a type behind it.
+"""``FlatParameter``: a class for ``isinstance`` checks of flat parameters.
 
-A flat parameter is an ordinary ``nn.Parameter`` with a mark. Scripts that tell flat parameters from others, to leave
-them out of weight decay or to count elements, write ``isinstance(p, FlatParameter)``; the class here answers by the
-mark. It is the mark that torch's class of this name looks for, so either class knows either one's parameters.
+A flat parameter is an ordinary ``nn.Parameter`` with a marker attribute. Scripts use ``isinstance(p, FlatParameter)``
+to exclude flat parameters from weight decay or to count elements. This class implements ``isinstance`` with the marker.
+Torch's class of the same name checks the same attribute, so each class recognizes the flat parameters of both packages.
 
 Worked example, ``FSDP(Linear(3, 3))`` on two ranks::
 
-    use_orig_params=False    parameters() has one of 6 elements      isinstance says yes
-    use_orig_params=True     parameters() has weight and bias        isinstance says no, twice
+    use_orig_params=False    parameters() has one of 6 elements      isinstance returns True
+    use_orig_params=True     parameters() has weight and bias        isinstance returns False for both
 
-*In torch:* ``FlatParameter`` in ``_flat_param.py``. It documents a score of attributes that say how the parameter is
-cut; here the layout knows that, and the parameter knows nothing.
+*In torch:* ``FlatParameter`` in ``_flat_param.py``. It has about twenty attributes that describe the sharding. Here,
+the layout stores this information, and the parameter has none of these attributes.
 
 Spec: ORIG-01, ORIG-02.
 """
@@ -20,22 +20,22 @@ from torch import nn
 
 
 class _KnownByItsMark(type(nn.Parameter)):  # type: ignore[misc]
-    """Makes ``isinstance`` ask for the mark."""
+    """Metaclass that makes ``isinstance`` check the marker attribute."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, torch.Tensor) and getattr(instance, "_is_flat_param", False)
 
 
 class FlatParameter(nn.Parameter, metaclass=_KnownByItsMark):
-    """A unit's shard, as the optimizer owns it with ``use_orig_params=False``. To be asked for, not to be made by hand.
+    """A unit's local shard with ``use_orig_params=False``. Use the class only for ``isinstance`` checks.
 
     Args:
         data: its values, 1-D.
-        requires_grad: whether it is trained.
+        requires_grad: whether it requires gradients.
     """
 
     def __new__(cls, data: torch.Tensor | None = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
-        """An ordinary parameter with the mark."""
+        """Creates an ordinary parameter with the marker attribute."""
         parameter = nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
         parameter._is_flat_param = True  # type: ignore[attr-defined]
         return parameter

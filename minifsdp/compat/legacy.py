@@ -1,11 +1,11 @@
-"""Spellings of torch 1.11 to 1.13 that are still understood, each with one ``FutureWarning``.
+"""Deprecated keywords of torch 1.11 to 1.13 that still work, each with one ``FutureWarning``.
 
-A script from 2022 says ``fsdp_auto_wrap_policy=`` where one says ``auto_wrap_policy=`` today. The old word is
-translated before the constructor sees it, so the constructor's own signature stays that of today. What has not been
-renamed but *moved* is not guessed at: a ``CPUOffload`` in the third position, where it stood in 1.11, ends in a
-``TypeError`` that names the keyword.
+A script from 2022 passes ``fsdp_auto_wrap_policy=``, which is now ``auto_wrap_policy=``. The old keyword is renamed
+before the constructor is called, so the constructor has only the current signature. Arguments whose *position* changed
+are not converted: a ``CPUOffload`` in the third position, which is where torch 1.11 had it, raises a ``TypeError`` that
+names the keyword.
 
-*In torch:* none of these exists any more; an old keyword ends in a ``TypeError``.
+*In torch:* these keywords no longer exist; using one raises a ``TypeError``.
 
 Spec: LEGACY-01 to LEGACY-05, NAMES-09.
 """
@@ -16,10 +16,10 @@ from minifsdp.engine.messages import message, warn_renamed
 
 
 def in_todays_spelling(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of a constructor's call, as the constructor of today knows them.
+    """Renames deprecated keywords of a constructor call to the current ones.
 
     Raises:
-        TypeError: the old and the new spelling of one argument were given.
+        TypeError: if both the old and the new name of an argument are given.
     """
     old, new = "fsdp_auto_wrap_policy", "auto_wrap_policy"
     if old in kwargs:

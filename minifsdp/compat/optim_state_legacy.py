@@ -1,26 +1,26 @@
-"""The older calls for optimizer states, each in terms of the two that are there today.
+"""The deprecated functions for optimizer states, implemented with the two current ones.
 
-Before a form could be chosen for a whole model there was a function for each: full or sharded, for everybody or from
-the first rank. Scripts from 2022 call them, so they work, with one ``FutureWarning`` each that names today's.
+In older torch versions, there was one function for each type of state dict: full or sharded, for all ranks or from the
+first rank. Scripts from 2022 call them, so they still work, each with one ``FutureWarning`` that names the current one.
 
 ====================================  ========================================  =======================================
-then                                  today                                     sends
+old                                   current                                   communication
 ====================================  ========================================  =======================================
-``full_optim_state_dict``             ``optim_state_dict``, full                a gather for each state of each unit
+``full_optim_state_dict``             ``optim_state_dict``, full                an all-gather per state of each unit
 ``sharded_optim_state_dict``          ``optim_state_dict``, sharded             the same
 ``shard_full_optim_state_dict``       ``optim_state_dict_to_load``, full        nothing
-``scatter_full_optim_state_dict``     the same with ``rank0_only``              to each rank its own pieces
-``flatten_sharded_optim_state_dict``  ``optim_state_dict_to_load``, sharded     a gather for each tensor
-``rekey_optim_state_dict``            (there is no other one)                   nothing
+``scatter_full_optim_state_dict``     the same with ``rank0_only``              to each rank its own shards
+``flatten_sharded_optim_state_dict``  ``optim_state_dict_to_load``, sharded     an all-gather for each tensor
+``rekey_optim_state_dict``            (none)                                    nothing
 ====================================  ========================================  =======================================
 
-Two of them do one thing at two prices. Worked example, 1 GB of states on 8 ranks of one machine: ``shard_...`` needs
-the dict in 8 processes, 8 GB of memory, and sends nothing; ``scatter_...`` needs it in one, and sends 7/8 GB.
+Two of them differ only in cost. Worked example, 1 GB of states on 8 ranks of one machine: ``shard_...`` needs the dict
+in 8 processes, 8 GB of memory, and sends nothing. ``scatter_...`` needs it in one process and sends 7/8 GB.
 
-Older still is ``optim_input``, what the optimizer was constructed with: parameters or groups. Where the optimizer is
-given as well it is ignored; where nothing else tells how parameters are counted, it is used.
+An even older argument is ``optim_input``, the parameters or groups that the optimizer was constructed with. It is only
+used to number the parameters, and only if the optimizer itself is not given.
 
-*In torch:* the same functions, with warnings of their own. Left out here: results that alias the optimizer's tensors.
+*In torch:* the same functions, also with warnings. Not supported here: results that alias the optimizer's tensors.
 
 Spec: OSD-FULL, OSD-SHARD, OSD-SCAT, OSD-SHD, OSD-FLAT, OSD-REKEY, LEGACY-12.
 """
@@ -44,7 +44,7 @@ OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter]
 
 
 class OldOptimStateMethods(Wrapper):
-    """Writing and reading the optimizer's state, as it was done up to torch 2.0."""
+    """The methods up to torch 2.0 for saving and loading the optimizer state."""
 
     @staticmethod
     def full_optim_state_dict(
@@ -54,9 +54,9 @@ class OldOptimStateMethods(Wrapper):
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """The full state by original names, on the first rank or on all. Every rank must call it.
+        """Returns the full state by original names, on the first rank or on all. Every rank must call it.
 
-        Write ``optim_state_dict`` instead. ``optim_input`` is ignored.
+        Deprecated: use ``optim_state_dict``. ``optim_input`` is ignored.
         """
         _warn("full_optim_state_dict", "optim_state_dict")
         _warn_of(optim_input)
@@ -66,10 +66,10 @@ class OldOptimStateMethods(Wrapper):
     def sharded_optim_state_dict(
         model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
-        """The state by original names, each rank with its rows. Every rank must call it.
+        """Returns the state by original names, each rank with its shards. Every rank must call it.
 
-        Write ``optim_state_dict`` instead. It goes together with the sharded form of the model's state, and through
-        `flatten_sharded_optim_state_dict` before an optimizer can load it.
+        Deprecated: use ``optim_state_dict``. Use the result with the sharded type of the model's state dict. Pass it
+        to `flatten_sharded_optim_state_dict` before an optimizer loads it.
         """
         _warn("sharded_optim_state_dict", "optim_state_dict")
         return optim_state.write(model, optim, optim.state_dict(), Form(StateDictType.SHARDED_STATE_DICT), group)
@@ -81,13 +81,13 @@ class OldOptimStateMethods(Wrapper):
         optim_input: OptimInput | None = None,
         optim: Optimizer | None = None,
     ) -> dict[str, Any]:
-        """What this rank's optimizer loads of a full dict, which every rank must have. Nothing is sent.
+        """Converts a full dict, which every rank must have, for this rank's optimizer. Nothing is communicated.
 
-        Write ``optim_state_dict_to_load`` instead. With neither ``optim`` nor ``optim_input``, parameters are counted
-        as in ``model.parameters()``.
+        Deprecated: use ``optim_state_dict_to_load``. Without ``optim`` and ``optim_input``, parameters are numbered as
+        in ``model.parameters()``.
 
         Raises:
-            ValueError: both were given, or the dict does not fit; on the ranks where it does not.
+            ValueError: if both were given, or if the dict does not match; only on the ranks where it does not.
         """
         _warn("shard_full_optim_state_dict", "optim_state_dict_to_load")
         target = _target(model, optim_input, optim, Form())
@@ -101,12 +101,12 @@ class OldOptimStateMethods(Wrapper):
         optim: Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """What this rank's optimizer loads of a full dict that only the first rank has. Every rank must call it.
+        """Converts a full dict, which only the first rank has, for this rank's optimizer. Every rank must call it.
 
-        Write ``optim_state_dict_to_load`` with ``rank0_only=True`` instead. ``group`` is not needed: units know it.
+        Deprecated: use ``optim_state_dict_to_load`` with ``rank0_only=True``. ``group`` is ignored.
 
         Raises:
-            ValueError: ``optim`` and ``optim_input`` were both given; or the dict does not fit, on all ranks.
+            ValueError: if ``optim`` and ``optim_input`` were both given, or, on all ranks, if the dict does not match.
         """
         _warn("scatter_full_optim_state_dict", "optim_state_dict_to_load")
         target = _target(model, optim_input, optim, Form(first_only=True))
@@ -116,9 +116,9 @@ class OldOptimStateMethods(Wrapper):
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
     ) -> dict[str, Any]:
-        """What this rank's optimizer loads of a sharded dict. Every rank must call it.
+        """Converts a sharded dict for this rank's optimizer. Every rank must call it.
 
-        Write ``optim_state_dict_to_load`` instead.
+        Deprecated: use ``optim_state_dict_to_load``.
         """
         _warn("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
         target = _target(model, None, optim, Form(StateDictType.SHARDED_STATE_DICT))
@@ -132,17 +132,17 @@ class OldOptimStateMethods(Wrapper):
         optim_input: OptimInput | None = None,
         optim: Optimizer | None = None,
     ) -> dict[str, Any]:
-        """The same full dict keyed by names or by numbers, to carry it to or from a plain model. Nothing is sent.
+        """Changes the keys of a full dict to names or IDs, to use it with an unwrapped model. Nothing is communicated.
 
         Args:
-            optim_state_dict: keyed by the one or by the other; what has the wanted keys already is returned.
-            optim_state_key_type: what to key it by.
-            model: whose parameters are meant; the plain model, when the dict is carried to or from one.
-            optim_input: tells how they are counted, if ``optim`` does not.
-            optim: over the parameters of ``model``.
+            optim_state_dict: a full dict with either key type. It is returned unchanged if the keys already match.
+            optim_state_key_type: the key type of the result.
+            model: the model with the parameters; the unwrapped model, if the dict comes from one or is for one.
+            optim_input: defines the numbering of the parameters if ``optim`` is not given.
+            optim: an optimizer of the parameters of ``model``.
 
         Raises:
-            ValueError: there is no such key type, or a key of the dict has no counterpart.
+            ValueError: if the key type is unknown, or a key of the dict has no counterpart.
         """
         return _rekeyed(optim_state_dict, optim_state_key_type, _target(model, optim_input, optim, Form()))
 
@@ -158,7 +158,7 @@ def _warn_of(optim_input: OptimInput | None) -> None:
 
 
 def _target(model: nn.Module, optim_input: OptimInput | None, optim: Optimizer | None, form: Form) -> Target:
-    """The optimizer, or one that is constructed of the same, or of all parameters in one group."""
+    """The given optimizer, or a new one of ``optim_input``, or a new one of all parameters in one group."""
     _warn_of(optim_input)
     if optim is not None and optim_input is not None:
         raise ValueError(message("optim-input-and-optim"))
@@ -186,6 +186,6 @@ def _rekeyed(given: dict[str, Any], key_type: OptimStateKeyType, target: Target)
     rekeyed_groups = []
     for group in given["param_groups"]:
         new = [table[key] for key in group["params"]]
-        # An optimizer counts its parameters in order.
+        # An optimizer numbers its parameters in order.
         rekeyed_groups.append(regrouped(group, new if to_names else sorted(new), group.get("param_names")))
     return {**given, "state": {table[key]: of for key, of in given["state"].items()}, "param_groups": rekeyed_groups}

@@ -1,7 +1,7 @@
-"""Private names of torch's wrapper that frameworks read, as far as they mean something here.
+"""Private attributes of torch's wrapper that frameworks read, where they have a meaning in minifsdp.
 
-Accelerate looks at each wrapper's flat parameter before training with mixed precision. A model that was loaded in
-bfloat16 would keep its master weights in bfloat16, where small updates round to nothing, so it widens them::
+Accelerate reads each wrapper's flat parameter before training with mixed precision. A model that was loaded in bfloat16
+would keep its master weights in bfloat16, where small updates round to zero. So it converts them to float32::
 
     if module._has_params:
         shard = module._flat_param
@@ -9,20 +9,20 @@ bfloat16 would keep its master weights in bfloat16, where small updates round to
             shard.data = shard.data.to(torch.float32)
             module._handle._orig_param_dtype = torch.float32
 
-Without ``use_orig_params`` there is such a parameter. With it there is none: the shard is memory behind many. Then a
-`Slice` stands in, and what is assigned to its ``data`` reaches the originals.
+Without ``use_orig_params``, this parameter exists. With it, there is no flat parameter, because the shard is the memory
+of several parameters. Then a `Slice` replaces it, and assigning its ``data`` changes the original parameters.
 
 Worked example, one unit of 3 and 1 elements on two ranks. Rank 0's shard ``[a0 a1]`` is two elements of ``a``, rank 1's
-``[a2 b0]`` one of each. Widened on rank 1, ``a`` and ``b`` both are float32 afterwards, ``a`` with one element there.
+``[a2 b0]`` one of each. After the conversion on rank 1, both are float32 there, ``a`` and ``b`` with one element each.
 
-The functions of ``torch.distributed.checkpoint.state_dict`` set the form of a state dict by three more names before
-they call ``state_dict()``, in torch's own words; they are translated. With these names the model's part of a
-checkpoint is right whoever asks for it. The optimizer's part is not to be had in this way: torch's code would take a
-`Slice` apart, and is told what to call instead.
+The functions of ``torch.distributed.checkpoint.state_dict`` set three more attributes before they call
+``state_dict()``. Their values are of torch's classes, so they are converted. With these attributes, torch's functions
+save and load the model correctly. They do not work for the optimizer state, because torch's code would read internals
+of a `Slice`. It gets an error that names the function to call instead.
 
 *In torch:* ``params``, ``_has_params``, ``_flat_param``, ``_handle``, ``_is_root``, ``_state_dict_type``,
-``_state_dict_config``, ``_optim_state_dict_config``, ``_sync_gradients`` and the names that
-``_post_backward_final_callback`` reads of ``_FSDPState``.
+``_state_dict_config``, ``_optim_state_dict_config``, ``_sync_gradients`` and the attributes of ``_FSDPState`` that
+``_post_backward_final_callback`` reads.
 
 Spec: NAMES-08, NAMES-11, ORIG-01, SD-CFG-02, START-08, START-09.
 """
@@ -41,19 +41,19 @@ from minifsdp.checkpoint.state_dict_methods import StateDictMethods
 from minifsdp.engine.messages import message
 from minifsdp.fsdp1.build import FlatUnit
 
-# The first names that torch's functions for optimizer states read of a handle.
+# The attributes of a handle that torch's functions for optimizer states read first.
 _ASKED_BY_OPTIMIZER_STATES = ("_use_orig_params", "flat_param")
 
 
 class Slice:
-    """This rank's shard of a unit, for who expects a flat parameter where there is none.
+    """This rank's shard of a unit, for code that expects a flat parameter when there is none.
 
     Args:
-        unit: which is sharded.
+        unit: the unit.
 
     Attributes:
-        dtype, device, shape: of the shard.
-        requires_grad: whether any parameter of the unit is trained.
+        dtype, device, shape: those of the shard.
+        requires_grad: whether any parameter of the unit requires gradients.
     """
 
     def __init__(self, unit: FlatUnit) -> None:
@@ -64,22 +64,22 @@ class Slice:
         self._fqns = tuple(owned.path for owned in unit.layout.parameters)
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Refuses what there is none of.
+        """Raises an error for attributes that do not exist.
 
         Raises:
-            AttributeError: with what to call instead.
+            AttributeError: always; the message names the function to call instead.
         """
         if name in _ASKED_BY_OPTIMIZER_STATES:
             raise AttributeError(message("foreign-optimizer-state", name=name))
         raise AttributeError(message("flat-parameter-name", name=name))
 
     def numel(self) -> int:
-        """Elements of the shard, padding included."""
+        """Number of elements of the shard, including padding."""
         return self.shape.numel()
 
     @property
     def data(self) -> torch.Tensor:
-        """1-D, the values."""
+        """The values, 1-D."""
         return self._unit.layout.local_values()
 
     @data.setter
@@ -92,14 +92,14 @@ class Slice:
 
 
 def _in_torchs_words(name: str) -> property:
-    """A field of the settings of state dicts, read and written in torch's own classes."""
+    """A property for a field of the state dict settings, read and written as instances of torch's classes."""
 
     def read(wrapper: StateDictMethods) -> Any:
         return _translated(getattr(wrapper._state_dict_settings, name), torch_api)
 
     def write(wrapper: StateDictMethods, value: Any) -> None:
         ours = _translated(value, state_dict_options)
-        # A type brings its own configurations, until others are set.
+        # Setting a type also sets its default configurations.
         is_type = name == "state_dict_type"
         before = state_dict_options.settings_for(ours, None, None) if is_type else wrapper._state_dict_settings
         wrapper._state_dict_settings = dataclasses.replace(before, **{name: ours})
@@ -108,7 +108,7 @@ def _in_torchs_words(name: str) -> property:
 
 
 def _translated(value: Any, into: Any) -> Any:
-    """A type or a configuration as the class of the same name in the module ``into``; torch hides one of the fields."""
+    """Converts a type or configuration to the class of the same name in ``into``. Torch has one field with a ``_``."""
     if value is None:
         return None
     target = getattr(into, type(value).__name__)
@@ -120,9 +120,9 @@ def _translated(value: Any, into: Any) -> Any:
 
 
 class FrameworkNames(StateDictMethods, _FSDPState):  # type: ignore[misc]
-    """The private names of torch's wrapper that are read elsewhere.
+    """The private attributes of torch's wrapper that other code reads.
 
-    The second base is what PyTorch's checkpoint functions know a sharded module by. Nothing of it is used here.
+    PyTorch's checkpoint functions recognize a sharded module by the second base class. Its code is not used.
     """
 
     @property
@@ -148,7 +148,7 @@ class FrameworkNames(StateDictMethods, _FSDPState):  # type: ignore[misc]
 
     @property
     def _handle(self) -> Any:  # type: ignore[override]
-        # What is noted on it is found out anew from the parameters when the next forward begins.
+        # Attributes that are set on it are lost. The next forward reads the values from the parameters again.
         return None if self._unit is None else Slice(self._unit)
 
     @property
@@ -157,7 +157,7 @@ class FrameworkNames(StateDictMethods, _FSDPState):  # type: ignore[misc]
         units = [self._unit] if self._unit else self._tree.units if self._tree else []
         return all(unit.policy.reduces for unit in units)
 
-    # Torch's `_post_backward_final_callback` reads these five of a root. Composer calls it when memory ran out.
+    # Torch's `_post_backward_final_callback` reads these five from a root. Composer calls it when memory runs out.
     _all_fsdp_states = ()  # type: ignore[assignment]
 
     @property
@@ -172,7 +172,7 @@ class FrameworkNames(StateDictMethods, _FSDPState):  # type: ignore[misc]
 
     @property
     def _exec_order_data(self) -> Any:
-        # `mend` reshards all units, waits for reductions that were issued, and drops their results.
+        # `mend` reshards all units, waits for issued reductions, and drops their results.
         return SimpleNamespace(next_iter=self._current_tree().mend)
 
     # Torch's checkpoint functions compare, set and restore these three.

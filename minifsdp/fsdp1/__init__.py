@@ -1,1 +1,1 @@
-"""Front door 1: ``FullyShardedDataParallel``, a wrapper with one flat parameter in each unit."""
+"""API 1: ``FullyShardedDataParallel``, a wrapper with one flat parameter for each unit."""

@@ -1,13 +1,12 @@
-"""From the constructor's arguments to a unit: checks, groups, the device.
+"""Constructor checks, and the choice of process groups and device for ``FullyShardedDataParallel``.
 
-Nothing here runs again after construction, so it can afford to be careful. A wrong argument must end in a message on
-every rank *before the first collective*: a rank that stops with an error while the others wait for it looks, from
-outside, like a hang.
+This code runs only at construction, so its checks can be thorough. A wrong argument must raise an error on every rank
+*before the first collective*. If one rank stops with an error while the others wait for it, the job appears to hang.
 
-The order is: check what needs no model, choose the mesh, choose the device, then lay out the parameters. The one
-collective among these is making the groups of a hybrid strategy, when the user has not made them.
+The order is: check arguments that do not depend on the model, choose the mesh, choose the device, then lay out the
+parameters. The only collective in these steps is creating the groups of a hybrid strategy, if the user passed none.
 
-*In torch:* ``_init_utils.py``, 1236 lines; a string for a strategy ends in a bare ``KeyError`` there.
+*In torch:* ``_init_utils.py``, 1236 lines. Passing a string as the strategy raises a bare ``KeyError`` there.
 
 Spec: CTOR-02, CTOR-06 to CTOR-09, CTOR-14, CTOR-17, CTOR-18, PREF-01, HYB-02, HYB-03, HYB-07, HYB-08, DEV-09,
 LEGACY-04, WRAP-19.
@@ -33,7 +32,7 @@ from minifsdp.fsdp1.options import (
     ShardingStrategy,
 )
 
-# All units of this door lie flat.
+# All units of this API use the flat layout.
 FlatUnit = Unit[FlatLayout]
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -41,12 +40,12 @@ FREES_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHAR
 
 
 def check_options(module: Any, options: Options) -> None:
-    """Whether each argument is of a type that it may have. Nothing is communicated.
+    """Checks the types of the arguments. Nothing is communicated.
 
-    A list or dict of modules may be wrapped, with a warning (WRAP-19).
+    Wrapping a ``ModuleList`` or ``ModuleDict`` is allowed, with a warning (WRAP-19).
 
     Raises:
-        TypeError: one is not.
+        TypeError: if an argument has the wrong type.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(message("not-a-module", type=type(module).__name__))
@@ -59,14 +58,14 @@ def check_options(module: Any, options: Options) -> None:
     if options.auto_wrap_policy is not None:
         policies.require_policy(options.auto_wrap_policy)
     if misuse.is_only_called_in_parts(module):
-        # Here and in `strategy_on` a message begins with torch's own words, because programs look for them.
+        # Here and in `strategy_on`, the message begins with torch's wording, because programs match on it.
         warn(message("wraps-container", type=type(module).__name__))
 
 
 def strategy_on(mesh: Mesh, strategy: ShardingStrategy) -> ShardingStrategy:
-    """``strategy``, or ``NO_SHARD`` with a warning where its sharding group has one rank (CTOR-18).
+    """Returns ``strategy``, or ``NO_SHARD`` with a warning if the shard group has one rank (CTOR-18).
 
-    The warning names no module and has one place, so Python shows it once, and not once for each unit of a model.
+    The warning names no module and is always issued from the same line, so Python shows it once, not once per unit.
     """
     if mesh.shard is not None or strategy is ShardingStrategy.NO_SHARD:
         return strategy
@@ -75,14 +74,14 @@ def strategy_on(mesh: Mesh, strategy: ShardingStrategy) -> ShardingStrategy:
 
 
 def choose_mesh(options: Options, strategy: ShardingStrategy, device: torch.device) -> tuple[Mesh, ProcessGroups]:
-    """The table of ranks for a strategy, and the groups to hand to inner units.
+    """Returns the shard and replicate groups for a strategy, and the process groups to pass to inner units.
 
-    Every rank must call it, because a hybrid strategy without groups makes them.
+    Every rank must call it, because a hybrid strategy creates its groups if the user passed none.
 
     Raises:
-        RuntimeError: there is no default process group and none was given.
-        ValueError: the groups, or the axes of the device mesh, do not fit the strategy, or both were given (NEW-01).
-        TypeError: ``process_group`` is neither a group nor a pair of groups.
+        RuntimeError: if there is no default process group and none was given.
+        ValueError: if groups or mesh dimensions do not match the strategy, or group and mesh were both given (NEW-01).
+        TypeError: if ``process_group`` is neither a group nor a pair of groups.
     """
     given = options.process_group if options.device_mesh is None else _groups_of_mesh(options, strategy)
     if strategy in HYBRID:
@@ -98,7 +97,7 @@ def choose_mesh(options: Options, strategy: ShardingStrategy, device: torch.devi
 
 
 def _groups_of_mesh(options: Options, strategy: ShardingStrategy) -> Any:
-    """The process group, or the pair of a hybrid strategy, that a ``DeviceMesh`` stands for."""
+    """The process group of a ``DeviceMesh``, or its pair of groups for a hybrid strategy."""
     mesh, num_axes = options.device_mesh, 2 if strategy in HYBRID else 1
     if options.process_group is not None:
         raise ValueError(message("group-and-mesh"))
@@ -122,19 +121,19 @@ def _hybrid_groups(
 
 
 def _is_group(candidate: Any) -> bool:
-    # By what it can do: groups written in Python for simulations need not derive from torch's class.
+    # Check for methods, not for the class: groups written in Python for simulations may not derive from torch's class.
     return all(callable(getattr(candidate, method, None)) for method in ("rank", "size"))
 
 
 def compute_device(module: nn.Module, device_id: Any, ignored: Collection[nn.Parameter] = ()) -> torch.device:
-    """Where the unit computes: ``device_id``, else where the module is, else the current accelerator, else the CPU.
+    """The compute device: ``device_id``, else the module's accelerator, else the current accelerator, else the CPU.
 
-    Parameters that are ``ignored`` may be anywhere.
+    Parameters in ``ignored`` can be on any device.
 
     Raises:
-        TypeError: ``device_id`` is neither an index nor a device.
-        ValueError: it is not the accelerator that the module is on.
-        RuntimeError: the module is spread over several devices.
+        TypeError: if ``device_id`` is neither an index nor a device.
+        ValueError: if ``device_id`` is not the accelerator that the module is on.
+        RuntimeError: if the module's parameters are on several devices.
     """
     found = {p.device for p in module.parameters() if p.device.type != "meta" and p not in ignored}
     accelerators = {device for device in found if device.type != "cpu"}
@@ -171,7 +170,7 @@ def _accelerator() -> str | None:
 
 
 def flattened_in(modules: list[tuple[str, nn.Module]]) -> set[nn.Parameter]:
-    """What ``modules`` show of units that were made before, whose values are a matter of those units."""
+    """The parameters registered on ``modules`` that units created earlier manage."""
     return {
         parameter
         for _, module in modules

@@ -1,16 +1,16 @@
-"""What a model that is compiled and wrapped must look out for. That the compiler steps over wrappers is told elsewhere.
+"""Checks for ``torch.compile`` with flat parameters. ``engine/compiler.py`` makes the compiler skip wrappers.
 
-A compiled block looks up its parameters by name each time it runs. With DTensors, or ``use_orig_params=True``, it finds
-a view there, as if nothing were sharded. With a flat parameter it finds a plain tensor where it saw a stand-in before,
-compiles again and again, and gives up; so that is worth a warning.
+A compiled block looks up its parameters by name at each run. With DTensors, or with ``use_orig_params=True``, it finds
+a view, as in an unsharded model. With a flat parameter it finds a plain tensor where it found a placeholder parameter
+at compile time. It then recompiles repeatedly and finally gives up, so this case causes a warning.
 
-``torch.compile(block)`` makes a new module that goes past its own child: it calls the block's code directly. A wrapper
-that a policy puts around the block would never be called, so that is refused; ``block.compile()`` has no such effect.
+``torch.compile(block)`` returns a new module that calls the code of ``block`` directly. If a policy wrapped ``block``,
+this wrapper would never be called, so this case is an error. ``block.compile()`` does not have this problem.
 
 Worked example: ``torch.compile(FullyShardedDataParallel(model))`` with a flat parameter warns once, at the first
 forward.
 
-*In torch:* no warning; ``FullyShardedDataParallel`` without original parameters is said to be unsupported.
+*In torch:* no warning. The docs call ``FullyShardedDataParallel`` without original parameters unsupported.
 
 Spec: ORIG-07.
 """
@@ -23,7 +23,7 @@ from minifsdp.engine.messages import message, warn
 
 
 def warn_if_compiled(hides_originals: bool) -> None:
-    """Called at the first forward: says what a compiled model needs, if this one does not have it."""
+    """Called at the first forward. Warns if the model is compiled and uses flat parameters."""
     if not hides_originals or "torch._dynamo" not in sys.modules:
         return
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
@@ -33,7 +33,7 @@ def warn_if_compiled(hides_originals: bool) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module`` is what ``torch.compile`` has made of another module."""
+    """Whether ``module`` is the result of ``torch.compile`` on another module."""
     if "torch._dynamo" not in sys.modules:
         return False
     from torch._dynamo.eval_frame import OptimizedModule

@@ -1,22 +1,22 @@
-"""The user's hands on full parameters: ``summon_full_params`` and ``apply``.
+"""Access to unsharded parameters: ``summon_full_params`` and ``apply``.
 
-Outside of forward and backward the full parameters are nowhere. Now and then a user wants them: to look at a weight,
-to initialise by module type, to evaluate a formula. For the time of a ``with`` block each unit is gathered into a *row*
-of its own, in the stored dtype, and its modules show ordinary ``nn.Parameter`` objects that are views of the row. The
-flat parameter steps aside, and the wrappers leave their prefixes out of names, so that inside the block the model looks
-as if it had never been wrapped.
+Outside of forward and backward, no rank holds the unsharded parameters. Users sometimes need them, for example to read
+a weight, to initialize by module type, or to evaluate a formula. Inside the ``with`` block, each unit is all-gathered
+into its own temporary buffer in the stored dtype, and its modules have ordinary ``nn.Parameter`` objects that are views
+of this buffer. The flat parameter is unregistered and names have no wrapper prefixes, so inside the block the model
+looks as if it was never wrapped.
 
-What happens to changes? Each rank writes back *its own shard* of what it sees. If all ranks made the same change, all
-of it persists; if each made a different one, the result is a patchwork by shard. Two ranks, a weight of four elements,
-rank 0 fills it with 0 and rank 1 with 1::
+Changes persist as follows: each rank writes back *its own shard* of the values that it has. If all ranks make the same
+change, the whole change persists. If each rank makes a different change, the result is a mix of shards. Two ranks, a
+weight of four elements, rank 0 fills it with 0 and rank 1 with 1::
 
-    rank 0 sees [0 0 0 0], keeps [0 0]        afterwards everybody gathers [0 0 1 1]
-    rank 1 sees [1 1 1 1], keeps     [1 1]
+    rank 0 has [0 0 0 0], keeps [0 0]         later all-gathers return [0 0 1 1] on all ranks
+    rank 1 has [1 1 1 1], keeps     [1 1]
 
-The row is a temporary tensor and not the memory that forward uses: that one may have another dtype, and a backward may
-still be waiting for what is in it.
+The buffer is separate from the memory that forward uses, which may have another dtype and may still be needed by a
+backward.
 
-*In torch:* ``_unshard_param_utils.py``. A forward inside the block runs there and breaks on leaving; here it raises.
+*In torch:* ``_unshard_param_utils.py``. A forward inside the block runs there and fails on exit; here it raises.
 
 Spec: SUMMON-01 to SUMMON-20, APPLY-01 to APPLY-04, NAMES-02, NAMES-03, MP-18.
 """
@@ -34,11 +34,11 @@ from minifsdp.fsdp1.build import FlatUnit
 
 
 def check_summon_options(*, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:
-    """Whether the options go together. Nothing is communicated.
+    """Checks that the options can be combined. Nothing is communicated.
 
     Raises:
-        NotImplementedError: ``writeback`` with ``rank0_only``: the other ranks would keep old shards of a new model;
-            or ``with_grads`` with ``offload_to_cpu``.
+        NotImplementedError: for ``writeback`` with ``rank0_only``, because the other ranks would keep their old shards,
+            and for ``with_grads`` with ``offload_to_cpu``.
     """
     if writeback and rank0_only:
         raise NotImplementedError(message("summon-write-rank0"))
@@ -52,12 +52,12 @@ def check_summon_options(*, writeback: bool, rank0_only: bool, offload_to_cpu: b
 def summoned(
     units: Sequence[FlatUnit], *, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
 ) -> Generator[None]:
-    """Full parameters on the modules of ``units``. All ranks must enter and leave it, also with ``rank0_only``.
+    """Registers unsharded parameters on the modules of ``units``. All ranks must enter it, even with ``rank0_only``.
 
     Raises:
-        UnitIsBusyError: a unit is in forward or backward, or its full parameters have been summoned already.
-        NotImplementedError: ``with_grads``, and gradients of single parameters are not kept apart.
-        RuntimeError: ``with_grads``, and there are gradients that were never reduced.
+        UnitIsBusyError: if a unit is in forward or backward, or its full parameters are already summoned.
+        NotImplementedError: for ``with_grads``, if there are no gradients of individual parameters.
+        RuntimeError: for ``with_grads``, if there are gradients that were never reduced.
     """
     for unit in units:
         check_idle(unit)
@@ -72,24 +72,24 @@ def summoned(
 
 
 class UnitIsBusyError(RuntimeError, AssertionError, ValueError):
-    """A unit is in another phase than it must be. Programs written for torch's FSDP look for any of the three kinds."""
+    """A unit is in the wrong phase. Programs written for torch's FSDP catch any of the three base classes."""
 
 
 def check_not_running(tree: Root) -> None:
-    """Whether no forward or backward of the whole tree is going on.
+    """Checks that no forward or backward of the tree is running.
 
     Raises:
-        UnitIsBusyError: one is.
+        UnitIsBusyError: if one is running.
     """
     if tree.is_busy:
         raise UnitIsBusyError(message("summon-while-running", idle=Phase.IDLE))
 
 
 def check_idle(unit: FlatUnit) -> None:
-    """Whether the unit is idle, and its full parameters are not summoned.
+    """Checks that the unit is idle and its full parameters are not summoned.
 
     Raises:
-        UnitIsBusyError: it is not.
+        UnitIsBusyError: if it is not idle.
     """
     where = f"unit {unit.name!r} is expected to be in states [{Phase.IDLE}] but"
     if unit.phase is Phase.SUMMONED:
@@ -103,7 +103,7 @@ def _one(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool
     layout, mesh = unit.layout, unit.plan.mesh
     row = full_row(layout)
     gradients = full_gradient_row(layout) if with_grads else None
-    # A rank that sees nothing, because only the first one does, must not compute in the meantime either.
+    # With `rank0_only`, the other ranks must not compute either, although they have no unsharded parameters.
     sees = mesh.is_first or not rank0_only
     unit.phase = Phase.SUMMONED
     shown = row.cpu() if offload_to_cpu and mesh.shard is not None else row
@@ -121,9 +121,9 @@ def _one(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool
 
 
 def _check_no_gradients(unit: FlatUnit) -> None:
-    """Whether no gradients were computed for parameters that are about to be given back.
+    """Checks that the temporary parameters have no gradients before they are removed.
 
-    The wrapper refuses a forward, but a part of the model can be called past it.
+    The wrapper's forward raises an error, but users can still call inner modules directly.
     """
     shown = (slot.module._parameters.get(slot.name) for owned in unit.layout.parameters for slot in owned.slots)
     if any(parameter is not None and parameter.grad is not None for parameter in shown):

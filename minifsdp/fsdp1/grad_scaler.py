@@ -1,15 +1,15 @@
 """``ShardedGradScaler``: all ranks skip the step, or none does.
 
-Gradients in float16 underflow, so the loss is scaled up before backward and the gradients down after it; if the scale
-was too large and some gradient became infinite, the step is skipped and the scale reduced. With sharded gradients the
-infinity is found on *one* rank, the one that holds that shard. If only that rank skipped, its shard of the model would
-stay behind while all others move on::
+Gradients in float16 can underflow, so the scaler multiplies the loss before backward and divides the gradients after
+it. If the scale is too large and a gradient becomes infinite, the scaler skips the step and reduces the scale. With
+sharded gradients, only the rank that holds that shard finds the infinity. If only this rank skipped the step, its shard
+of the model would not be updated, but all other shards would be::
 
     rank 0 finds nothing, steps            with one all-reduce of the maximum of the two flags
     rank 1 finds inf, skips                both find inf, both skip, both reduce their scale
 
-*In torch:* ``sharded_grad_scaler.py``, 377 lines, a good part of them for gradients on the CPU, which the base class
-has learnt to unscale since.
+*In torch:* ``sharded_grad_scaler.py``, 377 lines. Many of them unscale gradients on the CPU, which the base class now
+does itself.
 
 Spec: MP-29.
 """
@@ -28,12 +28,12 @@ class ShardedGradScaler(GradScaler):
     """A ``torch.amp.GradScaler`` whose ranks agree on whether to step. All ranks must call its methods.
 
     Args:
-        device: type of the device that the gradients are on.
-        init_scale: factor of the loss at first.
-        backoff_factor: what it is multiplied by after an infinity.
-        growth_factor: what it is multiplied by after ``growth_interval`` steps without one.
-        growth_interval: steps.
-        enabled: if not, nothing is scaled.
+        device: device type of the gradients.
+        init_scale: initial scale of the loss.
+        backoff_factor: factor for the scale after an infinity or NaN.
+        growth_factor: factor for the scale after ``growth_interval`` steps without infinities.
+        growth_interval: number of steps between increases of the scale.
+        enabled: whether the loss and the gradients are scaled.
         process_group: the ranks that must agree; ``None`` means the default group.
     """
 
@@ -60,16 +60,16 @@ class ShardedGradScaler(GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        # float16 gradients are allowed: keep_low_precision_grads leaves them to an optimizer that can take them.
+        # Allow float16 gradients: with keep_low_precision_grads, an optimizer can get gradients in low precision.
         wanted, none_found = inv_scale, found_inf
         if _has_gradients_on_the_cpu(optimizer):
-            # The base class would send both there without waiting for the copies, and use them at once.
+            # The base class would copy both to the CPU asynchronously and use them before the copies have finished.
             wanted, none_found = inv_scale.cpu(), found_inf.cpu()
         found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(optimizer, wanted, none_found, True)
         return self._agreed(found, found_inf)
 
     def _agreed(self, found: dict[torch.device, torch.Tensor], none_found: torch.Tensor) -> dict[torch.device, Any]:
-        """Every rank's answer, on every device of this rank; a rank without gradients has found nothing."""
+        """The maximum of all ranks' flags, on each device of this rank. Without gradients, a rank's flag is 0."""
         flags = [flag.to(none_found.device) for flag in found.values()] or [none_found]
         anywhere = torch.stack(flags).amax(dim=0)
         group = Group.of(self.process_group or default_group())

@@ -1,11 +1,11 @@
-"""What to leave alone: ignored modules and parameters.
+"""Ignored modules and parameters.
 
-Another library may be in charge of a part of the model: an embedding that it shards, a frozen tower on one
-device, an expert that only this rank has. Such a part is named, and the unit around it behaves as if it were not there:
-its parameters are not flattened, not sent, and their gradients are not reduced.
+Another library can manage a part of the model: an embedding that it shards, a frozen tower on one device, an expert
+that only this rank has. The user lists this part, and the unit around it ignores it: its parameters are not flattened
+and not communicated, and their gradients are not reduced.
 
-A module is ignored with everything below it, up to a wrapper: a unit inside an ignored module is the user's explicit
-wish and keeps sharding.
+Ignoring a module ignores all its submodules, except inner wrappers. The user created such a wrapper explicitly, so it
+still shards.
 
 *In torch:* ``_get_ignored_modules`` and ``_get_ignored_params`` in ``_init_utils.py``.
 
@@ -21,7 +21,7 @@ from minifsdp.engine.messages import message, warn
 
 
 class WrongElementsError(TypeError, ValueError):
-    """Something of a wrong type in a list. Programs written for torch's FSDP look for either kind."""
+    """An element of a list has the wrong type. Programs written for torch's FSDP catch either of the base classes."""
 
 
 def find_ignored(
@@ -30,11 +30,11 @@ def find_ignored(
     ignored_states: Any,
     is_wrapper: Callable[[nn.Module], bool],
 ) -> tuple[set[nn.Module], set[nn.Parameter]]:
-    """The modules and the parameters that the wrapper around ``module`` leaves alone. Nothing is communicated.
+    """Returns the modules and parameters that the wrapper around ``module`` ignores. Nothing is communicated.
 
     Raises:
-        ValueError: both arguments were given, one is itself a wrapper, or parameters and modules are mixed.
-        TypeError: not an iterable, or with something else in it.
+        ValueError: if both arguments were given, an element is a wrapper, or parameters and modules are mixed.
+        TypeError: if an argument is not iterable or has an element of another type.
     """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(message("ignored-both"))

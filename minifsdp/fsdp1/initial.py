@@ -1,19 +1,19 @@
-"""Where the first values come from: the meta device, the move to the compute device, and rank 0.
+"""Initial values: materialization from the meta device, the move to the compute device, and the broadcast from rank 0.
 
-Before a unit is cut into shards its parameters must be real, in the right place, and, if so wished, equal on all ranks.
-Three steps, each for the modules of one unit only, so that the whole model is never in full size on a device:
+Before a unit is sharded, its parameters must have values, be on the right device and, if requested, be equal on all
+ranks. Each of the three steps handles the modules of one unit only, so a device never holds the whole unsharded model:
 
-1. *materialize*: modules that were built on the meta device have shapes and no memory. They are given memory and their
-   own ``reset_parameters()`` is called, or the user's ``param_init_fn`` does both. A module initialises the tensors
-   that it owns directly and nothing below it, so that nothing is initialised twice, and a module that has real values
-   already is not touched.
-2. *move*: to the compute device, if ``device_id`` says which. If it does not, and the module is on the CPU while an
-   accelerator computes, the unit is cut on the CPU and only its shards go over; that is slower, and worth a warning.
-3. *synchronize*: what rank 0 has is sent to all. Without it each rank keeps what it drew; with shards that means one
-   model stitched together from several random ones, harmless only if all ranks used the same seed.
+1. *materialize*: modules that were built on the meta device have shapes but no memory. They get memory, and their own
+   ``reset_parameters()`` is called. If the user passes ``param_init_fn``, it does both. Each module initializes only
+   the tensors that it owns directly, not those of its children, so nothing is initialized twice. Modules that already
+   have values are not changed.
+2. *move*: modules move to ``device_id``, if it is given. If not, and the module is on the CPU while an accelerator
+   computes, the unit is sharded on the CPU and only its shards move. This is slower, so it causes a warning.
+3. *synchronize*: rank 0 broadcasts its values. Otherwise each rank keeps its own random values, and the shards form a
+   mix of several models. This is harmless only if all ranks use the same seed.
 
 *In torch:* ``_materialize_meta_module``, ``_move_module_to_device`` and ``_sync_module_params_and_buffers`` in
-``_init_utils.py``. The first resets all modules of the tree there, also those that were not on the meta device.
+``_init_utils.py``. There, the first one resets all modules, also those that are not on the meta device.
 
 Spec: DEV-03 to DEV-06, META-01 to META-11, SYNC-01 to SYNC-05.
 """
@@ -40,11 +40,11 @@ def _own_tensors(module: nn.Module, ignored: set[nn.Parameter]) -> list[torch.Te
 
 
 def materialize(modules: Modules, param_init_fn: Any, device: torch.device, ignored: set[nn.Parameter]) -> None:
-    """1. Gives memory and values to those of the unit's modules that own tensors on the meta device.
+    """1. Allocates and initializes the unit's modules that own tensors on the meta device.
 
     Raises:
-        ValueError: ``param_init_fn`` is needed and not callable.
-        RuntimeError: a module has no ``reset_parameters()``, or is still on the meta device afterwards.
+        ValueError: if ``param_init_fn`` is needed and not callable.
+        RuntimeError: if a module has no ``reset_parameters()``, or is still on the meta device afterwards.
     """
     on_meta = [(path, m) for path, m in modules if any(t.is_meta for t in _own_tensors(m, ignored))]
     if on_meta and param_init_fn is not None and not callable(param_init_fn):
@@ -63,7 +63,7 @@ def materialize(modules: Modules, param_init_fn: Any, device: torch.device, igno
 
 
 def _deferred(modules: Modules, ignored: set[nn.Parameter]) -> list[tuple[str, nn.Module]]:
-    """The modules that torchdistX has built without memory, if it is installed; nothing else tells them (META-09)."""
+    """The modules that torchdistX created without memory, if it is installed. Only its API detects them (META-09)."""
     try:
         fake: Any = importlib.import_module("torchdistx.fake")
     except ImportError:
@@ -84,7 +84,7 @@ def _reset(path: str, module: nn.Module, device: torch.device) -> None:
 
 
 def move_modules(modules: Modules, device: torch.device, ignored: set[nn.Parameter]) -> None:
-    """2. Moves the parameters and buffers of the unit's modules, in place; parameters stay the same objects."""
+    """2. Moves the parameters and buffers of the unit's modules in place. Parameters stay the same objects."""
     for _, module in modules:
         for tensor in _own_tensors(module, ignored):
             _move(tensor, device)
@@ -96,16 +96,16 @@ def _move(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def cut_in_place(modules: Modules, device: torch.device, ignored: set[nn.Parameter], *, sends: bool) -> None:
-    """2. Without ``device_id``: the unit will be cut where its modules are; only buffers are moved (DEV-03, SYNC-04).
+    """2. Without ``device_id``: moves only buffers; the unit is sharded on its modules' device (DEV-03, SYNC-04).
 
     Args:
         modules: the unit's modules with their paths.
         device: the compute device.
-        ignored: parameters to be left alone.
-        sends: whether rank 0's values are to be sent; an accelerator's network does not carry what is on the CPU.
+        ignored: parameters to ignore.
+        sends: whether rank 0 broadcasts its values. The accelerator's backend cannot send CPU tensors.
 
     Raises:
-        ValueError: ``sends``, and something is on the CPU that is not the compute device.
+        ValueError: if ``sends`` is set and a tensor is on the CPU, but the compute device is an accelerator.
     """
     left = [t for _, module in modules for t in _own_tensors(module, ignored) if t.device.type == "cpu"]
     if device.type == "cpu" or not left:
@@ -120,9 +120,9 @@ def cut_in_place(modules: Modules, device: torch.device, ignored: set[nn.Paramet
 
 
 def synchronize(modules: Modules, mesh: Mesh, ignored: set[nn.Parameter], unit_name: str) -> None:
-    """3. Every rank gets the first rank's values of the unit's parameters and buffers. Every rank must call it.
+    """3. Broadcasts the unit's parameters and buffers from the first rank. Every rank must call it.
 
-    All tensors of one dtype travel in one broadcast. A buffer that several units see is sent with the first.
+    One broadcast sends all tensors of one dtype. A buffer that several units share is sent only with the first unit.
     """
     tensors: dict[int, torch.Tensor] = {}
     for _, module in modules:
@@ -138,7 +138,7 @@ def synchronize(modules: Modules, mesh: Mesh, ignored: set[nn.Parameter], unit_n
 
 def _broadcast(tensors: list[torch.Tensor], mesh: Mesh, unit_name: str) -> None:
     row = torch.cat([t.reshape(-1) for t in tensors])
-    # First to its replicas, then from each of them to their shard groups: the first rank of all is everybody's source.
+    # First over the replicate group, then over each shard group: all values come from the first rank.
     for group in (mesh.replicate, mesh.shard):
         if group is not None:
             if trace.recorder is not None:

@@ -1,10 +1,10 @@
-"""A wrapper is not there: names, attributes and items are looked up as if it were the module inside.
+"""Forwards names, attributes and items of a wrapper to the wrapped module.
 
-``model.layer``, ``model[0]`` and ``model.vocab_size`` reach through. Parameter names carry the wrappers' prefixes, as
-in torch, but inside ``summon_full_params`` they are those of the plain model.
+``model.layer``, ``model[0]`` and ``model.vocab_size`` look up the wrapped module. Parameter names contain the wrappers'
+prefixes, as in torch. Inside ``summon_full_params`` they are the names of the unwrapped model.
 
-Worked example: ``FSDP(Sequential(FSDP(Linear(2, 2))))`` calls its weight
-``_fsdp_wrapped_module.0._fsdp_wrapped_module.weight`` and, summoned, ``0.weight``.
+Worked example: the weight of ``FSDP(Sequential(FSDP(Linear(2, 2))))`` is named
+``_fsdp_wrapped_module.0._fsdp_wrapped_module.weight``, and inside ``summon_full_params`` it is named ``0.weight``.
 
 *In torch:* the same, spread over the wrapper class.
 
@@ -24,10 +24,10 @@ from minifsdp.fsdp1.wrapper import PREFIX, WRAPPED, Wrapper
 
 
 class NameMethods(Wrapper):
-    """Names and lookup."""
+    """Methods for names and attribute lookup."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ever, and also where a unit that is gathered right now shows views in place of its parameters (FWD-08)."""
+        """Clears all gradients, also of unsharded units whose modules have views instead of parameters (FWD-08)."""
         super().zero_grad(set_to_none)
         for wrapper in Wrapper.fsdp_modules(self):
             for parameter in wrapper._unit.layout.local_parameters() if wrapper._unit is not None else []:
@@ -42,16 +42,16 @@ class NameMethods(Wrapper):
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
-        """All parameters that have a gradient; the name is one of torch 1.13 (NAMES-09)."""
+        """All parameters that have a gradient. This is a deprecated name from torch 1.13 (NAMES-09)."""
         warn_renamed("params_with_grad", "[p for p in model.parameters() if p.grad is not None]")
         return [parameter for parameter in self.parameters() if parameter.grad is not None]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NameMethods:
-        """Refuses: shards and hooks cannot be copied one by one (NEW-22)."""
+        """Raises an error, because shards and hooks cannot be copied individually (NEW-22)."""
         raise RuntimeError(message("copy-of-wrapper"))
 
     def __getattr__(self, name: str) -> Any:
-        """Looks up what the wrapper does not have in the wrapped module (NAMES-08)."""
+        """Looks up attributes that the wrapper does not have in the wrapped module (NAMES-08)."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -64,12 +64,12 @@ class NameMethods(Wrapper):
         return self.module[key]  # type: ignore[index]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As ever, but without the wrappers' prefixes inside ``summon_full_params`` (NAMES-02)."""
+        """Same as ``nn.Module``, but without wrapper prefixes inside ``summon_full_params`` (NAMES-02)."""
         self._mend()
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield (name.replace(PREFIX, "") if self._shows_clean_names else name), parameter
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """As ever, but without the wrappers' prefixes inside ``summon_full_params`` (NAMES-03)."""
+        """Same as ``nn.Module``, but without wrapper prefixes inside ``summon_full_params`` (NAMES-03)."""
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield (name.replace(PREFIX, "") if self._shows_clean_names else name), buffer

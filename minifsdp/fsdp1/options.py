@@ -1,11 +1,11 @@
-"""What the user may choose: the enums and records of ``FullyShardedDataParallel``.
+"""User options for ``FullyShardedDataParallel``: enums and dataclasses.
 
-Plain data, no behaviour. `BackwardPrefetch` is the engine's own word, and stands in ``engine/schedule.py``. Every name,
-member, field and default is that of ``torch.distributed.fsdp``, so that code which builds these objects needs a new
-import line and nothing else.
+They contain data and no behavior. `BackwardPrefetch` is defined in ``engine/schedule.py``, because the engine uses it.
+All names, members, fields and defaults are those of ``torch.distributed.fsdp``, so code that constructs these objects
+only needs a new import line.
 
-The one idea worth a word: *a strategy is a mesh and one flag*. Who shares the shards, who holds copies, and are the
-full parameters freed after forward? With W ranks in all and L on each node:
+The main idea: *a strategy is a mesh and one flag*. The mesh says which ranks share one sharded copy and which ranks
+hold the same shard. The flag says whether forward frees the unsharded parameters. With W ranks in total, L per node:
 
 =======================  ===========  ===============  ==================  =============
 strategy                 shard group  replicate group  free after forward  also known as
@@ -36,7 +36,7 @@ from minifsdp.engine.schedule import BackwardPrefetch as BackwardPrefetch
 
 
 class ShardingStrategy(Enum):
-    """Which of parameters, gradients and optimizer state are sharded, over whom, and when the full ones are freed."""
+    """Which of parameters, gradients and optimizer state are sharded, over which ranks, and when FSDP reshards."""
 
     FULL_SHARD = auto()
     SHARD_GRAD_OP = auto()
@@ -47,18 +47,18 @@ class ShardingStrategy(Enum):
 
 @dataclass
 class MixedPrecision:
-    """Which dtype at which step; ``None`` everywhere means no casting.
+    """The dtypes for mixed precision; ``None`` means no cast.
 
     Attributes:
-        param_dtype: dtype of the gathered parameters, hence of forward and backward compute. The stored shards and
-            the optimizer keep their own, full precision.
-        reduce_dtype: dtype in which gradients travel; ``None`` follows ``param_dtype``.
+        param_dtype: dtype of the unsharded parameters, and therefore of forward and backward compute. The stored shards
+            and the optimizer keep full precision.
+        reduce_dtype: dtype for gradient reduction; ``None`` means ``param_dtype``.
         buffer_dtype: dtype that floating-point buffers are cast to at the first forward.
-        keep_low_precision_grads: leave the sharded gradient in the dtype in which it travelled.
-        cast_forward_inputs: a unit that is not the root casts its floating-point inputs to ``param_dtype``.
-        cast_root_forward_inputs: the root casts its floating-point inputs to ``param_dtype``.
-        _module_classes_to_ignore: with an auto-wrap policy, modules of these classes become units of their own
-            without mixed precision.
+        keep_low_precision_grads: whether the sharded gradient stays in the dtype of the reduction.
+        cast_forward_inputs: whether a unit that is not the root casts its floating-point inputs to ``param_dtype``.
+        cast_root_forward_inputs: whether the root casts its floating-point inputs to ``param_dtype``.
+        _module_classes_to_ignore: with an auto-wrap policy, modules of these classes become separate units without
+            mixed precision.
     """
 
     param_dtype: torch.dtype | None = None
@@ -72,7 +72,7 @@ class MixedPrecision:
 
 @dataclass
 class CPUOffload:
-    """Whether shards, their gradients and hence the optimizer state live on the CPU between computations."""
+    """Whether shards, their gradients and therefore the optimizer state are stored on the CPU between computations."""
 
     offload_params: bool = False
 
@@ -82,9 +82,9 @@ ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 @dataclass(frozen=True)
 class Options:
-    """What a wrapper is made with, beside its module: the arguments of `minifsdp.FullyShardedDataParallel`, as given.
+    """The arguments of `minifsdp.FullyShardedDataParallel` except the module, as the user passed them.
 
-    They are explained there. Order and defaults are those of torch, and are what ``inspect.signature`` shows.
+    That class documents them. Order and defaults are those of torch. ``inspect.signature`` shows these fields.
     """
 
     process_group: ProcessGroups | None = None

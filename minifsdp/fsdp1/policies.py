@@ -1,38 +1,38 @@
-"""Who becomes a unit: auto-wrap policies.
+"""Auto-wrap policies: which modules become units.
 
-How a model is cut into units decides almost everything about speed and memory. One unit for all means that the whole
-model is gathered at once; a unit for every layer means a hundred small messages. A *policy* makes the cut: a yes or no
-for each module. The cutting itself is in ``wrap.py``.
+The units of a model determine most of its speed and memory. With one unit, the whole model is all-gathered at once.
+With a unit for every layer, there are a hundred small messages. A *policy* decides for each module whether it becomes a
+unit. ``wrap.py`` applies the policy.
 
-A policy that is a function is asked up to twice about a module. Before the descent, with ``recurse=True``: shall I look
-at what is inside? After it, with ``recurse=False``: shall this module be a unit? Both times it is told
-``nonwrapped_numel``, the elements inside that are not taken yet, neither by a unit nor a list of ignored things.
-Children are decided before their parent, so a parent is asked about what its children have left over.
+A policy function is called up to twice for each module. The call before its children, with ``recurse=True``, returns
+whether to visit the children. The call after them, with ``recurse=False``, returns whether the module becomes a unit.
+Both calls get ``nonwrapped_numel``, the number of elements in the module that no unit has and that are not ignored.
+Children are decided before their parent, so the parent's count excludes parameters of its wrapped children.
 
 Worked example, ``functools.partial(size_based_auto_wrap_policy, min_num_params=40)``. Each ``Linear(5, 5)`` has 30
-elements, and the last two sit in a ``Sequential`` of their own::
+elements, and the last two are in a nested ``Sequential``::
 
     module   recurse   nonwrapped_numel   answer
     (all)    True      120                yes
-    0        True      30                 no        so it is not asked about again
+    0        True      30                 no        so there is no second call
     1        True      30                 no
     2        True      60                 yes
     2.0      True      30                 no
     2.1      True      30                 no
     2        False     60                 yes       a unit
-    (all)                                 not asked: the outermost module is always a unit, here of the other 60
+    (all)                                 no call: the outermost module is always a unit, here with the other 60
 
-On two ranks each stores 30 + 30 elements. Without the policy a rank holds 120 elements during forward; with it 60 for
-the outer unit and, while module 2 computes, 60 more. The price is a second all-gather. For a model of many blocks the
-balance is better: all but one block stay in pieces.
+On two ranks, each rank stores 30 + 30 elements. Without the policy, a rank holds 120 elements during forward. With it,
+a rank holds 60 for the outer unit and 60 more while module 2 computes. The cost is a second all-gather. A model with
+many blocks saves more, because all blocks but one stay sharded.
 
-A policy that is an object sees the whole tree at once and answers with the chosen modules. It can say more than yes: a
-`CustomPolicy` may give a unit other arguments than its neighbours have.
+A policy object gets the whole module tree in one call and returns the chosen modules. It can also return arguments: a
+`CustomPolicy` can give each unit different constructor arguments.
 
-*In torch:* ``torch/distributed/fsdp/wrap.py``. Its policy objects work here too, because only their one method is asked
-for. Two things differ. The constructor does not ask a policy object about the outermost module, on which it has no say;
-a program that asks the object itself is told about all modules. And a function that cannot be called as it is meant to
-be is refused before anything is changed, with the ``functools.partial`` that is missing.
+*In torch:* ``torch/distributed/fsdp/wrap.py``. Its policy objects work here too, because minifsdp only calls their
+``_run_policy``. There are two differences. The constructor excludes the outermost module when it calls a policy object,
+because this module is always a unit; direct calls of the object cover all modules. A function with a wrong signature
+raises an error before the model is changed, and the message shows the missing ``functools.partial``.
 
 Spec: WRAP-02 to WRAP-09, WRAP-16, WRAP-18, LEGACY-02, LEGACY-03, NEW-02, NEW-03.
 """
@@ -58,7 +58,7 @@ Question = Callable[[nn.Module, bool, int], Overrides | None]
 
 
 def _require_call(policy: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-    """The ``TypeError`` that Python would raise for this call, with the remedy in it."""
+    """Raises the ``TypeError`` that Python would raise for this call, with a fix in the message."""
     try:
         inspect.signature(policy).bind(*args, **kwargs)
     except ValueError:
@@ -70,7 +70,7 @@ def _require_call(policy: Callable[..., object], *args: Any, **kwargs: Any) -> N
 
 
 def _explains_binding(policy: Callable[P, bool]) -> Callable[P, bool]:
-    """Calling a policy oneself instead of binding it is the most common mistake with them: say so."""
+    """Adds an explanation to the most common mistake: calling a policy instead of binding its arguments."""
 
     @functools.wraps(policy)
     def checked(*args: P.args, **kwargs: P.kwargs) -> bool:
@@ -81,7 +81,7 @@ def _explains_binding(policy: Callable[P, bool]) -> Callable[P, bool]:
 
 
 def require_classes(classes: Any, name: str) -> tuple[type[nn.Module], ...]:
-    """``classes`` as a tuple. Raises ``TypeError``, which calls them ``name``, if they are something else."""
+    """Returns ``classes`` as a tuple. Raises ``TypeError`` about the argument ``name`` if they are not classes."""
     if isinstance(classes, Iterable) and not isinstance(classes, type):
         found = tuple(classes)
         if all(isinstance(item, type) for item in found):
@@ -90,7 +90,7 @@ def require_classes(classes: Any, name: str) -> tuple[type[nn.Module], ...]:
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Every module becomes a unit. Mostly of use in tests (NEW-03)."""
+    """Makes every module a unit. Mostly useful in tests (NEW-03)."""
     return True
 
 
@@ -98,7 +98,7 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """A module becomes a unit where ``lambda_fn(module)`` is true; bind ``lambda_fn`` first (NEW-03)."""
+    """Makes a module a unit if ``lambda_fn(module)`` is true; bind ``lambda_fn`` first (NEW-03)."""
     return True if recurse else lambda_fn(module)
 
 
@@ -106,12 +106,12 @@ def lambda_auto_wrap_policy(
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
 ) -> bool:
-    """Instances of the given classes become units; bind ``transformer_layer_cls`` first (WRAP-08).
+    """Makes instances of the given classes units; bind ``transformer_layer_cls`` first (WRAP-08).
 
-    Embeddings that encoder and decoder share stay in the outer unit, where both can use them.
+    Embeddings that the encoder and the decoder share stay in the outer unit, where both can use them.
 
     Raises:
-        TypeError: called or passed without ``transformer_layer_cls`` being bound (WRAP-09).
+        TypeError: if it is called or passed without binding ``transformer_layer_cls`` (WRAP-09).
     """
     return recurse or isinstance(module, require_classes(transformer_layer_cls, "transformer_layer_cls"))
 
@@ -125,17 +125,17 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """A subtree becomes a unit as soon as it has ``min_num_params`` elements that are not taken (WRAP-06, WRAP-07).
+    """Makes a subtree a unit once it has ``min_num_params`` elements outside of other units (WRAP-06, WRAP-07).
 
     Args:
-        module: the module in question.
-        recurse: whether the question is to go on inside, or to wrap.
-        nonwrapped_numel: elements inside that are not taken yet.
-        min_num_params: elements (not parameters, in spite of its name) from which on a unit is worth its message.
-        force_leaf_modules: classes whose inside stays whole; ``None`` means the attribute ``FORCE_LEAF_MODULES``.
-            ``MultiheadAttention`` is one: it uses the weights of its parts without calling their forward.
-        exclude_wrap_modules: classes that are never units; ``None`` means ``EXCLUDE_WRAP_MODULES``. Lists and dicts of
-            modules have no forward, so nothing would gather a unit made of one.
+        module: the module to decide on.
+        recurse: ``True`` to decide whether to visit the children, ``False`` to decide whether to wrap the module.
+        nonwrapped_numel: number of elements in the module that no unit has and that are not ignored.
+        min_num_params: minimum number of elements of a unit (elements, not parameters, despite the name).
+        force_leaf_modules: classes whose children are not visited; ``None`` means the attribute ``FORCE_LEAF_MODULES``.
+            ``MultiheadAttention`` is one: it uses the weights of its children without calling their forward.
+        exclude_wrap_modules: classes that never become units; ``None`` means ``EXCLUDE_WRAP_MODULES``. ``ModuleList``
+            and ``ModuleDict`` have no forward, so nothing would all-gather their unit.
     """
     if force_leaf_modules is None:
         force_leaf_modules = size_based_auto_wrap_policy.FORCE_LEAF_MODULES  # type: ignore[attr-defined]
@@ -150,7 +150,7 @@ size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict
 
 
 def default_auto_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """The name that ``size_based_auto_wrap_policy`` had in torch 1.11; warns (LEGACY-02)."""
+    """The name of ``size_based_auto_wrap_policy`` in torch 1.11. Issues a deprecation warning (LEGACY-02)."""
     warn_renamed("default_auto_wrap_policy", "size_based_auto_wrap_policy")
     return size_based_auto_wrap_policy(*args, **kwargs)
 
@@ -158,14 +158,14 @@ def default_auto_wrap_policy(*args: Any, **kwargs: Any) -> bool:
 def _or_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
 ) -> bool:
-    # Private in torch, and imported from there by many training scripts all the same.
+    # Private in torch, but many training scripts import it from there.
     return any(p(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for p in policies)
 
 
 def _module_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, module_classes: set[type[nn.Module]]
 ) -> bool:
-    # `ModuleWrapPolicy` as a function; private in torch and imported from there, together with `_or_policy`.
+    # `ModuleWrapPolicy` as a function. Private in torch, but scripts import it from there, like `_or_policy`.
     return recurse or isinstance(module, require_classes(module_classes, "module_classes"))
 
 
@@ -173,26 +173,26 @@ def _module_wrap_policy(
 
 
 class _Policy(ABC):
-    """A policy that sees the whole tree at once; torch's own policy objects fit it too."""
+    """Base class of policies that get the whole module tree in one call. Torch's policies have the same method."""
 
     @abstractmethod
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
-        """The chosen modules, each with ``root_kwargs`` changed to what its own unit shall get.
+        """Returns the chosen modules, each with the arguments of its unit: ``root_kwargs`` plus overrides.
 
-        Programs that shard by themselves ask this, and the outermost module is theirs to shard as well (WRAP-18).
+        Programs that wrap modules themselves call this, so the result can include the outermost module (WRAP-18).
         """
 
 
 class ModuleWrapPolicy(_Policy):
-    """Every instance of the given classes becomes a unit, instances of their subclasses too (WRAP-05).
+    """Makes every instance of the given classes and their subclasses a unit (WRAP-05).
 
     Args:
-        module_classes: the classes, for instance ``{Block}``.
+        module_classes: the classes, for example ``{Block}``.
 
     Raises:
-        TypeError: it is not an iterable of classes.
+        TypeError: if ``module_classes`` is not an iterable of classes.
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
@@ -205,7 +205,7 @@ class ModuleWrapPolicy(_Policy):
         return {module: dict(root_kwargs) for module in asked if self(module, recurse=False)}
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """The same as a function, to be combined with other functions."""
+        """The same decision as a policy function, so that it can be combined with other functions."""
         return recurse or isinstance(module, tuple(self._module_classes))
 
     def __repr__(self) -> str:
@@ -214,11 +214,11 @@ class ModuleWrapPolicy(_Policy):
 
 
 class CustomPolicy(_Policy):
-    """The user's function decides, and may give a unit other constructor arguments than the outer one (NEW-02).
+    """Calls the user's function for each module. It can override constructor arguments of a unit (NEW-02).
 
     Args:
-        lambda_fn: called with each module that is not ignored; returns ``True``, ``False``, or a dict of arguments to
-            override. An empty dict means ``False``.
+        lambda_fn: called with each module that is not ignored. Returns ``True``, ``False``, or a dict of constructor
+            arguments to override. An empty dict means ``False``.
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
@@ -239,15 +239,15 @@ class CustomPolicy(_Policy):
         return chosen
 
 
-# ---- asking a policy ------------------------------------------------------------------------------------------------
+# ---- calling a policy -----------------------------------------------------------------------------------------------
 
 
 def require_policy(policy: Any) -> None:
-    """Whether ``policy`` can be asked at all. To be called before the first collective.
+    """Checks that ``policy`` is a valid policy. Call it before the first collective.
 
     Raises:
-        TypeError: it is neither callable nor a policy object (WRAP-16), or some of its parameters must be bound first
-            (WRAP-09).
+        TypeError: if it is neither callable nor a policy object (WRAP-16), or if some of its parameters must be bound
+            first (WRAP-09).
     """
     if isinstance(policy, type) or not (callable(policy) or hasattr(policy, "_run_policy")):
         raise TypeError(message("policy-type", policy=policy))
@@ -271,21 +271,21 @@ def _under_new_name(policy: Callable[..., object]) -> Callable[..., object]:
 
 
 def question(policy: Any, root_module: nn.Module, ignored_modules: set[nn.Module]) -> Question:
-    """A policy of any kind in the one form that the cutting knows.
+    """Converts a policy of any kind to the form that ``wrap.py`` uses.
 
-    Old spellings warn here, once for a whole tree and not once for each of its modules (LEGACY-02, LEGACY-03).
+    Deprecated names cause a warning here, once for the whole tree, not once for each module (LEGACY-02, LEGACY-03).
 
     Args:
         policy: a function (WRAP-02) or a policy object.
-        root_module: the tree that it will be asked about; a policy object is asked now.
-        ignored_modules: what is out of the question, descendants included.
+        root_module: the root of the module tree. A policy object is called immediately.
+        ignored_modules: modules that cannot become units, including their descendants.
 
     Raises:
         TypeError: see `require_policy`.
     """
     require_policy(policy)
     if hasattr(policy, "_run_policy"):
-        # The outermost module is out of the question: it becomes a unit whatever the policy says (WRAP-10).
+        # Exclude the outermost module: it always becomes a unit, independent of the policy (WRAP-10).
         picked: dict[nn.Module, Overrides] = policy._run_policy(root_module, {root_module, *ignored_modules}, {})
         return lambda module, recurse, numel: {} if recurse else picked.get(module)
     function = _under_new_name(policy)

@@ -1,22 +1,22 @@
 """Clipping by the norm of all gradients.
 
-The norm of a gradient vector that is cut into pieces is not the sum of the pieces' norms, and not any one of them. But
-the p-th *powers* do add up::
+The norm of a sharded gradient vector is not the sum of the shards' norms, and not the norm of one shard. But the p-th
+*powers* of the norms add up::
 
     rank 0 has [3 0], rank 1 has [0 4]         local norms 3 and 4
     2-norm of [3 0 0 4]                        (3**2 + 4**2) ** (1/2) = 5
 
-So each rank adds the powers of what it has, one number goes through an all-reduce, and the root is taken at the end;
-for the maximum norm the all-reduce takes the maximum. Gradients that every rank has in full (of units that are not
-sharded, of ignored parameters) are counted once, after the sum.
+So each rank sums the powers for its shards, one all-reduce adds this number over the ranks, and then each rank takes
+the p-th root. For the maximum norm, the all-reduce takes the maximum. Gradients that are unsharded on every rank (of
+units that are not sharded, of ignored parameters) are counted once, after the sum.
 
-``torch.nn.utils.clip_grad_norm_`` sees local pieces only: it would scale by 3 here and by 4 there, and ranks would
-drift apart without a word.
+``torch.nn.utils.clip_grad_norm_`` uses only the local shards. In the example it would use norm 3 on rank 0 and norm 4
+on rank 1, and the ranks would silently diverge.
 
 *In torch:* the method ``clip_grad_norm_``, with one all-reduce over the root's group for all units.
 
-Offloaded gradients are on the CPU. Each tensor that goes from there to an accelerator, or comes back, makes the CPU
-wait; so all norms of one device go together, and the factor comes back once.
+Offloaded gradients are on the CPU. Each copy between the CPU and an accelerator makes the CPU wait. So all norms of one
+device are copied together, and the clipping factor is copied back once.
 
 Spec: CLIP-01 to CLIP-10, HYB-09, NOSYNC-10, STREAM-14.
 """
@@ -35,9 +35,9 @@ from minifsdp.engine.messages import message, rank_of_this_process, warn
 
 
 def gradient_parts(layout: FlatLayout) -> list[tuple[tuple[Group, ...], torch.Tensor | None]]:
-    """For each gradient of a unit, or each parameter's part of it, who has the other parts, and this rank's, if any.
+    """For each gradient, or each parameter's part of a flat one: the groups with its other shards, and its local shard.
 
-    Every rank is told of the same groups in the same order.
+    The shard is ``None`` if this rank has none. The groups and their order are the same on every rank.
     """
     sharers = () if layout.mesh.shard is None else (layout.mesh.shard,)
     gradients = [parameter.grad for parameter in layout.local_parameters()]
@@ -60,16 +60,16 @@ def clip_gradients(
     """Scales all gradients in place so that their common norm is at most ``max_norm``. All ranks must call it.
 
     Args:
-        parts: for each gradient the groups whose ranks have other parts of it, none if every rank has all of it, and
-            this rank's part, if it has one. The groups must be the same on every rank, and in the same order.
-        max_norm: the largest norm to allow.
-        norm_type: p of the p-norm, ``math.inf`` for the maximum norm.
-        device: where to compute the norm.
+        parts: for each gradient, the groups whose ranks have its other shards (empty if it is unsharded), and this
+            rank's shard or ``None``. The groups and their order must be the same on every rank.
+        max_norm: the maximum norm.
+        norm_type: p of the p-norm; ``math.inf`` for the maximum norm.
+        device: the device to compute the norm on.
 
     Returns:
-        The norm before clipping, equal on all ranks, in the dtype that all gradients can be promoted to.
+        The norm before clipping, equal on all ranks, in the dtype that all gradients promote to.
     """
-    # In float32 at least: sums of squares of many small float16 numbers vanish or overflow.
+    # Computed in float32 at least: sums of squares of many float16 numbers can underflow or overflow.
     of_groups: dict[tuple[Group, ...], list[torch.Tensor]] = {}
     for groups, part in parts:
         of_groups.setdefault(groups, []).extend([] if part is None else [part])
@@ -82,7 +82,7 @@ def clip_gradients(
     if not every:
         warn(message("clip-without-gradients", rank=rank_of_this_process(), dtype=norm.dtype))
         return norm
-    # As in torch: the small number keeps a norm of 0 from dividing, the clamp keeps small gradients as they are.
+    # As in torch: the small constant avoids a division by 0, and the clamp leaves small gradients unchanged.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     places = {(gradient.device, gradient.dtype) for gradient in every}
     factors = {place: factor.to(*place) for place in places}
@@ -94,7 +94,7 @@ def clip_gradients(
 def _norm(gradients: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     of_devices: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
-        # Never computed in less than the gradient has; but ranks send each other numbers of one dtype.
+        # Never computed in a lower precision than the gradient's, but then cast to one dtype for the all-reduce.
         dtype = torch.promote_types(gradient.dtype, torch.float32)
         one = torch.linalg.vector_norm(gradient.detach(), norm_type, dtype=dtype).float()
         of_devices.setdefault(gradient.device, []).append(one)

@@ -1,8 +1,8 @@
-"""The methods of a wrapper that a training loop calls beside ``forward``.
+"""The methods of a wrapper that a training loop calls in addition to ``forward``.
 
-Each acts on a whole tree: it goes over the units and sets a switch or asks them for something. Worked example:
-``no_sync`` on two ranks sets ``reduces = False`` on every unit, so that a backward inside keeps each rank's own full
-gradient; the first one outside reduces the sum.
+Each method handles all units of a tree: it sets an option on them or reads from them. Worked example: ``no_sync`` on
+two ranks sets ``reduces = False`` on every unit, so each rank accumulates unsharded local gradients in the backwards
+inside it. The first backward after it reduces the sum.
 
 *In torch:* the same methods, on the wrapper class itself.
 
@@ -27,24 +27,24 @@ from minifsdp.fsdp1.wrapper import Wrapper
 
 
 class TrainingMethods(Wrapper):
-    """What a training loop asks of a tree of wrappers."""
+    """Methods of a tree of wrappers for training loops."""
 
     # --- accumulation ---
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None]:
-        """Backwards inside leave their gradients unreduced; the first one after it reduces the sum (NOSYNC-01 to 10).
+        """Accumulates gradients without reduction; the first backward after it reduces the sum (NOSYNC-01 to 10).
 
-        Inside, ``.grad`` has the size of the whole unit. Every rank must enter and leave it at the same backward.
+        Inside, ``.grad`` has the size of the unsharded unit. Every rank must enter and exit it at the same backward.
 
         Raises:
-            RuntimeError: this is not the root.
+            RuntimeError: if this is not the root.
         """
         self._only_on_the_root("no_sync()")
         units = self._current_tree().units
         before = [(unit.policy.reduces, unit.policy.reshard_after_backward) for unit in units]
         for unit in units:
-            # A unit that is kept between forward and backward is kept until the backward that reduces.
+            # A unit that stays unsharded between forward and backward stays unsharded until the backward that reduces.
             unit.choose(reduces=False, reshard_after_backward=unit.policy.reshard_after_forward)
         try:
             yield
@@ -64,21 +64,21 @@ class TrainingMethods(Wrapper):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Generator[None]:
-        """Inside, every unit below ``module`` shows its full parameters in the stored dtype (SUMMON-01 to 20).
+        """Unshards all units in ``module`` inside the context, in the stored dtype (SUMMON-01 to 20).
 
-        All ranks must enter and leave it. Neither forward nor backward may be started inside.
+        All ranks must enter and exit it. Do not run a forward or a backward inside.
 
         Args:
-            module: where to begin; it need not be a wrapper itself.
-            recurse: whether units below ``module``'s own are summoned too.
-            writeback: whether changes persist, each rank's in its own shard.
-            rank0_only: the first rank alone sees full parameters.
-            offload_to_cpu: they are on the CPU, if they are sharded.
-            with_grads: ``.grad`` is gathered too; needs ``use_orig_params=True``.
+            module: the module to search for units; it need not be a wrapper itself.
+            recurse: whether to include units inside ``module``'s own unit.
+            writeback: whether changes persist. Each rank writes back only its own shard.
+            rank0_only: whether only the first rank has full parameters.
+            offload_to_cpu: whether the full parameters are on the CPU; no effect on units that are not sharded.
+            with_grads: whether ``.grad`` is all-gathered too; needs ``use_orig_params=True``.
 
         Raises:
-            NotImplementedError: the options do not go together.
-            RuntimeError: a unit is busy, or summoned already.
+            NotImplementedError: if the options cannot be combined.
+            RuntimeError: if a unit is busy or already summoned.
         """
         options = {
             "writeback": writeback,
@@ -106,12 +106,12 @@ class TrainingMethods(Wrapper):
                     wrapper._shows_clean_names = shown
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Calls ``fn`` on every submodule and on itself, children first, each unit with full parameters (APPLY-01).
+        """Calls ``fn`` on every submodule and on itself, children first, with full parameters (APPLY-01).
 
         All ranks must call it.
 
         Raises:
-            RuntimeError: inside ``summon_full_params``.
+            RuntimeError: if called inside ``summon_full_params``.
         """
         with TrainingMethods.summon_full_params(self, recurse=False):
             super().apply(fn)
@@ -120,15 +120,15 @@ class TrainingMethods(Wrapper):
     # --- clipping ---
 
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int | str = 2.0) -> torch.Tensor:
-        """Scales all gradients so that their norm, seen as one vector, is at most ``max_norm`` (CLIP-01 to 10).
+        """Scales all gradients so that their total norm, as one vector, is at most ``max_norm`` (CLIP-01 to 10).
 
-        Every rank must call it, also one that has no gradients: a rank that does not lets the others wait.
+        Every rank must call it, even a rank without gradients; otherwise the other ranks wait.
 
         Returns:
             The norm before clipping, the same on all ranks.
 
         Raises:
-            RuntimeError: this is not the root, full parameters are summoned, or there are gradients that were never
+            RuntimeError: if this is not the root, full parameters are summoned, or there are gradients that were never
                 reduced.
         """
         self._only_on_the_root("clip_grad_norm_()")
@@ -146,23 +146,23 @@ class TrainingMethods(Wrapper):
     # --- communication hook ---
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Replaces how gradients are combined, for all units of the tree (HOOK-01 to 10).
+        """Replaces the gradient reduction of all units of the tree (HOOK-01 to 10).
 
-        A sharded unit calls ``hook(state, grad, out)``: ``grad`` is its padded, unsharded flat gradient, ``out`` this
-        rank's piece, to be filled. A unit that is not sharded calls ``hook(state, grad)``, to be changed in place. To
-        be called once, on every rank, before the first forward.
+        A sharded unit calls ``hook(state, grad, out)``: ``grad`` is its padded, unsharded flat gradient, and the hook
+        fills ``out``, this rank's shard. A unit that is not sharded calls ``hook(state, grad)``, and the hook modifies
+        ``grad`` in place. Call this once, on every rank, before the first forward.
 
         Raises:
-            AssertionError: not on the root, a hybrid strategy, or there is a hook already.
-            ValueError: ``hook`` is not callable.
-            RuntimeError: forward has been run already.
+            AssertionError: if this is not the root, the strategy is hybrid, or there is already a hook.
+            ValueError: if ``hook`` is not callable.
+            RuntimeError: if a forward has already run.
         """
         if self._is_inner:
             raise AssertionError(message("hook-root-only"))
         if self._tree is not None:
             raise RuntimeError(message("hook-too-late"))
         wrappers = Wrapper.fsdp_modules(self)
-        # Also where there are no copies: on more nodes it would be refused.
+        # Also with a single replica: on several nodes the same program would raise this error.
         if any(wrapper.sharding_strategy in HYBRID for wrapper in wrappers):
             raise AssertionError(message("hook-hybrid"))
         units = [wrapper._unit for wrapper in wrappers if wrapper._unit is not None]

@@ -1,16 +1,16 @@
-"""Cutting a tree of modules into units: by a policy, or by hand with ``wrap``.
+"""Splitting a module tree into units: with a policy, or manually with ``wrap``.
 
-By a policy it takes two steps, and data flow one way:
+With a policy, there are two steps:
 
-1. `choose` walks over the tree, asks the policy (``policies.py`` says what about) and lists the chosen modules. Nothing
-   is changed yet.
-2. `apply` puts a wrapper in every place of each of them, inner ones first.
+1. `choose` walks over the tree, calls the policy (see ``policies.py``) and returns the chosen modules. It changes
+   nothing.
+2. `apply` replaces each chosen module with a wrapper at every place in the tree, inner modules first.
 
-Between the two the cut can be looked at, compared and tested without a process group.
+Between the two steps, the choice can be inspected, compared and tested without a process group.
 
-Batch norms compute badly in low precision. Under a `MixedPrecision` the walk therefore *sets apart* the modules of its
-``_module_classes_to_ignore``, wherever they are: each becomes a unit without mixed precision, whatever the policy said.
-Its neighbours still compute in low precision, so it casts its inputs to its own dtype and its output back.
+Batch norms are inaccurate in low precision. With a `MixedPrecision`, the walk therefore *sets apart* all modules of
+its ``_module_classes_to_ignore``: each becomes a unit without mixed precision, independent of the policy. The modules
+around it still compute in low precision, so it casts its inputs to its own dtype and its output back.
 
 Worked example, ``size_based_auto_wrap_policy`` with ``min_num_params=80``, bfloat16, and two blocks, each of a
 ``Linear(8, 8)`` (72 elements) and a ``BatchNorm1d(8)`` (16)::
@@ -18,21 +18,21 @@ Worked example, ``size_based_auto_wrap_policy`` with ``min_num_params=80``, bflo
     without mixed precision     a block has 88 elements left, a unit of 88
     with it                     16 are set apart, 72 are left: too few, the block stays in the outer unit
 
-On two ranks a rank stores 44 + 44 elements after the first cut, and after the second 8 + 8 for the batch norms and 72
-in the outer unit. So the order matters: setting apart cannot wait until the policy has spoken about everything.
+On two ranks, each rank stores 44 + 44 elements in the first case. In the second case it stores 8 + 8 for the batch
+norms and 72 in the outer unit. So the walk must set modules apart before it calls the policy for their parents.
 
-A module with several places in the tree, say one projection used by two blocks, is asked about and wrapped once, and
-the very wrapper is put in all its places: two wrappers would hold the same parameters.
+A module can have several places in the tree, for example one projection that two blocks use. The policy is called for
+it once, and one wrapper is put in all its places, because two wrappers would hold the same parameters.
 
-By hand, `enable_wrap` says once what to wrap with, and each `wrap` inside it makes a unit at once, while the model is
-being built. The largest layers are then in pieces before the next one is allocated.
+For manual wrapping, `enable_wrap` sets the wrapper class and its arguments, and each `wrap` inside it creates a unit
+immediately, while the model is being built. Each large layer is then sharded before the next one is allocated.
 
-*In torch:* ``_recursive_wrap`` and ``_auto_wrap`` ask and wrap in one go. Four things differ. There each place of a
-shared module is wrapped again, or forgotten. Tied parameters of a unit are counted again at their other place. Giving a
-`MixedPrecision` makes torch ask the policy about the inside of what it has declined to look into; for
-``size_based_auto_wrap_policy`` these are the parts of a ``MultiheadAttention``, whose weights are used without calling
-them. Here only what is to be set apart is looked for there. And `enable_wrap` may be nested and belongs to one thread
-or task, where torch has one switch for the whole process.
+*In torch:* ``_recursive_wrap`` and ``_auto_wrap`` call the policy and wrap in one step. There are four differences.
+Torch wraps each place of a shared module again, or misses it. It counts tied parameters of a unit again at their second
+place. With a `MixedPrecision`, torch also calls the policy for children of modules that the policy told it not to
+visit. For ``size_based_auto_wrap_policy`` these are the children of a ``MultiheadAttention``, whose forward is never
+called. minifsdp only searches these children for modules to set apart. Finally, `enable_wrap` can be nested and applies
+to one thread or task, but torch has one setting for the whole process.
 
 Spec: WRAP-03, WRAP-10, WRAP-12, WRAP-13, MP-19, MP-20, MP-21, IGN-10.
 """
@@ -58,19 +58,19 @@ def choose(
     ignored_params: Iterable[nn.Parameter] = (),
     set_apart: tuple[type[nn.Module], ...] = (),
 ) -> dict[nn.Module, Overrides]:
-    """The modules that become units, children before parents, each with the arguments that override the outer ones.
+    """Returns the modules that become units, children before parents, each with overrides of the outer arguments.
 
-    Nothing is changed. Every rank must come to the same answer, so a policy must not depend on the rank.
+    It changes nothing. The result must be the same on every rank, so a policy must not depend on the rank.
 
     Args:
-        root_module: the outermost module; it is not among the chosen.
+        root_module: the outermost module; it is never in the result.
         policy: a function (WRAP-02) or a policy object.
-        ignored_modules: never chosen, nor is what is inside them; their parameters count as taken.
-        ignored_params: count as taken (IGN-10).
-        set_apart: classes that become units without mixed precision, whatever the policy says (MP-19).
+        ignored_modules: never chosen, and neither are their descendants. Their parameters are not counted.
+        ignored_params: not counted (IGN-10).
+        set_apart: classes that become units without mixed precision, independent of the policy (MP-19).
 
     Raises:
-        TypeError: ``policy`` is not a policy.
+        TypeError: if ``policy`` is not a policy.
     """
     ignored = {inner for module in ignored_modules for inner in module.modules()}
     taken = {*ignored_params, *(p for module in ignored for p in module.parameters())}
@@ -98,7 +98,7 @@ def choose(
         if overrides is not None:
             chosen[module] = overrides
             taken.update(module.parameters())
-            # A part of this module may have a second place elsewhere in the tree. Its parameters are taken now.
+            # A descendant can also be elsewhere in the tree. This unit has its parameters, so do not visit it again.
             decided.update(module.modules())
 
     visit(root_module, may_ask=True)
@@ -111,17 +111,17 @@ def apply(
     wrapper_cls: Callable[..., nn.Module],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Puts ``wrapper_cls(module, **kwargs)``, with the module's overrides, in every place of each chosen module.
+    """Replaces each chosen module, at every place, with ``wrapper_cls(module, **kwargs)`` with the module's overrides.
 
     Args:
         root_module: the outermost module; it is changed in place and not wrapped itself.
-        chosen: from `choose`; wrapped in its order, so a wrapper finds the inner ones already there.
-        wrapper_cls: makes a wrapper around a module. It may be a collective: then every rank must call `apply`.
-        kwargs: the outer unit's arguments, as an inner unit shall get them (WRAP-14).
+        chosen: the result of `choose`. Modules are wrapped in its order, so inner wrappers are created first.
+        wrapper_cls: creates a wrapper around a module. If it is a collective, every rank must call `apply`.
+        kwargs: the arguments for inner units, derived from those of the outer unit (WRAP-14).
     """
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {module: [] for module in chosen}
     for parent in root_module.modules():
-        # Not named_children(): it names a module that has two names in one parent only once.
+        # Not named_children(): it returns a module with two names in one parent only once.
         for name, child in parent._modules.items():
             if child in places:
                 places[child].append((parent, name))
@@ -132,14 +132,14 @@ def apply(
 
 
 def refuse_wrapped(root_module: nn.Module, wrapper_cls: type[nn.Module]) -> None:
-    """An automatic cut needs an uncut tree.
+    """Checks that an auto-wrap policy gets a tree without wrappers.
 
     Raises:
-        ValueError: there is an instance of ``wrapper_cls`` in the tree already; names the first one (WRAP-13).
+        ValueError: if the tree contains an instance of ``wrapper_cls``; names the first one (WRAP-13).
     """
     for path, module in root_module.named_modules():
         if isinstance(module, wrapper_cls):
-            # The wording up to "in" is what programs written for torch's FSDP look for.
+            # Programs written for torch's FSDP match the wording up to "in".
             raise ValueError(
                 message("already-wrapped", module=path or "the module itself", type=type(root_module).__name__)
             )
@@ -148,10 +148,10 @@ def refuse_wrapped(root_module: nn.Module, wrapper_cls: type[nn.Module]) -> None
 def refuse_ties(
     root_module: nn.Module, chosen: Mapping[nn.Module, Overrides], ignored_params: set[nn.Parameter]
 ) -> None:
-    """A parameter belongs to one unit; two copies of it would drift apart.
+    """Checks that each parameter belongs to only one unit, because two copies would diverge.
 
     Raises:
-        ValueError: one is tied between two of the units to be; names both places (ORIG-16).
+        ValueError: if a parameter is tied between two future units; names both places (ORIG-16).
     """
     first_seen: dict[nn.Parameter, tuple[nn.Module, str]] = {}
 
@@ -171,10 +171,10 @@ def refuse_ties(
 
 
 def refuse_compiled(root_module: nn.Module, chosen: Mapping[nn.Module, Overrides]) -> None:
-    """A wrapper inside of a compiled module is never called.
+    """Checks that no chosen module is inside a compiled module, where its wrapper would never be called.
 
     Raises:
-        ValueError: one of the chosen was given to ``torch.compile``; names it.
+        ValueError: if a chosen module was passed to ``torch.compile``; names it.
     """
     for path, module in root_module.named_modules():
         inside = next((child for child in module.children() if child in chosen), None)
@@ -183,7 +183,7 @@ def refuse_compiled(root_module: nn.Module, chosen: Mapping[nn.Module, Overrides
 
 
 class _OwnDtype:
-    """Lets one module compute in its own dtype between neighbours that compute in a lower one."""
+    """Hooks that run one module in its own dtype inside a model that computes in a lower precision."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -191,7 +191,7 @@ class _OwnDtype:
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         dtypes = {t.dtype: None for t in tensors_in((args, kwargs)) if t.is_floating_point()}
-        # An output goes back only if something came in that way: what the module itself turns into another dtype stays.
+        # The output is cast back only if an input was cast. A dtype change by the module itself is kept.
         self.outside = next((dtype for dtype in dtypes if dtype is not self.dtype), None)
         return cast_floating(self.dtype, args), cast_floating(self.dtype, kwargs)
 
@@ -214,20 +214,20 @@ def auto_wrap(
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
 ) -> None:
-    """Both steps: cuts ``root_module``, in place, into what ``policy`` says. Making units may be a collective.
+    """Both steps: wraps the modules in ``root_module`` that ``policy`` chooses. Creating units can be a collective.
 
     Args:
-        root_module: the outermost module; the caller makes the unit around it afterwards.
+        root_module: the outermost module; the caller creates the unit around it afterwards.
         policy: as in `choose`.
         wrapper_cls: the wrapper's class.
-        kwargs: arguments for inner units. A ``mixed_precision`` among them that is not ``None`` sets the modules of its
-            ``_module_classes_to_ignore`` apart, and one warning lists their classes.
+        kwargs: arguments for inner units. If they contain a ``mixed_precision``, the modules of its
+            ``_module_classes_to_ignore`` are set apart, and one warning lists their classes.
         ignored_modules: as in `choose`.
         ignored_params: as in `choose`.
 
     Raises:
-        TypeError: ``policy`` is not a policy.
-        ValueError: the tree holds wrappers already, ties two units, or has a compiled module around a unit.
+        TypeError: if ``policy`` is not a policy.
+        ValueError: if the tree already has wrappers, ties two units, or has a unit inside a compiled module.
     """
     refuse_wrapped(root_module, wrapper_cls)
     mixed_precision = kwargs.get("mixed_precision")
@@ -245,20 +245,20 @@ def auto_wrap(
     apply(root_module, chosen, wrapper_cls, kwargs)
 
 
-# ---- by hand --------------------------------------------------------------------------------------------------------
+# ---- manually -------------------------------------------------------------------------------------------------------
 
 _DEFAULTS: ContextVar[tuple[Callable[..., nn.Module], dict[str, Any]] | None] = ContextVar("defaults", default=None)
 
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None, None, None]:
-    """Inside this context `wrap` makes units; at its end what was before counts again (WRAP-12).
+    """Context manager in which `wrap` creates units. On exit, it restores the previous setting (WRAP-12).
 
-    The context belongs to the running thread or task. An inner context replaces an outer one, it adds nothing to it.
+    The context applies to the current thread or task. An inner context replaces an outer one and inherits nothing.
 
     Args:
-        wrapper_cls: what to wrap with, e.g. ``FullyShardedDataParallel``.
-        **wrapper_kwargs: its arguments for every module wrapped inside.
+        wrapper_cls: the wrapper class, for example ``FullyShardedDataParallel``.
+        **wrapper_kwargs: its arguments for every module wrapped in the context.
     """
     token = _DEFAULTS.set((wrapper_cls, wrapper_kwargs))
     try:
@@ -268,11 +268,11 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None, N
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """``module`` as a unit inside `enable_wrap`, and untouched outside, so that a model can be written for both.
+    """Wraps ``module`` inside `enable_wrap` and returns it unchanged outside, so model code works in both cases.
 
     Args:
-        module: what to wrap.
-        **wrap_overrides: arguments that win over those of the context.
+        module: the module to wrap.
+        **wrap_overrides: arguments that override those of the context.
     """
     defaults = _DEFAULTS.get()
     if defaults is None:

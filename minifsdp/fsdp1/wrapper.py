@@ -7,24 +7,24 @@
     model(batch).sum().backward()
     optimizer.step()
 
-A wrapper stands between a module and whoever calls it. It takes the module's parameters away, keeps a shard of them,
-and gives the whole back for the time of a forward and a backward. All of that is in `forward`, five lines of it; what
-each line does is the engine's. A wrapper consists of
+A wrapper replaces the module's parameters with this rank's shard of them, and restores the unsharded parameters during
+forward and backward. Five lines of `forward` do this; each of them calls the engine. A wrapper has three main
+attributes:
 
-* ``_unit``: the parameters that no wrapper inside has taken; ``None`` if nothing was left
-* ``_tree``: the units that run together, found at the first forward by the outermost wrapper that runs
+* ``_unit``: the parameters that no inner wrapper manages; ``None`` if there are none
+* ``_tree``: the units that run together. The outermost wrapper that runs creates it at the first forward
 * ``_is_inner``: whether another wrapper contains this one
 
-Worked example: ``root(block0, block1)`` with all three wrapped. Each has a unit. The first ``root(batch)`` finds the
-tree of three and tells all of them. Had ``block0(x)`` been called on its own before, a tree of one would have been
-made for it; the tree of three takes it over. See ``engine/root.py``.
+Worked example: ``root(block0, block1)`` with all three wrapped. Each wrapper has a unit. The first ``root(batch)``
+creates one tree of three units and stores it in all three wrappers. If ``block0(x)`` was called alone before that, it
+has a tree with one unit, which the tree of three then replaces. See ``engine/root.py``.
 
-The original parameters are not in ``parameters()`` any more, one flat parameter for each unit is. All that is not
-needed for a training step, how a wrapper is looked through, saved, summoned and clipped, is attached from outside, in
+``parameters()`` returns one flat parameter for each unit instead of the original parameters. Features that a training
+step does not need, such as attribute lookup, state dicts, ``summon_full_params`` and gradient clipping, are added in
 ``fully_sharded_data_parallel.py``.
 
-*In torch:* ``fully_sharded_data_parallel.py``, 2167 lines, of which the constructor and ``forward`` are 140; the facts
-above are some thirty attributes of a class ``_FSDPState``, filled in by free functions.
+*In torch:* ``fully_sharded_data_parallel.py``, 2167 lines, of which the constructor and ``forward`` are 140. The state
+above is about thirty attributes of a class ``_FSDPState`` there, filled in by free functions.
 
 Spec: CTOR, SHARD, HYB, FWD, NAMES-01, NAMES-06.
 """
@@ -75,7 +75,7 @@ class Wrapper(nn.Module):
         *args, **kwargs: the fields of `Options`.
 
     Attributes:
-        _inner_class: what an auto-wrap policy wraps with.
+        _inner_class: the class that an auto-wrap policy wraps inner modules with.
     """
 
     _inner_class: type[Wrapper]
@@ -90,7 +90,7 @@ class Wrapper(nn.Module):
         self._ignored_modules, self._ignored_parameters = ignored
         self.compute_device = build.compute_device(module, options.device_id, self._ignored_parameters)
         self.mesh, groups = build.choose_mesh(options, strategy, self.compute_device)
-        # Of a hybrid strategy's two groups the one that shards.
+        # With a hybrid strategy, this is the shard group.
         self.process_group = groups[0] if isinstance(groups, tuple) else groups
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.device_mesh = options.device_mesh
@@ -99,7 +99,7 @@ class Wrapper(nn.Module):
         self.backward_prefetch, self.forward_prefetch = options.backward_prefetch, options.forward_prefetch
         self.limit_all_gathers, self._use_orig_params = options.limit_all_gathers, options.use_orig_params
         self.mixed_precision = options.mixed_precision or MixedPrecision()
-        # An old switch of torch that programs still set in their environment.
+        # An environment variable of older torch versions that programs still set.
         self._full_precision_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
         self._buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self._tree: Root | None = None
@@ -115,23 +115,23 @@ class Wrapper(nn.Module):
         self._unit = self._make_unit(module, modules)
 
     def _options_of_inner(self, options: Options, groups: ProcessGroups) -> dict[str, Any]:
-        """What a policy's units are made with: the same, but for what has been found out."""
+        """Arguments for the units of an auto-wrap policy: the same options with groups and ignored modules resolved."""
         return {
             **vars(options),
             "process_group": groups if options.device_mesh is None else None,
             "auto_wrap_policy": None,
-            # Modules, where modules were given: an inner unit must leave their buffers alone, too.
+            # If modules were given, pass modules, because an inner unit must ignore their buffers too.
             "ignored_modules": self._ignored_modules or None,
             "ignored_states": None if self._ignored_modules else self._ignored_parameters,
         }
 
     def _own_modules(self) -> list[tuple[str, nn.Module]]:
-        """The modules whose own parameters and buffers are a matter of this wrapper, with their paths."""
+        """The modules whose own parameters and buffers this wrapper manages, with their paths."""
         inside = modules_of_unit([self.module], is_wrapper)
         return [(path, module) for path, module in inside if module not in self._ignored_modules]
 
     def _initialize(self, modules: list[tuple[str, nn.Module]], options: Options) -> None:
-        """Makes this unit's initial values real, in the right place, and if so wished equal on all ranks."""
+        """Materializes this unit's initial values, moves them to the device and, if requested, broadcasts them."""
         ignored = {*self._ignored_parameters, *build.flattened_in(modules)}
         initial.materialize(modules, options.param_init_fn, self.compute_device, ignored)
         if options.device_id is not None:
@@ -142,7 +142,7 @@ class Wrapper(nn.Module):
             initial.synchronize(modules, self.mesh, ignored, type(self.module).__name__)
 
     def _make_unit(self, module: nn.Module, modules: list[tuple[str, nn.Module]]) -> build.FlatUnit | None:
-        """The unit of what no inner wrapper has taken; ``None`` if nothing is left."""
+        """Creates the unit of the parameters that no inner wrapper manages. Returns ``None`` if there are none."""
         parameters = owned_parameters(modules, self._ignored_parameters)
         if not parameters:
             return None
@@ -173,17 +173,17 @@ class Wrapper(nn.Module):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Wrapper]:
-        """All wrappers in ``module``, itself included if it is one; ``root_only`` leaves inner ones out (NAMES-06)."""
+        """All wrappers in ``module``, including ``module`` itself; ``root_only`` skips inner wrappers (NAMES-06)."""
         found = [m for m in module.modules() if isinstance(m, Wrapper)]
         return [m for m in found if not m._is_inner] if root_only else found
 
     # --- the algorithm ---
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the wrapped module with its full parameters. Every rank of the group must call it.
+        """Runs the wrapped module with its unsharded parameters. Every rank of the group must call it.
 
         Returns:
-            What the wrapped module returns, of the same structure.
+            The output of the wrapped module, with the same structure.
         """
         tree = self._current_tree()
         is_outermost_call = tree.begin_forward(self._unit)
@@ -210,7 +210,7 @@ class Wrapper(nn.Module):
         return output
 
     def _choose_precision(self, *, for_backward: bool = False) -> None:
-        """Full precision for modules in evaluation mode. A forward that was recorded before keeps its precision."""
+        """Uses full precision for modules in evaluation mode. An earlier recorded forward keeps its precision."""
         for wrapper in Wrapper.fsdp_modules(self):
             wrapper._cast_buffers()
             unit, stored = wrapper._unit, not wrapper.module.training
@@ -240,14 +240,14 @@ class Wrapper(nn.Module):
         return self._find_tree() if tree is None or tree.is_dissolved else tree
 
     def _mend(self) -> None:
-        """Before the user looks at what the units hold: tidies up after a backward that ended in an exception."""
+        """Cleans up after a backward that raised an exception. Called before the user reads parameters or gradients."""
         if self._tree is not None:
             self._tree.mend()
 
     def _find_tree(self) -> Root:
-        """A forward runs here with no other wrapper around it, so here is the root (CTOR-10)."""
+        """Creates the tree with this wrapper as its root: its forward runs outside of any other wrapper (CTOR-10)."""
         wrappers = [(clean_name(name), m) for name, m in self.named_modules() if isinstance(m, Wrapper)]
-        # Parts that ran on their own before were roots of small trees; this one takes them over (CTOR-11).
+        # Wrappers that were called alone before are roots of small trees. Their units move to this tree (CTOR-11).
         for _, wrapper in wrappers:
             if wrapper._tree is not None and not wrapper._tree.is_dissolved:
                 wrapper._tree.dissolve()
@@ -281,7 +281,7 @@ class Wrapper(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Dtype or device may have changed: the layout settles, and the next forward finds the tree anew.
+        # Dtype or device may have changed: the layout adapts to it, and the next forward creates a new tree.
         if self._tree is not None and not self._tree.is_dissolved:
             self._tree.dissolve()
         if self._unit is not None and self._unit.phase is Phase.IDLE:

@@ -1,1 +1,1 @@
-"""Front door 2: ``fully_shard``, which shards a model in place and keeps its parameters apart."""
+"""API 2: ``fully_shard``, which shards a model in place and shards each parameter separately."""

@@ -1,9 +1,9 @@
-"""Gathering and freeing by hand, and forgetting an iteration: what three methods of a sharded module do.
+"""Manual ``unshard`` and ``reshard``, and discarding an iteration: the code behind three methods of a sharded module.
 
-``unshard`` of a module is what its forward would do first, without the forward. Worked example, two blocks: while
-``block0`` computes, ``block1.unshard(async_op=True)`` issues the gather of the second; its forward finds it under way
-and waits. Nothing of this is needed in a training step, where the schedule asks ahead by itself. Who wants to wait
-earlier has the handle that was returned, and that is the state itself: what is there to wait for, it knows.
+``unshard`` issues the all-gather that the module's forward issues first. Worked example, two blocks: while ``block0``
+computes, ``block1.unshard(async_op=True)`` issues the all-gather of the second. The forward of ``block1`` then only
+waits for it. A training step does not need these calls, because the schedule prefetches automatically.
+``unshard(async_op=True)`` returns a handle; call its ``wait()`` to wait earlier. The handle is the state itself.
 
 *In torch:* ``FSDPParamGroup.unshard``, ``wait_for_unshard`` and ``reshard``.
 
@@ -15,27 +15,27 @@ from minifsdp.fsdp2.fsdp_state import FSDPState
 
 
 class UnshardHandle:
-    """The promise of ``unshard(async_op=True)`` (FS2-20)."""
+    """The handle that ``unshard(async_op=True)`` returns (FS2-20)."""
 
     def wait(self) -> None:
-        """Afterwards the module shows its full parameters. Harmless to call twice, or never."""
+        """Waits for the all-gather and registers the unsharded parameters. Calling it twice, or never, is safe."""
 
 
 class HandledState(FSDPState, UnshardHandle):
-    """What one call of ``fully_shard`` has made, with what is done to it by hand."""
+    """The state of one ``fully_shard`` call, with the operations that users call manually."""
 
     def drop_gradients(self) -> None:
-        """Forgets gradients of this iteration that have not been reduced, or not over all replicas."""
+        """Discards gradients of this iteration that are not reduced yet, or not all-reduced over the replicas."""
         for unit in self.current_tree().units:
             unit.layout.take_gradient(with_unreduced=True)
             for plan in unit.plans:
                 plan.partial = None
 
     def unshard(self) -> None:
-        """Issues the gather of this state's unit; `wait` completes it."""
+        """Issues the all-gather of this state's unit; `wait` completes it."""
         if self.unit is not None:
             tree = self.current_tree()
-            # As where an iteration begins: the user may have put other tensors in place of the shards, or changed them.
+            # As at the start of an iteration: the user may have replaced or modified the sharded parameters.
             self.unit.layout.notice_edits()
             tree.lanes.gather.follow()
             if self.unit.layout.is_stale():
@@ -43,12 +43,12 @@ class HandledState(FSDPState, UnshardHandle):
             self.unit.unshard()
 
     def wait(self) -> None:
-        """Completes a gather, and shows the full parameters; those that were freed since stay so."""
+        """Completes the all-gather and registers the unsharded parameters. Does nothing after a reshard."""
         if self.unit is not None and self.unit.state is not State.SHARDED:
             self.unit.wait()
             self.unit.layout.show_unsharded()
 
     def reshard(self) -> None:
-        """Frees the full parameters of this state's unit."""
+        """Reshards this state's unit, which frees the unsharded parameters."""
         if self.unit is not None:
             self.unit.reshard()

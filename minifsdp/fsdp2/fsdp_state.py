@@ -1,22 +1,22 @@
-"""What one call of ``fully_shard`` has made, and how it takes part in the forward of a module that nothing wraps.
+"""The state of one ``fully_shard`` call, and its forward hooks.
 
-There is no wrapper here: the model keeps its modules, its names and its structure. So what a wrapper's ``forward``
-would do is done by two hooks on the module, one before and one after its own forward::
+``fully_shard`` adds no wrapper: the model keeps its modules, its names and its structure. Two hooks on the module, one
+before and one after its own forward, do what a wrapper's ``forward`` would do::
 
-    before    begin an iteration if none is open; cast the inputs; gather; show the full parameters; watch the inputs
-    after     cast the output; free; lay trip wires on the output
+    before    begin an iteration if none is open; cast inputs; all-gather; register unsharded parameters; hook inputs
+    after     cast the output; reshard; register pre-backward hooks on the output
 
-Worked example: ``fully_shard(block0)``, ``fully_shard(block1)``, ``fully_shard(model)`` make three states. The first
-``model(batch)`` meets the third one's hook first, so that is the root; it finds the two others among its modules and
-makes them one tree.
+Worked example: ``fully_shard(block0)``, ``fully_shard(block1)``, ``fully_shard(model)`` create three states. The first
+``model(batch)`` runs the hook of the third state first, so this state becomes the root. It finds the other two states
+in its submodules and puts all three into one tree.
 
-Three things that a wrapper would not have to care about:
+Three cases that a wrapper does not have to handle:
 
-1. several modules may share one unit. Its gather belongs before the first of them and its end behind the last.
-2. after an exception in forward no hook runs. That an iteration was broken off is noticed when the same module begins
-   a forward again without having ended one.
-3. a module may call itself: a tree that descends into its own branches, a ``generate`` that calls ``self(token)``. That
-   begins twice as well, but there the first call is still to be found on the stack.
+1. Several modules can share one unit. It is all-gathered before the first of them runs and resharded after the last.
+2. An exception in forward can skip the forward hook. If the same module begins a forward again without having ended the
+   previous one, the previous iteration was interrupted.
+3. A module can call itself, for example a recursive tree module, or a ``generate`` that calls ``self(token)``. It also
+   begins a forward twice, but the first call is still on the stack.
 
 *In torch:* ``FSDPState``, with the same two hooks.
 
@@ -40,18 +40,18 @@ from minifsdp.engine.unit import Phase, Unit
 from minifsdp.fsdp2.options import MixedPrecisionPolicy
 
 ATTRIBUTE = "_fully_sharded"
-# The function around a method that is registered as another forward.
+# The name of the function that wraps a method registered with `register_fsdp_forward_method`.
 CALLER = "call_as_forward"
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
-    """What ``fully_shard`` has made of ``module``; ``None`` if it was not called on it."""
+    """The state of ``module``; ``None`` if ``fully_shard`` was not called on it."""
     state: FSDPState | None = module.__dict__.get(ATTRIBUTE)
     return state
 
 
 def states_in(module: nn.Module) -> list[tuple[str, FSDPState]]:
-    """All states at or below ``module``, each once, with the names of their modules."""
+    """All states of ``module`` and its submodules, each once, with the names of their modules."""
     names: dict[FSDPState, list[str]] = {}
     for name, inner in module.named_modules():
         state = state_of(inner)
@@ -61,14 +61,14 @@ def states_in(module: nn.Module) -> list[tuple[str, FSDPState]]:
 
 
 class FSDPState:
-    """One call of ``fully_shard``.
+    """The state of one ``fully_shard`` call.
 
     Args:
-        modules: on which it was called, one or several.
-        unit: their parameters; ``None`` if there were none left.
+        modules: the modules that ``fully_shard`` was called on, one or several.
+        unit: the unit of their parameters; ``None`` if inner units manage all of them.
         device: the compute device.
-        policy: the dtypes.
-        reshard_after_forward: the user's choice; ``None`` for "all but the root".
+        policy: the mixed-precision policy.
+        reshard_after_forward: the user's choice; ``None`` means ``True`` for all units except the root.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class FSDPState:
         self.is_tree_root = False
         self.shared_lanes: Lanes | None = None
         self._has_begun = False
-        # 1. Modules of this state that have not been run in the forward that is going on, and its number.
+        # 1. Modules of this state that have not run yet in the current forward, and the number of that forward.
         self._waiting: set[nn.Module] = set()
         self._waits_in = 0
-        # 3. Calls of the module that are going on inside of its own forward.
+        # 3. Number of running calls of the module inside its own forward.
         self._num_inner = 0
         self._is_recorded = False
-        # Members of the same tree with several modules.
+        # States of the same tree that have several modules.
         self._grouped: list[FSDPState] = []
         for module in modules:
             module.__dict__[ATTRIBUTE] = self
@@ -101,11 +101,11 @@ class FSDPState:
     # --- forward ---
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The hook before. Returns the inputs as the module shall see them."""
+        """The forward pre-hook. Returns the inputs to pass to the module."""
         tree = self.current_tree()
         is_open = self._has_begun or (self.unit is not None and self.unit.phase is Phase.FORWARD)
         if is_open and self._is_inner_call(module):
-            # 3. What is gathered for the outer call is there for the inner one.
+            # 3. The outer call has already all-gathered the parameters.
             self._num_inner += 1
             return self._cast_inputs(args, kwargs)
         self._num_inner = 0
@@ -122,13 +122,13 @@ class FSDPState:
         return watched
 
     def _is_inner_call(self, module: nn.Module) -> bool:
-        """Whether ``module``, which has been entered and as far as is known not left, is called by itself."""
+        """Whether ``module``, whose previous forward has not ended, is called from inside its own forward."""
         if self._waiting and module in self._waiting:
             return False
         if (self._has_begun or len(self.modules) == 1) and _calls_itself(module):
             return True
         if self._has_begun and module in self.modules:
-            # 2. Begun twice, and it does not call itself: the first forward was broken off.
+            # 2. Begun twice, and it does not call itself: the first forward was interrupted.
             self.break_off()
         return False
 
@@ -140,7 +140,7 @@ class FSDPState:
         return cast
 
     def _is_between(self, tree: Root) -> bool:
-        """1. Whether another module of this state has run before in this forward, and gathered for all of them."""
+        """1. Whether another module of this state has already run, and all-gathered the unit, in this forward."""
         if len(self.modules) == 1 or (self.unit is not None and self.unit.phase is Phase.PRE_BACKWARD):
             return False
         if self._waiting and self._waits_in == tree.cycle.num_forwards:
@@ -149,10 +149,10 @@ class FSDPState:
         return False
 
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """The hook after. Returns the output as the caller shall see it."""
+        """The forward hook. Returns the output to pass to the caller."""
         if output is None and _is_after_an_exception(sys._getframe(1)):
             if self._has_begun:
-                # The parts of the tree may be called next, and would take themselves for a part of this forward.
+                # Otherwise a later call of an inner module would count as a part of this forward.
                 self.break_off()
             return None
         tree = self.current_tree()
@@ -162,7 +162,7 @@ class FSDPState:
             self._num_inner -= 1
             return output
         if self.unit is not None and self.unit.phase is not Phase.PRE_BACKWARD:
-            # 1. Each module's output, for it is not known which of them is the last to run.
+            # 1. Hook each module's output, because any of the modules can be the last to run.
             self._leave(tree, self.unit, {module}, (args, kwargs), output)
         elif self._has_begun:
             tree.cycle.watch(output)
@@ -170,14 +170,14 @@ class FSDPState:
             self._has_begun = False
             for state in self._grouped:
                 if state.unit is not None and state._waiting and state._waits_in == tree.cycle.num_forwards:
-                    # Some of its modules have not been called in this forward. Their parameters may have been used all
-                    # the same, and backward may come to them before it comes to an output of the others.
+                    # Some of its modules were not called in this forward. Their parameters may be used anyway, and
+                    # backward may reach them before it reaches an output of the other modules.
                     state._leave(tree, state.unit, state._waiting, (args, kwargs), output)
             tree.end_forward()
         return output
 
     def _leave(self, tree: Root, unit: Unit, modules: set[nn.Module], inputs: Any, output: Any) -> None:
-        """``modules`` are over; if they were the last, so is the forward of the unit."""
+        """Called when ``modules`` have finished. If no others are left, ends the forward of the unit."""
         self._is_recorded |= tree.cycle.watch_output(unit, inputs, output)
         self._waiting -= modules
         if not self._waiting:
@@ -185,7 +185,7 @@ class FSDPState:
             tree.cycle.leave_forward(unit, is_recorded=is_recorded)
 
     def break_off(self) -> None:
-        """Brings the tree back to where an iteration may begin, after an exception."""
+        """Resets the tree after an exception, so that a new iteration can begin."""
         self._has_begun = self._is_recorded = False
         self._waiting.clear()
         if self.tree is not None:
@@ -194,7 +194,7 @@ class FSDPState:
     # --- the tree ---
 
     def current_tree(self) -> Root:
-        """The tree that this state is in; if there is none, one is made with this state as its root."""
+        """The tree that contains this state. If there is none, creates one with this state as its root."""
         tree = self.tree
         return self._find_tree() if tree is None or tree.is_dissolved else tree
 
@@ -205,10 +205,10 @@ class FSDPState:
                 found.setdefault(state, "" if state is self else name)
         for state in found:
             if state.tree is not None and not state.tree.is_dissolved:
-                # Parts that were unshard()ed before the whole stay gathered.
+                # Units that were unsharded manually before stay unsharded.
                 state.tree.dissolve(keeps_gathered=True)
             if state.unit is not None and state.reshard_after_forward is None:
-                # The root's backward follows its forward at once.
+                # The root's backward directly follows its forward.
                 state.unit.choose(reshard_after_forward=state is not self)
         tree = Root(
             [(name, state.unit) for state, name in found.items() if state.unit is not None],
@@ -228,13 +228,13 @@ class FSDPState:
 
 
 def _is_after_an_exception(caller: FrameType) -> bool:
-    """Whether ``caller``, which calls a hook, has caught an exception, so that there is no output."""
+    """Whether ``caller``, the frame that runs a hook, is handling an exception, so that there is no output."""
     _, _, trace = sys.exc_info()
     return trace is not None and trace.tb_frame is caller
 
 
 def _calls_itself(module: nn.Module) -> bool:
-    """Whether a call of ``module`` is going on further out, besides the one that leads here."""
+    """Whether the stack contains another call of ``module`` in addition to the current one."""
     frame: FrameType | None = sys._getframe(1)
     num_calls = 0
     while frame is not None:

@@ -4,18 +4,18 @@
 
     for block in model.blocks:
         fully_shard(block)              # one unit for each block
-    fully_shard(model)                  # and one for what is left
+    fully_shard(model)                  # and one for the remaining parameters
     optimizer = torch.optim.Adam(model.parameters())
 
-Nothing is wrapped. The call
+The module is not wrapped. The call
 
-1. takes the parameters of the module that no call inside has taken,
-2. replaces each by a ``DTensor`` that holds this rank's rows of it,
-3. and puts two hooks on the module, see ``fsdp_state.py``.
+1. collects the parameters of the module that no earlier call on a submodule manages,
+2. replaces each of them with a ``DTensor`` that holds this rank's shard,
+3. and registers two hooks on the module, see ``fsdp_state.py``.
 
-What else a call does, such as giving the module a class with more methods, is attached from outside: `state_class`.
+Other effects, such as changing the module's class to add methods, come from `state_class`, which is set elsewhere.
 
-Inner modules first, the root last: a unit consists of what is left when the call is made.
+Shard inner modules first and the root last: a unit consists of the parameters that are left when the call is made.
 
 *In torch:* ``_fully_shard.py`` and ``_fsdp_init.py``.
 
@@ -47,8 +47,8 @@ from minifsdp.fsdp2.reshard import choose_reshard, smaller_mesh
 
 _NO_POLICY = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
-# Attached from outside, see ``minifsdp/__init__.py``: what a call makes, `FSDPState` or a child of it that does more,
-# and functions that look at the parameters, how they will be cut, and the device, before they are cut.
+# Both are set in ``minifsdp/__init__.py``. A call instantiates `state_class`, which is `FSDPState` or a subclass. The
+# functions in `before_cut` are called with the parameters, their shardings and the device before sharding.
 state_class: type[FSDPState] = FSDPState
 before_cut: list[Callable[[dict[nn.Parameter, OwnedParameter], list[Sharding], torch.device], None]] = []
 
@@ -71,26 +71,26 @@ def fully_shard(
     Every rank of the mesh must call it, on modules of the same structure and in the same order.
 
     Args:
-        module: the module, or several that shall be one unit, gathered before the first of them runs and freed after
-            the last.
-        mesh: one axis to shard over, or two, (replicate, shard); ``None`` for all ranks. Without a default
+        module: the module, or a list of modules that form one unit. The unit is all-gathered before the first of them
+            runs and resharded after the last.
+        mesh: one dimension to shard over, or two, (replicate, shard); ``None`` for all ranks. Without a default
             process group, ``None`` first initializes one from the environment that a launcher such as torchrun sets.
-        reshard_after_forward: ``True`` frees after forward and gathers again for backward; ``False`` keeps; a number
-            keeps one copy for so many ranks; ``None`` means ``True`` for all but the root.
-        shard_placement_fn: gives for a parameter ``Shard(dim)``, or ``None`` for its first dim, or torch's
-            ``ShardPlacementResult`` to cut it over another mesh than the others.
-        mp_policy: which dtype at which step.
-        offload_policy: whether shards live on the CPU.
-        ignored_params: parameters to be left alone.
-        dp_mesh_dims: not offered.
+        reshard_after_forward: ``True`` reshards after forward and all-gathers again for backward; ``False`` keeps the
+            parameters unsharded; an integer n reshards to groups of n ranks; ``None`` is ``True`` except for the root.
+        shard_placement_fn: called with each parameter. Returns ``Shard(dim)``, ``None`` to shard dim 0, or torch's
+            ``ShardPlacementResult`` to shard the parameter over another mesh.
+        mp_policy: the mixed-precision policy.
+        offload_policy: whether shards are stored on the CPU.
+        ignored_params: parameters that are not sharded.
+        dp_mesh_dims: not supported.
 
     Returns:
         ``module``.
 
     Raises:
-        ValueError: a module that cannot be sharded, a mesh of more than two axes, a parameter of another unit, or no
-            default process group and an environment without ``RANK`` and the other variables of a launcher.
-        AssertionError: a module that is sharded already.
+        ValueError: if a module cannot be sharded, the mesh has more than two dimensions, a parameter belongs to another
+            unit, or there is neither a default process group nor the environment variables of a launcher (``RANK``...).
+        AssertionError: if a module is already sharded.
     """
     if dp_mesh_dims is not None:
         raise NotImplementedError(message("dp-mesh-dims"))
@@ -100,21 +100,21 @@ def fully_shard(
     _check_modules(modules)
     mesh = mesh if mesh is not None else _default_mesh()
     device = _device_of(mesh)
-    # 1. In the order of the modules; ties inside of the unit stay one parameter.
+    # 1. In module order. A parameter that is tied inside the unit stays one parameter.
     owners = modules_of_unit(modules, _is_apart)
     parameters = owned_parameters(owners, set(ignored_params or ()))
     _move_to(device, owners, parameters)
     shardings = _shardings(parameters, mesh, shard_placement_fn)
     for look in before_cut:
         look(parameters, shardings, device)
-    # 2. Values are taken, DTensors are shown.
+    # 2. The layout takes over the values and registers DTensors on the modules.
     unit = None
     if parameters:
         options = _options(device, mp_policy, offload_policy)
         layout = PerParameterLayout(parameters, shardings, options)
         frees = reshard_after_forward is None or reshard_after_forward
         unit = _make_unit(modules[0], layout, options.precision, shardings[0].mesh, frees)
-    # 3. The state lays the hooks.
+    # 3. The state registers the hooks.
     state_class(modules, unit, device, mp_policy, reshard_after_forward)
     return module
 
@@ -123,7 +123,7 @@ def _check_modules(modules: list[nn.Module]) -> None:
     if not modules:
         raise ValueError(message("no-modules"))
     for module in modules:
-        # In a list of several, the others gather for it.
+        # In a list of several modules, the forwards of the other modules all-gather its parameters.
         if len(modules) == 1 and misuse.is_only_called_in_parts(module):
             raise ValueError(message("no-forward", type=type(module).__name__))
         if state_of(module) is not None:
@@ -140,13 +140,13 @@ def _default_mesh() -> DeviceMesh:
             torch.distributed.init_process_group()
         except ValueError as error:
             raise ValueError(message("no-launcher", error=error)) from error
-    # A build for GPUs names its accelerator also where there is none.
+    # A GPU build reports its accelerator even if the machine has none, hence `check_available`.
     device = torch.accelerator.current_accelerator(check_available=True)
     return init_device_mesh(device.type if device is not None else "cpu", (torch.distributed.get_world_size(),))
 
 
 def _table(mesh: DeviceMesh) -> Mesh:
-    """This rank's groups on the user's mesh, see ``mesh.py``."""
+    """This rank's shard group and replicate group on the user's mesh, see ``mesh.py``."""
     if mesh.ndim == 1:
         return Mesh.sharded(Group.of(mesh.get_group()))
     if mesh.ndim != 2:
@@ -161,14 +161,14 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def _is_apart(module: nn.Module) -> bool:
-    # What `replicate` has taken belongs to it.
+    # `replicate` manages the parameters of the modules that it was called on.
     return state_of(module) is not None or "replicate" in module.__dict__.get(REGISTRY_KEY, ())
 
 
 def _move_to(
     device: torch.device, owners: list[tuple[str, nn.Module]], parameters: dict[nn.Parameter, OwnedParameter]
 ) -> None:
-    """Values and buffers on the compute device, unless they are on none yet (FS2-15)."""
+    """Moves parameters and buffers to the compute device, unless they are on the meta device (FS2-15)."""
     for parameter in parameters:
         if parameter.device != device and parameter.device.type != "meta":
             with torch.no_grad():
@@ -184,7 +184,7 @@ def _shardings(
     mesh: DeviceMesh,
     placement_fn: Callable[[nn.Parameter], Any] | None,
 ) -> list[Sharding]:
-    """How each is cut, and over whom."""
+    """Returns for each parameter how it is sharded, and over which mesh."""
     tables = {mesh: _table(mesh)}
     found = []
     for parameter, owned in parameters.items():

@@ -1,11 +1,11 @@
-"""Where do my initial weights come from? From each rank: nothing is sent at the beginning.
+"""Checks that all ranks start with the same weights. ``fully_shard`` itself does not broadcast initial weights.
 
-Every rank cuts its own rows out of its own weights. If the ranks were seeded differently, or only one of them has read
-a checkpoint, the whole is a patchwork of several models. It trains, and badly, and no shape is wrong.
+Every rank takes its shard from its own weights. If the ranks use different seeds, or only one of them has loaded a
+checkpoint, the unsharded model is a mix of several models. It trains badly, and no shape error reveals the mistake.
 
-With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` the ranks compare a checksum of each parameter before it is cut, and a warning
-names those that differ. To make them equal, load them on rank 0 and send them, ``set_model_state_dict`` with
-``StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)``, or seed all ranks equally before building.
+With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, the ranks compare a checksum of each parameter before sharding, and a warning
+names the parameters that differ. To make them equal, load the weights on rank 0 and call ``set_model_state_dict`` with
+``StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)``, or set the same seed on all ranks.
 
 *In torch:* no check.
 
@@ -28,12 +28,12 @@ from minifsdp.engine.messages import message, warn
 def warn_if_different(
     parameters: dict[nn.Parameter, OwnedParameter], shardings: Sequence[Sharding], device: torch.device
 ) -> None:
-    """While debugging, warns of parameters whose values differ between ranks. Every rank of the meshes must call it.
+    """Warns about parameters that differ between ranks, at debug level DETAIL. Every rank of the meshes must call it.
 
     Args:
-        parameters: which are about to be cut.
-        shardings: how.
-        device: where to compare.
+        parameters: the parameters that are about to be sharded.
+        shardings: how each parameter is sharded.
+        device: the device to compare on.
     """
     if get_debug_level() != DebugLevel.DETAIL:
         return
@@ -48,7 +48,7 @@ def warn_if_different(
 
 
 def _compare(values: dict[str, torch.Tensor], table: Mesh, device: torch.device) -> None:
-    # What tensor parallelism has cut differs from part to part; compared are ranks that have the same part.
+    # Tensor-parallel shards differ between ranks by design. Only ranks that hold the same shard are compared.
     sums = [_checksum(value) for value in values.values()]
     mine = torch.tensor(sums, dtype=torch.float64, device=device)
     different = torch.zeros(len(sums), dtype=torch.bool, device=device)
@@ -63,6 +63,6 @@ def _compare(values: dict[str, torch.Tensor], table: Mesh, device: torch.device)
 
 
 def _checksum(values: torch.Tensor) -> float:
-    # A sum alone would not see two values exchanged, so each is weighted by its place.
+    # A plain sum does not detect two swapped values, so each value is weighted by its position.
     row = values.reshape(-1).to(torch.float64)
     return float(torch.dot(row, torch.arange(1, row.numel() + 1, dtype=torch.float64, device=row.device)))

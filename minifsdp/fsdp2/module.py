@@ -1,12 +1,12 @@
-"""``FSDPModule``: the methods that a sharded module has beside its own.
+"""``FSDPModule``: the methods that ``fully_shard`` adds to a module.
 
-``fully_shard`` changes a module's class to one that is a subclass of both, ``class FSDPBlock(FSDPModule, Block)``. So
-the module stays what it was, and learns the methods of this page.
+``fully_shard`` changes the module's class to a subclass of both classes, ``class FSDPBlock(FSDPModule, Block)``. The
+module keeps its own behavior and gains the methods of this file.
 
-Most of them set a switch on the unit, or on all units below. Worked example, two micro-batches, one reduction::
+Most methods set an option of one unit or of all units in the module. Worked example, two micro-batches, one reduction::
 
-    model.set_requires_gradient_sync(False)      # switches `reduces` off on every unit
-    loss(model(first)).backward()                # gradients stay whole, and stay here
+    model.set_requires_gradient_sync(False)      # sets `reduces` to False on every unit
+    loss(model(first)).backward()                # gradients stay unsharded and local to the rank
     model.set_requires_gradient_sync(True)
     loss(model(second)).backward()               # the sum is reduced
 
@@ -36,7 +36,7 @@ from minifsdp.fsdp2.reshard import choose_reshard
 
 
 class FSDPModuleState(HandledState):
-    """What one call of ``fully_shard`` has made, of modules that have become `FSDPModule`."""
+    """The state of one ``fully_shard`` call, whose modules become instances of `FSDPModule`."""
 
     def __init__(self, modules: list[nn.Module], *rest: Any) -> None:
         super().__init__(modules, *rest)
@@ -48,33 +48,33 @@ _classes: dict[type, type] = {}
 
 
 def _class_for(original: type) -> type:
-    """A class that is ``original`` and an ``FSDPModule``; one for each original."""
+    """The subclass of ``FSDPModule`` and ``original``, created once for each original class."""
     if original not in _classes:
         _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
     return _classes[original]
 
 
 class FSDPModule:
-    """A module on which ``fully_shard`` was called. It cannot be made by hand."""
+    """A module on which ``fully_shard`` was called. It cannot be constructed directly."""
 
-    # Where the original class stands among the bases of the new one.
+    # The index of the original class in the `__mro__` of the new class.
     _original_class_index = 2
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Makes a module of the original class: ``model[:2]`` of a sharded ``Sequential`` is a plain one."""
+        """Creates a module of the original class, so ``model[:2]`` of a sharded ``Sequential`` is not sharded."""
         return cls.__mro__[cls._original_class_index](*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refuses: shards and hooks cannot be copied one by one (NEW-22)."""
+        """Raises an error, because shards and hooks cannot be copied individually (NEW-22)."""
         raise AssertionError(message("copy-of-fully-shard"))
 
-    # --- by hand ---
+    # --- manual unshard and reshard ---
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers this module's own group, not those inside it (FS2-19). All ranks of its mesh must call it.
+        """All-gathers this module's unit, without inner units (FS2-19). All ranks of its mesh must call it.
 
         Args:
-            async_op: return at once, with a handle to wait on; a forward waits by itself.
+            async_op: return immediately with a handle. The module's forward waits for the all-gather automatically.
         """
         state = _state(self)
         state.unshard()
@@ -84,16 +84,16 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Frees the full parameters of this module's own group (FS2-19)."""
+        """Frees the unsharded parameters of this module's unit, without inner units (FS2-19)."""
         _state(self).reshard()
 
     def reset_iter_state(self) -> None:
-        """Ends an iteration that was broken off by an exception (NEW-15). To be called on the root.
+        """Resets the state after an exception interrupted an iteration (NEW-15). Call it on the root module.
 
-        Gradients that wait for their reduction are lost.
+        Gradients that are not reduced yet are lost.
 
         Raises:
-            RuntimeError: the module is not the root of its tree.
+            RuntimeError: if the module is not the root of its tree.
         """
         state = _state(self)
         if state.tree is not None and not state.is_tree_root:
@@ -104,21 +104,21 @@ class FSDPModule:
     # --- reduction ---
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward ends the iteration; if not, it does not wait for its reductions (NEW-07)."""
+        """Sets whether the next backward ends the iteration. If not, it does not wait for its reductions (NEW-07)."""
         _state(self).current_tree().cycle.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients, or keeps them whole for a later one (FS2-SYNC-01)."""
+        """Sets whether backward reduces gradients. If not, they stay unsharded and accumulate (FS2-SYNC-01)."""
         _choose(self, recurse, reduces=requires_gradient_sync)
         self.set_requires_all_reduce(requires_gradient_sync, recurse=recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward sums over replicas, or keeps this copy's sum for a later one (NEW-08)."""
+        """Sets whether backward all-reduces over replicas. If not, reduce-scattered gradients accumulate (NEW-08)."""
         for plan in _plans(self, recurse):
             plan.all_reduces = requires_all_reduce
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """What this module's gradients are divided by, in place of the number of ranks (NEW-10)."""
+        """Sets the factor by which this module's gradients are divided, instead of the number of ranks (NEW-10)."""
         for plan in _plans(self, recurse=False):
             plan.scaling = Scaling.by(factor, plan.dtype)
 
@@ -128,17 +128,17 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Whether only sums travel (NEW-10). Here they always do: the division is a step of its own."""
+        """No effect (NEW-10): collectives here always sum, and the division is a separate step."""
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
-        """Calls ``hook(reduced)`` with this group's reduced gradient, 1-D, before parameters see it (NEW-09).
+        """Calls ``hook(reduced)`` with the unit's reduced gradient, 1-D, before it is added to ``.grad`` (NEW-09).
 
         Args:
-            hook: may change the tensor in place.
-            stream: an accelerator's stream to call it on; not with replicas, whose all-reduce has a lane already.
+            hook: can modify the tensor in place.
+            stream: the stream to call it on. Not allowed with replicas, because their all-reduce already has a stream.
 
         Raises:
-            ValueError: a stream together with a (replicate, shard) mesh.
+            ValueError: if ``stream`` is given and the mesh is (replicate, shard).
         """
         for plan in _plans(self, recurse=False):
             if stream is not None and plan.mesh.replicate is not None:
@@ -146,17 +146,17 @@ class FSDPModule:
             plan.after, plan.after_lane = hook, stream
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Whether parameters that got no gradient on this rank count as zeros (NEW-14)."""
+        """Sets whether parameters without a gradient on this rank are reduced as zeros (NEW-14)."""
         for unit in _units(self, recurse):
             unit.layout.reduces_unused = reduce_scatter_unused_params
 
     # --- memory ---
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether forward frees the full parameters (NEW-06).
+        """Sets whether the unsharded parameters are freed after forward (NEW-06).
 
         Raises:
-            ValueError: not a bool; a number of ranks can be chosen in `fully_shard` only, since it makes groups.
+            ValueError: if it is not a bool. Only `fully_shard` accepts a number of ranks, because it creates groups.
         """
         for state in _states(self, recurse):
             state.reshard_after_forward = reshard_after_forward
@@ -164,80 +164,80 @@ class FSDPModule:
                 choose_reshard(state.unit, reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether backward frees the full parameters (NEW-06)."""
+        """Sets whether the unsharded parameters are freed after backward (NEW-06)."""
         _choose(self, recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward needs this group's parameters; an embedding's, for one, it does not (NEW-11)."""
+        """Sets whether backward needs this unit's parameters. For an embedding, for example, it does not (NEW-11)."""
         _choose(self, recurse=False, gathers_in_backward=unshard_in_backward)
 
     # --- prefetch ---
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Which groups to gather, in this order, when this module's forward begins (FS2-PREF-03).
+        """Sets which modules to all-gather, in this order, when this module's forward begins (FS2-PREF-03).
 
         Raises:
-            ValueError: one of them is no ``FSDPModule``.
+            ValueError: if a module is not an ``FSDPModule``.
         """
         _choose(self, recurse=False, ahead_in_forward=_units_of(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Which groups to gather, in this order, when this module's backward begins (FS2-PREF-04).
+        """Sets which modules to all-gather, in this order, when this module's backward begins (FS2-PREF-04).
 
-        An empty list brings the default back: the group whose forward ended before this one's.
+        An empty list restores the default: the unit whose forward ended just before this one's.
 
         Raises:
-            ValueError: one of them is no ``FSDPModule``.
+            ValueError: if a module is not an ``FSDPModule``.
         """
         _choose(self, recurse=False, ahead_in_backward=_units_of(modules) or None)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """What the next iteration's gathers wait for, in place of all that was given to the compute stream (NEW-12)."""
+        """Sets the event that the next iteration's all-gathers wait for, instead of the compute stream (NEW-12)."""
         _state(self).current_tree().after_optimizer = event
 
     # --- for special hardware ---
 
     def set_custom_all_gather(self, comm: Any) -> NoReturn:
-        """Not offered (NEW-18)."""
+        """Not supported (NEW-18)."""
         raise _not_offered("set_custom_all_gather", "the gather of engine/collectives.py")
 
     def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
-        """Not offered (NEW-18)."""
+        """Not supported (NEW-18)."""
         raise _not_offered("set_custom_reduce_scatter", "set_all_reduce_hook to look at reduced gradients")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Not offered (NEW-18); switching it off is."""
+        """Not supported (NEW-18), except with ``enable=False``."""
         if enable:
             raise _not_offered("set_allocate_memory_from_process_group_for_comm", "PyTorch's own allocator")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Not offered (NEW-18)."""
+        """Not supported (NEW-18)."""
         raise _not_offered("set_symm_mem_for_comm", "PyTorch's own allocator")
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> NoReturn:
-        """Not offered (NEW-18)."""
+        """Not supported (NEW-18)."""
         raise _not_offered("set_separate_reduce_scatter_group", "one group; reductions have a lane of their own")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> NoReturn:
-        """Not offered (NEW-18)."""
+        """Not supported (NEW-18)."""
         raise _not_offered("set_reduce_scatter_max_input_buffers", "the one reduction in flight that there is")
 
-    # --- what modules are asked by nn.Module itself ---
+    # --- overrides of nn.Module methods ---
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """``to``, ``half``, ``to_empty`` and the like act on the shards; a unit adapts when next used (FS2-28)."""
+        """Applies ``to``, ``half``, ``to_empty`` etc. to the shards. The unit adapts at its next use (FS2-28)."""
         _state(self).reshard()
         return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops gradients, also those of sharded parameters that full ones stand in for (FUZZ-04)."""
+        """Clears gradients, also of sharded parameters that unsharded ones currently replace (FUZZ-04)."""
         tree = _state(self).tree
         if tree is not None and not tree.is_busy:
             # After `set_is_last_backward(False)` a reduction may still be in flight, and add to `.grad` later.
             tree.cycle.reducer.settle()
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in _units(self, recurse=True):
-            # Gradients that wait for their reduction, or for their all-reduce.
+            # Gradients that are not reduced or not all-reduced yet.
             unit.layout.take_gradient(with_unreduced=True)
             for plan in unit.plans:
                 plan.partial = None
@@ -273,7 +273,7 @@ def _choose(module: Any, recurse: bool, **changes: Any) -> None:
 
 
 def _listed(module: Any) -> FSDPModuleState:
-    """The state of one of the modules that the user has put on a list."""
+    """The state of one module in a list that the user passed."""
     if not isinstance(module, FSDPModule):
         raise ValueError(message("expects-fsdp-module", type=type(module).__name__))
     return _state(module)
@@ -288,10 +288,10 @@ def _not_offered(what: str, instead: str) -> NotImplementedError:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Lets another method of ``module`` gather and free as ``forward`` does (NEW-13). No effect on other modules.
+    """Makes another method all-gather and reshard as ``forward`` does (NEW-13). No effect if ``module`` is not sharded.
 
     Raises:
-        ValueError: there is no such method.
+        ValueError: if ``module`` has no such method.
     """
     state = state_of(module)
     if state is None:
@@ -311,10 +311,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Lets several roots, stages of a pipeline say, share their lanes (NEW-17). To be called before the first forward.
+    """Makes several roots, e.g. pipeline stages, share communication streams (NEW-17). Call before the first forward.
 
     Raises:
-        ValueError: one of them is no ``FSDPModule``.
+        ValueError: if a module is not an ``FSDPModule``.
     """
     states = [_listed(module) for module in modules]
     if states:

@@ -1,4 +1,4 @@
-"""What users choose for a group of parameters: precision and offload.
+"""User options for ``fully_shard``: mixed precision and CPU offload.
 
 *In torch:* ``_fsdp_api.py``, with the same names and fields.
 
@@ -12,12 +12,12 @@ import torch
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Which dtype at which step; ``None`` leaves a step as it is. Casts happen at the borders of modules.
+    """The dtypes for mixed precision; ``None`` means no cast. Casts happen at module boundaries.
 
     Attributes:
-        param_dtype: of the gathered parameters, of compute, and of floating-point inputs if they are cast.
-        reduce_dtype: in which gradients travel and are accumulated before they do; ``None`` follows ``param_dtype``.
-        output_dtype: of the floating-point outputs of forward.
+        param_dtype: dtype of the unsharded parameters, of compute, and of floating-point inputs if they are cast.
+        reduce_dtype: dtype for gradient reduction and for accumulation before it; ``None`` means ``param_dtype``.
+        output_dtype: dtype to cast the floating-point outputs of forward to.
         cast_forward_inputs: whether floating-point inputs are cast to ``param_dtype``.
     """
 
@@ -29,15 +29,15 @@ class MixedPrecisionPolicy:
 
 @dataclass
 class OffloadPolicy:
-    """Shards stay on the compute device."""
+    """No offload: shards stay on the compute device."""
 
 
 @dataclass
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, gradients and with them the optimizer's state live on the CPU.
+    """Stores shards, gradients and therefore optimizer state on the CPU.
 
     Attributes:
-        pin_memory: whether shards are pinned, so that copies to the device can overlap with compute.
+        pin_memory: whether shards are in pinned memory, so that copies to the device can overlap with compute.
     """
 
     pin_memory: bool = True
@@ -45,11 +45,11 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Names of the axes of a mesh that are for data parallelism.
+    """Names of the mesh dimensions that are for data parallelism.
 
     Attributes:
-        shard: over which parameters are sharded.
-        replicate: over which they are replicated.
+        shard: the dimensions to shard parameters over.
+        replicate: the dimensions to replicate parameters over.
     """
 
     shard: str | tuple[str, ...] | None = None

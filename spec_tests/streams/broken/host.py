@@ -36,7 +36,7 @@ BREAKS = [
         "batches-answered-without-an-event",
         "batches.py",
         'answer, event = number.to("cpu", non_blocking=True), lane.stream.record_event()\n'
-        "            # From now on it is complete when the CPU has it: the watcher sees who waits for it.\n"
+        "            # It is complete when the CPU has the result, so the watchdog sees a rank that waits for it.\n"
         "            work.wait_for(event.synchronize)\n",
         'answer = number.to("cpu", non_blocking=True)\n            work.wait_for(bool)\n',
         "Nobody knows when the answer, whether all ranks have a batch, has been copied.",
