@@ -20,13 +20,13 @@ def says(*patterns: str) -> bool:
 @pytest.mark.pure
 @pytest.mark.spec("SHARD-17", "SHARD-05")
 def test_the_page_on_strategies_gives_the_other_names_and_says_what_the_root_does() -> None:
-    assert says(r"`FULL_SHARD` \| ZeRO-3", r"`SHARD_GRAD_OP` \| ZeRO-2", r"root.*stay gathered")
+    assert says(r"`FULL_SHARD` \| ZeRO-3", r"`SHARD_GRAD_OP` \| ZeRO-2", r"root.*stay unsharded")
 
 
 @pytest.mark.pure
 @pytest.mark.spec("HYB-11", "HYB-12")
 def test_it_says_when_to_choose_hybrid_and_what_to_try_between_nodes() -> None:
-    assert says(r"NCCL_CROSS_NIC=1", r"price is memory", r"_HYBRID_SHARD_ZERO2` saves the gathers in backward")
+    assert says(r"NCCL_CROSS_NIC=1", r"price is memory", r"_HYBRID_SHARD_ZERO2` saves the all-gathers in backward")
 
 
 @pytest.mark.pure
@@ -45,4 +45,4 @@ def test_it_says_that_mixed_precision_of_the_wrapper_is_experimental_upstream() 
 @pytest.mark.pure
 @pytest.mark.spec("ORIG-06")
 def test_it_says_that_the_part_of_a_parameter_on_a_rank_is_no_contract() -> None:
-    assert says(r"`use_orig_params=True`.*[Ww]hich part is no contract.*`summon_full_params`")
+    assert says(r"`use_orig_params=True`.*[Ww]hich part is not guaranteed.*`summon_full_params`")

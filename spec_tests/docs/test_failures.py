@@ -23,7 +23,7 @@ def test_each_script_has_a_page_in_the_navigation_and_a_row_of_the_index() -> No
         assert failures.table().count(f"[`{one.name}.py`]({one.name}.md) | {one.symptom} | ") == 1
         assert set(one.rows) <= set(all_rows())
         page = (failures.PAGES / f"{one.name}.md").read_text()
-        order = [f"{{{{ failure {one.name} }}}}", "## Why", "## Mend", f"{{{{ mend {one.name} }}}}"]
+        order = [f"{{{{ failure {one.name} }}}}", "## Why", "## Fix", f"{{{{ mend {one.name} }}}}"]
         assert sorted(order, key=page.index) == order
 
 

@@ -79,7 +79,8 @@ def test_the_calculator_gives_the_example_and_promises_no_gain() -> None:
     assert says(page, r"up to 4 times, about 30 %, 2 to 10 %, are its authors' observations")
     # What is called stored is the same in the text and in the numbers: without gradients.
     example = cost_of(Job(units=[[(7000, 1_000_000)]], num_shards=8))
-    assert says(page, rf"Of these {example.stored / 1e9:g} GB are stored: a quarter, the gradients, goes")
+    stored = f"{example.stored / 1e9:g} GB"
+    assert says(page, rf"Of these, {stored} are stored between steps; the gradients, one quarter, are freed")
     assert example.after_backward == 14e9
 
 
