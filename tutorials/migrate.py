@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 4 tutorials/migrate.py
     python tutorials/migrate.py
 
-Out comes: for each row of the table whether losses are equal, and the events, too, or what differs.
+Output: for each row of the table whether losses are equal, and the events, too, or what differs.
 
 It takes some seconds on two CPU cores. With two ranks all rows run but the two hybrids, which need four.
 

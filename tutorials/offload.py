@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 tutorials/offload.py
 
-Out comes: bytes on the host, copies to the device and back, and the losses of a training without offload.
+Output: bytes on the host, copies to the device and back, and the losses of a training without offload.
 
 It takes a few seconds on two CPU cores.
 

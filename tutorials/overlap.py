@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 tutorials/overlap.py --folder /tmp
 
-Out comes: the order of gathers and reductions under each setting, and a timeline of each.
+Output: the order of gathers and reductions under each setting, and a timeline of each.
 
 It takes some seconds on two CPU cores, and draws each variant as an SVG picture into the folder, all on one axis. Of
 several steps the quickest is drawn: another program can only make a step slower.

@@ -3,7 +3,7 @@
     python -m pip install transformers
     torchrun --standalone --nproc-per-node 2 tutorials/t5_summarise.py
 
-Out comes: losses of training and validation after each epoch, and a summary by the best model.
+Output: losses of training and validation after each epoch, and a summary by the best model.
 
 It takes about a minute and a half on two CPU cores. A T5 has an encoder, which reads, and a decoder, which writes. The
 text to be read is the body of a docstring of Python's standard library, the summary to be written is its first line.

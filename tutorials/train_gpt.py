@@ -5,7 +5,7 @@ Run it in one of two ways; the second starts the first::
     torchrun --standalone --nproc-per-node 2 tutorials/train_gpt.py
     python tutorials/train_gpt.py
 
-Out comes: losses that fall, a text that the model writes, a table of what each rank stores, and on demand a timeline.
+Output: losses that fall, a text that the model writes, a table of what each rank stores, and on demand a timeline.
 
 It takes about a minute on two CPU cores. There is nothing to download: the text is the standard library of the Python
 that runs it, byte by byte, and the 256 values of a byte are the vocabulary.
