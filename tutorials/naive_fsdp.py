@@ -58,7 +58,7 @@ class Unit:
         # Padding makes all slices equally long, so one all-gather works without a table of sizes.
         row = torch.nn.functional.pad(row, (0, -row.numel() % dist.get_world_size()))
         self.slice = nn.Parameter(row.chunk(dist.get_world_size())[dist.get_rank()].clone())
-        # A. Two variables: the optimizer's is small and always allocated; autograd's is the whole row, freed when unused.
+        # A. Two variables: the optimizer's is small and permanent; autograd's is the whole row, freed when unused.
         self.row = torch.empty_like(row).requires_grad_()
         self.num_bytes = row.numel() * row.element_size()
         self.row.untyped_storage().resize_(0)
