@@ -26,9 +26,8 @@ of its gradient. The four blocks are 0 to 3, and backward runs from 3 to 0.
    ten units before the first one has been computed: ten units of memory. So before a third all-gather in flight it
    waits until the oldest unit is freed. Here a clock simulates the GPU.
 
-The *hidden* time is measured as the time between issue and wait of each all-gather during which another unit computed.
-On two CPU cores communication shares the cores with computation, and overlap saves nothing. A GPU computes while the
-network sends, so there hidden time is saved time.
+The *hidden* time is the part of each all-gather, between issue and wait, during which another unit computed. On two
+CPU cores communication takes cores from computation, and nothing is saved. With GPUs, hidden time is saved time.
 
 Spec: PREF-02, PREF-04, PREF-06, PREF-07, PREF-12, PREF-16, LIM-02, LIM-03, LIM-07.
 """
