@@ -273,8 +273,7 @@ def record_of(epoch: int, seconds: float, losses: tuple[float, float | None], op
 
 
 def loaders(tokenizer: object, options: argparse.Namespace, place: Place) -> list[DataLoader]:
-    """4. The loaders for training and for validation, with this rank's items. The sampler shuffles, the loader must
-    not."""
+    """4. The training and validation loaders of this rank's items. The sampler shuffles, the loader must not."""
     # Only docstrings with a body, in an order that does not depend on the order of the files.
     docstrings = [doc for doc in read_docstrings() if len(doc.body) > 60]
     order = torch.randperm(len(docstrings), generator=torch.Generator().manual_seed(0)).tolist()

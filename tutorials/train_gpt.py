@@ -12,8 +12,7 @@ byte by byte, and the vocabulary is the 256 values of a byte.
 
 What happens, and what to look at:
 
-1. **Every rank builds the same model.** Same seed, same weights: FSDP shards the given values and does not compare
-   them.
+1. **Every rank builds the same model.** Same seed, same weights: FSDP does not compare the values that it shards.
 2. **Sharding is one call.** Each block becomes a unit, and the other layers (embedding and final norm) the root unit.
    From then on a rank only stores its slice of each unit.
 3. **The optimizer comes after the sharding.** It must own the slices, which that call creates.

@@ -80,16 +80,16 @@ class Reader(dcp.FileSystemReader):
 
 
 class Planner(dcp.DefaultLoadPlanner):
-    """Puts what was read into the state, values that are no tensors as well, without code from them."""
+    """Puts the loaded values into the state, also those that are not tensors, without running code from them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Loads a value that is no tensor.
+        """Loads a value that is not a tensor.
 
         Raises:
             UnpicklingError: its pickle names anything that ``weights_only=True`` refuses.
         """
         loaded = torch.load(value, weights_only=True)
-        # What the planner loads is what the line above has accepted, and not the bytes of the file.
+        # The planner loads the value that the line above has accepted, not the bytes of the file.
         checked = io.BytesIO()
         torch.save(loaded, checked)
         checked.seek(0)
