@@ -11,7 +11,7 @@ written again: the new checkpoint is written to a separate folder, and a single 
 A save, in this order:
 
 1. remove the leftovers of killed runs, and create an empty folder for the new checkpoint. It is in the same parent
-   folder, because a rename cannot move anything to another file system;
+   folder, because a rename cannot cross file systems;
 2. all ranks write their files into it;
 3. flush every file to the disk, and compute its size and SHA-256. A rename can reach the disk before the contents do.
    After a power loss the new name would then refer to old garbage;
@@ -32,15 +32,14 @@ between 6 and 7        40 and 60, and `newest` is 60        resumes from 60
 =====================  ===================================  ==================================================
 
 A complete checkpoint can still be damaged later, by a copy that stopped in the middle or by a failing disk. So reading
-verifies everything: every rank compares every size, and each rank hashes its share of the files. The ranks exchange
-their results before any of them continues. If the newest checkpoint is damaged, the one before it is used; if none is
-intact, all ranks raise an error.
+verifies it: every rank compares every size, hashes its share of the files, and exchanges its results with the others.
+If the newest checkpoint is damaged, the one before it is used; if none is intact, all ranks raise an error.
 
 While a job saves or removes checkpoints, it locks the folder. Otherwise two jobs in one folder would remove each
 other's `.part`. The second job ends with an error instead.
 
-The price: each file is read once more when it is saved and once more when it is loaded, at the speed of SHA-256, about
-a second for a gigabyte, shared by the ranks. And all ranks must see the same folder.
+The price: saving and loading each read every file once more, at the speed of SHA-256, about a second for a gigabyte,
+shared by the ranks. And all ranks must see the same folder.
 
 This module does not depend on models. `resume` defines the contents of the files.
 

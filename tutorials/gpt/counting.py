@@ -19,7 +19,7 @@ therefore compares the algorithms of the libraries, not the quality of a backend
 **Peak of unsharded parameters.** The output of each all-gather holds unsharded parameters until it is freed. The
 counter has weak references to the memory of those outputs, and at each new all-gather adds up the memory that still
 exists. The sum can only grow at that moment, so no peak is missed. Worked example with three units of 100 bytes:
-gather, free, gather, gather, free, free has sums 100, 100, 200: the peak is 200.
+all-gather, free, all-gather, all-gather, free, free has sums 100, 100, 200: the peak is 200.
 """
 
 from __future__ import annotations

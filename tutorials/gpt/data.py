@@ -90,8 +90,7 @@ def seed_of(seed: int, rank: int, step: int) -> int:
     """A seed for each pair of rank and step of a run; different pairs have different seeds.
 
     This is not a hash: ``MAX_RANKS`` is the base of a number system, so two pairs cannot collide. The remainder keeps
-    the
-    seed within 32 bits, because torch's CPU generator ignores all higher bits (Measured:
+    the seed within 32 bits, because torch's CPU generator ignores all higher bits (Measured:
     ``test_seeds_stay_within_what_the_generator_reads``).
 
     Raises:

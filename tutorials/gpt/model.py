@@ -15,9 +15,7 @@ rank holds the root and at most two unsharded blocks, 42 % of the model. With mo
 
 Attention uses rotary position embeddings: it rotates queries and keys, two numbers at a time, by an angle that grows
 with the position. The previous byte then has the same relative rotation everywhere, which a model of this size learns
-in seconds. With a learned vector for each position it needs minutes (1.6 against 2.2 nats per byte after 300 steps,
-when
-this was chosen).
+in seconds. With a learned vector for each position it needs minutes (1.6 against 2.2 nats per byte after 300 steps).
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ VOCABULARY = 256
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer perceptron; each reads a normalised copy of the residual stream and adds its
-    result."""
+    """Attention, then a two-layer perceptron; both read a normalised residual stream and add their results to it."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -94,8 +91,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.1)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Maps ``text``, ``(batch, length)`` of integers, to scores ``(batch, length, 256)`` for the byte after each
-        byte."""
+        """Maps integers ``text``, ``(batch, length)``, to scores ``(batch, length, 256)`` of the byte after each."""
         x = self.embedding(text)
         turn = turns(text.shape[1], self.half_head, text.device)
         for block in self.blocks:
@@ -111,10 +107,8 @@ def generate(
     """Continues ``prompt`` by ``num_bytes`` bytes.
 
     **All ranks must call it**, with the same arguments: each forward all-gathers the units, and a missing rank would
-    leave
-    the others waiting for its shards. All ranks draw from equal generators, so all compute the same text, and any of
-    them
-    may print it.
+    leave the others waiting for its shards. All ranks draw from equal generators, so all compute the same text, and
+    any of them may print it.
 
     Args:
         model: maps bytes to scores like `GPT.forward`; may be sharded.

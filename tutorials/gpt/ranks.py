@@ -142,16 +142,14 @@ def joined_ranks(device: str) -> Iterator[Place]:
     finally:
         dist.destroy_process_group()
         # Gloo's threads release their last tensors a moment after the collective. If a thread does so while Python
-        # shuts
-        # down, it aborts the process, rarely and without a traceback.
+        # shuts down, it aborts the process, rarely and without a traceback.
         time.sleep(0.05)
 
 
 def mesh_of(place: Place, *, hybrid: bool) -> DeviceMesh:
     """The mesh of shard groups: one dimension of all ranks; for a hybrid, pairs that shard, and replicas of the pairs.
 
-    Four ranks and a hybrid: the pairs are 0 1 and 2 3; rank 2 has the replica of rank 0's shard, rank 3 that of rank
-    1's.
+    Four ranks and a hybrid: the pairs are 0 1 and 2 3; rank 2 has the replica of rank 0's shard, rank 3 that of rank 1.
     On real machines a pair would be the GPUs of one machine, whose links are much faster than those between machines.
     Every rank must call it, and for a hybrid the number of ranks must be even.
     """
@@ -161,12 +159,10 @@ def mesh_of(place: Place, *, hybrid: bool) -> DeviceMesh:
 
 
 def from_all_ranks(mine: Value) -> list[Value]:
-    """The values of all ranks, in rank order, on every rank. Every rank must call it; any value that pickles is
-    allowed.
+    """The values of all ranks, in rank order, on every rank. Every rank must call it, with a value that pickles.
 
     ``torch.distributed.all_gather_object`` does the same but needs NumPy. The values may differ in length, but an
-    all-gather needs equal sizes. So the lengths are exchanged first, and each rank pads its value to the greatest
-    length.
+    all-gather needs equal sizes. So the ranks exchange the lengths first, and pad all values to the greatest length.
     """
     message = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
     lengths = [int(length) for length in _all_gather(torch.tensor([message.numel()]))]

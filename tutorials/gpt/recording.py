@@ -34,8 +34,7 @@ class Recordings:
 
     @contextmanager
     def around(self, step: int, of: int) -> Iterator[None]:
-        """Records a ``with`` block if recording is enabled and ``step`` is one of the last; every rank must enter
-        it."""
+        """Records a ``with`` block if enabled and ``step`` is one of the last steps; every rank must enter it."""
         if not (self.trace or self.timeline) or step < of - self.num_steps:
             yield
             return
