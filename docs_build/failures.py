@@ -34,7 +34,7 @@ LAB = ROOT / "tutorials" / "failure_lab"
 PAGES = ROOT / "docs" / "lab"
 RECORD = ROOT / "docs" / "data" / "failure_lab.json"
 FAMILIES = {"silent": "silent wrong answer", "hang": "hang", "loud": "loud"}
-MEND = "# ---- one way to mend it; try yours first ----"
+MEND = "# ---- one way to fix it; try your own first ----"
 START = 'if __name__ == "__main__":'
 # PyTorch's own log, which tells the time and numbers of sockets.
 LOGGED = re.compile(r"^\[rank\d\]:\[W.*\n", re.MULTILINE)
