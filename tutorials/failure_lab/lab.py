@@ -94,7 +94,7 @@ def run(experiment: Callable[[Any, int], None], part: Callable[..., Any], rank: 
         frames = [one for one in traceback.extract_tb(error.__traceback__) if Path(one.filename).parent == here][1:]
         lines = [f"  {Path(one.filename).name}:{one.lineno}: {one.line}, in {one.name}" for one in frames]
         if rank == 1 or "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
-            # The exit hooks of any program. On a rank 0 that hosts the store they would wait for seconds, as it does below.
+            # Runs the exit hooks. On a rank 0 that hosts the store they would wait for seconds, as it does below.
             sys.last_value = error
             sys.excepthook(type(error), error, error.__traceback__)
             if "minifsdp" in sys.modules:
