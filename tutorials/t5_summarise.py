@@ -388,12 +388,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--gamma", type=float, default=0.7, help="lr is multiplied by it each epoch, default: %(default)s"
     )
     number("--seed", default=1)
-    parser.add_argument("--no-cuda", action="store_true", help="leave the GPUs alone")
+    parser.add_argument("--no-cuda", action="store_true", help="use the CPU only")
     parser.add_argument("--track-memory", action=switch, default=False, help="note the memory of the GPU")
     parser.add_argument("--run-validation", action=switch, default=True, help="validate after each epoch")
     parser.add_argument("--save-model", action=switch, default=False, help="save the best model")
     parser.add_argument("--folder", type=Path, default=Path(), help="where to save, default: here")
-    parser.add_argument("--record", type=Path, metavar="FILE.json", help="write what rank 0 has noted of each epoch")
+    parser.add_argument("--record", type=Path, metavar="FILE.json", help="write rank 0's record of each epoch")
     parser.add_argument(
         "--strategy", choices=["FULL_SHARD", "SHARD_GRAD_OP"], default="FULL_SHARD", help="ZeRO-3, ZeRO-2"
     )

@@ -60,7 +60,7 @@ def on_two_ranks(
         mended: a part that works.
     """
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mended", action="store_true", help="run the form at the end of the file, which ends well")
+    parser.add_argument("--mended", action="store_true", help="run the form at the end of the file, which works")
     parser.add_argument("--debug", action="store_true", help="look for more, at a cost: minifsdp.debug()")
     options = parser.parse_args()
     part = mended if options.mended else broken

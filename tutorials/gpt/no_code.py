@@ -1,7 +1,7 @@
 """Reading a checkpoint of `torch.distributed.checkpoint` without running code from it.
 
 ``.metadata`` is a pickle, and so is each value that is not a tensor. A pickle can call any function that it names. The
-checksums of the manifest do not help: whoever writes a checkpoint also writes its checksums. So this reader loads only
+checksums of the manifest do not help: the author of a checkpoint also writes its checksums. So this reader loads only
 the classes that ``torch.distributed.checkpoint`` itself writes into ``.metadata``, and torch's ``weights_only=True``
 loads the other values. A pickle that names another class, such as ``os.system``, raises an error.
 

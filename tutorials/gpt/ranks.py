@@ -94,7 +94,7 @@ def start_ranks(script: str, num_ranks: int, arguments: list[str]) -> int:
         torchrun(["--standalone", "--nproc-per-node", str(num_ranks), script, *arguments])
     except ChildFailedError as error:
         failed = ", ".join(str(rank) for rank in sorted(error.failures))
-        print(f"rank {failed} failed; what it had to say is above", file=sys.stderr)
+        print(f"rank {failed} failed; its output is above", file=sys.stderr)
         return 1
     return 0
 
