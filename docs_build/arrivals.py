@@ -1,18 +1,18 @@
-"""When the data of a collective was there, for pictures: between its issue and the moment when it was waited for.
+"""The arrival times of the data of collectives, for pictures: between the issue and the end of the wait.
 
-A rank that asks early and waits late cannot tell when its data came. A thread looks, ten times in a millisecond, at
-what was issued and not found complete yet::
+A rank that issues a collective early and waits late does not see when its data arrived. A thread checks, ten times per
+millisecond, all collectives that are issued and not complete yet::
 
-    AG 2   issued 4.1 ms    there 6.3 ms    waited for 9.0 ms       2.7 ms early: nobody had to wait
+    AG 2   issued 4.1 ms    there 6.3 ms    waited for 9.0 ms       2.7 ms early: no rank had to wait
 
-A collective of gloo says whether it is complete. A message that is received does not until it is waited for, though it
-has long been in memory (`engine/gloo.py` sends by messages). So the memory itself is looked at: before a receive is
-issued, its last bytes are set to a `MARK` that no training writes. What comes over a connection comes in order, so when
-the mark has gone all is there::
+A collective of gloo reports whether it is complete. A received message does not report it before the wait, even if it
+has long been in memory (`engine/gloo.py` uses messages). So the thread checks the memory itself: before a receive is
+issued, its last bytes are set to a `MARK` that no training writes. Data on a connection arrives in order, so all of it
+has arrived when the mark is overwritten::
 
     issued    [  ?    ?    ?   mark]      on its way  [1.5  0.2   ?   mark]      there  [1.5  0.2  0.7  0.1]
 
-It costs a few percent of the step; runs with the same caption are all recorded with it.
+This costs a few percent of the step; all runs with the same caption are recorded with it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["noted"]
 
 KINDS = {"all-gather": "AG", "reduce-scatter": "RS", "all-reduce": "AR"}
 PAUSE = 1e-4
-# The end of a number that is none, in float32 and in bfloat16, with a payload that no arithmetic makes.
+# The last bytes of a NaN, in float32 and in bfloat16, with a payload that no arithmetic produces.
 MARK = b"\x5a\xa5\xb5\x7f"
 
 Arrived = Callable[[], bool]
@@ -51,7 +51,7 @@ class _Marking:
             num = min(len(MARK), tensor.nbytes)
             end = tensor.data_ptr() + tensor.nbytes - num
             ctypes.memmove(end, MARK[-num:], num)
-            # It holds the tensor, too. Only a unit frees its own memory by hand, and not before it has waited.
+            # The lambda also keeps the tensor alive. Only a unit frees its memory manually, and it waits first.
             self._marked.append(lambda end=end, num=num, _=tensor: ctypes.string_at(end, num) != MARK[-num:])
         return self._backend.recv(tensors, rank, tag)
 
@@ -60,10 +60,10 @@ class _Marking:
 
 
 class _Watch:
-    """What was issued and not found complete yet, by collective."""
+    """The collectives that are issued and not complete yet."""
 
     def __init__(self) -> None:
-        # Memory may be given back when it was waited for; so nobody looks at it while a wait ends.
+        # Memory may be freed after the wait, so the thread must not read it while a wait ends.
         self._lock = threading.Lock()
         self._waiting: dict[Collective, tuple[Event, list[Arrived]]] = {}
 
@@ -89,7 +89,7 @@ class _Watch:
 
 
 def _works(promise: Any) -> list[Any]:
-    """Gloo's own promises behind one of the engine's."""
+    """Gloo's handles of one of the engine's handles."""
     while hasattr(promise, "_work"):
         promise = promise._work
     return list(getattr(promise, "_works", [promise]))
@@ -97,7 +97,7 @@ def _works(promise: Any) -> list[Any]:
 
 @contextmanager
 def noted(recorder: Recorder) -> Iterator[None]:
-    """Inside of it each event of a collective on gloo is told when its data arrived."""
+    """Sets the arrival time of each event of a gloo collective in a ``with`` block."""
     watch, is_over, marked = _Watch(), threading.Event(), list[Arrived]()
     issue, wait = Collective.__init__, Collective.wait
 
@@ -126,5 +126,5 @@ def noted(recorder: Recorder) -> Iterator[None]:
         thread.join()
     for event in recorder.events:
         if event.kind in KINDS.values() and event.end > event.start:
-            # It came while it was waited for.
+            # It arrived during the wait.
             event.arrived = event.end if event.arrived is None else min(event.arrived, event.end)

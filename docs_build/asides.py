@@ -1,4 +1,4 @@
-"""What stands below the prose of a row: where Learn speaks of it, and what turns red when it is broken."""
+"""The text below the prose of a row: pages of Learn about it, and tests that fail when it is broken."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["around_module", "beside_row", "spec_link"]
 
 
 def beside_row(module: Module, row: Row, start: str) -> str:
-    """For one row of the page ``start``."""
+    """The text for one row of the page ``start``."""
     learn = _learn(mentions.pages_on_function(module.name, row.anchor), start)
     broken = [one for line in row.lines for one in breaks_of(module.name).get(line, [])]
-    # Not for the search: these are the words of other pages.
+    # Not for the search, because these words belong to other pages.
     parts = [f'<p class="sbs-learn" data-search-exclude>{learn}</p>' if learn else "", _broken(broken, start)]
     return "".join(parts)
 
@@ -56,14 +56,14 @@ def _words(test: str) -> str:
 
 
 def spec_link(row: str, start: str, *, says: bool = True) -> str:
-    """To a row of the spec; if it ``says`` so, its statement shows when one points at it."""
+    """A link to a requirement; with ``says``, its statement is shown on hover."""
     known = results.all_rows().get(row) if says else None
     title = f' title="{escape(known.statement)}"' if known else ""
     return f'<a href="{relative("spec.html", start)}#{row}"{title}>{row}</a>'
 
 
 def around_module(module: Module, start: str) -> str:
-    """Above the code: which pages of Learn are read with the module, and which files test it."""
+    """The text above the code: the pages of Learn for the module, and the files that test it."""
     learn = _learn(mentions.pages_on_module(module.name), start)
     files = ", ".join(f"<code>{escape(file)}</code>" for file in _test_files(module.name))
     notes = (
@@ -74,7 +74,7 @@ def around_module(module: Module, start: str) -> str:
 
 
 def _test_files(name: str) -> list[str]:
-    """The file of the same name, and those whose tests noticed when the module was broken."""
+    """The test file of the same name, and those with tests that failed when the module was broken."""
     folder, _, file = name.rpartition("/")
     same = Path("spec_tests") / folder / f"test_{file}"
     broken = [one for ones in breaks_of(name).values() for one in ones]

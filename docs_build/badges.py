@@ -1,13 +1,13 @@
-"""What a row's proofs are worth, in a few words: where it was proven, how, and what is still open.
+"""Labels for a requirement: where it was tested, how, and what is still open.
 
-Three things make a proof less than it looks, and each has words of its own:
+Three things weaken a result, and each has its own labels:
 
-* **Where.** A row that says ``[cuda]`` can be seen whole on CUDA only. A CPU shows a weaker property (``in part``), the
-  simulated accelerator its order, memory and stops, but no kernel and no time.
-* **How.** A test may see only the ``order``, compute without the package (``arithmetic``), or read a page (``text``).
-* **Whether at all.** Where no run is recorded, the badge says ``never run`` and not merely nothing.
+* **Where.** A requirement tagged ``[cuda]`` can only be tested completely on CUDA. A CPU shows a weaker property (``in
+  part``), the simulated accelerator shows order, memory and CPU waits, but no kernels and no times.
+* **How.** A test may only check the ``order``, compute without the package (``arithmetic``), or read a page (``text``).
+* **Whether.** Where no run is recorded, the label is ``never run`` instead of nothing.
 
-Only what was seen whole and by its behaviour is green. Colour says nothing that the words do not say.
+Only behaviour that was tested completely is green. Colours repeat the words and add no information.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _only(kind: str) -> str:
 CPU, SIMULATED, CUDA = BACKENDS
 SHORT = {CPU: "CPU", SIMULATED: "simulated", CUDA: "CUDA"}
 ORDER = ("proven", "in part", *(_only(kind) for kind in KINDS[1:]), "failed")
-# For a row's tags, what the filter of the spec page calls them.
+# The names of a requirement's tags in the filter of the spec page.
 FILTERS = {
     "proven": "proven whole, by behaviour",
     "in-part": "shown in part: needs CUDA",
@@ -45,12 +45,12 @@ FILTERS = {
 
 
 def is_whole(row: SpecRow, backend: str) -> bool:
-    """Whether a backend can show all that the row says."""
+    """Whether a backend can show everything that the requirement states."""
     return backend == CUDA or not row.needs_cuda
 
 
 def badges(row: SpecRow) -> str:
-    """A small label for each backend that has something to say."""
+    """A small label for each backend that has a result."""
     shown = [backend for backend in BACKENDS if backend != SIMULATED or row.results.get(SIMULATED) != "unproven"]
     return " ".join(_badge(*_said(row, backend), SHORT[backend]) for backend in shown)
 
@@ -60,7 +60,7 @@ def _badge(words: str, tone: str, where: str) -> str:
 
 
 def _said(row: SpecRow, backend: str) -> tuple[str, str]:
-    """The words and the tone of a badge."""
+    """The text and the tone of a badge."""
     verdict, kind = row.results.get(backend, "unproven"), row.kinds.get(backend, KINDS[0])
     if verdict == "failed":
         return "failed", "failed"
@@ -75,7 +75,7 @@ def _said(row: SpecRow, backend: str) -> tuple[str, str]:
 
 
 def tags(row: SpecRow) -> list[str]:
-    """Which of the `FILTERS` let a row pass."""
+    """The `FILTERS` that show a requirement."""
     proven = [backend for backend in BACKENDS if row.results.get(backend) == "proven"]
     kinds = [row.kinds.get(backend, KINDS[0]) for backend in proven]
     best = min(kinds, key=KINDS.index) if kinds else None
@@ -94,7 +94,7 @@ def tags(row: SpecRow) -> list[str]:
 
 
 def where_proven(rows: Iterable[SpecRow]) -> str:
-    """Of some rows, how many were proven where and how: ``CPU: 7 proven, 1 in part; CUDA: never run``."""
+    """How many requirements were tested where and how: ``CPU: 7 proven, 1 in part; CUDA: never run``."""
     rows = list(rows)
     parts = []
     for backend, where in WHERE.items():

@@ -1,8 +1,8 @@
-"""What turns red when a line is broken, line by line, from the record of ``spec_tests/mutants``.
+"""The tests that fail when a line is broken, from the record of ``spec_tests/mutants``.
 
-The record says for each *mutant* (a passage of the package, exchanged for one that takes a behaviour away) which rows
-of the spec noticed, and by which test. The catalogue knows the passage. Here the two meet: a break belongs to the first
-line that it changes.
+For each *mutant* (a passage of the package, replaced by one that removes a behaviour) the record has the requirements
+whose tests failed, and the tests. The catalogue has the passage. This module combines the two: a break belongs to the
+first line that it changes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Break:
     """One way to break a line.
 
     Attributes:
-        what: what is broken by it, a sentence.
-        red: the rows of the spec that turned red, each with the test that failed first.
+        what: the broken behaviour, a sentence.
+        red: the requirements whose tests failed, each with the first failed test.
     """
 
     what: str
@@ -35,7 +35,7 @@ class Break:
 
 @cache
 def breaks_of(name: str) -> dict[int, list[Break]]:
-    """The breaks of a module by line; none for one that is not of the package."""
+    """The breaks of a module by line; empty for a module outside of the package."""
     return _by_module().get(name, {})
 
 
@@ -50,14 +50,14 @@ def _by_module() -> dict[str, dict[int, list[Break]]]:
 
 
 def first_changed_line(mutant: Mutant) -> tuple[str, int]:
-    """The module that a mutant changes, and the number of the first line that is different in it."""
+    """The module that a mutant changes, and the number of the first changed line."""
     path, passage = next((path, text) for path, text in definitions()[mutant.place] if mutant.old in text)
     text = path.read_text(encoding="utf-8")
     pairs = enumerate(zip(mutant.old, mutant.new, strict=False))
     same = next((n for n, (old, new) in pairs if old != new), min(len(mutant.old), len(mutant.new)))
-    # Where lines are only added, their place is behind the last one that stays.
+    # If lines are only added, the break belongs to the last unchanged one.
     same = min(same, len(mutant.old.rstrip()) - 1)
     at = text.index(passage) + passage.index(mutant.old) + same
-    # The passage may differ first in the blanks before a line.
+    # The first difference may be in the indentation of a line.
     at += len(text[at:]) - len(text[at:].lstrip())
     return path.relative_to(PACKAGE).as_posix(), text.count("\n", 0, at) + 1

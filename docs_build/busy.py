@@ -1,9 +1,9 @@
-"""How busy others kept a machine while something was measured on it.
+"""The load that other programs caused on a machine during a measurement.
 
-A time says little without it: on two cores of which another program takes one, a lesson on two ranks may take twice as
-long. Linux counts the seconds in which its cores worked; what we and those we started have worked is subtracted::
+A time has little meaning without it: on two cores of which another program uses one, a lesson on two ranks may take
+twice as long. Linux counts the working seconds of all cores; those of this process and its children are subtracted::
 
-    10 seconds on 2 cores: cores worked 17 seconds, we 12      others kept half a core busy
+    10 seconds on 2 cores: cores worked 17 seconds, we 12      other programs used half a core
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ STAT = Path("/proc/stat")
 
 
 class Others:
-    """Watches from its construction on."""
+    """Measures from its construction on."""
 
     def __init__(self) -> None:
         self._began, self._worked, self._ours = time.monotonic(), _worked(), _ours()
 
     def cores(self) -> float | None:
-        """How many cores others have kept busy since, on average; ``None`` where the system does not tell."""
+        """The average number of cores that other programs used since then; ``None`` if the system has no counter."""
         worked = _worked()
         if worked is None or self._worked is None:
             return None
@@ -33,7 +33,7 @@ class Others:
 
 
 def _worked() -> float | None:
-    """Seconds in which all cores together have worked since the machine was started."""
+    """Seconds during which all cores together have worked since the machine was started."""
     if not STAT.exists():
         return None
     # cpu  user nice system idle iowait irq softirq steal
@@ -42,6 +42,6 @@ def _worked() -> float | None:
 
 
 def _ours() -> float:
-    """Seconds that this process has worked, and those that it has started and that have ended."""
+    """Seconds of CPU time of this process and of its finished children."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system

@@ -1,7 +1,7 @@
-"""For the page of the API: a function whose arguments are looked at first is described as the function that it is.
+"""For the page of the API: a function with checked arguments is documented like the original function.
 
-``minifsdp/arguments.py`` says ``fully_shard = takes(_fully_shard, ...)``. What reads the source for the API's page sees
-a variable there, and would show the table of checks instead of signature and docstring. Named in ``mkdocs.yml``.
+``minifsdp/arguments.py`` contains ``fully_shard = takes(_fully_shard, ...)``. The reader of the source for the API's
+page sees a variable and would show the checks instead of signature and docstring. Configured in ``mkdocs.yml``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ TAKES = re.compile(r"takes\(\s*(\w+),")
 
 
 class Checked(griffe.Extension):
-    """Puts the function in the variable's place."""
+    """Replaces the variable by the function."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Called when the whole package was read."""
+        """Called after the whole package has been read."""
         module = pkg["arguments"]
         for name, member in list(module.members.items()):
             found = TAKES.match(str(getattr(member, "value", None)) if not member.is_alias else "")

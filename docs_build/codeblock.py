@@ -1,7 +1,7 @@
-"""The code of one row: a number before each line, and what only records folded away.
+"""The code of one row, with a number before each line, and recording statements folded.
 
-A number is a link to its own line, ``unit.html#L172``. It is drawn by the style sheet from ``data-n``, so that neither
-a selection nor the search has it.
+A number is a link to its own line, ``unit.html#L172``. The style sheet draws it from ``data-n``, so neither a selection
+nor the search contains it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What checks cost, always on or of ``minifsdp.debug()``, as a table made of `RECORD` while the site is built.
+"""The cost of the checks, permanent or of ``minifsdp.debug()``, as a table made from `RECORD` in the site build.
 
 ``python -m spec_tests.benchmarks.debug_cost --record`` measures and writes the record.
 """
@@ -18,7 +18,7 @@ NAMES = {"ledger": "what is always on", "all": "all of them"}
 
 
 def table() -> str:
-    """A row for each check, in Markdown, and under it what was measured where."""
+    """A row for each check, in Markdown, and below the table the conditions of the measurement."""
     if not RECORD.exists():
         return "No run is recorded."
     record = json.loads(RECORD.read_text(encoding="utf-8"))
@@ -38,7 +38,7 @@ def table() -> str:
 def _cell(ratios: dict[str, Any] | None) -> str:
     if ratios is None:
         return ""
-    # A record from before intervals has none.
+    # Old records have no interval.
     between = ratios.get("wall_interval")
     within = f", {between[0]:.3f} to {between[1]:.3f}" if between else ""
     return f"{ratios['wall']:.2f}{within} ({ratios['cpu']:.2f})"

@@ -1,7 +1,7 @@
 """A sentence about each page, for search engines and for previews of links.
 
-Pages that somebody has written say it at their head, ``description: ...``. For pages of modules, of tutorials and of
-the failure lab it is made here, of what their sources say first.
+A page in ``docs/`` has it in its head, ``description: ...``. For pages of modules, of tutorials and of the failure lab
+this module makes it from the first sentences of their sources.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from docs_build.source import read_module
 
 __all__ = ["LONGEST", "SHORTEST", "description"]
 
-# Less says nothing, and more is not shown.
+# Shorter descriptions have too little information, and longer ones are truncated by search engines.
 SHORTEST, LONGEST = 50, 160
 INDEXES = {
     "read/index.md": "Every module of minifsdp in reading order, prose beside code: a complete FSDP2, then FSDP1.",
@@ -24,12 +24,12 @@ INDEXES = {
 
 
 def description(uri: str, head: Mapping[str, Any], title: str) -> str | None:
-    """What the page says of itself, or what is made for it; ``None`` if there is neither.
+    """The page's own description, or a generated one; ``None`` if there is neither.
 
     Args:
         uri: its source, as in ``learn/why.md``.
-        head: the lines at its head.
-        title: its headline.
+        head: the front matter of the page.
+        title: its heading.
     """
     if "description" in head:
         return str(head["description"])
@@ -51,7 +51,7 @@ def _first_words(name: str) -> str:
 
 
 def fitted(text: str, more: str) -> str:
-    """The text as a sentence, ``more`` behind it if there is room, cut behind a word if it is too long."""
+    """The text as a sentence, followed by ``more`` if it fits, truncated after a word if it is too long."""
     text = text if text.endswith((".", "?", "!")) else f"{text}."
     if len(text) + 1 + len(more) <= LONGEST:
         return f"{text} {more}"

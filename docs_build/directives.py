@@ -1,4 +1,4 @@
-"""The lines in double braces: what each of them puts into a page."""
+"""The lines in double braces, and their replacements."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ INLINE = re.compile(r"\{\{ value ([\w-]+) \}\}")
 
 
 def expand(markdown: str, start: str) -> str:
-    """Replaces every line in double braces of a page.
+    """Replaces every line in double braces in a page.
 
     Args:
         markdown: the page.
         start: its address, for links.
 
     Raises:
-        KeyError: a line asks for what does not exist (any more).
+        KeyError: a line refers to something that does not exist.
     """
     markdown = INLINE.sub(lambda found: values.value(found[1]), markdown)
-    # All timelines of a page have one axis.
+    # All timelines of a page have the same axis.
     keys = [re.split(r"[ |]", found["rest"])[0] for found in LINE.finditer(markdown) if found["verb"] == "timeline"]
     verbs = {**VERBS, "timeline": partial(_timeline, pictures.longest(keys))}
     return LINE.sub(lambda found: _one(verbs, found["verb"], found["rest"], start), markdown)
@@ -67,7 +67,7 @@ def _timeline(seconds: float | None, rest: str, _: str) -> str:
 
 
 def _proof(rest: str, start: str) -> str:
-    """Rows of the spec as a folded table."""
+    """Requirements as a folded table."""
     rows = [results.all_rows()[name] for name in rest.split()]
     num_tests = len({test for row in rows for test in row.tests})
     body = "".join(_proof_row(row, start) for row in rows)
@@ -125,7 +125,7 @@ def _simulated(rest: str, _: str) -> str:
 
 
 def _asset(rest: str, _: str) -> str:
-    """The recorded picture of the first page; inside of the page, so that it follows light and dark."""
+    """A picture from the repository; it is part of the page, so that it follows the light and the dark theme."""
     name, _, caption = rest.partition(" | ")
     svg = (ROOT / "docs" / "assets" / f"{name.strip()}.svg").read_text(encoding="utf-8")
     return _raw(pictures.figure(svg, caption.strip(), lessons.where(lessons.FIRST_PAGE)))
@@ -142,7 +142,7 @@ def _raced(rest: str, _: str) -> str:
 
 
 def _wrong(rest: str, start: str) -> str:
-    """A case in which torch is wrong, with its program and the rows that say what is right."""
+    """A case in which torch is wrong, with its program and the requirements for the correct behaviour."""
     case = wrong.find(rest.strip())
     return wrong.prose(case) + _raw(wrong.program(case)) + _proof(" ".join(case.rows), start)
 
@@ -169,7 +169,7 @@ def _html(name: str) -> Callable[[str, str], str]:
     return make
 
 
-# HTML that Markdown must not touch waits here while a page is converted.
+# HTML that Markdown must not change is stored here while a page is converted.
 _aside: list[str] = []
 
 
@@ -179,7 +179,7 @@ def _raw(html: str) -> str:
 
 
 def put_back(html: str) -> str:
-    """A converted page with everything that was put aside."""
+    """A converted page with all stored HTML inserted again."""
     return re.sub(r'<div data-aside="(\d+)"></div>', lambda found: _aside[int(found[1])], html)
 
 

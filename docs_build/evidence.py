@@ -1,7 +1,7 @@
-"""Why one should believe any of it: figures of the first page and of the page on evidence, computed from the records.
+"""The evidence for correctness: figures of the first page and of the page on evidence, computed from the records.
 
-``docs/data/torch-tests.json`` is the record of a run of PyTorch's own FSDP tests, made by hand from a harness that is
-no part of this project: when, where, of which commit, how many tests ran and passed, file by file.
+``docs/data/torch-tests.json`` is the record of a run of PyTorch's own FSDP tests, written manually from a harness that
+is not part of this project: when, where, of which commit, and how many tests ran and passed in each file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DATA = ROOT / "docs" / "data"
 
 
 def figures() -> str:
-    """Four figures, each with a link to where it is explained."""
+    """Four figures, each with a link to its explanation."""
     cells = "".join(
         f'<li><a href="{address}"><b>{escape(figure)}</b> <span>{escape(words)}</span></a></li>'
         for figure, words, address in (_torch_tests(), _beside_torch(), _where(), _breaks())
@@ -32,7 +32,7 @@ def _read(name: str) -> Any:
 
 
 def torch_tests() -> tuple[int, int]:
-    """How many of PyTorch's own tests passed, and how many ran."""
+    """The number of PyTorch's own tests that passed, and the number that ran."""
     files = _read("torch-tests")["files"].values()
     return sum(passed for passed, _ in files), sum(ran for _, ran in files)
 
@@ -58,7 +58,7 @@ def _where() -> tuple[str, str, str]:
 
 
 def mutants() -> tuple[int, int, int]:
-    """How many breaks of the package were noticed, of how many, and by how many rows of the spec."""
+    """The numbers of detected mutants of the package, of all mutants, and of requirements that detect them."""
     known = _read("mutants")["mutants"].values()
     return sum(bool(one["red"]) for one in known), len(known), len({row for one in known for row in one["red"]})
 
@@ -73,7 +73,7 @@ def _breaks() -> tuple[str, str, str]:
 
 
 def torch_tests_table() -> str:
-    """PyTorch's files, with what ran and passed of each, as Markdown."""
+    """PyTorch's test files, with the numbers of tests that ran and passed, as Markdown."""
     record = _read("torch-tests")
     rows = "\n".join(f"| `{name}` | {passed} | {ran} |" for name, (passed, ran) in sorted(record["files"].items()))
     passed, ran = torch_tests()
@@ -85,7 +85,7 @@ def torch_tests_table() -> str:
 
 
 def where_table() -> str:
-    """What was proven on which backend, and when that was seen, as Markdown."""
+    """The number of tested requirements for each backend, with the date, as Markdown."""
     record = results.recorded()
     lines = ["| where | rows proven | when | machine |", "|---|--:|---|---|"]
     for backend, words in results.WHERE.items():

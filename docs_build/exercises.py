@@ -27,7 +27,7 @@ def exercise(name: str) -> tuple[str, str]:
     """Question and answer, both Markdown.
 
     Raises:
-        KeyError: there is no exercise of that name.
+        KeyError: there is no exercise with that name.
     """
     function = EXERCISES[name]
     return inspect.getdoc(function) or "", function()
@@ -48,8 +48,8 @@ def zero_stage_3() -> str:
 
 
 def sum_of_two() -> str:
-    """Three ranks have the gradients `[1 2 3 4 5 6]`, `[0 1 0 1 0 1]` and `[9 7 5 3 1 0]`. What does each get from a
-    reduce-scatter, and what from an all-gather of that? Which single collective would have done the same?
+    """Three ranks have the gradients `[1 2 3 4 5 6]`, `[0 1 0 1 0 1]` and `[9 7 5 3 1 0]`. What does a reduce-scatter
+    return on each rank, and what an all-gather of the results? Which single collective has the same result?
     """
     gradients = torch.tensor([[1, 2, 3, 4, 5, 6], [0, 1, 0, 1, 0, 1], [9, 7, 5, 3, 1, 0]])
     pieces = gradients.sum(0).chunk(3)
@@ -63,7 +63,7 @@ def sum_of_two() -> str:
 
 
 def one_unit() -> str:
-    """The recorded model has four equal blocks and a small root. What is the peak of gathered parameters if each block
+    """The recorded model has four equal blocks and a small root. What is the peak of unsharded parameters if each block
     is a unit? And if the whole model is one unit?
     """
     blocks = peak_gathered_bytes(events_of("fsdp1-full-pre-block-2-wide")[0])
@@ -81,8 +81,8 @@ def one_unit() -> str:
 
 
 def five_rows() -> str:
-    """`fully_shard` cuts a weight of shape (5, 8) over four ranks. How many rows has each rank? How many elements does
-    each rank send?
+    """`fully_shard` shards a weight of shape (5, 8) over four ranks. How many rows does each rank have? How many
+    elements does each rank send?
     """
     cut = Cut(torch.Size((5, 8)), 0, 4)
     rows = [cut.local_shape(rank)[0] for rank in range(4)]
@@ -93,7 +93,7 @@ def five_rows() -> str:
 
 
 def padding() -> str:
-    """A unit has parameters of 3, 4 and 6 elements; four ranks share its flat parameter. Which elements of the last
+    """A unit has parameters of 3, 4 and 6 elements; four ranks shard its flat parameter. Which elements of the last
     parameter does rank 2 store?
     """
     partition = Partition((3, 4, 6), 4)
@@ -107,9 +107,9 @@ def padding() -> str:
 
 
 def root_padding() -> str:
-    """In the model of the step player the root, the unit of what is in no block, owns a layer of 16 to 64 and one of
-    64 to 1, biases included: 1153 numbers in float32. How many bytes does it have when gathered by two ranks, for each
-    layout?
+    """In the model of the step player, the root unit has the parameters outside of all blocks: a layer of 16 to 64 and
+    one of 64 to 1, biases included, 1153 numbers in float32. How many bytes does the unsharded root have on two ranks,
+    for each layout?
     """
     flat = find("fsdp1-full-pre-block-2")["units"]
     per_parameter = find("fsdp2-full-pre-block-2")["units"]
@@ -123,8 +123,8 @@ def root_padding() -> str:
 
 
 def who_is_whole() -> str:
-    """Look at the state machine: which arrow does a prefetch take that turns out to be wrong? And why must it be
-    waited for although nobody wants its result?
+    """Look at the state machine: which arrow does a prefetch take that turns out to be unnecessary? And why must the
+    unit wait for it although its result is not used?
     """
     seen: list[str] = []
     unit = _watched_unit(seen)
@@ -145,7 +145,7 @@ class _Layout(SimpleNamespace):
 
 
 def _watched_unit(seen: list[str]) -> Unit:
-    """A unit whose layout gathers nothing and tells what it is asked for."""
+    """A unit whose layout only records the calls it receives."""
 
     def free() -> None:
         seen.append("the memory was freed")
@@ -160,8 +160,8 @@ def _watched_unit(seen: list[str]) -> Unit:
 
 
 def first_gather_of_backward() -> str:
-    """In the timeline above, how many gathers does the root have in one step, and how many has each block? Why the
-    difference?
+    """In the timeline above, how many all-gathers does the root have in one step, and how many does each block have?
+    Why is there a difference?
     """
     events = events_of("fsdp1-full-off-block-2-wide")[0]
     gathers = [event.unit for event in events if event.kind == "AG"]
@@ -176,7 +176,7 @@ def first_gather_of_backward() -> str:
 
 def two_by_two() -> str:
     """A mesh of 2 x 2: ranks 0 and 1 shard, 2 and 3 are their replicas. The gradients of one unit are all 1 on rank 0,
-    all 2 on rank 1, and so on. What stands on each rank after the reduce-scatter, after the all-reduce, after the
+    all 2 on rank 1, and so on. What does each rank hold after the reduce-scatter, after the all-reduce, after the
     division?
     """
     whole = [torch.full((4,), float(rank + 1)) for rank in range(4)]
@@ -194,8 +194,8 @@ def two_by_two() -> str:
 
 
 def overflow() -> str:
-    """Eight ranks each have a gradient of 16 000 in float16, whose largest number is 65 504. What is the mean if one
-    divides after the sum? What does the engine do instead?
+    """Eight ranks each have a gradient of 16 000 in float16, whose largest number is 65 504. What is the mean if it is
+    divided after the sum? What does the engine do instead?
     """
     numbers = torch.full((8,), 16000.0, dtype=torch.float16)
     late = torch.zeros((), dtype=torch.float16)
@@ -214,7 +214,7 @@ def overflow() -> str:
 
 
 def post_order() -> str:
-    """With `BACKWARD_POST`, in which order come `AG2`, `FREE3` and `RS3` once the gradients of block 3 are complete?"""
+    """With `BACKWARD_POST`, what is the order of `AG2`, `FREE3` and `RS3` after the gradients of block 3 complete?"""
     events = events_of("fsdp1-full-post-block-2-wide")[0]
     wanted = [("AG", "block2"), ("FREE", "block3"), ("RS", "block3")]
     start = max(n for n, e in enumerate(events) if e.kind == "B" and e.unit.endswith("block3"))
@@ -228,8 +228,8 @@ def post_order() -> str:
 
 
 def alive() -> str:
-    """How many units are gathered at the same time, at most, in a step with `BACKWARD_PRE`? With no prefetch? Count
-    the root.
+    """How many units are unsharded at the same time, at most, in a step with `BACKWARD_PRE`? And without prefetch?
+    Count the root.
     """
     counts = []
     for key in ("fsdp1-full-pre-block-2-wide", "fsdp1-full-off-block-2-wide"):
@@ -250,7 +250,7 @@ def alive() -> str:
 
 def stops_of_the_limiter() -> str:
     """The GPU is slow: while the CPU runs through the forward of six units, no release has been completed yet. Before
-    which gather does the CPU stop for the first time? And how many units have memory at that moment?
+    which all-gather does the CPU wait for the first time? And how many units have memory at that moment?
     """
     limiter = RateLimiter(enabled=True)
     stops: list[int] = []
@@ -312,8 +312,8 @@ def strategy_bytes() -> str:
 
 
 def small_updates() -> str:
-    """A weight of 1.0 gets 100 updates of 0.001. Where does it end if it is stored in bfloat16, where if stored in
-    float32?
+    """A weight of 1.0 gets 100 updates of 0.001. What is its final value if it is stored in bfloat16, and if it is
+    stored in float32?
     """
     narrow, wide = torch.tensor(1.0, dtype=torch.bfloat16), torch.tensor(1.0)
     for _ in range(100):
@@ -328,7 +328,7 @@ def small_updates() -> str:
 
 def ragged() -> str:
     """Rank 0 has one sample with loss 4, rank 1 has three with loss 0. Each rank calls `loss.mean().backward()`. Which
-    mean does FSDP's averaging make of it, and which would one process have computed?
+    mean does FSDP's averaging compute, and which one would a single process compute?
     """
     first, second = torch.tensor([4.0]), torch.tensor([0.0, 0.0, 0.0])
     ranks = (first.mean() + second.mean()) / 2
@@ -343,7 +343,7 @@ def ragged() -> str:
 
 def two_types() -> str:
     """A block of the step player's model widens from 64 to 128 and narrows again: 16 576 numbers in float32, biases
-    included. What does the optimizer own of it on two ranks, through each door? How many bytes does a rank store?
+    included. What does the optimizer own of it on two ranks, with each API? How many bytes does a rank store?
     """
     flat = next(u for u in find("fsdp1-full-pre-block-2")["units"] if u["name"].endswith("block0"))
     each = next(u for u in find("fsdp2-full-pre-block-2")["units"] if u["name"].endswith("block0"))
@@ -357,7 +357,7 @@ def two_types() -> str:
 
 def rank_0_saves() -> str:
     """Rank 0 of four saves the sharded state dict of a weight of shape (10, 4) with `torch.save`. Which part of the
-    weight is in the file?
+    weight does the file contain?
     """
     cut = Cut(torch.Size((10, 4)), 0, 4)
     shape = tuple(cut.local_shape(0))

@@ -1,12 +1,12 @@
-"""The failure lab: its scripts as its pages show them, and what each of them has said on both ranks.
+"""The failure lab: its scripts as shown on its pages, and the recorded output of both ranks.
 
-``python -m docs_build.failures`` runs all scripts by torchrun, as a reader would, broken and mended, and records what
-each rank says, with the date and the machine, in ``docs/data/failure_lab.json``; with names (``slow_rank``) only those.
-What is to be said about a script stands on its page, ``docs/lab/NAME.md``, and in the lines at the head of that::
+``python -m docs_build.failures`` runs all scripts with torchrun, both the broken and the mended form. It records the
+output of each rank, the date and the machine in ``docs/data/failure_lab.json``. With names (``slow_rank``) it only runs
+those scripts. The text about a script is on its page, ``docs/lab/NAME.md``, which starts with these lines::
 
     symptom: The loss does not fall.
     family: silent                        one of `FAMILIES`
-    rows: CTOR-05                         of the spec
+    rows: CTOR-05                         requirement IDs
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ LAB = ROOT / "tutorials" / "failure_lab"
 PAGES = ROOT / "docs" / "lab"
 RECORD = ROOT / "docs" / "data" / "failure_lab.json"
 FAMILIES = {"silent": "silent wrong answer", "hang": "hang", "loud": "loud"}
-MEND = "# ---- one way to mend it; try yours first ----"
+MEND = "# ---- one way to fix it; try your own first ----"
 START = 'if __name__ == "__main__":'
-# PyTorch's own log, which tells the time and numbers of sockets.
+# PyTorch's own log lines, which contain times and socket numbers.
 LOGGED = re.compile(r"^\[rank\d\]:\[W.*\n", re.MULTILINE)
 
 
@@ -45,11 +45,11 @@ class Failure:
     """One script.
 
     Attributes:
-        name: of the script, without its ending.
+        name: of the script, without ``.py``.
         title: of its page.
-        symptom: what a user sees.
+        symptom: what a user observes.
         family: one of `FAMILIES`.
-        rows: of the spec, that promise what happens.
+        rows: IDs of the requirements that define the behaviour.
     """
 
     name: str
@@ -60,18 +60,18 @@ class Failure:
 
     @property
     def command(self) -> str:
-        """What a reader types."""
+        """The command that a reader types."""
         return f"torchrun --nproc-per-node 2 tutorials/failure_lab/{self.name}.py"
 
     @property
     def text(self) -> str:
-        """The script."""
+        """The source of the script."""
         return (LAB / f"{self.name}.py").read_text(encoding="utf-8")
 
 
 @cache
 def failures() -> list[Failure]:
-    """All that have a page, silent ones first."""
+    """All scripts that have a page, the silent ones first."""
     found = [_read(path) for path in PAGES.glob("*.md") if path.stem != "index"]
     return sorted(found, key=lambda one: (list(FAMILIES).index(one.family), one.name))
 
@@ -90,7 +90,7 @@ def _find(name: str) -> Failure:
 
 
 def table() -> str:
-    """All scripts, as a table in Markdown."""
+    """A table of all scripts, in Markdown."""
     lines = ["| script | symptom | family | rows |", "|---|---|---|---|"]
     for one in failures():
         rows = ", ".join(one.rows)
@@ -99,10 +99,10 @@ def table() -> str:
 
 
 def what_happens(name: str) -> str:
-    """The script as far as its mend, and, folded, what each rank says.
+    """The script without its mended form, and the output of each rank, folded.
 
     Raises:
-        KeyError: it has no page, or was never recorded.
+        KeyError: the script has no page, or was never recorded.
     """
     one, run = _find(name), recorded()[name]
     script = one.text.partition(MEND)[0].rstrip()
@@ -120,7 +120,7 @@ def what_happens(name: str) -> str:
 
 
 def mend(name: str) -> str:
-    """The form that works, and what each rank says then."""
+    """The mended form, and the output of each rank with it."""
     one, words = _find(name), recorded()[name]["mended"]
     code = one.text.partition(MEND)[2].partition(START)[0].strip()
     command = f"$ {one.command} --mended\n\n"
@@ -132,7 +132,7 @@ def _fence(language: str, text: str) -> str:
 
 
 def _folded(words: str) -> str:
-    """No line is wider than a page."""
+    """Wraps lines that are wider than a page."""
     lines = [wrap(line, 100, subsequent_indent="    ", break_on_hyphens=False) for line in words.splitlines()]
     return "\n".join(part for parts in lines for part in parts)
 
@@ -141,10 +141,10 @@ def _folded(words: str) -> str:
 
 
 def record(names: list[str]) -> None:
-    """Runs the scripts of these names, or all, and writes what they say.
+    """Runs the named scripts, or all, and writes their output to the record.
 
     Raises:
-        RuntimeError: one ended otherwise than it should.
+        RuntimeError: a script succeeded or failed unexpectedly.
     """
     found = dict(recorded())
     for path in sorted(LAB.glob("*.py")):
@@ -173,7 +173,7 @@ def _run(script: Path, *arguments: str, fails: bool) -> list[str]:
 
 
 def _words_of(folder: Path, rank: int) -> str:
-    """What a rank has said: warnings, and then what it has printed."""
+    """The output of a rank: first its warnings, then what it printed."""
     files = [path for name in ("stderr.log", "stdout.log") for path in folder.glob(f"*/attempt_0/{rank}/{name}")]
     text = "".join(path.read_text(encoding="utf-8") for path in files)
     text = re.sub(rf"{re.escape(str(folder))}/(minifsdp-ledger)-[\w-]+-(rank\d)", r"\1-\2", text)
@@ -182,7 +182,7 @@ def _words_of(folder: Path, rank: int) -> str:
 
 @cache
 def recorded() -> dict[str, dict[str, Any]]:
-    """What was recorded, by the script's name."""
+    """The recorded runs, by script name."""
     found: dict[str, dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
     return found
 

@@ -1,10 +1,10 @@
-"""What was tried to end a training, as tables: each made of a record while the site is built.
+"""Attempts to break a training, as tables: each is made from a record while the site is built.
 
 =================================================  ======================================
 ``python -m spec_tests.faults --record``           every fault at every stage
 ``python -m spec_tests.faults.restarts --record``  under a real torchrun
 ``python -m spec_tests.tutorials.kills --record``  kill -9 in a save
-``python -m spec_tests.fuzz --record``             programs that nobody has thought of
+``python -m spec_tests.fuzz --record``             random programs
 ``python -m spec_tests.soak --record``             2,000 steps
 =================================================  ======================================
 """
@@ -45,7 +45,7 @@ def _told(lines: list[str], record: dict[str, Any], words: str = "") -> str:
 
 
 def table() -> str:
-    """A row for each stage, a column for each fault, in Markdown; and under it what was run when."""
+    """A row for each stage, a column for each fault, in Markdown; below it the runs and their dates."""
     record = _record("faults")
     if record is None:
         return NONE
@@ -53,7 +53,7 @@ def table() -> str:
     stages, faults = _axes(kinds)
 
     def cell(stage: str, fault: str) -> str:
-        # With rank 0's store not every fault was tried at every stage.
+        # If rank 0 hosts the store, not every fault was tried at every stage.
         return _span([row[stage][fault] for row in kinds.values() if fault in row.get(stage, {})])
 
     rows = [[stage, *(cell(stage, fault) for fault in faults)] for stage in stages]
@@ -90,7 +90,7 @@ def _span(seconds: Seconds) -> str:
     return f"{min(known):.1f} to {max(known):.1f}" if known else ""
 
 
-# ---- what goes on afterwards ----
+# ---- recovery ----
 
 
 def restarts() -> str:
@@ -112,7 +112,7 @@ def restarts() -> str:
 
 
 def kills() -> str:
-    """For each kind of moment how often, and from which checkpoint the next run went on."""
+    """For each kind of moment the number of kills, and the checkpoints from which the next run resumed."""
     record = _record("kills")
     if record is None:
         return NONE
@@ -133,11 +133,11 @@ def _of_door(record: dict[str, Any], door: str) -> str:
     return f"**{len(mine)}, {sum('wrong' in kill for kill in mine)}**"
 
 
-# ---- long ones ----
+# ---- long runs ----
 
 
 def fuzz() -> str:
-    """A row for each run of drawn programs."""
+    """A row for each run of random programs."""
     record = _record("fuzz")
     if record is None:
         return NONE
@@ -180,7 +180,7 @@ _WORDS = {
 
 
 def soak() -> str:
-    """What a rank holds early and late, a column for each count."""
+    """The resources of a rank early and late, a column for each count."""
     record = _record("soak")
     if record is None:
         return NONE

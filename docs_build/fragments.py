@@ -1,4 +1,4 @@
-"""One function of the package, found by its name when the site is built."""
+"""One function of the package, found by its name while the site is built."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def fragment(name: str, qualified: str, start: str) -> str:
     """The code of ``qualified`` in the module ``name``, without its docstring, as HTML for the page ``start``.
 
     Raises:
-        KeyError: there is no such function, so the page that asks for it is out of date.
+        KeyError: there is no such function, so the page is out of date.
     """
     first, last, docstring = find_function(name, qualified)
     module = read_module(name)
@@ -34,7 +34,7 @@ def fragment(name: str, qualified: str, start: str) -> str:
 
 
 def _outdent(line: str, depth: int) -> str:
-    """Takes ``depth`` blanks from the text of a highlighted line; they are inside of its first element."""
+    """Removes ``depth`` blanks from a highlighted line; they are inside its first element."""
     blanks = " " * depth
     at = line.find(">" + blanks)
     return line if at < 0 else line[: at + 1] + line[at + 1 + depth :]

@@ -1,7 +1,7 @@
-"""All that this folder needs of the generator that builds the site, today mkdocs; no other module here imports it.
+"""The interface to the site generator, today mkdocs; no other module in this folder imports it.
 
-The theme, Material for MkDocs, is kept until May 2027. Its authors go on with Zensical, which reads the same pages and
-most of the same settings (``CONTRIBUTING.md``, "The documentation site"). What a move has to replace in Python is this
+The theme, Material for MkDocs, is maintained until May 2027. Its authors continue with Zensical, which reads the same
+pages and most of the same settings (``CONTRIBUTING.md``, "The documentation site"). A migration only has to replace this
 module and ``hook.py``, whose functions mkdocs calls by their names.
 """
 
@@ -23,13 +23,13 @@ def relative(target: str, start: str) -> str:
 
 
 def front_matter(text: str) -> tuple[str, dict[str, Any]]:
-    """A page without its head, and what stands in the head."""
+    """A page without its front matter, and the front matter."""
     body, facts = get_data(text)
     return str(body), dict(facts)
 
 
 def generated(config: Any, place: str, content: str) -> Any:
-    """A file of the site that lies in no folder."""
+    """A generated file of the site, which is in no folder."""
     return File.generated(config, place, content=content)
 
 

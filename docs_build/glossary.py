@@ -1,15 +1,15 @@
-"""The glossary's words on all other pages: pointed at, or reached by the Tab key, they say what they mean.
+"""The terms of the glossary on all other pages: on hover or keyboard focus, a term shows its definition.
 
-``docs/glossary.md`` has a headline for each term and below it the definition. Behind the Markdown of a page go lines
-that the extension ``abbr`` understands::
+``docs/glossary.md`` has a heading for each term and its definition below. After the Markdown of a page follow lines for
+the extension ``abbr``::
 
     ### Rank                               *[rank]: One of the processes that train together, and its number.
                                     -->    *[Rank]: One of ...
     One of the processes that train        *[ranks]: One of ...
     together, and its number. Usually ...  *[Ranks]: One of ...
 
-It marks *every* place but those in code. A page that is dotted all over is hard to read, so only the first place of
-each term in the running text stays marked.
+It marks *every* occurrence outside of code. Too many marks make a page hard to read, so only the first occurrence of
+each term in the text stays marked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from docs_build.order import ROOT
 __all__ = ["definitions", "first_places", "is_for", "terms"]
 
 PAGE = ROOT / "docs" / "glossary.md"
-# Who reads these looks things up, or reads the glossary itself.
+# Pages without marks: reference pages, and the glossary itself.
 WITHOUT = ("glossary.md", "spec.md", "api.md")
 
 _ENTRY = re.compile(r"^### (.+)\n\n((?:.+\n)+)", re.MULTILINE)
@@ -32,7 +32,7 @@ _NOT_RUNNING_TEXT = re.compile(r"<(h[1-6]|a|th|summary)\b.*?</\1>", re.DOTALL)
 
 @cache
 def terms() -> dict[str, str]:
-    """The headlines of the glossary, and the first sentence below each, without any markup."""
+    """The headings of the glossary, and the first sentence below each, without markup."""
     found = {}
     for title, paragraph in _ENTRY.findall(PAGE.read_text(encoding="utf-8") + "\n"):
         text = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", " ".join(paragraph.split()))
@@ -41,7 +41,7 @@ def terms() -> dict[str, str]:
 
 
 def is_for(uri: str, is_generated: bool) -> bool:
-    """Whether a page's words are explained."""
+    """Whether the terms on a page are marked."""
     return not is_generated and uri not in WITHOUT
 
 
@@ -52,10 +52,10 @@ def definitions() -> str:
 
 
 def _forms(title: str) -> list[str]:
-    """How the names of an entry are spelt in a text; ``Mesh`` also as ``mesh``, ``meshes`` and ``Meshes``."""
+    """The spellings of an entry in a text; ``Mesh`` also as ``mesh``, ``meshes`` and ``Meshes``."""
     found = []
     for name in title.split(", "):
-        # `DTensor` and `ZeRO` are always written so, `Rank` only where a sentence begins.
+        # `DTensor` and `ZeRO` are always spelled like this, `Rank` only at the beginning of a sentence.
         is_name = any(letter.isupper() for letter in name[1:])
         for one in {name} if is_name else {name[0].lower() + name[1:], name[0].upper() + name[1:]}:
             found += [one, one + ("es" if one.endswith(("sh", "ch", "x")) else "s")]
@@ -63,7 +63,7 @@ def _forms(title: str) -> list[str]:
 
 
 def first_places(html: str) -> str:
-    """A converted page with only the first place of each term marked, and none in headlines and links."""
+    """A converted page with only the first occurrence of each term marked, and none in headings and links."""
     html = _NOT_RUNNING_TEXT.sub(lambda found: _MARKED.sub(r"\2", found[0]), html)
     seen: set[str] = set()
 

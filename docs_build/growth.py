@@ -1,8 +1,8 @@
-"""What an FSDP costs as the work grows: plots and a table, drawn from `RECORD` while the site is built.
+"""The cost of an FSDP as the work grows: plots and a table, drawn from `RECORD` while the site is built.
 
-``python -m spec_tests.benchmarks.growth --record`` measures and writes the record. Both scales of a plot are
-logarithmic, so a cost that grows with the work is a slanted line and one that does not is a level one. The colours are
-those of the timelines, one for each kind of FSDP; minifsdp's lines are solid, torch's are dashed.
+``python -m spec_tests.benchmarks.growth --record`` measures and writes the record. Both axes of a plot are logarithmic:
+a cost that grows with the work is a slanted line, a constant cost is a horizontal one. The colours are those of the
+timelines, one for each kind of FSDP; minifsdp's lines are solid, torch's are dashed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COSTS = {
     "state_dict": "state_dict(), ms",
 }
 KINDS = {"flat": "flat", "orig": "orig", "FSDP2": "func"}
-# Of the points of that axis, the one that is told in words.
+# The point of that axis whose value the text mentions.
 UNITS = 48
 LEFT, TOP, WIDTH, HEIGHT = 64, 70, 560, 240
 
@@ -49,14 +49,14 @@ def _load() -> Any:
 
 
 def figure(name: str, caption: str) -> str:
-    """A plot with its caption; nothing, if the record is older than what it shows.
+    """A plot with its caption; empty if the record is older than the plot.
 
     Args:
-        name: the cost and what grows, as in ``calls units``.
-        caption: goes below it.
+        name: the cost and the growing quantity, as in ``calls units``.
+        caption: the text below it.
 
     Raises:
-        KeyError: there is none of that name.
+        KeyError: there is no plot with that name.
     """
     if not RECORD.exists():
         return "<p>No run is recorded.</p>"
@@ -113,12 +113,12 @@ def _ticks(costs: Sequence[float]) -> list[float]:
 
 
 def _shares(values: Sequence[float], low: float, high: float) -> list[float]:
-    """Where values lie between two others, on a logarithmic scale: 10 between 1 and 100 in the middle."""
+    """The positions of values between two others, on a logarithmic scale: 10 is in the middle between 1 and 100."""
     return [math.log(value / low) / math.log(high / low) for value in values]
 
 
 def calls(library: str) -> str:
-    """Python calls for a unit of two parameters, forward and backward: the least and the most of a library's kinds."""
+    """Python calls for a unit of two parameters, forward and backward: minimum and maximum of a library's kinds."""
     record = _load()
     point = record["axes"]["units"].index(UNITS)
     found = [points[point]["calls"] for who, points in record["units"].items() if who.split()[0] == library]
@@ -126,7 +126,7 @@ def calls(library: str) -> str:
 
 
 def overhead(library: str) -> str:
-    """Microseconds above the plain model for that unit: flat, original, `fully_shard`."""
+    """Microseconds more than the plain model for that unit: flat, original, `fully_shard`."""
     record = _load()
     point = record["axes"]["units"].index(UNITS)
     found = [points[point].get("overhead") for who, points in record["units"].items() if who.split()[0] == library]
@@ -134,13 +134,13 @@ def overhead(library: str) -> str:
 
 
 def calls_by_ranks(who: str) -> str:
-    """The same of one contender, in the smallest world and in the largest."""
+    """Python calls of one contender, with the smallest and with the largest number of ranks."""
     first, *_, last = _load()["ranks"][who]
     return f"{first['calls']:.0f} to {last['calls']:.0f}"
 
 
 def calls_for_a_parameter(who: str) -> str:
-    """What one more parameter in a unit adds."""
+    """The cost of one more parameter in a unit."""
     record = _load()
     (fewest, *_, most), (first, *_, last) = record["axes"]["parameters"], record["parameters"][who]
     return f"{(last['calls'] - first['calls']) / (most - fewest):.0f}"

@@ -1,9 +1,9 @@
-"""Who holds what: replication and the three stages of ZeRO, drawn for four ranks and priced for any number.
+"""The memory of each rank: replication and the three stages of ZeRO, drawn for four ranks, computed for any number.
 
 All bytes are those of minifsdp's own formulas, for Adam in float32: 4 for a parameter, 4 for its gradient, 8 for its
 two averages. Worked example, 1 billion parameters on 4 ranks, the second stage::
 
-    parameters    whole      4 GB
+    parameters    unsharded  4 GB
     gradients     a quarter  1 GB
     optimizer     a quarter  2 GB     each rank holds 7 GB
 """
@@ -16,7 +16,7 @@ from minifsdp.tools.formulas import model_states
 __all__ = ["KINDS", "STAGES", "bytes_held", "draw_bars", "draw_holdings", "is_cut"]
 
 NUM_PARAMETERS = 10**9
-# The letter of a kind in a drawing, its name, and the bytes of it for one parameter.
+# The letter of a kind in a drawing, its name, and its bytes for one parameter.
 KINDS = [("p", "parameters", 4), ("g", "gradients", 4), ("o", "optimizer state", 8)]
 STAGES = [
     "DDP: all of it, on all ranks",
@@ -31,12 +31,12 @@ IN_TORCH = {0: "NO_SHARD", 3: "FULL_SHARD, and fully_shard"}
 
 
 def is_cut(kind: str, stage: int) -> bool:
-    """Whether each rank has only a part: optimizer state from stage 1 on, gradients from 2 on, parameters in 3."""
+    """Whether each rank has only a shard: optimizer state from stage 1 on, gradients from 2 on, parameters in 3."""
     return stage >= {"o": 1, "g": 2, "p": 3}[kind]
 
 
 def bytes_held(stage: int, num_ranks: int) -> dict[str, float]:
-    """What each rank holds when backward is over, by kind."""
+    """The bytes of each kind on each rank at the end of backward."""
     each = {kind: width / num_ranks if is_cut(kind, stage) else width for kind, _, width in KINDS}
     return {
         "p": model_states(NUM_PARAMETERS, parameter=each["p"], gradient=0, optimizer=0),
@@ -46,7 +46,7 @@ def bytes_held(stage: int, num_ranks: int) -> dict[str, float]:
 
 
 def draw_holdings(caption: str) -> str:
-    """Four ranks under each stage: the room of the whole, and in it the part that the rank has."""
+    """Four ranks under each stage: the outline of the whole, and the part on each rank."""
     return figure([_holding(stage, 4) for stage in range(len(STAGES))], caption, SOURCE, legend(LEGEND))
 
 
@@ -58,7 +58,7 @@ def _holding(stage: int, num_ranks: int) -> Panel:
         for kind, _, width in KINDS:
             height = 5 * width
             parts.append(box(x, y, whole, height))
-            # The part lies where it lies in the whole, so the ranks' parts put together are the whole.
+            # A part is drawn at its position in the whole, so the parts of all ranks together are the whole.
             part = whole / num_ranks if is_cut(kind, stage) else whole
             parts.append(bar(kind, x + (rank * part if is_cut(kind, stage) else 0), y, part, height))
             y += height + 3
@@ -69,7 +69,7 @@ def _holding(stage: int, num_ranks: int) -> Panel:
 
 
 def draw_bars(caption: str) -> str:
-    """What one rank holds under each stage, on few ranks and on many."""
+    """The memory of one rank under each stage, on few ranks and on many."""
     return figure([_bars(num_ranks) for num_ranks in (4, 64)], caption, SOURCE, legend(LEGEND))
 
 

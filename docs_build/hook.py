@@ -1,14 +1,14 @@
-"""What mkdocs calls while it builds the site; the work is done in the other rooms.
+"""The hooks that mkdocs calls while it builds the site; the other modules do the work.
 
 1. on_config: the navigation gets a page for each module of the package, and one for each tutorial.
-2. on_files: pages and scripts that nobody wrote by hand are added.
-3. on_page_markdown: lines in double braces are replaced, each page gets a sentence about itself, and words of the
-   glossary are marked.
-4. on_page_content: pages of modules and of the spec get their HTML; rows of the spec and names of modules become links;
-   a page gets the scripts that it needs, and what the search shall not read is marked.
-5. on_post_page: a link to the repository, if there is one, asks nobody how many stars it has.
-6. on_post_build: the index of the search is cut in two. Then every link and anchor of the finished site is followed;
-   one that leads nowhere is a warning, and a warning ends a strict build.
+2. on_files: generated pages and scripts are added.
+3. on_page_markdown: lines in double braces are replaced, each page gets a description, and terms of the glossary are
+   marked.
+4. on_page_content: pages of modules and of the spec get their HTML; requirement IDs and names of modules become links;
+   a page gets the scripts that it needs, and parts that the search must not contain are marked.
+5. on_post_page: a link to the repository, if there is one, does not request its number of stars.
+6. on_post_build: the search index is split in two. Then every link and anchor of the finished site is followed; a
+   broken one is a warning, and a warning fails a strict build.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# mkdocs loads this file by its path, so its folder's parent is not where Python looks.
+# mkdocs loads this file by its path, so its parent folder is not in `sys.path`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
@@ -100,7 +100,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     if page.file.src_uri == "spec.md":
         return specpage.expand(markdown)
     if page.file.src_uri.startswith(("learn/", "lab/", "benchmarks")):
-        # Hardly a headline inside of a page; pictures and wide tables can have the room.
+        # These pages have few headings; pictures and wide tables use the space of the table of contents.
         page.meta["hide"] = ["toc"]
     if glossary.is_for(page.file.src_uri, page.file.generated_by is not None):
         markdown += glossary.definitions()
@@ -136,14 +136,14 @@ def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:
 
 
 def _scripts(html: str, start: str, known: dict[str, list[str]]) -> str:
-    """The scripts of the elements that a page has; as if they stood at its end, after the theme's."""
+    """The scripts for the elements of a page; they run as if they were at its end, after the theme's."""
     classes = {name for found in re.findall(r'\bclass="([^"]*)"', html) for name in found.split()}
     needed = [script for name, scripts in known.items() if name in classes for script in scripts]
     return "".join(f'<script defer src="{relative(script, start)}"></script>' for script in needed)
 
 
 def _repository(address: str | None) -> str:
-    """A button, where ``mkdocs.yml`` or the environment names a repository; else nothing."""
+    """A button if ``mkdocs.yml`` or the environment names a repository; otherwise empty."""
     return f"[The repository]({address}){{ .md-button }}" if address else ""
 
 
@@ -155,7 +155,7 @@ def _module_address(word: str, start: str) -> str | None:
     known = all_modules()
     fits = [name for name in [*known, *(lesson.name for lesson in lessons.LESSONS)] if name == word]
     fits = fits or [name for name in known if name.rpartition("/")[2] == word]
-    # `wrap.py` alone could be two modules; a guess would be worse than no link.
+    # `wrap.py` alone is ambiguous, and a wrong link would be worse than none.
     if len(fits) != 1 or pages.page_of(fits[0]) == start or word == "__init__.py":
         return None
     return pages.address(start, fits[0])
@@ -163,7 +163,7 @@ def _module_address(word: str, start: str) -> str | None:
 
 def on_post_page(output: str, **_: Any) -> str:
     """5."""
-    # What the theme finds by this name it decorates with what it fetches from the repository's host.
+    # The theme fetches data from the repository's host for elements with this attribute.
     return output.replace(' data-md-component="source"', "")
 
 

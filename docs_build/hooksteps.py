@@ -1,10 +1,10 @@
-"""One unit after each of its four hooks, and after the end of backward, as a recorded run has it.
+"""One unit after each of its four hooks, and after the end of backward, from a recorded run.
 
-What a hook has done are the moments of the record while it ran: for ``pre_forward`` of a block, without prefetch ::
+The effects of a hook are the recorded moments while it ran. For ``pre_forward`` of a block, without prefetch ::
 
-    AG issued, AG waited for, F begins         afterwards the whole row is there
+    AG issued, AG waited for, F begins         afterwards the parameters are unsharded
 
-They may be of another unit: while this one's gradient is handed over, the reduction of the one before is completed.
+A moment may belong to another unit: while a gradient is passed on, the previous unit's reduction is completed.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ LEFT, TOP, WHOLE, HEIGHT = 84, 24, 92, 20
 
 
 class Step:
-    """What a hook of `UNIT` has done, and what there is afterwards; all of it as rank 0 has recorded it.
+    """The effects of a hook of `UNIT`, and the state afterwards, as recorded by rank 0.
 
     Attributes:
         happened: kind, unit, whether it begins, bytes.
-        is_whole: all ranks have the full parameters.
+        is_whole: all ranks have the unsharded parameters.
         is_reducing: a reduce-scatter of the gradient has been issued and is not complete.
         gradient: bytes of the reduced gradient.
     """
@@ -56,7 +56,7 @@ class Step:
         self.happened = [
             (kind, unit, begins, size) for kind, unit, begins, _, size, *_ in moments[here.start : here.stop]
         ]
-        # A moment is noted before it changes anything, so what a hook leaves is seen in the next one.
+        # A moment is recorded before its changes, so the next one shows the state after the hook.
         state, _, self.gradient, _ = moments[here.stop][7][_place()]
         self.is_whole = state != "S"
         reductions = [one[2] for one in moments[: here.stop] if one[0] == "RS" and one[1] == UNIT]
@@ -68,19 +68,19 @@ def _place() -> int:
 
 
 def _while(hook: str, moments: list[Any]) -> range:
-    """The moments while ``hook`` of `UNIT` ran."""
+    """The moments during which ``hook`` of `UNIT` ran."""
 
     def runs(moment: Any) -> bool:
         return any(function == f"Cycle.{hook}" for _, function, *_ in moment[6])
 
-    # The end of backward is that of all units.
+    # The end of backward belongs to all units.
     first = next(n for n, one in enumerate(moments) if runs(one) and (one[1] == UNIT or hook == "end_backward"))
     last = next(n for n in range(first, len(moments)) if not runs(moments[n]))
     return range(first, last)
 
 
 def after(hook: str) -> Step:
-    """The step of a hook."""
+    """The recorded step of a hook."""
     return Step(hook)
 
 

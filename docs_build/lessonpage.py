@@ -1,4 +1,4 @@
-"""A tutorial as a page: the essay, what a run of the script has printed and drawn, and the script beside its prose."""
+"""The page of a tutorial: its essay, the output and pictures of a recorded run, and the script next to its prose."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def lesson_page(name: str) -> str:
     """The HTML of a lesson's page.
 
     Raises:
-        KeyError: it was never recorded.
+        KeyError: the lesson was never recorded.
     """
     number, lesson = next((at, one) for at, one in enumerate(LESSONS, 1) if one.name == name)
     index = relative("tutorials/index.html", page_of(name))
@@ -41,7 +41,7 @@ def _what_it_said(lesson: Lesson) -> str:
 
 
 def _pictures(lesson: Lesson) -> str:
-    """What the run has drawn. A picture of equal blocks that look unequal would contradict every word about it."""
+    """The pictures of the run, unless equal blocks look unequal in them."""
     run = recorded()[lesson.name]
     pictures = run["pictures"].values()
     if lesson.name == "tutorials/hybrid.py":
@@ -57,13 +57,13 @@ def _pictures(lesson: Lesson) -> str:
 
 
 def _scalable(svg: str) -> str:
-    """The picture as wide as there is room, without what only a file needs before its first element."""
+    """The picture with the full width of the page, without the lines before its ``<svg>`` element."""
     whole = svg[svg.index("<svg") :]
     return re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r'\1 style="width:100%;height:auto"', whole, count=1)
 
 
 def index_page() -> str:
-    """All lessons: their first sentences, what they need, how long they take and what comes out."""
+    """All lessons: their first sentences, requirements, times and output."""
     cards = "".join(_card(lesson) for lesson in LESSONS)
     return (
         "# Tutorials\n\n"
@@ -86,7 +86,7 @@ def _card(lesson: Lesson) -> str:
         f'<li><p><a href="{page}">{escape(lesson.title)}</a> <code>{Path(lesson.name).name}</code></p>'
         f"<p>{sentence}.</p>"
         f"<dl><dt>ranks</dt><dd>{lesson.num_ranks}</dd><dt>time</dt><dd>{_time(lesson)}</dd>"
-        f"<dt>needs</dt><dd>{escape(extras)}</dd><dt>out comes</dt><dd>{out}</dd></dl></li>"
+        f"<dt>needs</dt><dd>{escape(extras)}</dd><dt>output</dt><dd>{out}</dd></dl></li>"
     )
 
 

@@ -1,11 +1,11 @@
-"""The tutorials, and what a run of each has printed and drawn.
+"""The tutorials, and the recorded output and pictures of a run of each.
 
-``python -m docs_build.lessons`` runs all of them as a reader would and records what they say, with the date, the
-machine and the versions, in ``docs/data/lessons.json``; with names (``overlap digits``) only those. The site is built
-from the record, because some need packages that a reader of the documentation may not have.
+``python -m docs_build.lessons`` runs all of them as a reader would. It records their output, the date, the machine and
+the versions in ``docs/data/lessons.json``. With names (``overlap digits``) it only runs those. The site is built from
+the record, because some tutorials need packages that a reader of the documentation may not have.
 
-Pictures want a machine on which nothing else runs. A run whose pictures are not `even` is repeated; if none is, nothing
-is written. ``first_page`` is the name of one more run, of which only the picture is kept, for README and Home.
+Pictures need a machine on which nothing else runs. A run with pictures that are not `even` is repeated; if no run is
+even, nothing is written. ``first_page`` is one more run, of which only the picture is kept, for README and Home.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["EVEN", "FIRST_PAGE", "LESSONS", "Lesson", "record", "recorded", "une
 
 RECORD = ROOT / "docs" / "data" / "lessons.json"
 TRIES = 10
-# In a picture the headline of a box.
+# The title of a box in a picture.
 BOX = re.compile(r"<title>(?P<kind>[FB]) [\w.]*\d+, at [\d.]+ ms, for (?P<length>[\d.]+) ms</title>")
 
 
@@ -44,9 +44,9 @@ class Lesson:
 
     Attributes:
         name: ``tutorials/overlap.py``.
-        num_ranks: with which it is recorded.
-        arguments: with which it is recorded; ``FOLDER`` stands for an empty folder.
-        about_pictures: what their captions cannot say, as HTML.
+        num_ranks: number of ranks of the recorded run.
+        arguments: of the recorded run; ``FOLDER`` stands for an empty folder.
+        about_pictures: an introduction to the pictures, as HTML.
     """
 
     name: str
@@ -56,32 +56,32 @@ class Lesson:
 
     @property
     def command(self) -> str:
-        """What a reader types."""
+        """The command that a reader types."""
         return f"torchrun --standalone --nproc-per-node {self.num_ranks} {self.name} {self.arguments}".rstrip()
 
     @property
     def title(self) -> str:
-        """The first words of its first sentence: ``Mixed precision and batch norm``."""
+        """The first words of the essay's first sentence: ``Mixed precision and batch norm``."""
         words = re.match(r"[^:;,?]+\??", re.sub(r"[`*]", "", read_module(self.name).title))
         assert words
         return words[0]
 
     @property
     def extras(self) -> list[str]:
-        """The packages that its essay says to install."""
+        """The packages that the essay installs."""
         found = re.search(r"python -m pip install (.+)", read_module(self.name).essay)
         return found[1].split() if found else []
 
     @property
     def comes_out(self) -> str:
-        """What its essay says of its output.
+        """The description of the output in the essay.
 
         Raises:
-            ValueError: it says nothing.
+            ValueError: there is none.
         """
-        found = re.search(r"^Out comes: (.+?)\n\n", read_module(self.name).essay, re.MULTILINE | re.DOTALL)
+        found = re.search(r"^Output: (.+?)\n\n", read_module(self.name).essay, re.MULTILINE | re.DOTALL)
         if not found:
-            raise ValueError(f"the docstring of {self.name} has no paragraph that begins with 'Out comes:'")
+            raise ValueError(f"the docstring of {self.name} has no paragraph that begins with 'Output:'")
         return " ".join(found[1].split())
 
 
@@ -106,17 +106,17 @@ LESSONS = [
     Lesson("tutorials/migrate.py", num_ranks=4),
 ]
 
-# The picture of README and Home: few and small blocks, so that its letters can be read there.
+# The picture of README and Home: few small blocks, so that its text stays readable there.
 FIRST_PAGE = "first_page"
 _FIRST = Lesson("tutorials/train_gpt.py", arguments="--blocks 3 --width 128 --steps 12 --timeline FOLDER/timeline.svg")
 _FIRST_PICTURE = ROOT / "docs" / "assets" / "timeline.svg"
 
 
 def record(names: list[str]) -> None:
-    """Runs the lessons of these names, or all, and writes what they say.
+    """Runs the named lessons, or all, and writes their output to the record.
 
     Raises:
-        RuntimeError: one of them has failed, or was never left alone by other programs.
+        RuntimeError: a lesson failed, or other programs disturbed all of its runs.
     """
     found = recorded()
     todo = {Path(lesson.name).stem: (lesson.name, lesson) for lesson in LESSONS} | {FIRST_PAGE: (FIRST_PAGE, _FIRST)}
@@ -141,7 +141,7 @@ def _run_evenly(lesson: Lesson) -> dict[str, Any]:
 
 
 def unevenness(picture: str) -> float:
-    """Of the equal blocks in a timeline the longest forward, or backward, over the shortest; the greater of the two."""
+    """The longest over the shortest forward of equal blocks in a timeline, or backward if its ratio is greater."""
     lengths: dict[str, list[float]] = {}
     for box in BOX.finditer(picture):
         lengths.setdefault(box["kind"], []).append(float(box["length"]))
@@ -149,7 +149,7 @@ def unevenness(picture: str) -> float:
 
 
 def _run(lesson: Lesson) -> dict[str, Any]:
-    # The script as torchrun's module would run it, with its arrivals noted.
+    # Like torchrun, but `docs_build.watched` runs the script and records arrivals.
     words = shlex.split(lesson.command.replace(lesson.name, f"-m docs_build.watched {lesson.name}", 1))[1:]
     launcher = [sys.executable, "-m", "torch.distributed.run", *words]
     with tempfile.TemporaryDirectory() as folder:
@@ -172,13 +172,13 @@ def _run(lesson: Lesson) -> dict[str, Any]:
 
 @cache
 def recorded() -> dict[str, dict[str, Any]]:
-    """What was recorded, by the lesson's name."""
+    """The recorded runs, by lesson name."""
     found: dict[str, dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
     return found
 
 
 def where(key: str) -> str:
-    """When and where a lesson was recorded."""
+    """Date and machine of a recorded lesson."""
     run = recorded()[key]
     return f"Recorded on {run['date']}; {run['machine']}."
 

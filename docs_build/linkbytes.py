@@ -1,13 +1,13 @@
-"""What a step sends over each link: within a machine, and between two of them.
+"""The bytes that a step sends over each link: within a machine, and between two machines.
 
-Four ranks on two machines. A collective is a ring through its ranks, so it sends over the links from each to the next::
+There are four ranks on two machines. A collective is a ring through its ranks and sends over the links between them::
 
-    FULL_SHARD     0 > 1 > 2 > 3 > 0            one ring through everybody; 1 > 2 and 3 > 0 cross the network
-    HYBRID_SHARD   0 > 1 > 0 and 2 > 3 > 2      gathers and reduce-scatters stay inside
-                   0 > 2 > 0 and 1 > 3 > 1      all-reduces of a half each are all that crosses
+    FULL_SHARD     0 > 1 > 2 > 3 > 0            one ring through all ranks; 1 > 2 and 3 > 0 cross the network
+    HYBRID_SHARD   0 > 1 > 0 and 2 > 3 > 2      all-gathers and reduce-scatters stay inside a machine
+                   0 > 2 > 0 and 1 > 3 > 1      only all-reduces of one half each cross the network
 
-The bytes are those of the package's cost functions. `links` lays them on links, and the sums over links are equal to
-what `sent_by_link` says of a rank. The tutorial ``hybrid.py`` counts them in a run; `draw_table` draws what it printed.
+The bytes are those of the package's cost functions. `links` assigns them to links, and the sums over links are equal to
+the results of `sent_by_link`. The tutorial ``hybrid.py`` counts them in a run; `draw_table` draws its output.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 Link = tuple[int, int]
 NUM_PARAMETERS, NUM_RANKS, PER_MACHINE = 10**9, 4, 2
 STRATEGIES = ["FULL_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"]
-# Ranks 0 and 1 stand left, 2 and 3 right.
+# Ranks 0 and 1 are on the left, 2 and 3 on the right.
 PLACES = [(70, 50), (70, 120), (210, 50), (210, 120)]
 RADIUS, THICKEST, BAR = 13, 14, 150
 SOURCE = "Computed by minifsdp.tools.links for 1 billion parameters, Adam and float32, while this page was built."
@@ -51,7 +51,7 @@ CAPTION += "through the network. Plain bars are bytes within a machine, striped 
 
 @dataclass(frozen=True)
 class Sent:
-    """What is drawn of a strategy.
+    """The data of a drawing of a strategy.
 
     Attributes:
         strategy: its name.
@@ -79,7 +79,7 @@ def links(strategy: str) -> Counter[Link]:
     for kind, num_bytes in sent_bytes(job).items():
         size, apart = (job.num_replicas, job.shards) if kind == "AR" else (job.shards, 1)
         for rank in range(NUM_RANKS):
-            # Rings span a multiple of their distance; beyond that they go back to where they began.
+            # The links of a ring have the length `apart`; the last one goes back to the start.
             span = size * apart
             following = rank // span * span + (rank + apart) % span
             if num_bytes and following != rank:
@@ -94,18 +94,18 @@ def totals(strategy: str) -> tuple[float, float]:
 
 
 def draw(caption: str) -> str:
-    """A panel for each strategy, as computed."""
+    """A panel for each strategy, with computed bytes."""
     found = [Sent(one, links(one), *totals(one), cost_of(job_of(one)).stored) for one in STRATEGIES]
     return _figure(found, caption, SOURCE)
 
 
 def draw_table(output: str, source: str) -> str:
-    """The same of what the tutorial printed."""
+    """A panel for each strategy, with the bytes that the tutorial printed."""
     return _figure(sent_in(output), CAPTION, source)
 
 
 def sent_in(output: str) -> list[Sent]:
-    """What the lines of the tutorial's table say."""
+    """The lines of the tutorial's table."""
     return [_sent(*row.groups()) for row in ROW.finditer(output)]
 
 
@@ -120,7 +120,7 @@ def _number(text: str) -> int:
 
 
 def _figure(found: list[Sent], caption: str, source: str) -> str:
-    """All panels have one scale."""
+    """All panels in one figure, with one scale."""
     most = max(max(_both_ways(one.links).values()) for one in found)
     widest = max(max(one.within, one.between) for one in found)
     return figure([_panel(one, most, widest) for one in found], caption, source)
@@ -145,7 +145,7 @@ def _panel(sent: Sent, most: float, widest: float) -> Panel:
 
 
 def _both_ways(found: Counter[Link]) -> Counter[Link]:
-    """There and back is one line, as thick as both together: a ring of two ranks would be drawn on itself."""
+    """Sums both directions of a link, because they are drawn as one line."""
     together: Counter[Link] = Counter()
     for (a, b), num_bytes in found.items():
         together[min(a, b), max(a, b)] += num_bytes

@@ -13,12 +13,12 @@ __all__ = ["external", "problems", "scan"]
 
 @dataclass
 class Scan:
-    """What a page offers and what it asks for.
+    """The anchors and the links of a page.
 
     Attributes:
         ids: its anchors.
         links: addresses in ``href`` of links.
-        loads: addresses that a browser fetches by itself: scripts, styles, pictures.
+        loads: addresses that a browser fetches automatically: scripts, styles, pictures.
     """
 
     ids: set[str] = field(default_factory=set)
@@ -52,7 +52,7 @@ def scan(page: Path) -> Scan:
 
 
 def external(site: Path) -> Iterator[str]:
-    """What a browser would fetch from elsewhere."""
+    """Addresses that a browser would fetch from other hosts."""
     for path in sorted(site.rglob("*.html")):
         for address in scan(path).loads:
             if urlsplit(address).scheme in ("http", "https") or address.startswith("//"):
@@ -60,11 +60,11 @@ def external(site: Path) -> Iterator[str]:
 
 
 def problems(site: Path) -> Iterator[str]:
-    """Links to files or anchors that are not there, and loads from elsewhere."""
+    """Links to missing files or anchors, and loads from other hosts."""
     scans = {path.resolve(): scan(path) for path in sorted(site.rglob("*.html"))}
     yield from external(site)
     for path, one in scans.items():
-        # The page for missing addresses cannot know from where it is shown.
+        # The page for missing addresses is shown at any address, so its links cannot be relative.
         if path.name == "404.html":
             continue
         for address in one.links + one.loads:

@@ -1,8 +1,8 @@
 """The light markup of docstrings, turned into Markdown and then into HTML.
 
-Docstrings here use a little of what both reStructuredText and Markdown know: double backticks for code, single ones for
-names, literal blocks after ``::``, tables between lines of ``=``, and sections such as ``Args:`` and ``Raises:``.
-Rows of the spec that are named anywhere become links.
+Docstrings here use a part of reStructuredText and Markdown: double backticks for code, single ones for names, literal
+blocks after ``::``, tables between lines of ``=``, and sections such as ``Args:`` and ``Raises:``. Requirement IDs
+become links.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pygments.token import STANDARD_TYPES, Token
 __all__ = ["highlight_lines", "link_words", "to_html", "to_markdown"]
 
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields|Worked example):$")
-# Styles that no theme colours: names of all kinds, and blanks.
+# Styles without a colour in any theme: names of all kinds, and blanks.
 PLAIN = ("", "n", "w")
 EXTENSIONS = ["tables", "fenced_code", "sane_lists", "attr_list"]
 
@@ -67,7 +67,7 @@ def _literal_head(line: str) -> Iterator[str]:
 
 
 def _indented(lines: list[str], i: int) -> tuple[list[str], int]:
-    """The indented block that begins at ``i``, without its indentation, and where it ends."""
+    """The indented block that begins at ``i``, without its indentation, and its end."""
     block = []
     while i < len(lines) and (not lines[i].strip() or lines[i].startswith(" ")):
         block.append(lines[i])
@@ -81,7 +81,7 @@ def _indented(lines: list[str], i: int) -> tuple[list[str], int]:
 
 
 def _section(title: str, block: list[str]) -> Iterator[str]:
-    """``Args:`` and its like as a list, one entry a line."""
+    """A section such as ``Args:`` as a list, one entry per line."""
     if title == "Returns" or title == "Yields":
         yield from ["", f"**{title}** " + _inline(" ".join(line.strip() for line in block)), ""]
         return
@@ -138,12 +138,12 @@ _PIECE = re.compile(r"(<[^>]*>)")
 
 
 def link_words(html: str, pattern: re.Pattern[str], link: Callable[[str], str | None]) -> str:
-    """Makes links of what ``pattern`` finds in the text of ``html``, outside of links, headings, code blocks and SVG.
+    """Links matches of ``pattern`` in the text of ``html``, outside of links, headings, code blocks and SVG.
 
     Args:
         html: a page or a part of one.
-        pattern: what to look for.
-        link: the address for what was found, or ``None`` to leave it alone.
+        pattern: the pattern to find.
+        link: returns the address for a match, or ``None`` for no link.
     """
     closed = ("a", "h1", "h2", "h3", "h4", "svg", "script", "style", "summary", "button", "label")
     out, depth = [], 0
@@ -168,11 +168,11 @@ def _anchor(text: str, address: str | None) -> str:
 
 
 def highlight_lines(text: str, link: Callable[[str, str], str | None] = lambda owner, name: None) -> list[str]:
-    """Python source as HTML, line by line, in the classes of Pygments.
+    """Python source as HTML, line by line, with the classes of Pygments.
 
     Args:
         text: the source.
-        link: the address of a name, given what stood before its dot (or ``""``); ``None`` for no link.
+        link: returns the address of a name, given the text before its dot (or ``""``); ``None`` for no link.
     """
     lines: list[str] = []
     current: list[tuple[str, str]] = []
@@ -194,7 +194,7 @@ def highlight_lines(text: str, link: Callable[[str, str], str | None] = lambda o
 
 
 def _joined(pieces: list[tuple[str, str]]) -> str:
-    """A line; neighbours of one style share an element, and what looks like the text around it needs none."""
+    """A line; adjacent parts of the same style share an element, and unstyled text has none."""
     shown = []
     for style, group in groupby(pieces, lambda piece: piece[0]):
         text = "".join(part for _, part in group)
@@ -203,7 +203,7 @@ def _joined(pieces: list[tuple[str, str]]) -> str:
 
 
 def _address(link: Callable[[str, str], str | None], last: list[str], name: str) -> str | None:
-    """Only a name alone, or one behind ``owner.`` where the owner itself stands alone, can be looked up."""
+    """The address of a single name, or of a name after ``owner.`` if the owner itself is a single name."""
     if last[2] != ".":
         return link("", name)
     return link(last[1], name) if last[1].isidentifier() and last[0] != "." else None

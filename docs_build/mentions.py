@@ -1,4 +1,4 @@
-"""Which pages of Learn speak of a function, and with which module each of them is to be read."""
+"""The pages of Learn that mention a function, and the modules to read with each of them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["pages_on_function", "pages_on_module"]
 
 LEARN = ROOT / "docs" / "learn"
 SHOWN = re.compile(r"\{\{ code (\S+) (\S+) \}\}")
-# A line of the table on the first page of Learn: a link to a page, and the modules to be read with it.
+# A line of the table on the first page of Learn: a link to a page, and the modules to read with it.
 STEP = re.compile(r"^\| \d+ \| \[(?P<title>.*?)\]\((?P<page>\w+)\.md\) \| (?P<modules>.*) \|$", re.MULTILINE)
 
 
 @cache
 def _steps() -> list[tuple[str, str, list[str]]]:
-    """Of each page its address, its title, and its modules, in the order in which they are read."""
+    """The address, the title and the modules of each page, in reading order."""
     index = (LEARN / "index.md").read_text(encoding="utf-8")
     return [
         (f"learn/{found['page']}.html", found["title"], re.findall(r"`([^`]+)`", found["modules"]))
@@ -33,7 +33,7 @@ def _mentioned(page: str) -> set[tuple[str, str]]:
 
 
 def pages_on_module(name: str) -> list[tuple[str, str]]:
-    """Address and title of each page that is read with a module, or shows code of it."""
+    """Address and title of each page that belongs to a module, or shows code of it."""
     return [
         (page, title)
         for page, title, modules in _steps()

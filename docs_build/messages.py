@@ -1,7 +1,7 @@
-"""The messages of the package: their texts from its catalogue, who raises them from the source; so none is missing.
+"""All messages of the package: their texts from its catalogue, and where the source raises them.
 
-Every message is made by ``message(entry, ...)`` (``engine/messages.py``), so its address on the page "Troubleshoot" is
-found where it is raised.
+``message(entry, ...)`` (``engine/messages.py``) creates every message. Its argument is the anchor of the message on the
+page "Troubleshoot".
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Message:
     """One message of the package.
 
     Attributes:
-        id: its address on the page, ``E-...``.
+        id: its anchor on the page, ``E-...``.
         kind: the exception or warning.
-        text: with dots for what differs.
-        module: where it is raised.
-        place: in which class or function.
+        text: with dots for the variable parts.
+        module: the module that raises it.
+        place: the class or function that raises it.
     """
 
     id: str
@@ -61,12 +61,12 @@ def _in(node: ast.AST, module: str, place: str) -> Iterator[Message]:
 
 
 def is_message(node: ast.AST) -> TypeGuard[ast.Call]:
-    """Whether it makes a message."""
+    """Whether the node creates a message."""
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "message"
 
 
 def _kind(call: ast.Call) -> str:
-    """The exception that is made; the category of a warning."""
+    """The exception that is raised, or the category of a warning."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     if name != "warn":
         return name

@@ -11,14 +11,14 @@ FEATURES = 16
 
 
 class Block(nn.Module):
-    """Widens, bends, narrows, and adds the result to what came in."""
+    """Two linear layers with an activation between them, and a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.widen, self.narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows, width) to the same."""
+        """Maps (rows, width) to (rows, width)."""
         return x + self.narrow(torch.tanh(self.widen(x)))
 
 
@@ -31,7 +31,7 @@ class Stage(nn.Module):
             self.add_module(f"block{number}", Block(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows, width) to the same."""
+        """Maps (rows, width) to (rows, width)."""
         for block in self.children():
             x = block(x)
         return x
@@ -47,10 +47,10 @@ class Net(nn.Module):
         self.last = nn.Linear(width, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows, features) to (rows, 1)."""
+        """Maps (rows, features) to (rows, 1)."""
         return self.last(self.stage1(self.stage0(self.first(x))))
 
 
 def batch(rows: int, rank: int, step: int) -> torch.Tensor:
-    """What a rank sees in a step; another one for each rank and step."""
+    """The batch of a rank in a step; a different one for each rank and step."""
     return torch.randn(rows, FEATURES, generator=torch.Generator().manual_seed(1000 * step + rank))

@@ -1,5 +1,5 @@
-"""The page of myths: each wrong claim, what is true, and the tests that demonstrate it, with their code and last
-result.
+"""The page of myths: each wrong claim, the correct statement, and the tests that demonstrate it, with their code and
+last result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["page"]
 
 
 def page(start: str) -> str:
-    """All rows whose ID begins with ``MYTH``."""
+    """All requirements with an ID that begins with ``MYTH``."""
     rows = [row for row in all_rows().values() if row.id.startswith("MYTH")]
     shown = [row for row in rows if _demonstrations().get(row.id)]
     others = len(rows) - len(shown)
@@ -60,7 +60,7 @@ def _test(name: str, code: str, row: SpecRow) -> str:
 
 @cache
 def _demonstrations() -> dict[str, list[tuple[str, str]]]:
-    """For each myth the tests that carry its ID: name and source."""
+    """The tests of each myth: name and source."""
     found: dict[str, list[tuple[str, str]]] = {}
     for path in sorted((ROOT / "spec_tests").rglob("test_*.py")):
         text = path.read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Notes on the code, which stand beside it on a page and not in the file.
+"""Notes on the code, which appear next to it on a page, but are not in its file.
 
-A comment in the code has to be worth its line to everybody who edits it; a note is for who reads it for the first time.
-So notes have files of their own, ``docs_build/notes/engine/unit.md`` for ``engine/unit.py``::
+A comment in the code must be useful to everyone who edits it; a note is for first-time readers. So notes have files of
+their own, ``docs_build/notes/engine/unit.md`` for ``engine/unit.py``::
 
     ## Unit.unshard
 
@@ -9,9 +9,9 @@ So notes have files of their own, ``docs_build/notes/engine/unit.md`` for ``engi
 
     The CPU may stop here, until an older unit has given its memory back.
 
-The headline is the function, the indented line is the text of the statement that the note is about, as it stands in the
-file, and what follows is the note, in Markdown. A note is found by function and text and not by a number, so it follows
-the code wherever that moves; one whose statement is gone, or stands there twice, ends the build.
+The heading is the function. The indented line is the text of the annotated statement, exactly as in the file. The rest
+is the note, in Markdown. A note is found by function and text instead of a line number, so it follows the code. If its
+statement is missing or occurs twice in the function, the build fails.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from docs_build.order import ROOT
 __all__ = ["NOTES", "notes_of", "place_notes"]
 
 NOTES = ROOT / "docs_build" / "notes"
-# Two blocks with the same headline and statement would be two notes on one line.
+# Two blocks with the same heading and statement would be two notes on one line.
 Note = tuple[str, str, str]
 
 
 def notes_of(name: str, folder: Path = NOTES) -> list[Note]:
-    """The notes on a module: of each the function, the text of a statement's first line, and what there is to say."""
+    """The notes on a module: function, text of a statement's first line, and text of the note."""
     path = (folder / name).with_suffix(".md")
     return list(_read(path.read_text(encoding="utf-8").splitlines())) if path.exists() else []
 
@@ -48,7 +48,7 @@ def _read(lines: list[str]) -> Iterator[Note]:
 
 
 def place_notes(text: str, tree: ast.Module, notes: list[Note]) -> dict[int, str]:
-    """For each note the number of the line that it is about.
+    """Maps the line number of each annotated statement to the note.
 
     Raises:
         KeyError: a function has no such statement, or more than one.
@@ -66,7 +66,7 @@ def place_notes(text: str, tree: ast.Module, notes: list[Note]) -> dict[int, str
 
 
 def _statements(tree: ast.Module, function: str) -> list[int]:
-    """The lines on which a statement of that function begins."""
+    """The line numbers at which the statements of that function begin."""
     node: ast.AST = tree
     for part in filter(None, function.split(".")):
         inside = [one for one in getattr(node, "body", []) if getattr(one, "name", None) == part]

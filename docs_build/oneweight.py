@@ -1,7 +1,7 @@
-"""One weight on four ranks: cut, gathered, used, let go; and in backward its gradient.
+"""One weight on four ranks: sharded, all-gathered, used, resharded; and its gradient in backward.
 
-The weight that is drawn is `DRAWN`, that of which the numbers speak `REAL`; where both are cut, the package's own
-arithmetic says.
+The weight in the drawing is `DRAWN`, the numbers in the text are those of `REAL`. The package's own arithmetic
+determines the shards of both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def stored() -> int:
 
 
 def draw(caption: str) -> str:
-    """The six moments."""
+    """The six moments of the drawing."""
     sent = gather_sends(WHOLE, NUM_RANKS)
     reduced = ring_reduce_scatter_sends(WHOLE, NUM_RANKS)
     part, whole = size_of(stored()), size_of(WHOLE)
@@ -59,7 +59,7 @@ def _panel(title: str, rows: list[list[int]], text: str, batch: str = "", *, gra
         parts.append(label(f"rank {rank}", x + width / 2, 16, "mid soft"))
         parts.append(box(x, TOP, width, height))
         for row in there:
-            # A rank's rows carry its number, wherever they are; a gradient is striped as everywhere.
+            # A row has the colour of the rank that stores it, on all ranks; gradients are striped as in all drawings.
             owner = next(one for one in range(NUM_RANKS) if row in rows_of(one))
             y = TOP + row * CELL
             parts.append(bar("g" if gradient else f"r{owner}", x, y, width, CELL))

@@ -1,4 +1,4 @@
-"""What a step of the optimizer and clipping cost, as a table made of `RECORD` while the site is built.
+"""The cost of an optimizer step and of clipping, as a table made from `RECORD` while the site is built.
 
 ``python -m spec_tests.benchmarks.optimizer --record`` measures and writes the record.
 """
@@ -30,7 +30,7 @@ def _load() -> Any:
 
 
 def table() -> str:
-    """Milliseconds of CPU time, a row for each kind, in Markdown, and under it what was measured where."""
+    """Milliseconds of CPU time, a row for each kind, in Markdown; below it the conditions of the measurement."""
     record = _load()
     lines = ["| | " + " | ".join(HEADS.values()) + " |", "|---|" + "--:|" * len(HEADS)]
     for contender, by_action in record["contenders"].items():

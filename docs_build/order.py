@@ -1,7 +1,7 @@
 """The reading order: FSDP2 and FSDP1 first, then every other module, each once.
 
-A module is named by its path inside the package: ``engine/unit.py``. So are the tutorials, which are pages of the same
-make, by their path in the repository: ``tutorials/overlap.py``.
+A module is named by its path inside the package: ``engine/unit.py``. Tutorials have the same kind of page and are named
+by their path in the repository: ``tutorials/overlap.py``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ __all__ = ["PACKAGE", "ROOT", "SECTIONS", "all_modules", "path_of", "reading_ord
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "minifsdp"
 
-# Each section has a headline, a sentence, and modules in order. What is not named here follows in the last section of
-# its folder.
+# Each section has a heading, a sentence, and modules in order. All modules that are not listed here follow in the last
+# section of their folder.
 SECTIONS: list[tuple[str, str, list[str]]] = [
     (
         "FSDP2: `fully_shard`",
@@ -175,7 +175,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
 
 
 def path_of(name: str) -> Path:
-    """Where the file of that name lies."""
+    """The path of the file with that name."""
     return (ROOT if name.startswith("tutorials/") else PACKAGE) / name
 
 
@@ -185,11 +185,11 @@ def all_modules() -> list[str]:
 
 
 def reading_order() -> list[tuple[str, str, list[str]]]:
-    """`SECTIONS` with the modules that exist, and whatever else exists added to the last section of its folder."""
+    """`SECTIONS` with the existing modules; all other modules are added to the last section of their folder."""
     existing = all_modules()
     sections = [(title, line, [name for name in names if name in existing]) for title, line, names in SECTIONS]
     named = {name for _, _, names in sections for name in names}
-    # What only hands names on comes last of all, and so does what belongs to no folder.
+    # Modules that only re-export names come last, and so do modules outside of all folders.
     last = {
         folder: n for n, (_, _, names) in enumerate(SECTIONS) for folder in {name.rpartition("/")[0] for name in names}
     }

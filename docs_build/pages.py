@@ -1,4 +1,4 @@
-"""A module as a page: prose left, code right, an anchor at each row, and the way to the next page."""
+"""A module as a page: prose left, code right, an anchor at each row, and links to the next and previous page."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["address", "index_page", "linker", "module_page", "page_of", "side_by
 
 
 def page_of(name: str) -> str:
-    """Where a page is written: ``engine/unit.py`` to ``read/engine/unit.html``; a tutorial stays in its folder."""
+    """The file of a page: ``read/engine/unit.html`` for ``engine/unit.py``; a tutorial's is in its folder."""
     folder = "" if name.startswith("tutorials/") else "read/"
     return f"{folder}{name.removesuffix('.py')}.html"
 
 
 def address(start: str, name: str, anchor: str = "") -> str:
-    """The way from the page ``start`` to a module's page."""
+    """The relative link from the page ``start`` to a module's page."""
     return relative(page_of(name), start) + (f"#{anchor}" if anchor else "")
 
 
 def linker(module: Module, start: str) -> Callable[[str, str], str | None]:
-    """Looks names up that the module's code mentions: what it defines, and what it imports from the package."""
+    """Returns a function that looks up names in the module's code: its definitions, and imports from the package."""
 
     def link(owner: str, name: str) -> str | None:
         if owner:
@@ -43,7 +43,7 @@ def linker(module: Module, start: str) -> Callable[[str, str], str | None]:
 
 
 def _anchored(name: str, attribute: str) -> tuple[str, str]:
-    """The place of a definition; a package that only hands it on is looked through."""
+    """The module and anchor of a definition; names that a package re-exports are resolved."""
     if not attribute:
         return name, ""
     module = read_module(name)
@@ -55,7 +55,7 @@ def _anchored(name: str, attribute: str) -> tuple[str, str]:
 
 
 def toc_of(module: Module) -> list[dict[str, object]]:
-    """The headings of a module's page, in the form in which mkdocs keeps a table of contents."""
+    """The headings of a module's page, in the format of mkdocs' table of contents."""
     children: list[dict[str, object]] = []
     for row in module.rows:
         if row.kind in ("class", "function"):
@@ -67,7 +67,7 @@ def toc_of(module: Module) -> list[dict[str, object]]:
 
 @cache
 def _steps() -> tuple[list[str], dict[str, tuple[int, str]]]:
-    """All modules in reading order, and for each its number and its section."""
+    """All modules in reading order, and the number and section of each."""
     order: list[str] = []
     place = {}
     for title, _, names in reading_order():
@@ -86,10 +86,10 @@ def side_by_side(module: Module, headline: str, way: str, between: str = "") -> 
     """A page's HTML.
 
     Args:
-        module: what is shown.
+        module: the module to show.
         headline: of the page, as HTML.
-        way: to the pages before and after it.
-        between: what stands between the essay and the code.
+        way: links to the previous and the next page.
+        between: HTML between the essay and the code.
     """
     start = page_of(module.name)
     code = highlight_lines(module.text, linker(module, start))
@@ -97,7 +97,7 @@ def side_by_side(module: Module, headline: str, way: str, between: str = "") -> 
     essay = to_html(paragraphs[1]) if len(paragraphs) > 1 else ""
     title = to_html(" ".join(paragraphs[0].split())).removeprefix("<p>").removesuffix("</p>")
     parts = [
-        # The room for two columns. `:has` in the style sheet would do it, too, but makes large pages slow to load.
+        # The width for two columns. `:has` in the style sheet would also work, but makes large pages slow to load.
         "<style>.md-grid{max-width:88rem}.md-content{max-width:none}.md-content__inner{margin:0 1rem}</style>",
         f'<link rel="stylesheet" href="{relative("assets/css/read.css", start)}">',
         '<div class="sbs-page">',
@@ -128,7 +128,7 @@ def _way(name: str, start: str) -> str:
 
 
 def way_through(titles: dict[str, str], name: str, middle: str) -> str:
-    """Links to the page before and the page after ``name``, and something in between; names in order, with titles."""
+    """Links to the pages before and after ``name``, with ``middle`` between them; ``titles`` are in order."""
     order, start = list(titles), page_of(name)
     number = order.index(name)
     before = order[number - 1] if number else None

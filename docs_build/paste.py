@@ -1,16 +1,16 @@
-"""The box on the page "Troubleshoot": what it knows, for the script that searches pasted text for it.
+"""The box on the page "Troubleshoot": the patterns with which its script searches pasted text.
 
-Two sources, and no list beside them that could go stale:
+There are two sources, and no separate list that could become outdated:
 
 * each message of the package, from its template in ``messages.toml``: the fixed words between braces, in their order;
-* each entry of ``docs/troubleshoot.md`` that quotes what torch says, with a line in double braces below its headline::
+* each entry of ``docs/troubleshoot.md`` that quotes an error of torch, in a line in double braces below its heading::
 
       {{ says CUDA out of memory | HIP out of memory }}            either of these means this entry
       {{ follows Watchdog caught collective operation timeout }}   so does this, but it follows from another error
 
-An ellipsis in a quoted text stands for what differs. The script (``docs/assets/js/troubles.js``) compares without
-regard to white space, quotes and capitals, so a message is known again however a terminal has wrapped it. The search of
-all pages (``search.js``) asks it, too: words alone would find a message's row of the spec as well as its entry.
+An ellipsis in a quoted text stands for the variable parts. The script (``docs/assets/js/troubles.js``) ignores white
+space, quotes and case, so it recognises a message even if a terminal has wrapped it. The search of all pages
+(``search.js``) also calls it, because a search for words would also find the message's requirement.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from minifsdp.engine.messages import texts
 __all__ = ["KNOWN", "Known", "box", "known", "of_the_page", "quoted", "script"]
 
 PAGE = ROOT / "docs" / "troubleshoot.md"
-KNOWN = "assets/troubles/known.js"  # where `script` is written
+KNOWN = "assets/troubles/known.js"  # path of the output of `script`
 SCRIPTS = ("assets/js/troubles.js", "assets/js/paste.js")
 ENTRY = re.compile(r"^### (?P<title>.+?) \{ #(?P<id>E-[\w-]+)[^}]*\}$(?P<body>.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
 QUOTED = re.compile(r"^\{\{ (?P<verb>says|follows) (?P<texts>.*) \}\}$", re.MULTILINE)
 
-# Messages whose lines are made elsewhere: which of the catalogue's lines they can have. One alone is known, too.
+# Messages with lines of variable content, and the catalogue's lines that they can have. A single line is found, too.
 LINES = {
     "initial-weights-differ": ["rank-differs"],
     "not-finite": ["parameter-not-finite", "output-not-finite", "gradient-not-finite"],
@@ -44,15 +44,15 @@ NOT_IN_STATE_DICTS = {name for names in LINES.values() for name in names}
 
 @dataclass(frozen=True)
 class Known:
-    """An entry that pasted text can lead to.
+    """An entry that pasted text can match.
 
     Attributes:
-        id: its address on the page.
-        title: its headline.
-        door: who says it, ``minifsdp`` or ``PyTorch``.
-        kind: ``error``; ``warning``, after which a program goes on; ``follows``, mostly from another error.
-        wholes: texts that lead here, each as its fixed pieces in order.
-        lines: the same for single lines of the message, which lead here where nothing else does.
+        id: its anchor on the page.
+        title: its heading.
+        door: the source of the error, ``minifsdp`` or ``PyTorch``.
+        kind: ``error``; ``warning``, after which a program continues; ``follows``, mostly caused by another error.
+        wholes: texts that match, each as its fixed parts in order.
+        lines: the same for single lines of the message, which match if nothing else does.
     """
 
     id: str
@@ -69,7 +69,7 @@ def known() -> list[Known]:
 
 
 def of_the_page() -> list[Known]:
-    """The entries of the page that quote what torch says."""
+    """The entries of the page that quote errors of torch."""
     found = []
     for entry in ENTRY.finditer(PAGE.read_text(encoding="utf-8")):
         quotes = list(QUOTED.finditer(entry["body"]))
@@ -88,14 +88,14 @@ def _of_message(message: Message) -> Known:
         others = [line for line in details if line not in NOT_IN_STATE_DICTS and not line.startswith("explain-")]
         lines = [_pieces(details[line]) for line in others]
     whole = _pieces(texts()["message"][name])
-    # A message that has no words but those of its lines.
+    # The message consists only of its lines.
     wholes, lines = ([whole], lines) if whole else (lines, [])
     kind = "warning" if message.kind.endswith("Warning") else "error"
     return Known(message.id, message.text, "minifsdp", kind, wholes, lines)
 
 
 def _pieces(template: str) -> list[str]:
-    """The fixed words of a template, between what is filled in."""
+    """The fixed words of a template, between the variable parts."""
     return [words for words, _, _, _ in Formatter().parse(template) if words.strip()]
 
 
@@ -104,20 +104,20 @@ def _texts(quotes: str) -> list[str]:
 
 
 def quoted(rest: str, is_first: bool) -> str:
-    """A line of an entry: the words by which the box, the search and a reader know the message again."""
+    """A line of an entry: the words by which the box, the search and a reader recognise the message."""
     codes = ", ".join(f"<code>{escape(text, quote=False)}</code>" for text in _texts(rest))
     how = "Read as" if is_first else "Mostly it follows from another error, so look for that one first. Read as"
     return f'<p class="quoted">{how} {codes}</p>'
 
 
 def script() -> str:
-    """What is known, as a script that sets a global: a page from a disk may not fetch anything else."""
+    """The entries as a script that sets a global variable, because a page from a disk cannot fetch other files."""
     facts = json.dumps([asdict(one) for one in known()], ensure_ascii=False, separators=(",", ":"))
     return f"var minifsdpKnown = {facts};\n"
 
 
 def box() -> str:
-    """The box as HTML, and the scripts that bring it to life."""
+    """The box as HTML, and its scripts."""
     scripts = "".join(f'<script src="{name}"></script>' for name in (KNOWN, *SCRIPTS))
     return (
         '<link rel="stylesheet" href="assets/css/paste.css">'

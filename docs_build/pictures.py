@@ -1,4 +1,4 @@
-"""Pictures: the timeline of a recorded run, and who holds which elements."""
+"""Pictures: the timeline of a recorded run, and the elements that each rank holds."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def _event(
 
 
 def longest(keys: Iterable[str]) -> float | None:
-    """The seconds of the longest of these runs: what compares itself to another shares its axis."""
+    """The length of the longest of these runs in seconds, for pictures that share an axis."""
     return max((event.end for key in keys for events in events_of(key) for event in events), default=None)
 
 
 def timeline_figure(key: str, caption: str, num_ranks: int = 1, seconds: float | None = None) -> str:
-    """The timeline of a run, of its first ranks, with a caption that says where it was recorded.
+    """The timeline of the first ranks of a run, with a caption that contains the machine of the recording.
 
     Args:
         key: the run.
-        caption: begins with a few words and a colon, period or comma; these words are the headline of the picture.
-        num_ranks: how many ranks are drawn.
+        caption: begins with a few words and a colon, period or comma; these words are the title of the picture.
+        num_ranks: number of ranks to draw.
         seconds: the length of the axis; by default that of the run.
     """
     run = recordings.find(key)
@@ -70,7 +70,7 @@ def _source_of(run: dict[str, object], num_ranks: int) -> str:
 
 def figure(svg: str, caption: str, source: str) -> str:
     """An SVG with its caption, as wide as the page; on a phone it scrolls."""
-    # Without these the picture follows the column; the viewBox keeps its shape.
+    # Without width and height the picture has the width of the column; the viewBox keeps its proportions.
     svg = re.sub(r'(<svg[^>]*?) width="\d+" height="\d+"', r"\1", svg, count=1)
     return (
         f'<figure class="recorded"><div class="recorded-scroll" tabindex="0">{svg}</div>'

@@ -1,7 +1,7 @@
 """The recorded runs as scripts for the step player.
 
-A page that was opened from a disk may not fetch files, but it may load scripts. So each run is a script that calls one
-function with the data; the player adds a ``<script>`` for the run that was chosen, and one for the functions that run.
+A page opened from a disk cannot fetch files, but it can load scripts. So each run is a script that calls one function
+with the data. The player adds a ``<script>`` for the selected run, and one for the running functions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def script_of(run: dict[str, Any]) -> str:
     for rank in run["ranks"]:
         moments = []
         for kind, unit, begins, ms, num_bytes, group, stack, held, optimizer in rank["moments"]:
-            # Memory is given back before that is noted.
+            # Memory is freed before the event is recorded.
             frames = [_frame(f, has_ended=not begins or kind == "FREE") for f in stack if not only_records(*f[:2])]
             number = stacks.setdefault(json.dumps(frames), len(stacks))
             if number == len(shown):
@@ -56,7 +56,7 @@ def script_of(run: dict[str, Any]) -> str:
 
 
 def source_script(runs: Iterable[dict[str, Any]]) -> str:
-    """The script with all functions that run in some run: file, name, numbers of lines and their HTML."""
+    """The script with all functions of all runs: file, name, line numbers and HTML."""
     frames = {tuple(f[:2]) for run in runs for rank in run["ranks"] for m in rank["moments"] for f in m[6]}
     functions: dict[str, dict[str, Any]] = {}
     for name, qualified in sorted(frames):
@@ -66,7 +66,7 @@ def source_script(runs: Iterable[dict[str, Any]]) -> str:
 
 
 def _frame(frame: list[Any], *, has_ended: bool) -> list[Any]:
-    """Name, file, address, whether it is a hook that the named function has laid, and the number of the line."""
+    """Name, file, anchor, whether it is a hook registered by the named function, and line number."""
     name, qualified, _, text = frame
     outer, inner, _ = str(qualified).partition(".<locals>")
     line = line_of(name, qualified, text, has_ended=has_ended)

@@ -1,8 +1,8 @@
 """The benchmarks as pictures, drawn from `RECORD` while the site is built.
 
-``python -m spec_tests.benchmarks --record`` writes the record, together with the tables of the page; what it has
-nothing about is not drawn. What lies where is said here; how that looks, in ``races.svg.jinja``. Colours are those of
-the timelines, one for each kind of FSDP. What is minifsdp's is solid, what is torch's is pale or dashed.
+``python -m spec_tests.benchmarks --record`` writes the record and the tables of the page. Pictures without data in the
+record are left out. This module computes the positions, ``races.svg.jinja`` the appearance. Colours are those of the
+timelines, one for each kind of FSDP. minifsdp's lines are solid, torch's are pale or dashed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).pa
 _TEMPLATES.filters["px"] = "{:.1f}".format
 _SHAPES: Any = _TEMPLATES.get_template("races.svg.jinja").module
 
-# All in pixels.
+# In pixels.
 WIDTH = 840
 ROW, PANEL_GAP, LEFT, RIGHT = 14, 46, 128, 24
 MEMORY_LEFT, MEMORY_TOP, MEMORY_HEIGHT = 48, 40, 220
@@ -35,11 +35,11 @@ Ratio = dict[str, float]
 
 
 def figure(name: str, caption: str) -> str:
-    """A picture with its caption; nothing, if the record has nothing about it.
+    """A picture with its caption; empty if the record has no data for it.
 
     Args:
         name: ``ratios``, or ``memory`` and the kind of FSDP, as in ``memory flat``.
-        caption: goes below it.
+        caption: the text below it.
     """
     record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
     what, _, kind = name.partition(" ")
@@ -86,7 +86,7 @@ def _look(contender: str) -> str:
 
 
 def _memory(curves: Mapping[str, list[list[float]]], kind: str) -> str:
-    """Those of one kind of FSDP, torch's and ours."""
+    """The curves of one kind of FSDP, torch's and minifsdp's."""
     shown = {name: curve for name, curve in curves.items() if name.split()[-1] == kind}
     if not shown:
         return ""

@@ -1,16 +1,16 @@
-"""Runs small trainings on two and on four ranks and writes what happened, for the pages, into the repository.
+"""Records small trainings on two and on four ranks for the pages, and writes them into the repository.
 
     python -m docs_build.record
 
-takes a few minutes, and wants a machine on which nothing else runs. Of runs for pictures, which are about time, the
-quickest of many steps is kept, because other programs can only make a step slower. A step in which equal blocks take
-times that differ by more than `EVEN` is not taken at all: if there is none other, nothing is written::
+takes a few minutes and needs a machine on which nothing else runs. Runs for pictures show time, so the fastest of many
+steps is kept: other programs can only make a step slower. Steps in which the times of equal blocks differ by more than
+`EVEN` are discarded; if no step is left, nothing is written::
 
     F 0   3.1 ms    F 1   2.9 ms    F 2   3.0 ms    F 3   3.2 ms        even
-    F 0   2.7 ms    F 1   29. ms    F 2   2.9 ms    F 3   3.1 ms        another program was at work
+    F 0   2.7 ms    F 1   29. ms    F 2   2.9 ms    F 3   3.1 ms        another program was running
 
-Of runs for the step player every *moment* is noted, the begin or end of an event, with what the rank held and which
-functions of the package were running. They are about order; ``--player`` records only these anew, on any machine.
+Runs for the step player record every *moment*, the begin or end of an event, with the state of the rank and the running
+functions of the package. They only show order; ``--player`` records only these, on any machine.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ PREFETCH = {
     "off": None,
     "forward": BackwardPrefetch.BACKWARD_PRE,
 }
-EVEN = 2.0  # the longest of equal blocks over the shortest
-MOST_STEPS = 150  # after which no even one is hoped for
+EVEN = 2.0  # the largest ratio of the times of equal blocks
+MOST_STEPS = 150  # the number of steps after which the recording gives up
 ENOUGH_STEPS = 12
 WATCHED_STEPS = 24
 WRAPS: dict[str, type[nn.Module] | None] = {"block": Block, "stage": Stage, "whole": None}
@@ -73,13 +73,13 @@ class Run:
     """One training to record.
 
     Attributes:
-        door: ``"fsdp1"`` or ``"fsdp2"``; ``"torch1"`` or ``"torch2"`` for the same of torch.
+        door: ``"fsdp1"`` or ``"fsdp2"``; ``"torch1"`` or ``"torch2"`` for torch's own.
         strategy: a key of `STRATEGIES`; ``"keep2"`` is ``reshard_after_forward=2`` of ``fully_shard``.
         prefetch: a key of `PREFETCH`; ``"ahead"`` is an explicit list of two units of ``fully_shard``.
-        wrap: a key of `WRAPS`, what becomes a unit.
-        ranks: how many.
+        wrap: a key of `WRAPS`, the modules that become units.
+        ranks: number of ranks.
         width: of the model.
-        rows: in the batch of one rank.
+        rows: batch size of one rank.
         extra: ``"nosync"`` accumulates over three batches, ``"bf16"`` computes and sends in bfloat16.
     """
 
@@ -99,7 +99,7 @@ class Run:
 
     @property
     def key(self) -> str:
-        """The name under which the run is found."""
+        """The name of the run in the records."""
         parts = [self.door, self.strategy, self.prefetch, self.wrap, str(self.ranks)]
         return "-".join([*parts, self.extra] if self.extra else parts) + ("-wide" if self.width > 64 else "")
 
@@ -112,10 +112,10 @@ def runs_of(ranks: int) -> list[Run]:
 def _player_runs(ranks: int) -> Iterator[Run]:
     hybrids = ["hybrid", "hybrid2"] if ranks == 4 else []
     for strategy, prefetch, wrap in itertools.product(["full", "zero2", "none", *hybrids], PREFETCH, WRAPS):
-        # Without gathers, or with a single unit, there is nothing to prefetch.
+        # Without all-gathers, or with a single unit, there is nothing to prefetch.
         if (strategy == "none" or wrap == "whole") and prefetch != "pre":
             continue
-        # Four ranks show what two cannot, hybrids; for prefetching two are enough.
+        # Four ranks are only needed for hybrids; two are enough to show prefetching.
         if ranks == 4 and prefetch != "pre" and (wrap == "stage" or strategy not in ("full", "hybrid")):
             continue
         yield Run("fsdp1", strategy, prefetch, wrap, ranks)
@@ -124,7 +124,7 @@ def _player_runs(ranks: int) -> Iterator[Run]:
         if prefetch == "pre" or wrap == "block":
             yield Run("fsdp2", strategy, prefetch, wrap, ranks)
     if ranks == 2:
-        # To stand beside the same of this package.
+        # For comparison with the same runs of this package.
         for door, strategy in itertools.product(["torch1", "torch2"], ["full", "zero2"]):
             yield Run(door, strategy, "pre", "block", ranks)
 
@@ -155,7 +155,7 @@ def build(run: Run) -> nn.Module:
 
 @cache
 def _mesh(ranks: int, *, hybrid: bool) -> Any:
-    """Made once: connecting ranks takes longer than training them."""
+    """Cached, because connecting ranks takes longer than training them."""
     if hybrid:
         return init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh("cpu", (ranks,))
@@ -208,7 +208,7 @@ def _second_door(run: Run, model: Net) -> nn.Module:
 
 
 def watched_units(run: Run, model: nn.Module) -> Sequence[Watched]:
-    """The units of a sharded model as they are watched, the root's first."""
+    """The observed units of a sharded model, the root's first."""
     return torchside.units_of(model) if run.is_torch else [WatchedUnit(unit) for unit in units_of(model)]
 
 
@@ -239,7 +239,7 @@ def _step(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, step: in
 
 
 def perform(run: Run) -> dict[str, Any] | None:
-    """Trains, records, and brings all ranks' recordings to rank 0; the others get ``None``.
+    """Trains, records, and collects the recordings of all ranks on rank 0; the others get ``None``.
 
     Raises:
         RuntimeError: no step was even.
@@ -260,10 +260,10 @@ def perform(run: Run) -> dict[str, Any] | None:
 
 
 def _watched(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """For the player: one step, with all that can be seen.
+    """Records one step for the player, with all observable state.
 
-    Of those that went as most did the quickest, as the others show waiting most. Now and then one goes otherwise:
-    gloo's thread says that a collective is done a moment before it lets go of its tensors, which then seem to live on.
+    It keeps the fastest of the steps with the most frequent order; slower ones mostly show waiting. The order sometimes
+    differs, because gloo's thread releases its tensors a moment after it has reported a collective as done.
     """
     units = watched_units(run, model)
     steps: list[tuple[float, dict[str, Any]]] = []
@@ -287,14 +287,14 @@ def _without_times(moments: list[Any]) -> str:
 
 
 def _longest(seconds: float) -> float:
-    """Of all ranks, for all must keep the same step."""
+    """The maximum over all ranks, because all ranks must keep the same step."""
     of_all = torch.tensor(seconds)
     dist.all_reduce(of_all, dist.ReduceOp.MAX)
     return of_all.item()
 
 
 def _quickest_even(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """For a picture. Looking at everything takes time, so only the package's own recorder runs."""
+    """Records a step for a picture. Observing all state takes time, so only the package's own recorder runs."""
     best: tuple[float, dict[str, Any]] | None = None
     num_even, least = 0, float("inf")
     for step in range(2, MOST_STEPS):
@@ -319,7 +319,7 @@ def _quickest_even(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def unevenness(events: list[trace.Event]) -> float:
-    """Of equal blocks the longest forward, or backward, over the shortest; the greater of the two ratios."""
+    """The longest over the shortest forward of equal blocks, or backward if its ratio is greater."""
     ratios = [1.0]
     for kind in "FB":
         lengths = [event.end - event.start for event in events if event.kind == kind and "block" in event.unit]
@@ -328,7 +328,7 @@ def unevenness(events: list[trace.Event]) -> float:
 
 
 def _recorded(recorder: trace.Recorder, action: Callable[[], None]) -> float:
-    """Does it with ``recorder`` installed; returns when it began, which all ranks do together."""
+    """Runs the action with ``recorder`` installed; returns its start time, which is the same on all ranks."""
     dist.barrier()
     origin = time.perf_counter()
     trace.recorder = recorder
@@ -353,25 +353,25 @@ def _as_data(recorder: trace.Recorder, origin: float) -> dict[str, Any]:
 
 
 def work(rank: int, ranks: int, store: str, out: str, only_player: bool) -> None:
-    """What one process does: all runs with this many ranks."""
+    """All runs with this number of ranks, in one process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     try:
         found = [perform(run) for run in runs_of(ranks) if run.width <= 64 or not only_player]
         if rank == 0:
             Path(out).write_text(json.dumps(found))
-        # Whoever leaves first closes connections on which the others may still be waiting.
+        # A rank that leaves early closes connections on which the others may still be waiting.
         dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
 def main() -> None:
-    """Records everything into one file."""
+    """Records all runs into one file."""
     parser = argparse.ArgumentParser(prog="python -m docs_build.record")
     parser.add_argument("--player", action="store_true", help="keep the pictures, which want a calm machine")
     only_player = parser.parse_args().player
-    # Loopback is enough, and the only thing there is where the network is cut.
+    # Loopback is enough, and also works without a network.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ["OMP_NUM_THREADS"] = "1"
     begun = time.monotonic()

@@ -1,6 +1,6 @@
-"""Recorded runs: they are in the repository, so that every build shows the same, however busy its machine is.
+"""Recorded runs. They are in the repository, so that every build shows the same runs.
 
-``python -m docs_build.record`` writes them. They are packed, for most of it are numbers that nobody reads.
+``python -m docs_build.record`` writes them. They are compressed, because most of the data is numbers.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ FILE = ROOT / "docs" / "data" / "recordings.json.gz"
 
 @cache
 def load() -> dict[str, Any]:
-    """All recorded runs by key, and when and where they were recorded."""
+    """All recorded runs by key, and the date and machine of the recording."""
     data = json.loads(gzip.decompress(FILE.read_bytes()))
     return {**data, "runs": {run["key"]: run for run in data["runs"]}}
 
 
 def write(data: dict[str, Any]) -> None:
-    """The reverse, of runs in a list; the same data gives the same bytes."""
+    """Writes runs from a list; the same data results in the same bytes."""
     FILE.write_bytes(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0))
 
 
@@ -33,7 +33,7 @@ def find(key: str) -> dict[str, Any]:
     """One run.
 
     Raises:
-        KeyError: there is none of that key, with those that there are.
+        KeyError: there is no run with that key; the message lists all keys.
     """
     runs = load()["runs"]
     if key not in runs:
@@ -42,7 +42,7 @@ def find(key: str) -> dict[str, Any]:
 
 
 def player_scripts() -> dict[str, str]:
-    """For the step player one script for each run, one with the names of all, and one with the functions that run."""
+    """The scripts for the step player: one for each run, one with the names of all, and one with their functions."""
     from docs_build.player import script_of, source_script
 
     narrow = {key: run for key, run in load()["runs"].items() if run["run"]["width"] <= 64}

@@ -1,7 +1,7 @@
-"""The rows of the spec, and how their tests went last.
+"""The requirements of the spec, and the last results of their tests.
 
-``build/spec-results.json`` is what a test run leaves behind. ``python -m docs_build.results`` makes a record of it in
-``docs/data/``, with the date, the machine and the versions, so that a site can be built where no test has run.
+A test run writes ``build/spec-results.json``. ``python -m docs_build.results`` makes a record of it in ``docs/data/``,
+with the date, the machine and the versions, so that a site can be built where no test has run.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ LINE = re.compile(r"^\| ((?:[A-Z0-9]+-)+\d+) \| (.*) \|$")
 
 @dataclass
 class SpecRow:
-    """One row.
+    """One requirement.
 
     Attributes:
         id: for instance ``SHARD-04``.
-        section: the headline above it.
+        section: the heading above it.
         cells: the other cells of its line, the statement first.
-        results: verdict on each backend: ``"proven"``, ``"failed"`` or ``"unproven"``.
-        kinds: of the proof, on each backend that has one; one of `KINDS`.
-        tests: outcome on each backend, for each test that carries the row.
-        is_recorded: whether the record knows it; a newer row has been seen by no recorded run.
+        results: result on each backend: ``"proven"``, ``"failed"`` or ``"unproven"``.
+        kinds: kind of evidence on each backend that has one; one of `KINDS`.
+        tests: outcome on each backend, for each test of the requirement.
+        is_recorded: whether the record contains it; a newer requirement is in no recorded run.
     """
 
     id: str
@@ -67,17 +67,17 @@ class SpecRow:
 
     @property
     def needs_cuda(self) -> bool:
-        """Whether it can be seen whole on CUDA only."""
+        """Whether it can only be tested completely on CUDA."""
         return any("[cuda]" in cell for cell in self.cells[1:])
 
     @property
     def statement(self) -> str:
-        """What must hold."""
+        """The required behaviour."""
         return self.cells[0]
 
     @property
     def is_unproven(self) -> bool:
-        """Whether no backend has proven it."""
+        """Whether it has been tested on no backend."""
         return "proven" not in self.results.values()
 
 
@@ -98,7 +98,7 @@ def _processor() -> str:
 
 @cache
 def recorded() -> dict[str, Any]:
-    """The record, or what the last test run left if there is no record; empty if there is neither."""
+    """The record, or the results of the last test run if there is no record; empty if there is neither."""
     if RECORD.exists():
         return dict(json.loads(RECORD.read_text()))
     if FRESH.exists():
@@ -108,7 +108,7 @@ def recorded() -> dict[str, Any]:
 
 @cache
 def all_rows() -> dict[str, SpecRow]:
-    """Every row of ``docs/spec.md`` by ID, in order."""
+    """Every requirement of ``docs/spec.md`` by ID, in order."""
     rows: dict[str, SpecRow] = {}
     section = ""
     of_record = recorded()["rows"]
@@ -126,7 +126,7 @@ def all_rows() -> dict[str, SpecRow]:
 
 
 def sections() -> dict[str, list[SpecRow]]:
-    """The rows by headline."""
+    """The requirements by heading."""
     found: dict[str, list[SpecRow]] = {}
     for row in all_rows().values():
         found.setdefault(row.section, []).append(row)
@@ -146,7 +146,7 @@ def _as_record(path: Path) -> dict[str, Any]:
 
 
 def _joined(tests: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-    """The variants of one test as one; the worst of their outcomes counts."""
+    """The variants of a test as one test; the worst of their outcomes counts."""
     joined: dict[str, dict[str, str]] = {}
     for name, outcomes in tests.items():
         one = joined.setdefault(name.partition("[")[0], {})
@@ -156,17 +156,17 @@ def _joined(tests: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
 
 
 def css_class(outcome: str) -> str:
-    """The end of a badge's class: ``passed``, ``not-run``, or ``part`` for a test that has ``passed (text)``."""
+    """The suffix of a badge's class: ``passed``, ``not-run``, or ``part`` for a test that has ``passed (text)``."""
     return "part" if " (" in outcome else outcome.replace(" ", "-")
 
 
 def write_record() -> None:
-    """Writes the record from what the last test run on this machine left; backends that it did not run stay."""
+    """Writes the record from the last test run on this machine; results of other backends stay."""
     new = _as_record(FRESH)
     if RECORD.exists():
         new["runs"] = json.loads(RECORD.read_text())["runs"] | new["runs"]
     RECORD.parent.mkdir(parents=True, exist_ok=True)
-    # A row in a line, so that a difference between two records can be read.
+    # A requirement on each line, so that differences between two records are readable.
     rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in new["rows"].items())
     RECORD.write_text(f'{{"runs": {json.dumps(new["runs"])},\n"rows": {{\n{rows}\n}}}}\n')
 

@@ -1,12 +1,12 @@
-"""Which line of the package runs at a recorded moment, and the functions around such lines, for the step player.
+"""The line of the package that runs at a recorded moment, and the functions of such lines, for the step player.
 
-A moment was noted by a line that only records, and beside it stands what was done::
+A line that only records writes a moment. The recorded action is next to it::
 
     if trace.recorder is not None:
-        self._event = trace.recorder.begin("AG", ...)    noted here
-    self._promise = self.layout.gather(self.lanes)       this is what begins
+        self._event = trace.recorder.begin("AG", ...)    the moment
+    self._promise = self.layout.gather(self.lanes)       the action
 
-What begins is the first line behind it that does not only record; what has ended, the last one before it.
+An action that begins is the first later line that does not only record; one that has ended is the last one before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["function_lines", "line_of", "lines_of", "only_records"]
 
 @cache
 def _function(name: str, qualified: str) -> ast.FunctionDef | None:
-    """The function in which a recorded one was, or which it was itself; ``None`` if it is there no more."""
+    """The recorded function, or the function that contains it; ``None`` if it does not exist any more."""
     if not (PACKAGE / name).exists():
         return None
     place: ast.AST = ast.parse(read_module(name).text)
@@ -36,7 +36,7 @@ def _function(name: str, qualified: str) -> ast.FunctionDef | None:
 
 
 def lines_of(name: str, qualified: str) -> list[int]:
-    """The numbers of a function's lines of code, without its docstring."""
+    """The line numbers of a function's code, without its docstring."""
     node = _function(name, qualified)
     if node is None:
         return []
@@ -48,20 +48,20 @@ def lines_of(name: str, qualified: str) -> list[int]:
 
 
 def only_records(name: str, qualified: str) -> bool:
-    """Whether the whole function is there for the recorder alone."""
+    """Whether the whole function only records."""
     lines = lines_of(name, qualified)
     return bool(lines) and read_module(name).recording.issuperset(lines)
 
 
 def line_of(name: str, qualified: str, text: str, *, has_ended: bool) -> int:
-    """The number of the line that begins, or has ended, where the line ``text`` was running; 0 if it is not there."""
+    """The line that begins or has ended at the moment when the line ``text`` ran; 0 if there is none."""
     texts, lines = read_module(name).text.splitlines(), lines_of(name, qualified)
     here = next((number for number in lines if texts[number - 1].strip() == text), 0)
     recording = read_module(name).recording
     if not here or here not in recording:
         return here
     acting = [n for n in lines[1:] if n not in recording and texts[n - 1].strip()[:1] not in ("", "#")]
-    # What asks whether to do something has not done it.
+    # Conditions do not perform the action.
     before = [number for number in acting if number < here and not texts[number - 1].endswith(":")]
     behind = [number for number in acting if number > here]
     chosen = before[-1:] or behind[:1] if has_ended else behind[:1] or before[-1:]
@@ -70,12 +70,12 @@ def line_of(name: str, qualified: str, text: str, *, has_ended: bool) -> int:
 
 @cache
 def _highlighted(name: str) -> list[str]:
-    # Needed for pages alone, not by who records.
+    # Only needed for pages, not for recording.
     from docs_build.markup import highlight_lines
 
     return highlight_lines(read_module(name).text)
 
 
 def function_lines(name: str, qualified: str) -> list[tuple[int, str]]:
-    """A function as the player shows it: numbers of its lines, and the lines as HTML."""
+    """A function as the player shows it: its line numbers, and the lines as HTML."""
     return [(number, _highlighted(name)[number - 1]) for number in lines_of(name, qualified)]

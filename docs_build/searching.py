@@ -1,13 +1,13 @@
-"""What the search knows of a page: what somebody has written there, and not what stands around it.
+"""The search index of a page: only its own text, without navigation and pictures.
 
-The index is made by the theme's plugin from each page's HTML. Two things are done to it here:
+The theme's plugin makes the index from each page's HTML. This module changes two things:
 
 1. Parts that every page has, or that are pictures, get ``data-search-exclude``, and the plugin leaves them out.
    Otherwise an excerpt begins with "4 of 123 in reading order", and a search for "block" finds boxes of a timeline.
-2. The index is cut in two. Most visitors of a page do not search, and all of it would be two megabytes for each of
-   them: ``search_index`` keeps the settings, which the theme reads at once, and ``documents.js`` holds the texts, which
-   ``docs/assets/js/search.js`` loads when somebody begins to search. It is a script, for a page that was opened from a
-   disk may not fetch anything else.
+2. The index is split in two. Most visitors of a page do not search, and the whole index would be two megabytes for each
+   of them. ``search_index`` keeps the settings, which the theme reads immediately. ``documents.js`` has the texts,
+   which ``docs/assets/js/search.js`` loads when a search begins. It is a script, because a page opened from a disk
+   cannot fetch other files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 __all__ = ["cut_index", "leave_out"]
 
-# Each is an element that holds none of its own kind; the plugin would take the end of that for its own.
+# Each pattern matches an element that contains none of its own kind; the plugin would stop at the inner end.
 LEFT_OUT = {
     "a": ["sbs-mark"],
     "details": ["proof", "spec-tests"],
@@ -30,7 +30,7 @@ LEFT_OUT = {
 }
 _TAG = re.compile(rf"<({'|'.join(LEFT_OUT)})\b([^>]*)>")
 _CLASS = re.compile(r"""\bclass=["']([^"']*)["']""")
-# Where a picture was recorded.
+# The source of a picture.
 _SOURCE = re.compile(r"(<figcaption>(?:(?!</figcaption>).)*?<small)(>)", re.DOTALL)
 _MARK = ' data-search-exclude="yes"'
 
@@ -58,5 +58,5 @@ def cut_index(folder: Path) -> None:
     (folder / "documents.js").write_text(f"var minifsdpDocuments = {documents};\n", encoding="utf-8")
     settings = json.dumps({**index, "docs": []}, separators=(",", ":"))
     whole.write_text(settings, encoding="utf-8")
-    # From a disk the theme looks for this one.
+    # For pages opened from a disk the theme loads this file.
     (folder / "search_index.js").write_text(f"var __index = {settings};\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Who holds which elements: drawn from the arithmetic of the two layouts, for a weight of (3, 2) and a bias of 3."""
+"""The elements that each rank holds, drawn from the arithmetic of both layouts: a weight of (3, 2) and a bias of 3."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def draw(name: str) -> str:
     """The picture, as SVG.
 
     Raises:
-        KeyError: there is none of that name.
+        KeyError: there is no picture with that name.
     """
     return {"layouts": _layouts, "checkpoints": _checkpoints}[name]()
 
@@ -54,7 +54,7 @@ def _checkpoints() -> str:
 
 
 def _picture(title: str, verb: str, rows: list[tuple[str, list[tuple[str, int]]]]) -> str:
-    """Rows of cells, each with its label and the rank that gives it its colour."""
+    """Rows of cells, each with its label and the rank that determines its colour."""
     parts, y = [], 40
     for name, cells in rows:
         parts.append(f'<text class="soft" x="8" y="{y + 20}">{name}</text>')

@@ -1,14 +1,14 @@
-"""What the drawings of the learning pages are made of: panels of SVG that flow into as many columns as there is room.
+"""The elements of the drawings on the learning pages: SVG panels in as many columns as fit on the page.
 
-A panel is narrow, so that on a phone it stands alone and can be read without scrolling. Kinds of bytes are told apart
-by colour and by stripes, for those who see no colours::
+A panel is narrow, so it can be read on a phone without scrolling. Kinds of bytes differ by colour and by stripes, for
+readers who cannot distinguish the colours::
 
-    parameters    plain                what is gathered, freed and computed with
-    gradients     upright stripes      what is reduced
-    optimizer     level stripes        what never leaves its rank
+    parameters    plain                all-gathered, freed and used for computation
+    gradients     vertical stripes     reduced
+    optimizer     horizontal stripes   never sent to other ranks
 
-The colours are in ``docs/assets/css/learn.css``, one set for light pages and one for dark ones. Nothing here has an id,
-since a page has many drawings and an id may be there once.
+The colours are in ``docs/assets/css/learn.css``, one set for light pages and one for dark ones. No element has an id,
+because ids must be unique on a page and a page has many drawings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from html import escape
 
 __all__ = ["Panel", "bar", "box", "figure", "label", "legend", "size_of"]
 
-STRIPE = 5  # from one stripe to the next
+STRIPE = 5  # distance between stripes
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Panel:
     """One drawing.
 
     Attributes:
-        title: above it.
-        parts: SVG, as the functions of this module give it.
+        title: text above it.
+        parts: SVG from the functions of this module.
         width, height: of the drawing, in the units of its parts.
-        text: below it.
+        text: text below it.
     """
 
     title: str
@@ -39,7 +39,7 @@ class Panel:
     text: str = ""
 
     def html(self) -> str:
-        """The panel with its words."""
+        """The panel with its texts."""
         picture = (
             f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {self.width:g} {self.height:g}">'
             f"<title>{escape(self.title)}. {escape(self.text)}</title>{''.join(self.parts)}</svg>"
@@ -57,7 +57,7 @@ def figure(panels: list[Panel], caption: str, source: str, above: str = "") -> s
 
 
 def legend(kinds: list[tuple[str, str]]) -> str:
-    """What each kind looks like, as HTML: class and words."""
+    """The legend of the kinds as HTML, from pairs of class and text."""
     items = [
         f'<li><svg viewBox="0 0 26 14">{bar(kind, 1, 1, 24, 12)}</svg> {escape(words)}</li>' for kind, words in kinds
     ]
@@ -65,7 +65,7 @@ def legend(kinds: list[tuple[str, str]]) -> str:
 
 
 def bar(kind: str, x: float, y: float, width: float, height: float) -> str:
-    """Bytes of a kind that are there: ``"p"``, ``"g"`` or ``"o"``, or the number of the rank to which they belong."""
+    """A bar of allocated bytes: kind ``"p"``, ``"g"`` or ``"o"``, or the number of the rank that owns them."""
     stripes = ""
     if kind == "g":
         stripes = "".join(f"M{x + at:.2f} {y:.2f}v{height:.2f}" for at in _steps(width))
@@ -80,7 +80,7 @@ def _steps(length: float) -> list[float]:
 
 
 def box(x: float, y: float, width: float, height: float) -> str:
-    """The room of what could be there and is not."""
+    """An outline for bytes that are not allocated."""
     return f'<rect class="absent" x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"/>'
 
 

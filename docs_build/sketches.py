@@ -21,6 +21,6 @@ def draw(name: str, caption: str) -> str:
     """A drawing as a figure.
 
     Raises:
-        KeyError: there is none of that name.
+        KeyError: there is no drawing with that name.
     """
     return SKETCHES[name](caption)

@@ -1,11 +1,11 @@
-"""A module's text, cut into rows: prose for the left column, code for the right one.
+"""A module's text, split into rows: prose for the left column, code for the right one.
 
-A row begins where a reader takes a breath: at a top-level statement, at a class, at a method, and inside a function at
-each comment that stands alone above a statement. Docstrings and such comments go to the left, all other text stays.
+A row begins at a top-level statement, at a class, at a method, and inside a function at each comment that stands alone
+above a statement. Docstrings and such comments go to the left, all other text stays.
 
-Every row has an anchor. A function's is its qualified name (``Unit.wait``), a row inside of it adds a number
-(``Unit.wait-2``), so links survive edits elsewhere in the file. A note (``notebook.py``) begins a row as well; these
-have numbers of their own (``Unit.wait-n1``), and a new note changes nobody's address.
+Every row has an anchor. That of a function is its qualified name (``Unit.wait``), a row inside of it adds a number
+(``Unit.wait-2``), so links survive edits elsewhere in the file. A note (``notebook.py``) also begins a row. Notes have
+numbers of their own (``Unit.wait-n1``), so a new note does not change other anchors.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Row:
     Attributes:
         anchor: unique on the page.
         kind: ``"imports"``, ``"class"``, ``"function"``, ``"method"``, ``"step"``, ``"data"`` or ``"banner"``.
-        name: what the row defines, without its class; empty for a step.
-        docstring: of what is defined.
-        comment: lines that stood above the code, without ``#``.
-        note: what is said of it beside the file.
+        name: name of the definition, without its class; empty for a step.
+        docstring: of the definition.
+        comment: lines above the code, without ``#``.
+        note: text from `notes/`.
         lines: numbers of the code lines, from 1.
     """
 
@@ -54,11 +54,11 @@ class Module:
     """A module and its rows.
 
     Attributes:
-        name: path inside the package, or a tutorial's.
+        name: path inside the package, or of a tutorial.
         essay: the module's docstring.
-        text: all of it.
+        text: the whole text.
         rows: in order.
-        imported: names that come from the package: name to (module, attribute or ``""``).
+        imported: names imported from the package: name to (module, attribute or ``""``).
         defined: top-level names that have a row of their own.
         recording: numbers of the lines that only record.
     """
@@ -72,7 +72,7 @@ class Module:
     recording: set[int]
 
     def anchor_of(self, line: int) -> str:
-        """Of the row in which a line of the file is, notes aside, for records outlive them; empty above all."""
+        """The anchor of the row that contains a line, without notes, which records outlive; empty above all rows."""
         lasting = [row for row in self.rows if row.lines and (row.kind != "step" or row.comment)]
         return next((row.anchor for row in reversed(lasting) if row.lines[0] <= line), "")
 
@@ -84,7 +84,7 @@ class Module:
 
 @cache
 def read_module(name: str) -> Module:
-    """Reads and cuts ``name``, a path inside the package, or a tutorial's."""
+    """Reads ``name``, a path inside the package or of a tutorial, and splits it into rows."""
     text = path_of(name).read_text(encoding="utf-8")
     tree = ast.parse(text)
     rows = _Cutter(text, tree, place_notes(text, tree, notes_of(name))).rows()
@@ -114,7 +114,7 @@ def _imported(tree: ast.Module) -> dict[str, tuple[str, str]]:
 
 
 class _Cutter:
-    """Finds where rows begin and which lines are prose."""
+    """Finds the starts of rows and the lines that are prose."""
 
     def __init__(self, text: str, tree: ast.Module, notes: dict[int, str]) -> None:
         self.lines = text.splitlines()
@@ -144,7 +144,7 @@ class _Cutter:
         docstring = ast.get_docstring(node) or ""  # type: ignore[arg-type]
         if docstring:
             first = node.body[0]  # type: ignore[attr-defined]
-            # With the empty line behind it, which has lost its purpose.
+            # Also remove the blank line after the docstring.
             blank = first.end_lineno < len(self.lines) and not self.lines[first.end_lineno].strip()
             self.prose.update(range(first.lineno, first.end_lineno + 1 + blank))
         return docstring
@@ -166,14 +166,14 @@ class _Cutter:
                 self._class(node)
                 last_kind = "class"
             elif isinstance(node, ast.FunctionDef):
-                # The address belongs to the last of that name; what is before it are overloads, for type checkers.
+                # The last definition with that name has the anchor; those before it are overloads for type checkers.
                 is_overload = node is not self._last(node.name)
                 anchor = self._free(f"{node.name}-overload") if is_overload else node.name
                 kind = "data" if is_overload else "function"
                 self.starts[line] = Row(anchor, kind, node.name, self._drop_docstring(node))
                 last_kind = "function"
             else:
-                # No function can have this name, so none can ask for the same anchor.
+                # No function can have this name, so the anchor is unique.
                 name = (_targets(node) or ["top-level"])[0]
                 self.starts[line] = Row(self._free(name), "data", name)
                 last_kind = "data"
@@ -197,7 +197,7 @@ class _Cutter:
                 self.starts[_first_line(item)] = Row(anchor, "method", item.name, self._drop_docstring(item))
 
     def _place_comments(self) -> None:
-        """Moves comments that stand above a statement to the left; each begins a row, unless one begins there."""
+        """Moves comments above a statement to the left column; each begins a row, unless one begins there already."""
         owner_at = sorted(self.starts)
         counts: dict[str, int] = {}
         group: list[int] = []
@@ -224,7 +224,7 @@ class _Cutter:
             self.starts[following].comment = text
 
     def _place_notes(self) -> None:
-        """A note begins a row where none begins."""
+        """Begins a row at a note, unless one begins there already."""
         counts: dict[str, int] = {}
         for line in sorted(self.notes):
             if line not in self.starts:
@@ -266,10 +266,10 @@ def _slug(text: str) -> str:
 
 
 def find_function(name: str, qualified: str) -> tuple[int, int, tuple[int, int] | None]:
-    """First and last line of a class, method or function, and the lines of its docstring if it has one.
+    """First and last line of a class, method or function, and the lines of its docstring, if any.
 
     Raises:
-        KeyError: there is none of that name in the module.
+        KeyError: the module has no definition with that name.
     """
     node: ast.AST = ast.parse((PACKAGE / name).read_text(encoding="utf-8"))
     for part in qualified.split("."):

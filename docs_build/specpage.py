@@ -1,4 +1,4 @@
-"""The page of the spec: every row with its tests and their last results, to be filtered."""
+"""The page of the spec: every requirement with its tests and their last results, with a filter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["expand"]
 
 
 def expand(markdown: str) -> str:
-    """The page's Markdown with each table of rows replaced by rows that can be filtered."""
+    """The page's Markdown, with each table of requirements replaced by rows that can be filtered."""
     out: list[str] = []
     table: list[SpecRow] = []
     rows = results.all_rows()
@@ -67,7 +67,7 @@ def _summary() -> str:
 
 
 def _summary_of(backend: str, rows: list[SpecRow]) -> str:
-    """A line of the table."""
+    """A line of the summary table."""
     verdicts = Counter(row.results.get(backend) for row in rows)
     kinds = Counter(row.kinds.get(backend) for row in rows)
     behaviour = [row for row in rows if row.kinds.get(backend) == results.KINDS[0]]
@@ -116,7 +116,7 @@ def _small(cell: str) -> str:
 
 
 def _tests(row: SpecRow) -> str:
-    """The names of a row's tests, together those that went the same way, and of these those of one file."""
+    """The names of a requirement's tests, grouped by outcome and then by file."""
     together: dict[str, dict[str, list[str]]] = {}
     for name, outcomes in sorted(row.tests.items()):
         file, _, test = name.partition("::")
@@ -131,7 +131,7 @@ def _file(name: str, tests: list[str]) -> str:
 
 
 def _outcomes(outcomes: dict[str, str]) -> str:
-    """A badge for each backend on which a test ran; the row's own badges say where nothing did."""
+    """A badge for each backend on which a test ran; the requirement's own badges show the missing ones."""
     ran = {backend: outcome for backend, outcome in outcomes.items() if outcome != "not run"}
     shown = ran or outcomes
     return " ".join(

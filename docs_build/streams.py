@@ -1,12 +1,12 @@
-"""What the page about streams shows: pictures of logged steps, the broken engines, and what collides in torch's FSDPs.
+"""The contents of the page about streams: pictures of logged steps, broken engines, and races in torch's FSDPs.
 
-None of it is made while the site is built. A log needs the simulated device, which is for one process and one version
-of torch; so commands and people beside the tests write it down, and tests compare it with the engine as it is:
+The site build creates none of them. A log needs the simulated device, which supports one process and one version of
+torch. So commands and authors of the tests write these files, and tests compare them with the current engine:
 
 * ``python -m spec_tests.streams.pictures`` draws ``docs/assets/streams``;
 * ``python -m spec_tests.streams.breaks`` writes `BREAKS`, a row for each broken engine: ``name``, ``what`` is broken in
-  which ``file``, the ``program`` that notices, ``by`` what, the first line of the ``report``, and what ``replay`` said;
-* ``python -m spec_tests.streams.peaks --record`` writes `PEAKS`, minifsdp's and torch's by way to train and kind;
+  which ``file``, the ``program`` and the check (``by``) that detect it, a line of its ``report``, and the ``replay``;
+* ``python -m spec_tests.streams.peaks --record`` writes `PEAKS`, minifsdp's and torch's, by kind of training;
 * `FINDINGS` is prose.
 """
 
@@ -32,13 +32,13 @@ def figure(name: str, caption: str) -> str:
     """A picture with its caption.
 
     Raises:
-        FileNotFoundError: there is none of that name.
+        FileNotFoundError: there is no picture with that name.
     """
     return pictures.figure((PICTURES / f"{name}.svg").read_text(encoding="utf-8"), caption, SOURCE)
 
 
 def breaks() -> str:
-    """The broken engines as a folded table, with a line that counts them."""
+    """The broken engines as a folded table, below a line with their number."""
     if not BREAKS.exists():
         return "<p>No run of the broken engines is recorded.</p>"
     known = json.loads(BREAKS.read_text(encoding="utf-8"))
@@ -61,7 +61,7 @@ def _break(one: dict[str, str]) -> str:
 
 
 def peaks() -> str:
-    """Bytes at the worst moment of a step, minifsdp's over torch's, as a Markdown table."""
+    """Bytes at the peak of a step, minifsdp's over torch's, as a Markdown table."""
     known = json.loads(PEAKS.read_text(encoding="utf-8"))["peaks"]
     kinds = list(next(iter(known.values())))
     lines = ["| | " + " | ".join(f"{kind} | ratio" for kind in kinds) + " |", "|---|" + "--:|--:|" * len(kinds)]
@@ -72,6 +72,6 @@ def peaks() -> str:
 
 
 def findings() -> str:
-    """What the checker finds in torch's own FSDPs, as Markdown whose headlines are below those of the page."""
+    """The checker's findings in torch's own FSDPs, as Markdown with headings below those of the page."""
     _, _, text = FINDINGS.read_text(encoding="utf-8").partition("\n")
     return text.replace("\n## ", "\n### ").strip()

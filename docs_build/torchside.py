@@ -1,6 +1,6 @@
-"""torch's own FSDP, watched in the letters of this package, so that both can be played side by side.
+"""Records torch's own FSDP with the event kinds of minifsdp, so that both can be played side by side.
 
-torch keeps no list of events. What happens is noted around its functions, while one step runs:
+torch keeps no list of events. Wrappers around these functions record them while one step runs:
 
 =====  ==========================================================  ===================================================
 kind   FSDP1                                                       FSDP2
@@ -12,7 +12,7 @@ RS     ``reduce_scatter_single`` of ``torch.distributed``          the same
 FREE   ``_free_unsharded_flat_param``                              ``reshard``, if it has freed something
 =====  ==========================================================  ===================================================
 
-On the CPU torch waits for each collective on the spot, so nothing overlaps; the order is that of a GPU.
+On the CPU torch waits for each collective immediately, so nothing overlaps; the order is that of a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["TorchUnit", "units_of"]
 
 
 class TorchUnit(Watched):
-    """A unit of torch's: a handle of FSDP1, or a parameter group of FSDP2."""
+    """A unit of torch: a handle of FSDP1, or a parameter group of FSDP2."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__()
@@ -43,33 +43,33 @@ class TorchUnit(Watched):
         self.state, self.is_in_backward = "S", False
 
     def held(self) -> tuple[str, str, int, int]:
-        """As of a unit of this package; of phases torch has others."""
+        """Like `Watched.held`, without a phase, because torch's phases are different."""
         return self.state, "IDLE", sum(size(one) for one in self.reduced()), self.whole_bytes()
 
     def gather(self, watcher: Watcher, *, begins: bool) -> None:
-        """An all-gather begins or ends."""
+        """Records the begin or the end of an all-gather."""
         watcher.note("AG", self.name, begins, self.num_bytes, tuple(range(dist.get_world_size())))
         self.state = "G" if begins else "U"
 
     def freed(self, watcher: Watcher) -> None:
-        """The unsharded parameters were given back."""
+        """Records that the unsharded parameters were freed."""
         watcher.note("FREE", self.name, True, self.num_bytes)
         self.state = "S"
 
     def begin_backward(self, watcher: Watcher) -> None:
-        """The gradient of its output is there; of several outputs the first counts."""
+        """The gradient of the unit's output has arrived; with several outputs, the first one."""
         if not self.is_in_backward:
             watcher.note("B", self.name, True)
         self.is_in_backward = True
 
     def end_backward(self, watcher: Watcher) -> None:
-        """Its own gradients are complete."""
+        """The unit's own gradients are complete."""
         if self.is_in_backward:
             watcher.note("B", self.name, False)
         self.is_in_backward = False
 
     def hooks(self, watcher: Watcher) -> Iterator[Any]:
-        """Context managers that note this unit's events."""
+        """Context managers that record this unit's events."""
         raise NotImplementedError
 
 
@@ -179,7 +179,7 @@ class _Handle(TorchUnit):
 
 
 def units_of(model: nn.Module) -> list[TorchUnit]:
-    """The units of a model that torch has sharded, the root's first."""
+    """The units of a model sharded by torch, the root's first."""
     if isinstance(model, FullyShardedDataParallel):
         wrappers = FullyShardedDataParallel.fsdp_modules(model)
         names = {module: name.replace("_fsdp_wrapped_module.", "") for name, module in model.named_modules()}
@@ -190,7 +190,7 @@ def units_of(model: nn.Module) -> list[TorchUnit]:
 
 @contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
-    """Notes what torch does."""
+    """Records the events of torch in a ``with`` block."""
     units: list[Any] = watcher.units
     handles = {unit.handle: unit for unit in units if isinstance(unit, _Handle)}
 
@@ -224,6 +224,6 @@ def watching(watcher: Watcher) -> Iterator[None]:
 
 
 def _around(owner: Any, name: str, wrapper: Callable[..., Any]) -> Any:
-    """Calls ``wrapper(real, ...)`` in the place of ``owner.name`` meanwhile."""
+    """Replaces ``owner.name`` by ``wrapper(real, ...)`` in a ``with`` block."""
     real = getattr(owner, name)
     return mock.patch.object(owner, name, lambda *args, **kw: wrapper(real, *args, **kw))

@@ -1,13 +1,13 @@
-"""Which statements of a module only record: for a picture, for the ledger, and for nothing that is computed.
+"""Finds the statements of a module that only record, for a timeline or the collective log, and compute nothing.
 
-A reader who asks how a gather works need not read how it gets into a timeline. What only records is told by its form:
+A reader who wants to know how an all-gather works can skip its recording. A statement only records if it is
 
-1. an ``if`` about ``trace.recorder`` with nothing for the other case;
-2. a call of ``ledger.skip``, or of a method of ``trace.recorder``, whose result nobody takes;
-3. something put where the ledger looks, ``ledger.on_its_way = ...``;
-4. anything about an attribute that is annotated with a class of ``trace``, such as ``self._event``;
-5. a call of a function of the module that is annotated to return an event of ``trace``, and that whole function;
-6. a loop over such statements alone.
+1. an ``if`` on ``trace.recorder`` without an ``else``;
+2. a call of ``ledger.skip``, or of a method of ``trace.recorder``, whose result is not used;
+3. an assignment to an attribute of the log, ``ledger.on_its_way = ...``;
+4. a statement about an attribute that is annotated with a class of ``trace``, such as ``self._event``;
+5. a call of a function of the module that is annotated to return an event of ``trace``, or that function itself;
+6. a loop that only contains such statements.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOOKED_AT = {"ledger.on_its_way"}
 
 
 def recording_lines(tree: ast.Module) -> set[int]:
-    """The numbers of all lines of statements that only record."""
+    """The line numbers of all statements that only record."""
     judge = _Judge(tree)
     return {
         line
@@ -34,7 +34,7 @@ def recording_lines(tree: ast.Module) -> set[int]:
 class _Judge:
     def __init__(self, tree: ast.Module) -> None:
         nodes = list(ast.walk(tree))
-        # 4. and 5. Fields of a dataclass have a name for a target, attributes are set in a method.
+        # 4. and 5. The target is a name for a field of a dataclass, and an attribute if a method sets it.
         self.attributes = {
             node.target.attr if isinstance(node.target, ast.Attribute) else node.target.id
             for node in nodes
@@ -49,7 +49,7 @@ class _Judge:
         }
 
     def only_records(self, node: ast.stmt) -> bool:
-        """Whether the statement could go without a change to what is computed."""
+        """Whether the statement could be removed without changing any computation."""
         match node:
             case ast.If(test=test, orelse=[]):
                 return "trace.recorder is not None" in ast.unparse(test)

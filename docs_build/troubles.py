@@ -1,7 +1,7 @@
 """The page "Troubleshoot": an entry for each message of the package.
 
-An entry's headline is what went wrong, with a dot-dot-dot for what differs from case to case; the rest of the message,
-mostly the remedy, follows below it.
+The heading of an entry is the error, with an ellipsis for the variable parts. The rest of the message, mostly the
+remedy, follows below it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def page(start: str) -> str:
     """The entries as Markdown.
 
     Raises:
-        KeyError: the catalogue says more about a message that is gone.
+        KeyError: the catalogue has an entry about a message that no longer exists.
     """
     more = texts()["more"]
     unknown = {f"E-{name}" for name in more} - {message.id for message in messages()}
@@ -54,7 +54,7 @@ def _group(message: Message) -> str:
 
 
 def _anchor(message: Message) -> str:
-    """The longest beginning of the place that has an anchor on the module's page."""
+    """The longest prefix of the place that has an anchor on the module's page."""
     anchors = {row.anchor for row in read_module(message.module).rows}
     parts = message.place.split(".")
     places = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
@@ -62,7 +62,7 @@ def _anchor(message: Message) -> str:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """What went wrong, and what follows: mostly the remedy."""
+    """The error, and the rest: mostly the remedy."""
     found = re.match(r"^(.{30,}?)(?:; |\. |, because )(?=\S)(.+)$", text)
     if not found:
         return text, ""

@@ -16,7 +16,7 @@ def value(name: str) -> str:
     """A number for the running text.
 
     Raises:
-        KeyError: there is none of that name.
+        KeyError: there is no value with that name.
     """
     return VALUES[name]()
 
@@ -25,7 +25,7 @@ def table(name: str) -> str:
     """A Markdown table.
 
     Raises:
-        KeyError: there is none of that name.
+        KeyError: there is no table with that name.
     """
     return TABLES[name]()
 
@@ -56,7 +56,7 @@ def zero_gigabytes(billions: float, ranks: int) -> tuple[float, ...]:
 
 
 def traffic_table() -> str:
-    """The FSDP paper's bytes across hosts, and the hybrid's counted."""
+    """The FSDP paper's bytes across hosts, and the counted bytes of the hybrid."""
     rows = []
     for world, per_host in [(16, 8), (64, 8), (512, 8)]:
         replicated, sharded = formulas.ring_all_reduce_sends(1, world), 3 * formulas.gather_sends(1, world)
@@ -69,7 +69,7 @@ def traffic_table() -> str:
 
 
 def counts_table() -> str:
-    """Collectives and peak of gathered memory, counted in recorded runs."""
+    """Collectives and peak of unsharded memory, counted in recorded runs."""
     runs = [
         ("`FULL_SHARD`, a unit for each block", "fsdp1-full-pre-block-2-wide"),
         ("`SHARD_GRAD_OP`, the same units", "fsdp1-zero2-pre-block-2-wide"),
@@ -106,7 +106,7 @@ def prefetch_table() -> str:
 
 
 def bf16_table() -> str:
-    """What a narrow dtype changes in a recorded step."""
+    """The effect of a narrow dtype on a recorded step."""
     rows = []
     for title, key in [("float32", "fsdp1-full-pre-block-2-wide"), ("bfloat16", "fsdp1-full-pre-block-2-bf16-wide")]:
         events = events_of(key)[0]

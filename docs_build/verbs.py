@@ -1,4 +1,4 @@
-"""The table of verbs and layouts, and the way of one parameter through one training step."""
+"""The table of verbs and layouts, and the path of one parameter through one training step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from docs_build.source import find_function, read_module
 
 __all__ = ["call_path", "verb_table"]
 
-# The verbs of `Layout` in groups, and what each layout answers in a few words.
+# The verbs of `Layout` in groups, and a short description of each layout's implementation.
 VERBS: list[tuple[str, list[str], str, str]] = [
     (
         "what the optimizer owns",
@@ -68,10 +68,10 @@ FLAT, EACH = ("engine/flat.py", "FlatLayout"), ("engine/per_param.py", "PerParam
 
 
 def verb_table(start: str) -> str:
-    """Every verb of the contract in a row, with links into both layouts and their code below.
+    """Every method of the layout interface in a row, with links to both layouts and their code below.
 
     Raises:
-        KeyError: a verb is not in the contract, so this table is out of date.
+        KeyError: a verb is not in the interface, so this table is out of date.
     """
     rows = []
     for title, verbs, flat, each in VERBS:
@@ -97,7 +97,7 @@ def _links(name: str, owner: str, verbs: list[str], start: str) -> str:
 
 
 def _answer(name: str, owner: str, verb: str) -> tuple[str, str]:
-    """The module and the function that answer a verb: the layout's, or the contract's own where it has none."""
+    """The module and the function that implement a verb: the layout's, or the interface's default."""
     try:
         find_function(name, f"{owner}.{verb}")
     except KeyError:
@@ -115,7 +115,7 @@ def _both(title: str, verbs: list[str], start: str) -> str:
     return f'<details>{head}<div class="verb-both">{both}</div></details>'
 
 
-# --- the way of one parameter ---
+# --- the path of one parameter ---
 
 UNIT = "stage0.block1"
 PARAMETER = f"{UNIT}.widen.weight"
@@ -142,7 +142,7 @@ def call_path(start: str) -> str:
             continue
         names = [one["name"] for one in run["units"]]
         state, phase, gradient, _ = held[names.index(UNIT)]
-        # What only notes the event for the recorder is no part of the way.
+        # Functions that only record the event are not part of the path.
         running = [_frame(frame, start) for frame in stack if not only_records(*frame[:2])]
         frames = " &larr; ".join(running) or "<em>the training loop, outside of the package</em>"
         size = f", {num_bytes:,} bytes" if num_bytes else ""
@@ -162,15 +162,15 @@ def _state(letter: str) -> str:
 def _frame(frame: list[object], start: str) -> str:
     name, qualified, *_ = frame
     plain = str(qualified).split(".<locals>")[0]
-    # An earlier recording may name what has another name by now.
+    # An old recording may contain names that have changed.
     known = plain in {row.anchor for row in read_module(str(name)).rows}
     link = f'<a href="{address(start, str(name), plain if known else "")}"><code>{plain}</code></a>'
-    # The function itself has returned long ago; what runs is the hook that it has laid.
+    # The function itself has returned; its hook is running.
     return f"hook laid by {link}" if "<locals>" in str(qualified) else link
 
 
 def frame_address(frame: list[object], start: str) -> str:
-    """The address of the row of code in which a recorded function was running; of the file if it is there no more."""
+    """The address of the row that contains a recorded function; of the file if the function no longer exists."""
     name, _, anchor, *_ = map(str, frame)
     if not (PACKAGE / name).exists():
         return ""

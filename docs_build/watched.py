@@ -1,8 +1,8 @@
-"""Runs a script as ``torchrun`` would, and notes when the data of each recorded collective arrived.
+"""Runs a script like ``torchrun``, and records when the data of each recorded collective arrived.
 
     torchrun --nproc-per-node 2 -m docs_build.watched tutorials/overlap.py --folder /tmp
 
-For lessons that draw what they recorded: their pictures then show arrivals as the other pictures of the site do.
+This is for tutorials that draw their recordings: their pictures then show arrivals, as all pictures of the site do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _noted() -> Iterator[trace.Recorder]:
 
 if __name__ == "__main__":
     del sys.argv[0]
-    # A script finds the modules beside it.
+    # A script imports the modules in its own folder.
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     trace.record = _noted
     runpy.run_path(sys.argv[0], run_name="__main__")

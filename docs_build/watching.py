@@ -1,14 +1,14 @@
-"""Watches a training step for the step player: at each *moment*, what a rank holds, and which functions run.
+"""Observes a training step for the step player: what a rank holds, and which functions run, at each *moment*.
 
-A moment is the begin or the end of an event. What is noted of a unit is what holds right before it::
+A moment is the begin or the end of an event. For each unit it records the state right before the moment::
 
     state       S sharded, G gathering, U unsharded
-    phase       what the unit's module is doing
-    reduced     bytes of the gradients that the optimizer will see
-    unsharded   bytes of whole gradients, from autograd's first until their reduce-scatter was waited for
+    phase       the phase of the unit's module
+    reduced     bytes of the gradients that the optimizer uses
+    unsharded   bytes of unsharded gradients, from autograd's first one until their reduce-scatter is complete
 
-The last is counted by weak references: a whole gradient is taken from autograd, packed and sent, and lies in the
-memory of whoever does that, until nobody needs it any more.
+Weak references count the last one: an unsharded gradient is taken from autograd, packed and reduced, and stays in
+memory until its last user releases it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ HOME = PACKAGE.as_posix() + "/"
 
 
 class Watched:
-    """A unit of either library, as it is watched.
+    """An observed unit of either library.
 
     Attributes:
-        name, num_bytes: of the unit; the bytes of its unsharded parameters.
+        name, num_bytes: name of the unit, and the bytes of its unsharded parameters.
     """
 
     name: str
@@ -48,38 +48,38 @@ class Watched:
         self._seen: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def held(self) -> tuple[str, str, int, int]:
-        """State, phase, bytes of reduced and of whole gradients."""
+        """State, phase, bytes of reduced gradients, bytes of unsharded gradients."""
         raise NotImplementedError
 
     def local_parameters(self) -> list[Any]:
-        """What the optimizer owns of it."""
+        """The unit's parameters that the optimizer owns."""
         raise NotImplementedError
 
     def leaves(self) -> list[torch.Tensor]:
-        """Where autograd leaves its gradients."""
+        """The leaf tensors in which autograd accumulates gradients."""
         raise NotImplementedError
 
     def reduced(self) -> list[Any]:
-        """The gradients that the optimizer will see."""
+        """The gradients that the optimizer uses."""
         return [p.grad for p in self.local_parameters() if p.grad is not None]
 
     def shard_bytes(self) -> int:
-        """What this rank stores of it."""
+        """The bytes of the unit that this rank stores."""
         return sum(map(size, self.local_parameters()))
 
     def see(self, tensors: list[torch.Tensor]) -> None:
-        """Counts these as whole gradients as long as they live."""
+        """Counts these tensors as unsharded gradients as long as they exist."""
         self._seen.update({id(tensor): tensor for tensor in tensors})
 
     def whole_bytes(self) -> int:
-        """Of all whole gradients that are alive, each memory once; without what is the optimizer's already."""
+        """Bytes of all existing unsharded gradients, each memory once, without those of the optimizer's gradients."""
         self.see([leaf.grad for leaf in self.leaves() if leaf.grad is not None])
         reduced = {_memory(gradient) for gradient in self.reduced()}
         memories = {_memory(tensor): tensor for tensor in self._seen.values()}
         return sum(size(tensor) for memory, tensor in memories.items() if memory not in reduced)
 
     def pieces(self) -> list[tuple[float, float]]:
-        """What this rank stores: from where to where, as parts of the unit's parameters laid end to end."""
+        """The shard that this rank stores: start and stop as fractions of the unit's concatenated parameters."""
         found, whole = [], 0
         for parameter in self.local_parameters():
             assert isinstance(parameter, DTensor)
@@ -92,26 +92,26 @@ class Watched:
 
 
 class WatchedUnit(Watched):
-    """A unit of this package."""
+    """A unit of minifsdp."""
 
     def __init__(self, unit: Any) -> None:
         super().__init__()
         self.unit, self.layout, self.name, self.num_bytes = unit, unit.layout, unit.name, unit.layout.num_bytes
 
     def held(self) -> tuple[str, str, int, int]:
-        """State, phase, bytes of reduced and of whole gradients."""
+        """State, phase, bytes of reduced gradients, bytes of unsharded gradients."""
         return self.unit.state.name[0], self.unit.phase.name, sum(map(size, self.reduced())), self.whole_bytes()
 
     def local_parameters(self) -> list[Any]:
-        """What the optimizer owns of it."""
+        """The unit's parameters that the optimizer owns."""
         return list(self.layout.local_parameters())
 
     def leaves(self) -> list[torch.Tensor]:
-        """The leaf of the flat layout, or those of each parameter."""
+        """The leaf of the flat layout, or those of all parameters."""
         return getattr(self.layout, "_leaves", None) or [self.layout._now.leaf]
 
     def pieces(self) -> list[tuple[float, float]]:
-        """Of a flat layout one piece of the row."""
+        """For a flat layout, a single range of the flat parameter."""
         partition = getattr(self.layout, "partition", None)
         if partition is None:
             return super().pieces()
@@ -120,7 +120,7 @@ class WatchedUnit(Watched):
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Sees what is taken from autograd and what is packed."""
+        """Counts the gradients that are taken from autograd, and the buffers that they are packed into."""
         layout = self.layout
         take, pack, keep = layout.take_gradient, layout.pack, layout.keep_unreduced
 
@@ -145,10 +145,10 @@ class WatchedUnit(Watched):
 
 
 class Watcher(trace.Recorder):
-    """A recorder that also notes every moment.
+    """A recorder that also records every moment.
 
     Attributes:
-        reducing: of torch's units the one whose gradient is reduced next.
+        reducing: the unit of torch's FSDP whose gradient is reduced next.
     """
 
     reducing: Any = None
@@ -160,7 +160,7 @@ class Watcher(trace.Recorder):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Follows gradients meanwhile."""
+        """Observes the gradients of all units in a ``with`` block."""
         with ExitStack() as stack:
             for unit in self.units:
                 if isinstance(unit, WatchedUnit):
@@ -168,19 +168,19 @@ class Watcher(trace.Recorder):
             yield
 
     def begin(self, kind: str, unit: str, **facts: Any) -> trace.Event:
-        """An event begins, and that is a moment."""
+        """Begins an event and records the moment."""
         event = super().begin(kind, unit, **facts)
         self.note(kind, unit, True, event.num_bytes, event.ranks)
         return event
 
     def finish(self, event: trace.Event | None) -> None:
-        """It ends, another moment."""
+        """Ends an event and records the moment."""
         super().finish(event)
         if event is not None:
             self.note(event.kind, event.unit, False, event.num_bytes, event.ranks)
 
     def note(self, kind: str, unit: str, begins: bool, num_bytes: int = 0, ranks: tuple[int, ...] = ()) -> None:
-        """One moment."""
+        """Records one moment."""
         held = [one.held() for one in self.units]
         moments = sum(size(v) for s in self.optimizer.state.values() for v in s.values() if size(v) > 8)
         self.moments.append((kind, unit, begins, time.perf_counter(), num_bytes, ranks, _stack(), held, moments))
@@ -191,7 +191,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def size(value: Any) -> int:
-    """Bytes of a tensor on this rank; 0 of anything else."""
+    """Bytes of a tensor on this rank; 0 for anything else."""
     if not isinstance(value, torch.Tensor):
         return 0
     local = getattr(value, "_local_tensor", value)
@@ -199,14 +199,14 @@ def size(value: Any) -> int:
 
 
 def as_parts(found: list[tuple[int, int]], whole: int) -> list[tuple[float, float]]:
-    """Places of elements as parts of all elements; none for an empty piece."""
+    """Ranges of elements as fractions of all elements, without empty ranges."""
     return [(round(start / whole, 5), round(stop / whole, 5)) for start, stop in found if stop > start]
 
 
 def _stack() -> list[tuple[str, str, str, str]]:
-    """The functions of the package that are running, the innermost first: file, name, row of the page, and line.
+    """The running functions of the package, the innermost first: file, name, row of the page, and line.
 
-    The line as text: its number would be another one after any edit above it.
+    The line is text, because its number changes with every edit above it.
     """
     found: list[tuple[str, str, str, str]] = []
     frame = sys._getframe(2)

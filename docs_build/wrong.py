@@ -1,6 +1,6 @@
-"""The page "Where torch is wrong": programs of ``spec_tests/torch_is_wrong``, and what each of them says.
+"""The page "Where torch is wrong": programs of ``spec_tests/torch_is_wrong``, and the output of each.
 
-Nothing is run while the site is built. What the programs say stands in their docstrings, and tests compare.
+The site build runs none of them. Their docstrings contain their output, and tests compare it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ def find(name: str) -> Case:
     """A case by the name of its program.
 
     Raises:
-        KeyError: there is none of that name.
+        KeyError: there is no case with that name.
     """
     return {case.name: case for case in cases()}[name]
 
 
 def prose(case: Case) -> str:
-    """What is wrong, and what both sides say, as Markdown."""
+    """The error of torch, and the output of both sides, as Markdown."""
     versions = " and ".join(case.versions)
     parts = [
         f"### {to_markdown(case.title)} {{ #{case.name} }}",

@@ -1,31 +1,31 @@
-"""Checkpoints: save, resume, with other ranks, in another library.
+"""Checkpoints: save and resume, with other ranks, in another library.
 
     torchrun --standalone --nproc-per-node 2 tutorials/checkpoints.py
 
-Out comes: losses of resumed trainings, equal to those of the one that was never interrupted.
+Output: losses of resumed trainings, equal to those of a training that was never interrupted.
 
-It takes some seconds on two CPU cores. A training is interrupted and goes on, in ever other ways; the
-measure is always the training that was never interrupted.
+It takes some seconds on two CPU cores. A training is interrupted and resumed in several ways. Each is compared with a
+training that was never interrupted.
 
 1. **Resume from a full checkpoint.** One file, with the names and shapes of the plain model, written by rank 0. But
-   *all* ranks ask for the state dicts: each has a part of them, and a rank that does not ask leaves the others waiting.
-   A training is more than its weights: the optimizer's averages, the place in the schedule, the scale of float16 and
-   the number of the step belong to it, or the losses will not be those of the training that went on.
-   To read it, rank 0 puts the weights into the plain model *before* it is wrapped, and ``sync_module_states`` sends
-   them around unit by unit. What is small and no tensor goes by ``broadcast_object_list(list, src=0)``, which *fills*
-   the list, of equal length on all ranks, and returns nothing.
-2. **The optimizer speaks of slices.** ``optimizer.state_dict()`` has flat pieces under numbers, other pieces on each
-   rank. ``FSDP.optim_state_dict`` makes of it what it would be on the plain model, by name, and
-   ``FSDP.optim_state_dict_to_load`` the reverse. Who loads rank 0's dict as it is on all ranks gets no error, and on
-   all other ranks the averages of other weights.
+   *all* ranks must call ``state_dict()``: each has a part, and a rank that does not call it leaves the others waiting.
+   A checkpoint must hold more than the weights: also the optimizer's averages, the state of the learning rate schedule,
+   the scale of float16 and the step number. Otherwise the losses differ from those of the original training.
+   To read it, rank 0 loads the weights into the plain model *before* wrapping, and ``sync_module_states`` broadcasts
+   them unit by unit. Small values that are not tensors use ``broadcast_object_list(list, src=0)``, which *fills* the
+   list, of equal length on all ranks, and returns nothing.
+2. **The optimizer's own state dict holds slices.** ``optimizer.state_dict()`` has flat slices under numbers, and
+   different slices on each rank. ``FSDP.optim_state_dict`` converts it to the state that an optimizer of the plain
+   model would have, by name. ``FSDP.optim_state_dict_to_load`` does the reverse. Loading rank 0's dict directly on all
+   ranks raises no error, but gives all other ranks the averages of other weights.
 3. **Resume on fewer ranks from a sharded checkpoint.** For a large model one file is too slow and one host too small.
-   With ``torch.distributed.checkpoint`` each rank writes its rows and on reading takes the rows that it needs, whoever
-   wrote them. It reads *into* tensors that are there; the averages of an optimizer that never stepped are not, so a
-   step with a learning rate of 0 makes them first.
-4. **A relay race.** DDP, FullyShardedDataParallel and fully_shard train one after the other. The baton is the full
-   state by name, on rank 0, the one form that all three can give and take.
+   With ``torch.distributed.checkpoint`` each rank writes its rows and reads the rows that it needs, from any rank's
+   file. It reads *into* existing tensors. The averages of an optimizer that never stepped do not exist, so a step with
+   a learning rate of 0 creates them first.
+4. **A relay race.** DDP, FullyShardedDataParallel and fully_shard train one after the other. They pass on the full
+   state by name, on rank 0: the one form that all three can save and load.
 
-To be safe against being killed in the midst of writing takes more; `gpt/checkpoint.py` shows what.
+Checkpoints that survive a kill during writing need more; see `gpt/checkpoint.py`.
 
 Spec: TRAIN-09 to TRAIN-13, TRAIN-27, MIG-20, MYTH-24, OSD-01, OSD-LOAD-01.
 """
@@ -73,11 +73,11 @@ def plain(seed: int, place: Place) -> Net:
 
 @dataclass
 class Run:
-    """A training: what it consists of, and where it stands.
+    """A training and its progress.
 
     Args:
         group: the ranks that train together; ``None`` for all.
-        alone: it is the training of a single process, on whole batches; every rank does the same.
+        alone: trains like a single process, on whole batches; every rank does the same.
     """
 
     model: nn.Module
@@ -90,22 +90,22 @@ class Run:
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = StepLR(self.optimizer, step_size=STEPS_PER_EPOCH, gamma=0.5)
-        # In float32 a scale changes nothing, as long as it is a power of two; but it is a state to be saved.
+        # In float32 a scale that is a power of two changes nothing, but the checkpoint must contain it.
         self.scaler = ShardedGradScaler(
             self.place.device.type, init_scale=4.0, growth_interval=3, process_group=self.group
         )
 
     @property
     def epoch(self) -> int:
-        """Counted from 0."""
+        """The epoch, counted from 0."""
         return self.step // STEPS_PER_EPOCH
 
     def train(self, until: int) -> list[float]:
-        """Goes on until step ``until``; returns the losses of these steps, each the mean over the group."""
+        """Trains up to step ``until``; returns the losses of these steps, each the mean over the group."""
         rank, size = (0, 1) if self.alone else (dist.get_rank(self.group), dist.get_world_size(self.group))
         begun = len(self.losses)
         for step in range(self.step, until):
-            # All ranks together see the same batch, however many they are.
+            # All ranks together see the same batch, for any number of ranks.
             x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step)).to(self.place.device)
             mine = x.chunk(size)[rank]
             loss = nn.functional.mse_loss(self.model(mine), mine.roll(1, dims=1))
@@ -136,7 +136,7 @@ FULL = (
 
 
 def full_state(run: Run) -> State:
-    """Everything, on rank 0; on the others without the tensors. Every rank must call it."""
+    """The whole state, on rank 0; on the other ranks the same without tensors. Every rank must call it."""
     with FSDP.state_dict_type(run.model, *FULL):
         return {
             "model": run.model.state_dict(),
@@ -149,8 +149,8 @@ def full_state(run: Run) -> State:
 
 
 def resumed(file: Path, place: Place) -> Run:
-    """A training that goes on from a file that only rank 0 reads. Every rank must call it."""
-    # Another seed on each rank: what comes out is from the file, or it is wrong.
+    """A training resumed from a file that only rank 0 reads. Every rank must call it."""
+    # Each rank uses another seed, so correct weights can only come from the file.
     model = plain(100 + place.rank, place)
     state: State = torch.load(file, map_location="cpu") if place.rank == 0 else {}
     if place.rank == 0:
@@ -175,7 +175,7 @@ def lesson_full(place: Place, folder: Path, expected: list[float]) -> None:
     state = full_state(run)
     if place.rank == 0:
         torch.save(state, folder / "full.pt")
-    dist.barrier()  # Nobody goes on to read what is not yet written.
+    dist.barrier()  # No rank reads before the file is written.
     again = resumed(folder / "full.pt", place)
     went_on, resumed_losses = run.train(6), again.train(6)
     say(place, f"1. went on  {' '.join(f'{loss:.6f}' for loss in went_on)}")
@@ -192,7 +192,7 @@ def lesson_full(place: Place, folder: Path, expected: list[float]) -> None:
     assert again.scheduler.get_last_lr() == run.scheduler.get_last_lr() == [1e-2 * 0.5**3]
 
 
-# ---- 2. what the optimizer itself would give ----
+# ---- 2. the optimizer's own state dict ----
 
 
 def lesson_untranslated(place: Place) -> None:
@@ -214,13 +214,13 @@ def lesson_untranslated(place: Place) -> None:
 
 
 def sharded_state(run: Run) -> State:
-    """Every rank of the run's group must call it; each has its own rows in hand."""
+    """The sharded state. Every rank of the run's group must call it; each gets its own rows."""
     with FSDP.state_dict_type(run.model, StateDictType.SHARDED_STATE_DICT):
         return {"model": run.model.state_dict(), "optimizer": FSDP.optim_state_dict(run.model, run.optimizer)}
 
 
 def read_sharded(run: Run, folder: Path) -> None:
-    """Every rank of the run's group must call it."""
+    """Loads a sharded checkpoint. Every rank of the run's group must call it."""
     for parameter in run.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     rates = [group["lr"] for group in run.optimizer.param_groups]
@@ -266,7 +266,7 @@ def lesson_sharded(place: Place, folder: Path, expected: list[float]) -> None:
 
 @dataclass
 class Baton:
-    """The full state by name, on rank 0; on the others only the number of the step."""
+    """The full state by name, on rank 0; on the others only the step number."""
 
     step: int
     weights: State = field(default_factory=dict)
@@ -283,7 +283,7 @@ def leg_of_ddp(baton: Baton, until: int, place: Place) -> tuple[Baton, list[floa
     if place.rank == 0:
         model.load_state_dict(baton.weights)
         by_number = [FSDP.rekey_optim_state_dict(baton.optimizer, OptimStateKeyType.PARAM_ID, model)]
-    # DDP sends the weights around by itself. The optimizer's state is nobody's but ours.
+    # DDP broadcasts the weights. The optimizer's state must be broadcast manually.
     run = Run(DDP(model), place, step=baton.step)
     dist.broadcast_object_list(by_number, src=0)
     if by_number[0]["state"]:
@@ -328,7 +328,7 @@ def lesson_relay(place: Place) -> None:
         losses += of_leg
     names = " ".join(leg.__name__.removeprefix("leg_of_") for leg in legs)
     say(place, f"4. {names}: {' '.join(f'{loss:.4f}' for loss in losses)}")
-    # The schedule began anew with every runner; a single process that does the same is the measure.
+    # Each leg starts a new schedule, so the single process used for comparison does the same.
     single: list[float] = []
     run = Run(plain(0, place), place, alone=True)
     for number in range(1, len(legs) + 1):

@@ -1,6 +1,6 @@
-"""What every lesson begins and ends with: its ranks are started, joined, and left.
+"""Starting, joining and leaving the ranks of a lesson.
 
-A lesson is a function of its `Place`: which rank it is, among how many, and on which device. It runs on every rank::
+A lesson is a function of a `Place`: the rank, the number of ranks and the device. It runs on every rank::
 
     def lesson(place: Place) -> None:
         ...
@@ -8,11 +8,11 @@ A lesson is a function of its `Place`: which rank it is, among how many, and on 
     if __name__ == "__main__":
         on_ranks(lesson)
 
-Started by ``torchrun`` the ranks are there. Started plainly, ``python tutorials/NAME.py``, the script starts the same
-``torchrun`` on itself, with 2 ranks. The device is a GPU for each rank if there are enough of them, then NCCL carries
-the messages; if not it is the CPU, and gloo does. The lessons say only ``place.device``.
+``torchrun`` starts the ranks. If a script is started as ``python tutorials/NAME.py``, it runs the same ``torchrun`` on
+itself, with 2 ranks. If there is a GPU for each rank, the device is a GPU and the backend is NCCL; otherwise they are
+the CPU and gloo. The lessons only use ``place.device``.
 
-`gpt/ranks.py` is the longer version of this page and says why each step is there.
+`gpt/ranks.py` explains each of these steps.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ __all__ = [
 
 
 def on_ranks(lesson: Callable[[Place], None], num_ranks: int = 2, *, at_least: int = 2, device: str = "auto") -> None:
-    """Runs ``lesson`` on every rank, and ends the process with status 1 if it fails on any.
+    """Runs ``lesson`` on every rank, and ends the process with status 1 if it fails on any rank.
 
     Args:
-        lesson: the lesson; what it asserts must hold on each rank.
-        num_ranks: how many ranks to start if nobody has started them.
-        at_least: how many the lesson needs; with fewer there would be nothing to see.
-        device: ``"auto"``, or ``"cpu"`` to leave the GPUs alone.
+        lesson: the lesson; its assertions must hold on each rank.
+        num_ranks: how many ranks to start if the script was not started by ``torchrun``.
+        at_least: the smallest number of ranks with which the lesson shows something.
+        device: ``"auto"``, or ``"cpu"`` to use no GPU.
 
     Raises:
         SystemExit: there are too few ranks, or one of the started ranks has failed.
@@ -67,23 +67,23 @@ def on_ranks(lesson: Callable[[Place], None], num_ranks: int = 2, *, at_least: i
 
 
 def say(place: Place, text: str = "") -> None:
-    """Prints ``text`` once, and not once for each rank. It communicates nothing, so any rank may call it alone."""
+    """Prints ``text`` on one rank only. It does not communicate, so any rank may call it alone."""
     if place.speaks:
         print(text, flush=True)
 
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A folder for the length of a ``with`` block, the same on all ranks of this machine. Every rank must enter it."""
+    """A temporary folder for a ``with`` block, the same on all ranks of this machine. Every rank must enter it."""
     folder = Path(on_first_rank(tempfile.mkdtemp))
     yield folder
-    dist.barrier()  # Nobody may still be reading. After an error the others would not come, and the folder stays.
+    dist.barrier()  # All ranks must have finished reading. After an error they do not come here, and the folder stays.
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
 
 
 def mean_over_ranks(value: Tensor | float) -> float:
-    """The mean of one number over all ranks, on every rank. Every rank must call it: it is a collective."""
+    """The mean of one number over all ranks, on every rank. It is a collective: every rank must call it."""
     device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
     total = torch.as_tensor(value).detach().to(device, torch.float64).clone()
     dist.all_reduce(total)
@@ -91,10 +91,10 @@ def mean_over_ranks(value: Tensor | float) -> float:
 
 
 class Block(nn.Module):
-    """The unit of most lessons: a layer that widens, bends and narrows, added to what came in.
+    """The unit of most lessons: two linear layers with a tanh between them, and a residual connection.
 
     Args:
-        width: numbers in a row, of the input and of the output; inside there are four times as many.
+        width: features of the input and of the output; the hidden layer has four times as many.
     """
 
     def __init__(self, width: int) -> None:
@@ -102,16 +102,16 @@ class Block(nn.Module):
         self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """From rows of ``width`` numbers to rows of as many."""
+        """Maps ``(..., width)`` to ``(..., width)``."""
         return x + self.narrow(torch.tanh(self.widen(x)))
 
 
 class Net(nn.Module):
-    """A few blocks, and a last layer that stays with the root.
+    """A few blocks, and a last layer that belongs to the root unit.
 
     Args:
-        width: numbers in a row, of the input and of the output.
-        num_blocks: of that width.
+        width: features of the input and of the output.
+        num_blocks: the number of blocks.
     """
 
     def __init__(self, width: int, num_blocks: int) -> None:
@@ -120,5 +120,5 @@ class Net(nn.Module):
         self.last = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """From rows of ``width`` numbers to rows of as many."""
+        """Maps ``(..., width)`` to ``(..., width)``."""
         return self.last(self.blocks(x))

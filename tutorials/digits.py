@@ -3,27 +3,27 @@
     python -m pip install scikit-learn
     torchrun --standalone --nproc-per-node 2 tutorials/digits.py
 
-Out comes: the dtype of each layer, batch statistics that differ between ranks, and the share of images read right.
+Output: the dtype of each layer, batch statistics that differ between ranks, and the accuracy on the test images.
 
 It takes about a quarter of a minute on two CPU cores. The data, 1797 images of 8 x 8 pixels, come with scikit-learn.
 
-What is learned:
+What you learn:
 
-1. **Three dtypes, three places.** ``param_dtype`` is what is gathered and computed with, ``reduce_dtype`` is what
-   gradients travel in, and the slices that the optimizer owns stay float32 whatever the two say. Why: a step of Adam
-   changes a weight by perhaps a thousandth of it, and bfloat16 has 8 bits of precision. ``1 + 1/1000`` in bfloat16 is
-   1. Weights that are *kept* in bfloat16 stop learning; weights that are merely *computed with* in it do not.
-2. **Batch norm is kept apart.** It divides by a deviation that it has averaged over many batches, and such averages
+1. **Three dtypes, three places.** All-gathers and computation use ``param_dtype``, and gradients are reduced in
+   ``reduce_dtype``. The slices that the optimizer owns stay float32 in any case. The reason: a step of Adam changes a
+   weight by perhaps a thousandth of it, and bfloat16 has 8 bits of precision. ``1 + 1/1000`` in bfloat16 is 1. Weights
+   that are *kept* in bfloat16 stop learning; weights that are only *computed with* in it do not.
+2. **Batch norm stays in full precision.** It divides by a deviation averaged over many batches, and such averages
    suffer from 8 bits as the weights do. So with an auto-wrap policy every batch norm becomes a small unit of its own in
-   full precision, and one warning says so. The price is a small gather for each; for three of them nobody will notice.
-   Its neighbours need not know: the unit casts what it is given to float32, and what it returns back to bfloat16.
-3. **Batch norm's averages are nobody's parameters.** They are buffers; FSDP neither shards nor synchronises them. Each
-   rank averages over its own images, so the ranks disagree slightly, and a checkpoint would hold those of rank 0. DDP
-   hides the same fact by sending rank 0's buffers around before every forward. One all-reduce before evaluation is
-   better than either: the mean over all ranks has seen all images.
-4. **Everybody evaluates.** Each forward gathers, so all ranks must take part; each tests its own part of the images,
-   and what is added up at the end are two numbers, the right ones and all of them. Adding up accuracies would be wrong
-   as soon as the parts are not of equal size.
+   full precision, and one warning reports it. The price is a small all-gather for each, negligible for three of them.
+   The layers around it need no change: the unit casts its input to float32 and its output back to bfloat16.
+3. **Batch norm's averages are not parameters.** They are buffers, and FSDP neither shards nor synchronises buffers.
+   Each rank averages over its own images, so the ranks disagree slightly, and a checkpoint would hold rank 0's
+   averages. DDP hides this by broadcasting rank 0's buffers before every forward. One all-reduce before evaluation is
+   better than either: the mean over all ranks covers all images.
+4. **All ranks evaluate.** Each forward all-gathers, so all ranks must take part. Each tests its own part of the images,
+   and two numbers are summed at the end: correct predictions and images. A mean of accuracies would be wrong for parts
+   of different sizes.
 
 Spec: MP-02, MP-03, MP-04, MP-19, TRAIN-04, TRAIN-15, TRAIN-16.
 """
@@ -47,7 +47,7 @@ from minifsdp.wrap import ModuleWrapPolicy
 
 
 class Stage(nn.Module):
-    """Convolution, batch norm, a bend; and on the way every other pixel is left out."""
+    """Convolution, batch norm and ReLU, then max pooling, which halves height and width."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Stage(nn.Module):
         self.pool = nn.MaxPool2d(2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images of shape (images, num_in, height, width) to (images, num_out, height / 2, width / 2)."""
+        """Maps (images, num_in, height, width) to (images, num_out, height / 2, width / 2)."""
         return self.pool(torch.relu(self.norm(self.convolution(x))))
 
 
@@ -67,8 +67,8 @@ def build(place: Place) -> nn.Module:
 
 
 def shard(model: nn.Module, place: Place) -> tuple[FSDP, list[str]]:
-    """The sharded model, and what the wrapper had to say about it."""
-    # 1. Compute in bfloat16, but add gradients up in float32: each rank adds its own to the sum of the others.
+    """The sharded model, and the warnings that the wrapper raised."""
+    # 1. Compute in bfloat16, but reduce gradients in float32: a reduction adds the gradients of all ranks.
     policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -77,20 +77,20 @@ def shard(model: nn.Module, place: Place) -> tuple[FSDP, list[str]]:
 
 
 def parts(place: Place) -> tuple[DataLoader, DataLoader, DistributedSampler]:
-    """This rank's training images and test images, and the sampler that deals the former out."""
+    """This rank's training images and test images, and the sampler that distributes the training images."""
     digits = load_digits()
     images = torch.from_numpy(digits.images).float()[:, None] / 16
     everything = TensorDataset(images, torch.from_numpy(digits.target))
     test = torch.utils.data.Subset(everything, range(0, len(everything), 5))
     train = torch.utils.data.Subset(everything, [i for i in range(len(everything)) if i % 5])
-    # The sampler shuffles, and deals out to the ranks in one go; so the loader must not shuffle again.
+    # The sampler shuffles and splits the data between the ranks, so the loader must not shuffle again.
     sampler = DistributedSampler(train, place.num_ranks, place.rank, shuffle=True)
     mine = torch.utils.data.Subset(test, range(place.rank, len(test), place.num_ranks))
     return DataLoader(train, batch_size=32, sampler=sampler), DataLoader(mine, batch_size=64), sampler
 
 
 def dtypes_in_forward(model: nn.Module) -> dict[str, torch.dtype]:
-    """Fills itself in the next forward: the dtype in which each kind of layer meets its weight."""
+    """A dictionary that the next forward fills: the dtype of the weight of each kind of layer."""
     seen: dict[str, torch.dtype] = {}
 
     def look(module: nn.Module, _: object) -> None:
@@ -103,7 +103,7 @@ def dtypes_in_forward(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def average_buffers(model: nn.Module) -> None:
-    """3. Every rank must call it. The number of batches is a buffer, too, but an equal one, and an integer."""
+    """3. Every rank must call it. The batch counter is also a buffer, but an integer and equal on all ranks."""
     for buffer in model.buffers():
         if buffer.is_floating_point():
             dist.all_reduce(buffer)
@@ -112,10 +112,10 @@ def average_buffers(model: nn.Module) -> None:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, loader: DataLoader, place: Place) -> tuple[float, int]:
-    """4. The part of all test images that is read right, and their number. Every rank must call it."""
+    """4. The accuracy on all test images, and their number. Every rank must call it."""
     model.eval()
     counts = torch.zeros(2, device=place.device)
-    # No rank may do more forwards than another; the last batch of one may be smaller.
+    # All ranks must run the same number of forwards; the last batch of a rank may be smaller.
     for images, labels in loader:
         guesses = model(images.to(place.device)).argmax(dim=1)
         counts += torch.tensor([(guesses == labels.to(place.device)).sum(), len(labels)], device=place.device)
@@ -132,7 +132,7 @@ def lesson(options: argparse.Namespace, place: Place) -> None:
     train, test, sampler = parts(place)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     for epoch in range(options.epochs):
-        sampler.set_epoch(epoch)  # Without it every epoch would deal out the same batches.
+        sampler.set_epoch(epoch)  # Without it every epoch has the same batches.
         for images, labels in train:
             loss = nn.functional.cross_entropy(model(images.to(place.device)).float(), labels.to(place.device))
             optimizer.zero_grad()
@@ -144,7 +144,7 @@ def lesson(options: argparse.Namespace, place: Place) -> None:
     average_buffers(model)
     together = from_all_ranks([buffer.flatten()[0].item() for name, buffer in model.named_buffers() if "mean" in name])
     right, num_images = accuracy(model, test, place)
-    saved = model.state_dict()  # Every rank takes part, and every rank gets the whole.
+    saved = model.state_dict()  # Every rank takes part, and every rank gets the full state dict.
     kept = {parameter.dtype for parameter in model.parameters()}
 
     say(place, f"in forward: {', '.join(f'{kind} {dtype}' for kind, dtype in sorted(seen.items()))}; kept in {kept}")
@@ -157,7 +157,7 @@ def lesson(options: argparse.Namespace, place: Place) -> None:
     assert kept == {torch.float32}
     assert all(tensor.dtype == torch.float32 for tensor in saved.values() if tensor.is_floating_point())
     assert sum("BatchNorm" in warning for warning in said) == 1
-    # Three norms, three convolutions with what is around them, and the root.
+    # Three norms, three stages around them, and the root.
     assert len(FSDP.fsdp_modules(model)) == 7
     assert means[0] != means[1]
     assert together[0] == together[1]

@@ -1,8 +1,8 @@
-"""Texts to learn from that every Python has installed: the docstrings of its own standard library.
+"""Training texts that every Python has installed: the docstrings of its own standard library.
 
-Some 10,000 of them, each with the package it comes from. Two lessons ask different things of them: which package is a
-docstring from, and what is its first line if only the rest is shown? The library differs a little from one release of
-Python to the next, and with it the texts and all losses; a seed does not make two releases agree.
+There are some 10,000 of them, each with the package it comes from. Two lessons use them. One predicts the package of a
+docstring, the other writes its first line from the rest. The library differs a little between Python releases, and
+with it the texts and all losses, even with the same seed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Docstring:
     """A docstring, without indentation.
 
     Attributes:
-        package: the package or module at the top of the library that it is from, such as ``"email"``.
-        text: the whole of it.
+        package: the top-level package or module that it comes from, such as ``"email"``.
+        text: the whole docstring.
     """
 
     package: str
@@ -33,21 +33,21 @@ class Docstring:
 
     @property
     def summary(self) -> str:
-        """Its first paragraph, on one line."""
+        """The first paragraph, on one line."""
         return " ".join(self.text.split("\n\n")[0].split())
 
     @property
     def body(self) -> str:
-        """What follows its first paragraph; ``""`` for nothing."""
+        """The text after the first paragraph; ``""`` if there is none."""
         return " ".join(self.text.partition("\n\n")[2].split())
 
 
 def read_docstrings(packages: tuple[str, ...] | None = None, root: Path | None = None) -> list[Docstring]:
-    """The docstrings of all functions, classes and modules, in the order of their files; each text once.
+    """The docstrings of all functions, classes and modules, in the order of their files, without duplicates.
 
     Args:
-        packages: packages and modules at the top of the library; ``None`` for all of them.
-        root: where the library is; by default that of the Python that runs this.
+        packages: top-level packages and modules; ``None`` for all of them.
+        root: folder of the library; by default that of the running Python.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     found: dict[str, Docstring] = {}

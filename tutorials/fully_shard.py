@@ -3,31 +3,31 @@
     torchrun --standalone --nproc-per-node 2 tutorials/fully_shard.py
     torchrun --standalone --nproc-per-node 2 tutorials/fully_shard.py --explicit-prefetch --mixed-precision --dcp folder
 
-Out comes: who holds which rows, losses beside those of a single process, and what is gathered ahead.
+Output: the rows that each rank holds, losses next to those of a single process, and the prefetched units.
 
-It takes a few seconds on two CPU cores; the switches may be combined. With ``--dcp`` the first start saves into the
-folder and the second one goes on from there, also with another number of ranks. ``--library torch`` runs the same
-script on torch's own ``fully_shard``, whose names, arguments and losses are the same.
+It takes a few seconds on two CPU cores; the options can be combined. With ``--dcp`` the first run saves to the folder
+and the second one resumes from it, also with another number of ranks. ``--library torch`` runs the same script on
+torch's own ``fully_shard``, which has the same names, arguments and losses.
 
-What is learned, with the numbers of the comments below:
+What you learn, with the numbers of the comments below:
 
-1. **Nothing is wrapped.** ``fully_shard`` changes a module in place: its class gains methods, its parameters become
-   ``DTensor``s, each of which knows the whole shape and holds this rank's rows. The blocks first, the model last: a
-   unit is what is left when the call is made.
-2. **Values come last.** On the meta device a model has shapes and no memory. It is sharded like that, then each rank
-   makes room for its own rows only, and rank 0 sends the values. A model that fits on no rank is never whole on any.
-   Without such a message nobody compares: models that were built from different seeds stay different in their shards.
-3. **The optimizer comes after the sharding,** and since it owns DTensors, everything that torch does with tensors works
-   as it is: ``clip_grad_norm_``, the stock ``GradScaler``, state dicts. It is the other great difference to
+1. **Nothing is wrapped.** ``fully_shard`` changes a module in place: its class gains methods, and its parameters become
+   ``DTensor``s, which have the whole shape and hold this rank's rows. Shard the blocks first and the model last: a unit
+   consists of the parameters that earlier calls have not taken.
+2. **Values come last.** On the meta device a model has shapes and no memory. It is sharded on meta, then each rank
+   allocates only its own rows, and rank 0 sends the values. No rank ever needs memory for the whole model. Without this
+   broadcast the values are not compared: models built from different seeds stay different.
+3. **The optimizer comes after the sharding.** It owns DTensors, so torch's own tools work unchanged:
+   ``clip_grad_norm_``, the stock ``GradScaler``, state dicts. This is the other great difference to
    ``FullyShardedDataParallel``, which needs a method of its own for each of these.
-4. **Explicit prefetch.** Backward gathers one unit ahead by itself. With lists one may say more: two ahead, in both
-   directions, and the first gather before the forward begins, while the batch is still being read. More is paid for,
-   unit by unit, with memory.
-5. **Mixed precision.** Rows are kept in float32, gathered and computed with in bfloat16, and gradients are added up in
-   float32. ``reduce_dtype`` should always be said: what follows if it is not, differs between releases of torch.
-6. **Accumulation** is a switch here and no context: ``set_requires_gradient_sync(False)``.
-7. **Distributed checkpoints.** A state dict of DTensors costs no communication. Each rank writes its rows, and on
-   reading takes those that it needs.
+4. **Explicit prefetch.** Backward all-gathers one unit ahead by default. Lists of modules configure more: two ahead, in
+   both directions. ``unshard()`` issues the first all-gather before the forward, while the batch is still being read.
+   Each unit prefetched earlier costs its memory.
+5. **Mixed precision.** Rows are kept in float32, all-gathered and computed with in bfloat16, and gradients are reduced
+   in float32. Always set ``reduce_dtype``: its default differs between releases of torch.
+6. **Accumulation** is a switch here instead of a context: ``set_requires_gradient_sync(False)``.
+7. **Distributed checkpoints.** A state dict of DTensors costs no communication. Each rank writes its rows, and reads
+   the rows that it needs.
 
 Spec: TRAIN-23, FS2-01 to FS2-05, FS2-PREF, FS2-MP, FS2-SD, MIG-12, MIG-18, MIG-19.
 """
@@ -62,7 +62,7 @@ def plain(place: Place, seed: int = 0) -> Net:
 
 
 def shard(options: argparse.Namespace, library: ModuleType, place: Place) -> nn.Module:
-    """1. and 2. The sharded model, with the values of rank 0's plain one. Every rank must call it."""
+    """1. and 2. The sharded model, with the values of rank 0's plain model. Every rank must call it."""
     arguments: dict[str, Any] = {}
     if options.mixed_precision:
         # 5.
@@ -82,7 +82,7 @@ def shard(options: argparse.Namespace, library: ModuleType, place: Place) -> nn.
 
 
 def prefetch_two_ahead(model: nn.Module) -> None:
-    """4. Each block is told which blocks to gather together with itself."""
+    """4. Each block all-gathers the next blocks together with itself."""
     blocks = list(model.blocks)
     for number, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 3])
@@ -90,7 +90,7 @@ def prefetch_two_ahead(model: nn.Module) -> None:
 
 
 def batch(step: int, place: Place) -> Tensor:
-    """Of all ranks together."""
+    """The batch of all ranks together."""
     return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step)).to(place.device)
 
 
@@ -104,7 +104,7 @@ def train(
     losses = []
     for step in steps:
         if options.explicit_prefetch:
-            model.unshard()  # 4. The root's own gather, before anybody waits for it.
+            model.unshard()  # 4. The root's all-gather, issued before it is needed.
         loss = loss_of(model, batch(step, place).chunk(place.num_ranks)[place.rank])
         optimizer.zero_grad()
         loss.backward()
@@ -115,7 +115,7 @@ def train(
 
 
 def train_plain(place: Place) -> list[float]:
-    """What a single process makes of the whole batches."""
+    """The losses of a single process on the whole batches."""
     model, losses = plain(place), []
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for step in range(NUM_STEPS):
@@ -132,14 +132,14 @@ def train_plain(place: Place) -> list[float]:
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, folder: Path) -> None:
-    """Every rank must call it."""
+    """Saves a checkpoint. Every rank must call it."""
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state, "step": step}, checkpoint_id=folder)
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
-    """Every rank must call it; returns the number of steps that were made."""
-    weights, state = get_state_dict(model, optimizer)  # The tensors to be read into.
+    """Loads a checkpoint; returns the number of steps that it has trained. Every rank must call it."""
+    weights, state = get_state_dict(model, optimizer)  # `dcp.load` reads into these tensors.
     saved = {"model": weights, "optimizer": state, "step": 0}
     dcp.load(saved, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
@@ -147,15 +147,15 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> in
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether all ranks see a complete checkpoint; the list of what is in it is written last."""
+    """Whether all ranks see a complete checkpoint; its metadata file is written last."""
     return all(from_all_ranks((folder / ".metadata").exists()))
 
 
-# ---- what is to be seen ----
+# ---- printing ----
 
 
 def show(model: nn.Module, place: Place) -> None:
-    """1. What a parameter is now."""
+    """1. Prints the parameters after the sharding."""
     weight = model.blocks[0].widen.weight
     say(place, f"{type(model).__name__}, a {type(model).__mro__[1].__name__} and a {Net.__name__}")
     for rank, rows in enumerate(from_all_ranks(tuple(weight.to_local().shape))):
@@ -168,7 +168,7 @@ def show(model: nn.Module, place: Place) -> None:
 
 
 def show_dtypes(model: nn.Module, place: Place, options: argparse.Namespace) -> None:
-    """5. Kept in one dtype, computed with in another."""
+    """5. Prints the dtype of storage and the dtype of computation."""
     model.blocks[0].unshard()
     gathered = {parameter.dtype for parameter in model.blocks[0].parameters()}
     model.blocks[0].reshard()
@@ -177,7 +177,7 @@ def show_dtypes(model: nn.Module, place: Place, options: argparse.Namespace) -> 
 
 
 def show_order(model: nn.Module, place: Place, options: argparse.Namespace) -> None:
-    """4. In which order forward asks for the blocks."""
+    """4. Prints the order in which forward all-gathers the blocks."""
     from minifsdp import trace
 
     with trace.record() as recorder:
@@ -192,7 +192,7 @@ def show_order(model: nn.Module, place: Place, options: argparse.Namespace) -> N
 
 
 def lesson_accumulation(model: nn.Module, place: Place) -> None:
-    """6. Two batches, one reduction; the gradient is that of both."""
+    """6. Two batches and one reduction; the gradient is that of both."""
     gradients = []
     for sync_at_first in (True, False):
         model.zero_grad()

@@ -1,23 +1,23 @@
-"""Hybrid sharding: whom to share with, if some ranks are near and others far away.
+"""Hybrid sharding: which ranks share a model, if some are near and others far away.
 
     torchrun --standalone --nproc-per-node 4 tutorials/hybrid.py
 
-Out comes: a table of bytes for each strategy: stored, within a machine, between machines, and on every link.
+Output: a table of bytes for each strategy: stored, within a machine, between machines, and on every link.
 
-It takes some seconds on two CPU cores. Four ranks play two machines with two GPUs each::
+It takes some seconds on two CPU cores. Four ranks simulate two machines with two GPUs each::
 
                     near: shard
                    -------------->
     machine 0        rank 0  rank 1        |
     machine 1        rank 2  rank 3        v   far: replicate
 
-Inside a machine GPUs talk over links of hundreds of gigabytes per second, between machines over a network that has a
-tenth of it. ``FULL_SHARD`` treats all ranks alike: whatever is gathered comes from everywhere, so most of it comes over
-the network, three times the model in each step. ``HYBRID_SHARD`` shards along a row and keeps a copy in each row. What
-is gathered then comes from the neighbour, and all that has to cross the network is the gradient, once, and of that each
-rank only its own piece.
+Links between GPUs of one machine carry hundreds of gigabytes per second; the network between machines carries a tenth
+of that. ``FULL_SHARD`` treats all ranks alike. Its all-gathers and reductions use all links, so most of the data
+crosses the network: three times the model in each step. ``HYBRID_SHARD`` shards within a machine, a *row* of the
+picture, and keeps one replica in each row. Its all-gathers then stay inside the machine. Only gradients cross the
+network, once for each step, and each rank only sends its own shard of them.
 
-The bill for a model of M bytes, N = 4 ranks in rows of G = 2, as each rank stores it and as a ring sends it:
+The cost for a model of M bytes, with N = 4 ranks in rows of G = 2, for each rank, with ring collectives:
 
 =====================  ============  =============================  ======================
 strategy               stored        sent, to the next in the row   sent, across
@@ -28,12 +28,12 @@ strategy               stored        sent, to the next in the row   sent, across
 ``NO_SHARD``           M             2 * (3 / 4) M, over each link  the same: it is a ring
 =====================  ============  =============================  ======================
 
-So hybrid sharding buys a quiet network with memory: what a rank stores is halved and not quartered. Choose it if the
-model fits into one machine's GPUs together; the larger the cluster, the more it pays. The ZeRO-2 form also saves the
-gathers of backward, and pays with whole parameters in memory from forward to backward. Replicas that span machines may
-gain from ``NCCL_CROSS_NIC=1``; that is between you and NCCL, nothing here reads it.
+So hybrid sharding reduces network traffic and costs memory: a rank stores a half instead of a quarter. Choose it if the
+model fits into the GPUs of one machine together; it saves more in larger clusters. The ZeRO-2 form also saves the
+all-gathers of backward, but keeps unsharded parameters in memory from forward to backward. Replicas that span machines
+may gain from ``NCCL_CROSS_NIC=1``. NCCL reads this variable, minifsdp does not.
 
-The losses of all four are the same: the mean along the rows and then along the columns is the mean over everybody.
+The losses of all four are the same: the mean over the rows and then over the columns is the mean over all ranks.
 
 Spec: HYB-01 to HYB-06, HYB-09, HYB-11, HYB-12, COST-06.
 """
@@ -62,7 +62,7 @@ def shard(strategy: ShardingStrategy, place: Place) -> FSDP:
     model = nn.Sequential(*[Block(WIDTH) for _ in range(NUM_BLOCKS)]).to(place.device)
     mesh = None
     if strategy in HYBRIDS:
-        # Rows shard, columns replicate; in this order, and every rank makes the whole mesh.
+        # Dimension 0 replicates and dimension 1 shards, in this order. Every rank must create the whole mesh.
         shape = (place.num_ranks // PER_MACHINE, PER_MACHINE)
         mesh = init_device_mesh(place.device.type, shape, mesh_dim_names=("replicate", "shard"))
     return FSDP(
@@ -92,7 +92,7 @@ def train(model: FSDP, place: Place) -> tuple[list[float], list[Event]]:
 
 
 def sent_by(rank: int, events: list[Event]) -> Counter[Link]:
-    """How many bytes a rank sends to whom, if each collective is a ring through its group in the order of ranks."""
+    """The bytes that a rank sends on each link, if each collective is a ring through its group in rank order."""
     sent: Counter[Link] = Counter()
     for event in events:
         if event.kind in ("AG", "RS", "AR"):
@@ -105,7 +105,7 @@ def sent_by(rank: int, events: list[Event]) -> Counter[Link]:
 
 
 def links_of(place: Place, events: list[Event]) -> Counter[Link]:
-    """All links, over all ranks. Every rank must call it."""
+    """The bytes on all links, summed over all ranks. Every rank must call it."""
     together: Counter[Link] = Counter()
     for sent in from_all_ranks(sent_by(place.rank, events)):
         together += sent
@@ -137,7 +137,7 @@ def lesson(place: Place) -> None:
         if strategy in HYBRIDS:
             pieces = from_all_ranks([p.detach().cpu() for p in model.parameters()])
             same = [all(map(torch.equal, pieces[0], pieces[rank])) for rank in range(place.num_ranks)]
-            # Who is in my column has my piece, and who is in my row has another one.
+            # Ranks in the same column have the same shard, ranks in the same row have different ones.
             assert same == [rank % PER_MACHINE == 0 for rank in range(place.num_ranks)]
 
     full, hybrid, zero2, none = strategies
@@ -145,7 +145,7 @@ def lesson(place: Place) -> None:
     for one in strategies:
         assert all(abs(a - b) < 1e-5 * b for a, b in zip(losses[one], losses[none], strict=True)), one
     assert [stored[one] for one in strategies] == [whole // num_ranks, whole // size, whole // size, whole]
-    # Two links of the ring through everybody are far; in a hybrid every rank has a far link, with a piece on it.
+    # The ring through all ranks has two far links. In a hybrid every rank has a far link, which carries one shard.
     assert far[full] == num_ranks // size * 3 * whole * (num_ranks - 1) // num_ranks
     num_rows = num_ranks // size
     assert far[hybrid] == far[zero2] == num_ranks * 2 * (whole // size) * (num_rows - 1) // num_rows

@@ -1,37 +1,36 @@
-"""Seven knobs of a training loop: what each costs, and that none of them changes what is learned.
+"""Seven knobs of a training loop: what each costs, and that none of them changes the training.
 
     torchrun --standalone --nproc-per-node 2 tutorials/knobs.py
 
-Out comes: what each knob saves and costs, in numbers, and the losses, which stay those of a single process.
+Output: what each knob saves and costs, in numbers, and the losses, which equal those of a single process.
 
-It takes about a quarter of a minute on two CPU cores. The model is three blocks, each a unit, trained for a few steps;
-the measure is always a single process on the whole batches.
+It takes about a quarter of a minute on two CPU cores. The model is three blocks, each a unit, trained for a few steps.
+Every result is compared with a single process that trains on the whole batches.
 
-1. **Accumulation.** Several small batches, one step of the optimizer. Inside ``no_sync()`` a backward does not reduce;
-   the first one outside it reduces the sum. Saved are reduce-scatters. Paid is memory: until the reduction every rank
-   keeps the gradient of *whole* units. It is no must: without ``no_sync`` the slices add up, to the same result. What
-   is a must is to divide each loss by the number of batches in its window, and to step for the last window even if it
-   is not full. Batches that are left over are otherwise added to the next epoch's first window, or lost.
+1. **Accumulation.** Several small batches for one optimizer step. Inside ``no_sync()`` a backward does not reduce; the
+   first one outside reduces the sum. This saves reduce-scatters and costs memory: until the reduction every rank keeps
+   *unsharded* gradients. ``no_sync`` is optional: without it the sharded gradients add up, to the same result. Two
+   things are required: divide each loss by the number of batches in its window, and step for the last window even if it
+   is not full. Otherwise its batches are added to the next epoch's first window, or lost.
 2. **Clipping.** The norm of a model is the root of the sum of *all* squares, and each rank has some of them. The method
    ``model.clip_grad_norm_`` adds them up over the ranks. torch's function of the same name does not: it sees slices,
-   gives each rank another norm, and each scales its slices by another factor.
-3. **float16 and its scaler.** Gradients below 6e-8 are zero in float16, so the loss is multiplied by a large number
-   first, and the gradients are divided by it afterwards. If one becomes infinite all the same, the step is skipped and
-   the number halved. One rank's infinity must make all ranks skip: that is what the *Sharded* in the name adds. The
-   order is: ``unscale_``, then clip, then ``step``, then ``update``; clipped before, the norm would be that of the
-   scaled gradients.
-4. **Activation checkpointing.** The inputs of a block are kept, what happened inside is computed again in backward.
-   Paid is one more forward, saved is most of the memory for activations. Wrapped *after* FSDP it lies inside the unit:
-   the parameters are gathered for backward anyway, so there is no further gather, and all names stay what they were.
+   computes a different norm on each rank, and each rank scales its slices by another factor.
+3. **float16 and its scaler.** Gradients below 6e-8 are zero in float16, so the loss is multiplied by a large scale
+   first, and the gradients are divided by it afterwards. If one still becomes infinite, the step is skipped and the
+   scale is halved. An infinity on one rank must make all ranks skip: ``ShardedGradScaler`` adds this. The order is
+   ``unscale_``, then clip, then ``step``, then ``update``; clipping earlier uses the norm of scaled gradients.
+4. **Activation checkpointing.** The inputs of a block are kept, and its activations are computed again in backward.
+   This costs one more forward and saves most of the memory for activations. Applied *after* FSDP it is inside the unit.
+   Backward all-gathers the parameters anyway, so no all-gather is added, and all names stay the same.
 5. **Compilation.** ``torch.compile`` after wrapping, with ``use_orig_params=True``: the compiler must find parameters
    under their names.
 6. **Loaders.** Workers, persistent or not, pinned memory, and ``zero_grad(set_to_none=True)`` change the speed and the
-   memory, and no result.
-7. **Evaluation by one rank** is no knob but a trap: a forward gathers, so the one rank waits for the others, here for
-   four seconds, with a process group of the default kind for half an hour.
+   memory, but not the result.
+7. **Evaluation by one rank** is a mistake, not a knob. A forward all-gathers, so this rank waits for the others: here
+   for four seconds, with a default process group for half an hour.
 
-One knob is missing on purpose, a learning rate multiplied by the number of ranks. It belongs to one recipe for large
-batches. FSDP averages gradients as DDP does, and asks for no other learning rate than DDP.
+One knob is missing on purpose: a learning rate multiplied by the number of ranks. It belongs to one recipe for large
+batches. FSDP averages gradients as DDP does, and needs the same learning rate as DDP.
 
 Spec: TRAIN-05, TRAIN-06, TRAIN-22, TRAIN-24, TRAIN-25, TRAIN-26, TRAIN-30, TRAIN-31, NOSYNC-03, NOSYNC-05, CLIP-06,
 MP-29.
@@ -75,7 +74,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def batches(place: Place, *, of_all_ranks: bool = False) -> list[tuple[Tensor, Tensor]]:
-    """What this rank trains on, or a single process would."""
+    """The batches of this rank, or those of a single process."""
     x, y = (part.to(place.device).split(BATCH) for part in data())
     if of_all_ranks:
         return list(zip(x, y, strict=True))
@@ -90,7 +89,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def train(
     model: nn.Module, pairs: list[tuple[Tensor, Tensor]], max_norm: float | None = None, *, set_to_none: bool = True
 ) -> list[float]:
-    """One step for each batch; the losses, each the mean over the ranks if the model is sharded."""
+    """Trains one step for each batch; returns the losses, averaged over the ranks if the model is sharded."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []
     for x, y in pairs:
@@ -114,7 +113,7 @@ def close(ours: list[float], theirs: list[float], tolerance: float = 1e-4) -> bo
 
 
 def accumulate(model: nn.Module, pairs: list[tuple[Tensor, Tensor]], *, without_sync: bool) -> list[Tensor]:
-    """Trains in windows of batches, the last one not full; returns a gradient from the midst of a window."""
+    """Trains in windows of batches, the last one not full; returns the gradients within a window."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     seen: list[Tensor] = []
     for start in range(0, len(pairs), WINDOW):
@@ -189,7 +188,7 @@ def lesson_float16(place: Place, unlucky_step: int = 3) -> None:
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         if number == unlucky_step and place.rank == place.num_ranks - 1:
-            next(iter(model.parameters())).grad[0] = float("inf")  # In a slice that no other rank has.
+            next(iter(model.parameters())).grad[0] = float("inf")  # In a slice that only this rank has.
         scaler.unscale_(optimizer)
         model.clip_grad_norm_(10.0)
         scaler.step(optimizer)
@@ -232,7 +231,7 @@ def lesson_checkpointing(place: Place, plain: list[float]) -> None:
 
 
 def saved_for_backward(model: nn.Module, pair: tuple[Tensor, Tensor]) -> int:
-    """How many numbers a forward keeps; views of parameters are no activations, and do not count."""
+    """The number of elements that a forward saves for backward, without the views of parameters."""
     counts: list[int] = []
 
     def count(tensor: Tensor) -> Tensor:
@@ -287,7 +286,7 @@ def lesson_alone(place: Place) -> None:
             model(batches(place)[0][0])
         except RuntimeError as error:
             complaint = str(error)
-    # The ranks meet again on the group that nobody has hurt.
+    # The ranks synchronise on the default group, which is still intact.
     complaints = from_all_ranks(complaint)
     first_line = complaints[0].partition("\n")[0]
     say(place, f"7. rank 0 evaluates alone, and after four seconds: {first_line[-70:]}")

@@ -1,14 +1,14 @@
-"""From ``FullyShardedDataParallel`` to ``fully_shard``: the migration table, each row of it trained on both sides.
+"""From ``FullyShardedDataParallel`` to ``fully_shard``: the migration table, with every row trained on both sides.
 
     torchrun --standalone --nproc-per-node 4 tutorials/migrate.py
     python tutorials/migrate.py
 
-Out comes: for each row of the table whether losses are equal, and the events, too, or what differs.
+Output: for each row of the table whether losses and events are equal, or what differs.
 
-It takes some seconds on two CPU cores. With two ranks all rows run but the two hybrids, which need four.
+It takes some seconds on two CPU cores. With two ranks all rows run except the two hybrids, which need four.
 
-The wrapper (FSDP1) and the function (FSDP2) do the same things in the same order, and say it in other words. Here is
-the dictionary. A program is translated line by line:
+The wrapper (FSDP1) and the function (FSDP2) do the same things in the same order, but name them differently. This table
+translates a program line by line:
 
 ======================================  =============================================================================
 ``FullyShardedDataParallel(...)``       ``fully_shard(...)``
@@ -20,26 +20,26 @@ the dictionary. A program is translated line by line:
 ``_HYBRID_SHARD_ZERO2``                 ``False`` with a mesh of two axes
 ``NO_SHARD``                            nothing: that is ``DistributedDataParallel``
 ``CPUOffload(True)``                    ``CPUOffloadPolicy()``
-``BACKWARD_PRE``                        always so; the other two are gone
+``BACKWARD_PRE``                        always; the other two are not available
 ``MixedPrecision``                      ``MixedPrecisionPolicy``, without ``buffer_dtype``, with ``output_dtype``
 ``cast_(root_)forward_inputs``          the one ``cast_forward_inputs``, on by default
 ``device_id=``                          the device of the mesh
 ``sync_module_states=True``             ``set_model_state_dict`` with ``broadcast_from_rank0=True``
-``forward_prefetch=True``               ``set_modules_to_forward_prefetch``, or ``unshard()`` by hand
-``limit_all_gathers=``                  not needed: the CPU is never held back
-``use_orig_params=True``                always so
+``forward_prefetch=True``               ``set_modules_to_forward_prefetch``, or a manual ``unshard()``
+``limit_all_gathers=``                  not needed: the CPU never waits
+``use_orig_params=True``                always
 ``no_sync()``                           ``set_requires_gradient_sync``
 ``ignored_modules``, ``_states``        ``ignored_params``, a set of parameters
 ``param_init_fn=``                      shard on meta, ``to_empty``, ``reset_parameters``
 ``model.clip_grad_norm_(...)``          ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)``
-full state dicts, optimizer's too       the same file: read by the one, written by the other
+full state dicts, optimizer's too       the same file: each side reads what the other writes
 ======================================  =============================================================================
 
-Every row below is a function with two halves, ``old`` above ``new``: read it as a recipe. What comes out of each half
-is a ``Run``: the losses, and everything that a step gathered, computed, freed and reduced, in order. Both must be
-equal; where the order is meant to differ, the row says how. The loop and the comparison are in ``sides.py``.
+Every row below is a function with two halves, ``old`` above ``new``, and serves as a recipe. Each half results in a
+``Run``: the losses, and all all-gathers, computations, frees and reductions of a step, in order. Both runs must be
+equal. If the order is meant to differ, the row describes how. The loop and the comparison are in ``sides.py``.
 
-`translated` does the simple rows mechanically, and refuses what has no translation.
+`translated` translates the simple rows automatically, and raises an error for arguments without a translation.
 
 Spec: MIG-01 to MIG-21.
 """
@@ -101,21 +101,21 @@ POLICY = ModuleWrapPolicy({Block})
 
 
 def sharded(model: Any, **options: Any) -> Any:
-    """The loop that takes the place of a wrapping policy: inner modules first, the root last."""
+    """The loop that replaces a wrapping policy: inner modules first, the root last."""
     for module in list(model.modules()):
         if isinstance(module, Block):
             fully_shard(module, **options)
     return fully_shard(model, **options)
 
 
-# --- the mechanical part ---
+# --- automatic translation ---
 
 
 def translated(place: Place, **old: Any) -> dict[str, Any]:
-    """From the wrapper's arguments to those of ``fully_shard``, where one corresponds to the other.
+    """Converts the wrapper's arguments to those of ``fully_shard``.
 
     Raises:
-        NotImplementedError: for what has no translation.
+        NotImplementedError: an argument has no translation.
     """
     strategy = old.get("sharding_strategy") or ShardingStrategy.FULL_SHARD
     if strategy is ShardingStrategy.NO_SHARD:
@@ -130,7 +130,7 @@ def translated(place: Place, **old: Any) -> dict[str, Any]:
         "reshard_after_forward": strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD),
     }
     if (offload := old.get("cpu_offload")) is not None:
-        # Only a GPU has use for pinned memory, and only it can give some.
+        # Pinned memory requires a GPU.
         pinned = place.device.type == "cuda"
         new["offload_policy"] = CPUOffloadPolicy(pinned) if offload.offload_params else OffloadPolicy()
     if (precision := old.get("mixed_precision")) is not None:
@@ -141,7 +141,7 @@ def translated(place: Place, **old: Any) -> dict[str, Any]:
 
 
 def both_sides(place: Place, **old: Any) -> tuple[Run, Run]:
-    """Trains under the wrapper's arguments, and under their translation."""
+    """Trains with the wrapper's arguments, and with their translation."""
     groups = {}
     if "HYBRID" in getattr(old.get("sharding_strategy"), "name", ""):
         groups = {"device_mesh": grid(place)}
@@ -217,7 +217,7 @@ def offload(place: Place) -> tuple[Run, Run]:
     return old, new
 
 
-# One bit of a bfloat16 is four in a thousand.
+# One unit in the last place of bfloat16 is a relative difference of 0.4 %.
 @row(
     "MIG-09",
     old="MixedPrecision(param, reduce)",
@@ -329,7 +329,7 @@ def ignored(place: Place) -> tuple[Run, Run]:
     sharded(new, ignored_params={new.leave.bias})
     compare(train(old, place), train(new, place), exact=place.num_ranks == 2)
 
-    # A module is given as the set of its parameters.
+    # A module is passed as the set of its parameters.
     old = plain(place)
     old = FSDP(old, auto_wrap_policy=POLICY, device_id=place.device, ignored_modules=[old.leave])
     new = plain(place)
@@ -356,7 +356,7 @@ def late_values(place: Place) -> tuple[Run, Run]:
     return train(old, place), train(new, place)
 
 
-# The norm is a sum of squares, and the squares of a flat slice are added up in another order.
+# The norm is a sum of squares, and flat slices add the squares up in another order.
 @row(
     "MIG-19",
     old="model.clip_grad_norm_(max_norm)",

@@ -1,29 +1,29 @@
-"""FSDP from nothing, in six steps; after each of them the model trains, and trains to the same losses.
+"""FSDP from nothing, in six steps; after each step the model trains, and reaches the same losses.
 
     torchrun --standalone --nproc-per-node 2 tutorials/naive_fsdp.py
 
-Out comes: after each step the same losses, more gathers and less memory; at last the events of minifsdp, one by one.
+Output: after each step the same losses, more all-gathers and less memory; at the end the events of minifsdp.
 
-It takes a few seconds on two CPU cores. The model is four equal blocks; each becomes a *unit*, whose parameters lie end
-to end in one row. Two ranks see different halves of each batch. The measure of every step is the training that a
-single process would have done on whole batches: the same loss, step after step.
+It takes a few seconds on two CPU cores. The model is four equal blocks. Each becomes a *unit*, whose parameters are
+concatenated into one flat tensor, the *row*. Two ranks train on different halves of each batch. Every step is compared
+with single-process training on whole batches: the losses must be the same.
 
-What is learned, step by step:
+What you learn, step by step:
 
-1. **Shard.** Every rank keeps one half of each row, and the optimizer owns the half. Before a step everything is
-   gathered, after it the gradients are summed over the ranks and each rank takes its half. That is already right, and
-   already saves: the two averages of Adam were most of the memory, and they are halves now.
-2. **Gather before forward.** Nobody needs the last block while the first one computes. A hook gathers each unit right
-   before its own forward.
-3. **Free, and gather again in backward.** After its forward a unit's row is freed, and a hook on its *output* brings it
-   back: of all its gradients, that of the output is the first to arrive. Now only one unit is whole at a time. The
-   price is a second gather.
-4. **Reduce-scatter.** Until here a rank received the sum of all gradients and threw one half of it away. A
+1. **Shard.** Every rank keeps one half of each row, and the optimizer owns this half. Before a training step all rows
+   are all-gathered. After it, the gradients are summed over the ranks and each rank takes its half. This is already
+   correct and already saves memory: Adam's two averages, most of the memory, are now halved.
+2. **All-gather before forward.** The last block is not needed while the first one computes. A hook all-gathers each
+   unit right before its own forward.
+3. **Free, and all-gather again in backward.** After its forward a unit's row is freed. A hook on its *output* brings it
+   back: of all the unit's gradients, that of the output arrives first. Now only one unit is unsharded at a time. The
+   price is a second all-gather.
+4. **Reduce-scatter.** Until here each rank received the sum of all gradients and discarded one half of it. A
    reduce-scatter delivers only the half that is kept, and it can run as soon as *this* unit's gradient is complete.
-5. **Prefetch.** The gather of the next unit is issued before the current one's gradients are computed, so that both
-   can happen at the same time. For a moment two units are whole: memory is paid, time is won.
-6. **Compare.** The order of events is, letter for letter, that of ``minifsdp``. Its engine is this file plus whatever
-   the other files of the package explain: shared parameters, several dtypes, frozen parts, streams, errors.
+5. **Prefetch.** The all-gather of the next unit is issued before the current one's gradients are computed, so that both
+   can happen at the same time. For a moment two units are unsharded: this costs memory and saves time.
+6. **Compare.** The order of events is exactly that of ``minifsdp``. Its engine is this file plus what the other files
+   of the package explain: shared parameters, several dtypes, frozen parameters, streams, errors.
 
 The three tricks without which none of this works in PyTorch are marked A, B and C.
 
@@ -48,17 +48,17 @@ NUM_BLOCKS, WIDTH, NUM_STEPS, BATCH = 4, 32, 5, 48
 
 
 class Unit:
-    """The parameters of one module: a slice that the optimizer owns, and a row that autograd owns."""
+    """The parameters of one module: a slice that the optimizer owns, and a row that autograd uses."""
 
     def __init__(self, name: str, module: nn.Module, log: Log) -> None:
         self.name, self.module, self.log = name, module, log
         owners = [(m, name, p) for m in module.modules() for name, p in m.named_parameters(recurse=False)]
         self.slots = [(m, name, p.shape) for m, name, p in owners]
         row = torch.cat([p.detach().flatten() for _, _, p in owners])
-        # Padded, so that all slices are equally long and one all-gather without a table of sizes suffices.
+        # Padding makes all slices equally long, so one all-gather works without a table of sizes.
         row = torch.nn.functional.pad(row, (0, -row.numel() % dist.get_world_size()))
         self.slice = nn.Parameter(row.chunk(dist.get_world_size())[dist.get_rank()].clone())
-        # A. Two variables: the optimizer's is small and always there; autograd's is the whole row, and comes and goes.
+        # A. Two variables: the optimizer's is small and permanent; autograd's is the whole row, freed when unused.
         self.row = torch.empty_like(row).requires_grad_()
         self.num_bytes = row.numel() * row.element_size()
         self.row.untyped_storage().resize_(0)
@@ -67,24 +67,24 @@ class Unit:
             delattr(m, name)
 
     def gather(self) -> None:
-        """Asks for the row; a row that is here, or on its way, is not asked for twice."""
+        """Issues the all-gather of the row, unless the row is already here or on its way."""
         if self.row.untyped_storage().size() > 0:
             return
         self.log.add("AG", self)
-        # B. The memory shrinks and grows but the tensor stays the same one, because what autograd has saved during
-        #    forward are views of it. `.data` hides the writing from autograd, which would call it a change in place.
+        # B. The memory shrinks and grows but the tensor stays the same one, because autograd saves views of it during
+        #    forward. `.data` hides the write from autograd, which would otherwise report an in-place modification.
         self.row.untyped_storage().resize_(self.num_bytes)
         pieces = list(self.row.data.chunk(dist.get_world_size()))
         self.arriving = dist.all_gather(pieces, self.slice.data, async_op=True)
 
     def wait(self) -> None:
-        """The row may be read from here on."""
+        """Waits for the all-gather. The row can be read afterwards."""
         if self.arriving is not None:
             self.arriving.wait()
             self.arriving = None
 
     def show(self) -> None:
-        """Waits for the row, and puts views of it where the module looks for its parameters."""
+        """Waits for the row, and sets views of it as the module's parameters."""
         self.wait()
         start = 0
         for module, name, shape in self.slots:
@@ -92,7 +92,7 @@ class Unit:
             start += shape.numel()
 
     def free(self) -> None:
-        """Gives the memory of the row back."""
+        """Frees the memory of the row."""
         self.log.add("FREE", self)
         self.row.untyped_storage().resize_(0)
 
@@ -104,7 +104,7 @@ class Unit:
         self.row.grad = None
 
     def reduce_scatter(self) -> None:
-        """The same, but no rank receives what it would throw away."""
+        """Like `all_reduce`, but each rank receives only the slice that it keeps."""
         self.log.add("RS", self)
         self.slice.grad = torch.empty_like(self.slice)
         dist.reduce_scatter(self.slice.grad, list(self.row.grad.chunk(dist.get_world_size())))
@@ -113,7 +113,7 @@ class Unit:
 
 
 class Log:
-    """What happened in the last step, and the largest number of bytes that were whole at once.
+    """The events of the last step, and the largest number of bytes that were unsharded at the same time.
 
     ``AG`` is an all-gather, ``AR`` an all-reduce, ``RS`` a reduce-scatter, ``F`` a forward.
     """
@@ -124,7 +124,7 @@ class Log:
         self.peak = 0
 
     def add(self, kind: str, unit: Unit) -> None:
-        """Notes one event."""
+        """Records one event."""
         self.events.append(f"{kind} {unit.name}")
         if kind == "AG":
             self.whole[unit] = unit.num_bytes
@@ -133,7 +133,7 @@ class Log:
         self.peak = max(self.peak, sum(self.whole.values()))
 
 
-# ---- the steps. Each says what happens by itself, as hooks, and what is still done by hand around a training step ----
+# ---- the steps. Each returns the calls that the training loop must still make manually; hooks make all others ----
 
 
 @dataclass
@@ -145,19 +145,19 @@ class ByHand:
 
 
 def shard(units: list[Unit]) -> ByHand:
-    # 1. Nothing happens by itself.
+    # 1. There are no hooks yet.
     return ByHand(before_forward=(Unit.gather, Unit.show), after_backward=(Unit.all_reduce, Unit.free))
 
 
 def gather_before_forward(units: list[Unit]) -> ByHand:
-    # 2. The forward of a unit asks for its row.
+    # 2. The forward of a unit all-gathers its row.
     for unit in units:
         on_forward(unit)
     return ByHand(after_backward=(Unit.all_reduce, Unit.free))
 
 
 def free_and_gather_again(units: list[Unit]) -> ByHand:
-    # 3. Forward frees it again; backward gathers it, and frees it when its gradient is complete.
+    # 3. Forward also frees it; backward all-gathers it, and frees it when its gradient is complete.
     for unit in units:
         on_forward(unit)
         on_output(unit)
@@ -166,7 +166,7 @@ def free_and_gather_again(units: list[Unit]) -> ByHand:
 
 
 def reduce_and_scatter(units: list[Unit]) -> ByHand:
-    # 4. What is complete is reduced: nothing is left to be done by hand.
+    # 4. A complete gradient is reduced immediately, so no manual calls are left.
     for unit in units:
         on_forward(unit)
         on_output(unit)
@@ -175,7 +175,7 @@ def reduce_and_scatter(units: list[Unit]) -> ByHand:
 
 
 def prefetch(units: list[Unit]) -> ByHand:
-    # 5. Backward goes through the units from the last to the first, so what comes next is the unit before.
+    # 5. Backward runs the units from the last to the first, so the next unit is the one before.
     for unit, next_one in zip(units, [None, *units[:-1]], strict=True):
         on_forward(unit)
         on_output(unit, next_one)
@@ -193,13 +193,13 @@ def on_forward(unit: Unit) -> None:
 
 
 def on_output(unit: Unit, next_one: Unit | None = None) -> None:
-    """Frees after forward, and lays a trip wire on the output, which gathers again, and ``next_one`` with it."""
+    """Frees the row after forward. A hook on the output all-gathers it again, together with that of ``next_one``."""
 
     def before_backward(_: Tensor) -> None:
         unit.gather()
         if next_one is not None:
             next_one.gather()
-        # Nothing to show: by B, what autograd has saved are views of this row.
+        # The module needs no new views: because of B, the tensors that autograd saved are views of this row.
         unit.wait()
 
     def after_forward(_: nn.Module, __: object, output: Tensor) -> None:
@@ -228,7 +228,7 @@ def build(place: Place) -> nn.Sequential:
 
 
 def batch(step: int, place: Place) -> tuple[Tensor, Tensor]:
-    """The whole batch of a step: the sum of neighbours is to be learned. Each rank trains on its own part of it."""
+    """The whole batch of a step. The target adds each element's neighbour to it. Each rank trains on its own part."""
     x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step)).to(place.device)
     return x, x + x.roll(1, dims=1)
 
@@ -288,7 +288,7 @@ def lesson(place: Place) -> None:
         counts = [sum(event.startswith(kind) for event in log.events) for kind in ("AG", "AR", "RS")]
         say(place, f"{set_up.__name__:<24}{losses[-1]:>10.5f}{log.peak:>16,}{counts[0]:>5}{counts[1]:>4}{counts[2]:>4}")
         peaks.append(log.peak)
-        # Adam divides by the size of the gradient, so a last digit of a gradient may come out a little larger.
+        # Adam divides by the size of the gradient, which can enlarge a difference in its last digit.
         assert all(abs(ours - theirs) < 1e-4 * theirs for ours, theirs in zip(losses, plain, strict=True)), set_up
     assert losses[-1] < 0.7 * losses[0]
     assert peaks == [NUM_BLOCKS * block, NUM_BLOCKS * block, block, block, 2 * block]

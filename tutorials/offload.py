@@ -1,33 +1,33 @@
-"""CPU offload: the shards live in the memory of the host, and visit the GPU only to be computed with.
+"""CPU offload: the shards are stored in host memory, and on the GPU only while it computes with them.
 
     torchrun --standalone --nproc-per-node 2 tutorials/offload.py
 
-Out comes: bytes on the host, copies to the device and back, and the losses of a training without offload.
+Output: bytes on the host, copies to the device and back, and the losses of a training without offload.
 
 It takes a few seconds on two CPU cores.
 
-Sharding divides what is stored by the number of ranks. If that is still too much, ``CPUOffload(offload_params=True)``
-puts the rest of it, a rank's slices with their gradients and the optimizer's averages, on the host::
+Sharding divides the stored bytes by the number of ranks. If that is still too much, ``CPUOffload(offload_params=True)``
+moves the rest to the host: a rank's slices, their gradients and the optimizer's averages::
 
     host      slice                                          gradient of the slice, optimizer, step
                 |  H2D                                            ^  D2H
     GPU         +-> slice -> all-gather -> compute -> reduce-scatter
 
-What is learned:
+What you learn:
 
-1. **What travels.** Each gather is preceded by a copy of the slice to the GPU (``H2D``), each reduction is followed by
-   a copy of the gradient to the host (``D2H``). In units of the slice: two up, in forward and in backward, and one
-   down. The root is not gathered again, and so copied once. A bus to the host has some tens of gigabytes per second: it
-   pays only if there is much computation for each parameter, that is, with large batches.
-2. **The optimizer runs on the CPU.** It owns tensors of the host, so its step runs there, on 1/N of the parameters.
-   That is slow enough to be seen.
-3. **Nothing else changes.** The same losses, the same checkpoints, the same clipping.
-4. **Accumulation.** The gradient of the second of two batches must be *added* to that of the first, which is on the
-   host by now. torch's FullyShardedDataParallel replaces it instead, says its documentation, so there ``no_sync`` is a
-   must with offload. Here both ways are right. Inside ``no_sync`` whole gradients stay on the GPU, and only their
-   reduced sum goes down, once.
+1. **What is copied.** A copy of the slice to the GPU (``H2D``) precedes each all-gather, and a copy of the gradient to
+   the host (``D2H``) follows each reduction. In units of the slice these are two copies up, in forward and in backward,
+   and one down. The root is not all-gathered again, so it is copied once. A bus to the host has some tens of gigabytes
+   per second: offload needs much computation for each parameter, that is, large batches.
+2. **The optimizer runs on the CPU.** It owns tensors on the host, so its step runs there, on 1/N of the parameters.
+   This is noticeably slow.
+3. **Nothing else changes.** Losses, checkpoints and clipping stay the same.
+4. **Accumulation.** The gradient of the second of two batches must be *added* to that of the first, which is already on
+   the host. According to its documentation, torch's FullyShardedDataParallel replaces it instead, so there ``no_sync``
+   is required with offload. In minifsdp both ways are correct. Inside ``no_sync`` unsharded gradients stay on the GPU,
+   and only their reduced sum is copied to the host, once.
 
-Where there is no GPU, host and device are the same memory and nothing moves; the events say where copies would be.
+Without a GPU, host and device are the same memory and nothing moves; the events show where copies would be.
 
 Spec: OFF-01 to OFF-07.
 """
@@ -51,7 +51,7 @@ CPU = torch.device("cpu")
 
 def build(place: Place, *, offload: bool) -> FSDP:
     torch.manual_seed(0)
-    # Still on the CPU: each unit goes to the device, is cut, and its slice comes back, one after the other.
+    # The model is on the CPU. One unit after the other moves to the device and is sharded, and its slice moves back.
     model = nn.Sequential(*[Block(WIDTH) for _ in range(NUM_BLOCKS)], nn.Linear(WIDTH, WIDTH))
     return FSDP(
         model,
@@ -83,7 +83,7 @@ def train(model: FSDP, place: Place) -> tuple[list[float], Recorder, torch.optim
 
 
 def accumulated(model: FSDP, place: Place, *, without_sync: bool) -> tuple[list[Tensor], int]:
-    """The gradients of two batches together, and how often one went to the host."""
+    """The accumulated gradients of two batches, and the number of copies of a gradient to the host."""
     model.zero_grad()
     with trace.record() as recorder:
         with model.no_sync() if without_sync else nullcontext():

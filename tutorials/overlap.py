@@ -1,33 +1,33 @@
-"""When is a unit gathered? Prefetch, overlap and the rate limiter, seen on a timeline.
+"""When is a unit all-gathered? Prefetch, overlap and the rate limiter, shown on a timeline.
 
     torchrun --standalone --nproc-per-node 2 tutorials/overlap.py --folder /tmp
 
-Out comes: the order of gathers and reductions under each setting, and a timeline of each.
+Output: the order of all-gathers and reductions under each setting, and a timeline of each.
 
-It takes some seconds on two CPU cores, and draws each variant as an SVG picture into the folder, all on one axis. Of
-several steps the quickest is drawn: another program can only make a step slower.
+It takes some seconds on two CPU cores, and draws each variant as an SVG picture into the folder, all on one axis. It
+draws the fastest of several steps, because other programs can only make a step slower.
 
-All variants compute the same numbers. They differ in *when they ask*. A gather that is asked for at the moment when it
-is needed cannot overlap with anything: everybody stands and waits. Asked for earlier, it travels while another unit
-computes, and lies in memory meanwhile. That is the whole trade, and the letters below are all there is to it. ``B`` is
-the arrival of a unit's turn in backward, ``AG`` the issue of a gather, ``FREE`` the release of its memory, ``RS`` the
-issue of the reduction of its gradient; the four blocks are 0 to 3, and backward goes from 3 to 0.
+All variants compute the same numbers. They differ in *when they issue collectives*. An all-gather issued at the moment
+when it is needed overlaps with nothing: all ranks wait. Issued earlier, it runs while another unit computes, but its
+output occupies memory earlier. This is the whole trade-off. In the orders below ``B`` is the start of a unit's
+backward, ``AG`` the issue of an all-gather, ``FREE`` the release of its memory, and ``RS`` the issue of the reduction
+of its gradient. The four blocks are 0 to 3, and backward runs from 3 to 0.
 
-1. **No backward prefetch**: ``B3 AG3 FREE3 RS3 B2 AG2``. One unit is whole at a time, and each gather is waited for.
-2. **BACKWARD_POST**: ``B3 AG3 FREE3 AG2 RS3 B2``. Still one unit at a time; the next gather is on its way while the
-   reduction is.
-3. **BACKWARD_PRE**, the default: ``B3 AG3 AG2 FREE3 RS3 B2 AG1``. The next gather travels while gradients are computed,
-   which is the longest computation there is to hide it behind. Two units are whole at once.
-4. **Forward prefetch** does the same in forward: ``AG0 AG1 F0 FREE0 AG2 F1``, from the second iteration on, for in the
-   first one nobody knows the order yet. It pays where the CPU is late with issuing; a GPU with a queue of work gathers
-   the next unit early by itself.
-5. **The rate limiter** is needed for the opposite reason. A CPU runs far ahead of its GPU, and could have issued the
-   gathers of ten units before the first has been computed with: ten units of memory. So before a third gather in
-   flight it waits for the oldest unit to be freed. Here, without a GPU, that is simulated with a clock.
+1. **No backward prefetch**: ``B3 AG3 FREE3 RS3 B2 AG2``. One unit is unsharded at a time, and the ranks wait for each
+   all-gather.
+2. **BACKWARD_POST**: ``B3 AG3 FREE3 AG2 RS3 B2``. Still one unit at a time; the next all-gather runs at the same time
+   as the reduction.
+3. **BACKWARD_PRE**, the default: ``B3 AG3 AG2 FREE3 RS3 B2 AG1``. The next all-gather runs while gradients are
+   computed, the longest computation that can hide it. Two units are unsharded at the same time.
+4. **Forward prefetch** does the same in forward: ``AG0 AG1 F0 FREE0 AG2 F1``, from the second iteration on, because the
+   first one records the order. It helps if the CPU issues work late; a GPU with a queue of work starts the next
+   all-gather early without it.
+5. **The rate limiter** has the opposite purpose. A CPU runs far ahead of its GPU, and could issue the all-gathers of
+   ten units before the first one has been computed: ten units of memory. So before a third all-gather in flight it
+   waits until the oldest unit is freed. Here a clock simulates the GPU.
 
-How much is *hidden* is measured here as the time between issue and wait of each gather during which another unit
-computed. On two CPU cores that shares the cores with computation and saves nothing. On GPUs the network and the cores
-are different machines, and hidden time is saved time.
+The *hidden* time is the part of each all-gather, between issue and wait, during which another unit computed. On two
+CPU cores communication takes cores from computation, and nothing is saved. With GPUs, hidden time is saved time.
 
 Spec: PREF-02, PREF-04, PREF-06, PREF-07, PREF-12, PREF-16, LIM-02, LIM-03, LIM-07.
 """
@@ -66,7 +66,7 @@ def step(model: nn.Module, place: Place) -> float:
 
 @dataclass
 class Seen:
-    """One step: its loss, what happened in it on each rank and since when, and the gradient it ended with."""
+    """One step: its loss, the events of each rank with their time origin, and the resulting gradient."""
 
     loss: float
     recorder: Recorder
@@ -75,12 +75,12 @@ class Seen:
 
     @property
     def seconds(self) -> float:
-        """How long it took, the same number on every rank."""
+        """The duration, the same number on every rank."""
         return max(event.end - origin for origin, events in self.everybody for event in events)
 
 
 def watch_step(model: nn.Module, place: Place) -> Seen:
-    # After a barrier all ranks stand at nearly the same moment, so that their clocks can be set equal there.
+    # All ranks leave a barrier at nearly the same time, so it serves as the common time origin.
     dist.barrier()
     origin = time.perf_counter()
     with trace.record() as recorder:
@@ -90,7 +90,7 @@ def watch_step(model: nn.Module, place: Place) -> Seen:
 
 
 def watch(place: Place, **options: object) -> Seen:
-    """The quickest of some steps, after the first, in which the order is still unknown; every rank must call it."""
+    """The fastest of some steps after the first, which only records the order; every rank must call it."""
     torch.manual_seed(0)
     model = nn.Sequential(*[Block(WIDTH) for _ in range(NUM_BLOCKS)]).to(place.device)
     model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=place.device, **options)
@@ -99,7 +99,7 @@ def watch(place: Place, **options: object) -> Seen:
 
 
 def order_of(recorder: Recorder, *kinds: str) -> list[str]:
-    """Words such as ``AG3``, in order of issue."""
+    """Events such as ``AG3``, in order of issue."""
     return [word.replace(" ", "") for word in recorder.order(*kinds)]
 
 
@@ -109,7 +109,7 @@ def backward_of(recorder: Recorder) -> list[str]:
 
 
 def hidden_seconds(events: list[Event]) -> float:
-    """How long gathers were on their way while another unit computed."""
+    """The time during which all-gathers ran while another unit computed."""
     computing = [event for event in events if event.kind in "FB"]
     return sum(
         max(0.0, min(gather.end, compute.end) - max(gather.start, compute.start))
@@ -121,7 +121,7 @@ def hidden_seconds(events: list[Event]) -> float:
 
 
 def draw(pictures: dict[str, Seen], folder: Path) -> None:
-    """All on one axis, or a quick step would look like a slow one."""
+    """Draws all pictures on one axis, so that their lengths can be compared."""
     seconds = max(seen.seconds for seen in pictures.values())
     for name, seen in pictures.items():
         origins, events = zip(*seen.everybody, strict=True)
@@ -168,17 +168,17 @@ class Clock:
 
 @dataclass
 class Release:
-    """A simulated GPU will be done with a unit at a certain time."""
+    """The time at which a simulated GPU is done with a unit. It has the interface of a CUDA event."""
 
     clock: Clock
     time: int
 
     def query(self) -> bool:
-        """Whether it is done."""
+        """Whether the GPU is done."""
         return self.clock.now >= self.time
 
     def synchronize(self) -> None:
-        """Stops the CPU until it is."""
+        """Blocks the CPU until the GPU is done."""
         self.clock.now = max(self.clock.now, self.time)
 
 
@@ -186,7 +186,7 @@ def simulate(*, limited: bool, num_units: int = 10, seconds_of_gpu: int = 20) ->
     """A forward on a GPU that needs 20 times as long for a unit as the CPU needs to issue it.
 
     Returns:
-        The largest number of units in memory at once, and how long the CPU was busy or waiting.
+        The largest number of units in memory at the same time, and how long the CPU was busy or waiting.
     """
     clock, limiter, releases, most = Clock(), RateLimiter(limited), [], 0
     for number in range(num_units):
@@ -208,7 +208,7 @@ def lesson_limiter(place: Place) -> None:
     assert (most_without, busy_without) == (10, 10)
     assert most == 2
     assert busy < 200, "the GPU is never idle for it"
-    # On this machine frees are complete at once on the CPU, and nobody has to wait; both ways give the same numbers.
+    # On the CPU a free completes immediately, so the limiter never waits. Both settings give the same numbers.
     limited, free = (watch(place, limit_all_gathers=choice) for choice in (True, False))
     assert limited.loss == free.loss
     assert free.recorder.count("WAIT") == 0

@@ -1,12 +1,12 @@
-"""What the two sides of the migration table have in common: the model, the loop, and the scales to weigh them on.
+"""The common parts of both sides of the migration table: the model, the training loop and the comparison.
 
-``migrate.py`` is the table. Each row of it trains one model twice, once behind each of the two front doors, and each
-time a `Run` comes out: the losses, and what the last step gathered, computed, freed and reduced, in order::
+``migrate.py`` is the table. Each row of it trains one model twice, once with each API, and each training results in a
+`Run`: the losses, and the all-gathers, computations, frees and reductions of the last step, in order::
 
     AG  F  AG blocks.0  F blocks.0  FREE blocks.0  ...  RS blocks.0  FREE  RS
 
-Two migrations are equal if both are. On two ranks the losses are equal to the last bit, for the only sum over ranks is
-``a + b``; with more ranks a sum has an order, and the two doors cut their gradients in different places.
+Two migrations are equal if both are. On two ranks the losses are equal to the last bit, because the only sum over
+ranks is ``a + b``. With more ranks a sum has an order, and the two APIs split their gradients at different places.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ KINDS = ("AG", "F", "FREE", "RS", "AR")
 
 
 class Model(nn.Module):
-    """Blocks, the units, between two layers that stay with the root."""
+    """Blocks, each a unit, between two layers that belong to the root unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,14 +54,14 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(NUM_BLOCKS))
 
     def forward(self, x: Tensor) -> Tensor:
-        """From rows of ``WIDTH`` numbers to one number each. The root may compute in another dtype than its blocks."""
+        """Maps ``(..., WIDTH)`` to ``(..., 1)``. The root may compute in another dtype than its blocks."""
         x = self.enter(x)
         for block in self.blocks:
             x = block(x)
         return self.leave(x.to(self.enter.weight.dtype))
 
     def reset_parameters(self) -> None:
-        """Values for a model that was built on the meta device. Alike on every rank, however a parameter is cut."""
+        """Sets the values of a model built on the meta device. They do not depend on the rank or on the sharding."""
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.fill_(0.5 / WIDTH)
@@ -69,12 +69,12 @@ class Model(nn.Module):
 
 @dataclass
 class Run:
-    """What came out of one side.
+    """The result of one side.
 
     Attributes:
-        losses: this rank's, of each step.
-        events: what the last step did, in order.
-        held_back: how often the rate limiter held back the CPU in that step.
+        losses: this rank's loss of each step.
+        events: the events of the last step, in order.
+        held_back: how often the rate limiter blocked the CPU in that step.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -87,14 +87,14 @@ class Row:
     """One line of the table.
 
     Attributes:
-        ids: numbers in the spec.
-        old: in the words of the wrapper.
-        new: in the words of the function.
+        ids: requirement IDs.
+        old: the arguments of the wrapper.
+        new: the arguments of the function.
         both: runs both sides.
-        num_ranks: how many ranks it needs at least.
-        differs: what the order of events is meant to differ in; ``""`` if in nothing.
-        exact: whether on two ranks the losses are equal to the last bit.
-        rounding: how far apart they may be otherwise, relative.
+        num_ranks: the smallest number of ranks that it needs.
+        differs: the intended difference in the order of events; ``""`` for none.
+        exact: whether the losses are equal to the last bit on two ranks.
+        rounding: the largest relative difference of the losses otherwise.
     """
 
     ids: tuple[str, ...]
@@ -111,7 +111,7 @@ ROWS: dict[str, Row] = {}
 
 
 def row(*ids: str, old: str, new: str, **more: Any) -> Callable[..., Any]:
-    """Enters a function into the table under its own name; see `Row` for the arguments."""
+    """Adds a function to the table under its own name; see `Row` for the arguments."""
 
     def enter(both: Callable[[Place], tuple[Run, Run]]) -> Callable[[Place], tuple[Run, Run]]:
         ROWS[both.__name__] = Row(ids, old, new, both, **more)
@@ -154,7 +154,7 @@ def train(
     clip: Callable[[], Any] = lambda: None,
     steps: Iterable[int] = range(NUM_STEPS),
 ) -> Run:
-    """The loop that no migration changes."""
+    """The training loop, the same for both sides."""
     optimizer, run = optimizer or momentum(model), Run()
     for step in steps:
         x, target = batch(step, place)
@@ -173,10 +173,10 @@ def train(
 
 
 def compare(old: Run, new: Run, *, exact: bool, rounding: float = 1e-5) -> None:
-    """Two ranks add two numbers, which has no order: there the losses are equal to the last bit.
+    """Checks that the losses are equal; to the last bit if ``exact``, since a sum of two numbers has no order.
 
     Raises:
-        AssertionError: they are not.
+        AssertionError: they differ.
     """
     tolerance = 0.0 if exact else rounding
     for step, (mine, other) in enumerate(zip(old.losses, new.losses, strict=True)):
@@ -187,10 +187,10 @@ def check(name: str, place: Place) -> str:
     """Runs one row on both sides and compares. Every rank must call it.
 
     Returns:
-        What there is to say of it.
+        A line of text about the result.
 
     Raises:
-        AssertionError: the two sides differ in what they must not differ in.
+        AssertionError: the two sides differ in an unintended way.
     """
     entry = ROWS[name]
     old, new = entry.both(place)

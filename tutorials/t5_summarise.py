@@ -1,37 +1,37 @@
-"""Fine-tuning a T5 to summarise: the whole of a training script, from the command line to the saved best model.
+"""Fine-tuning a T5 to summarise: a complete training script, from the command line to the saved best model.
 
     python -m pip install transformers
     torchrun --standalone --nproc-per-node 2 tutorials/t5_summarise.py
 
-Out comes: losses of training and validation after each epoch, and a summary by the best model.
+Output: training and validation losses of each epoch, and a summary by the best model.
 
 It takes about a minute and a half on two CPU cores. A T5 has an encoder, which reads, and a decoder, which writes. The
-text to be read is the body of a docstring of Python's standard library, the summary to be written is its first line.
-Without a hub the model is a small one from a configuration, over bytes, and has never seen a text before; its loss
-falls but its summaries are no literature. With a hub, or with a folder that ``save_pretrained`` has written::
+input is the body of a docstring of Python's standard library, the target is its first line. Without a hub the model is
+a small, untrained one over bytes, made from a configuration. Its loss falls, but its summaries are poor. To use
+pre-trained weights, name a model on the hub, or a folder written by ``save_pretrained``::
 
     torchrun ... tutorials/t5_summarise.py --model google-t5/t5-small
 
-What is learned, with the numbers of the comments below:
+What you learn, with the numbers of the comments below:
 
-1. **Every rank builds the same model,** for every rank sets the same seed right before. Pre-trained weights are read by
-   rank 0 alone, and sent to the others when each unit is made.
+1. **Every rank builds the same model,** because every rank sets the same seed immediately before. Pre-trained weights
+   are read by rank 0 only, and broadcast to the others when each unit is created.
 2. **The transformer policy** makes a unit of every block. One tensor of a T5 has four names: the embedding is shared by
-   encoder, decoder and output. It is in no block, so it stays with the root, where all four can find it.
-3. **Named policies of precision.** ``auto`` asks the hardware: bfloat16 where it is native, nothing elsewhere.
-4. **The sampler deals the data out,** with another order in each epoch and each item to one rank.
-5. **A mean is a sum and a count.** Each rank adds up the loss of its *examples* and counts them; the two sums are added
-   over the ranks, and divided last. Means of means are wrong as soon as two batches differ in size.
-6. **Validation is done by all,** since each forward gathers. And since its loss is reduced it is the same number on all
-   ranks, so that "is it the best so far?" has the same answer everywhere. That matters: saving is collective, too, and
-   ranks that disagree would wait for each other for ever.
-7. **Saving the best**: all ranks ask for the full state dict, unit by unit; only rank 0 receives it, on the CPU, and
-   writes it.
-8. **Writing a text** is a forward for each token. A rank whose text has ended goes on, or the others would be left
-   alone with their gathers.
+   encoder, decoder and output. It is in no block, so it belongs to the root, where all four can use it.
+3. **Named precision policies.** ``auto`` depends on the hardware: bfloat16 where it is native, no casting elsewhere.
+4. **The sampler distributes the data,** in another order in each epoch, and each item to one rank.
+5. **A mean is a sum and a count.** Each rank adds up the loss of its *examples* and counts them. Both are summed over
+   the ranks and divided last. Means of means are wrong as soon as two batches differ in size.
+6. **All ranks validate,** since each forward all-gathers. The validation loss is reduced, so all ranks have the same
+   number and agree whether it is the best so far. This matters: saving is a collective, too, and ranks that disagree
+   would wait for each other forever.
+7. **Saving the best model**: all ranks call ``state_dict()``, which all-gathers unit by unit; only rank 0 receives the
+   full state dict, on the CPU, and writes it.
+8. **Generating text** takes a forward for each token. A rank whose text has ended continues, because the other ranks
+   need it in their all-gathers.
 
-A loss is printed, and no "accuracy": a loss is what it is. And nothing here promises a speed; that is measured by the
-benchmarks, for each machine anew.
+The script prints a loss and no "accuracy", and makes no claim about speed; the benchmarks measure speed on each
+machine.
 
 Spec: TRAIN-04, TRAIN-07, TRAIN-08, TRAIN-14 to TRAIN-22, TRAIN-27 to TRAIN-29.
 """
@@ -70,32 +70,32 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.checkpoint_wrapper import CheckpointImpl, apply_activation_checkpointing, checkpoint_wrapper
 from minifsdp.wrap import transformer_auto_wrap_policy
 
-# 3. Which dtype where. Of the third, each is what it would have been anyway.
+# 3. The dtypes of each policy. Those of the third are the defaults.
 POLICIES = {
     # Needs a ShardedGradScaler, or small gradients vanish: see knobs.py.
     "float16": MixedPrecision(torch.float16, torch.float16, torch.float16),
     "bfloat16": MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16),
     "float32": MixedPrecision(torch.float32, torch.float32, torch.float32),
-    # Computes in float32, and halves what the gradients weigh on their way.
+    # Computes in float32, and halves the bytes of the gradient reduction.
     "bfloat16-gradients": MixedPrecision(reduce_dtype=torch.bfloat16),
 }
 
 
 def choose_policy(name: str) -> MixedPrecision | None:
-    """The policy of that name; for ``"auto"`` bfloat16 if it is native here, else ``None`` for no casting at all."""
+    """The policy of that name. ``"auto"`` is bfloat16 if it is native here, else ``None``: no casting at all."""
     if name == "auto":
         return POLICIES["bfloat16"] if bf16_supported() else None
     return POLICIES[name]
 
 
 class Summaries(Dataset):
-    """Texts and their summaries, as tokens. Any data set whose items have these three entries may take its place.
+    """Texts and their summaries, as tokens. Any data set whose items have these three entries can replace it.
 
     Args:
         tokenizer: turns text into tokens.
-        docstrings: each has a body to be read, and a summary to be written.
+        docstrings: their bodies are the inputs, their summaries are the targets.
         num_items: how many of them to use.
-        input_length, target_length: in tokens; shorter ones are padded, longer ones are cut.
+        input_length, target_length: in tokens; shorter texts are padded, longer ones are truncated.
     """
 
     def __init__(
@@ -124,8 +124,8 @@ def setup_model(options: argparse.Namespace, place: Place) -> tuple[nn.Module, o
     """1. The plain model and its tokenizer."""
     torch.manual_seed(options.seed)
     if options.model is None:
-        # 3 special tokens, 256 bytes, and what ByT5 reserves. The sizes are for a laptop,
-        # and a model that small has nothing to drop out.
+        # The vocabulary: 3 special tokens, 256 bytes, and the tokens that ByT5 reserves.
+        # The model is small enough for a laptop, and too small for dropout.
         config = T5Config(
             vocab_size=384,
             d_model=64,
@@ -145,7 +145,7 @@ def setup_model(options: argparse.Namespace, place: Place) -> tuple[nn.Module, o
 
 
 def shard(model: nn.Module, options: argparse.Namespace, place: Place) -> FSDP:
-    # 2. The policy must be bound to its classes; called for every module, it says which are to be units.
+    # 2. The policy is bound to its layer classes; FSDP calls it for every module to select the units.
     policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={T5Block})
     model = FSDP(
         model,
@@ -157,7 +157,7 @@ def shard(model: nn.Module, options: argparse.Namespace, place: Place) -> FSDP:
         sync_module_states=options.model is not None,
     )
     if options.checkpoint_activations:
-        # After the wrapping, so that a recomputation happens inside the unit, whose parameters are there.
+        # After wrapping, so that the recomputation runs inside the unit, whose parameters are unsharded then.
         wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
         apply_activation_checkpointing(
             model, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: isinstance(module, T5Block)
@@ -166,9 +166,9 @@ def shard(model: nn.Module, options: argparse.Namespace, place: Place) -> FSDP:
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor], place: Place) -> Tensor:
-    """The mean over the tokens of a batch."""
+    """The mean loss over the tokens of a batch."""
     batch = {name: tensor.to(place.device) for name, tensor in batch.items()}
-    labels = batch["target_ids"].masked_fill(batch["target_ids"] == 0, -100)  # Padding is nothing to be learned.
+    labels = batch["target_ids"].masked_fill(batch["target_ids"] == 0, -100)  # The loss ignores padding.
     return model(
         input_ids=batch["source_ids"], attention_mask=batch["source_mask"], labels=labels, use_cache=False
     ).loss
@@ -182,7 +182,7 @@ class Mean:
         self.parts: list[tuple[float, int]] = []
 
     def add(self, loss: Tensor, num_examples: int) -> None:
-        """Takes the loss of a batch of so many examples."""
+        """Adds the loss of a batch of ``num_examples`` examples."""
         self.parts.append((loss.item(), num_examples))
         self.sum_and_count += self.sum_and_count.new_tensor([loss.item() * num_examples, num_examples])
 
@@ -190,16 +190,16 @@ class Mean:
         """The mean. Every rank must call it, and every rank gets the same number."""
         dist.all_reduce(self.sum_and_count)
         mean = (self.sum_and_count[0] / self.sum_and_count[1]).item()
-        # The same once more by hand, for the sake of the lesson.
+        # The same computed again from all parts, as a check.
         parts = [part for parts in from_all_ranks(self.parts) for part in parts]
         assert abs(mean - sum(loss * count for loss, count in parts) / sum(count for _, count in parts)) < 1e-9 * mean
         return mean
 
 
 def train(model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, epoch: int, place: Place) -> float:
-    """One epoch; the mean loss. Every rank must call it."""
+    """Trains one epoch; returns the mean loss. Every rank must call it."""
     model.train()
-    # 4. Without this line every epoch would have the order of the first.
+    # 4. Without this line every epoch would have the order of the first one.
     loader.sampler.set_epoch(epoch)
     mean = Mean(place)
     for batch in tqdm(loader, desc=f"epoch {epoch}", leave=False, disable=not place.speaks):
@@ -213,7 +213,7 @@ def train(model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer
 
 @torch.no_grad()
 def validate(model: nn.Module, loader: DataLoader, place: Place) -> float:
-    """6. Every rank must call it."""
+    """6. Returns the mean validation loss. Every rank must call it."""
     model.eval()
     mean = Mean(place)
     for batch in tqdm(loader, desc="validation", leave=False, disable=not place.speaks):
@@ -223,7 +223,7 @@ def validate(model: nn.Module, loader: DataLoader, place: Place) -> float:
 
 
 def save(model: FSDP, path: Path, place: Place) -> None:
-    """7. Every rank must call it."""
+    """7. Saves the full state dict. Every rank must call it."""
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
         full = model.state_dict()
@@ -233,13 +233,13 @@ def save(model: FSDP, path: Path, place: Place) -> None:
 
 
 def file_name(prefix: str, started: datetime, epoch: int, loss: float) -> str:
-    """Such as ``T5-2026-11-21-15-04-05-epoch-2-2.8712.pt``: no colons and no blanks, which some file systems refuse."""
+    """A name such as ``T5-2026-11-21-15-04-05-epoch-2-2.8712.pt``. Some file systems refuse colons and blanks."""
     return f"{prefix}-{started:%Y-%m-%d-%H-%M-%S}-epoch-{epoch}-{loss:.4f}.pt"
 
 
 @torch.no_grad()
 def write_summary(model: nn.Module, item: dict[str, Tensor], num_tokens: int, place: Place) -> list[int]:
-    """8. The most probable tokens, one after the other. Every rank must call it, with the same ``num_tokens``."""
+    """8. Greedy decoding, one token after the other. Every rank must call it, with the same ``num_tokens``."""
     source = item["source_ids"][None].to(place.device)
     mask = item["source_mask"][None].to(place.device)
     written = torch.zeros(1, 1, dtype=torch.long, device=place.device)
@@ -251,7 +251,7 @@ def write_summary(model: nn.Module, item: dict[str, Tensor], num_tokens: int, pl
 
 @dataclass
 class Record:
-    """What rank 0 notes of an epoch; seconds and bytes."""
+    """Rank 0's record of an epoch, in seconds and bytes."""
 
     epoch: int
     seconds: float
@@ -273,8 +273,8 @@ def record_of(epoch: int, seconds: float, losses: tuple[float, float | None], op
 
 
 def loaders(tokenizer: object, options: argparse.Namespace, place: Place) -> list[DataLoader]:
-    """4. For training and for validation, of this rank's items. The sampler shuffles, the loader must not."""
-    # Only where there is something to tell, and in an order that has nothing to do with the order of the files.
+    """4. The training and validation loaders of this rank's items. The sampler shuffles, the loader must not."""
+    # Only docstrings with a body, in an order that does not depend on the order of the files.
     docstrings = [doc for doc in read_docstrings() if len(doc.body) > 60]
     order = torch.randperm(len(docstrings), generator=torch.Generator().manual_seed(0)).tolist()
     shuffled = [docstrings[i] for i in order]
@@ -297,7 +297,7 @@ def loaders(tokenizer: object, options: argparse.Namespace, place: Place) -> lis
 def fit(
     model: FSDP, training: DataLoader, validation: DataLoader, options: argparse.Namespace, place: Place
 ) -> tuple[list[Record], list[int]]:
-    """All epochs. Every rank must call it; returns the record of each, and which were saved."""
+    """Trains all epochs. Every rank must call it; returns the records, and the saved epochs."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     scheduler = StepLR(optimizer, step_size=1, gamma=options.gamma)
     started, best = datetime.now(), float("inf")
@@ -309,12 +309,12 @@ def fit(
         scheduler.step()
         records.append(record_of(epoch, time.perf_counter() - begun, (training_loss, validation_loss), options))
         say(place, describe(records[-1]))
-        # Without validation nothing is compared, and the last epoch is the one to keep.
+        # Without validation there is no comparison, and the last epoch is saved.
         is_best = epoch == options.epochs if validation_loss is None else validation_loss < best
         if validation_loss is not None:
             best = min(best, validation_loss)
         if options.save_model and is_best:
-            # Each rank has another clock and makes another name, but only rank 0 writes.
+            # The ranks' clocks differ, and so do their names, but only rank 0 writes.
             name = file_name("T5", started, epoch, training_loss if validation_loss is None else validation_loss)
             save(model, options.folder / name, place)
             saved.append(epoch)
@@ -363,7 +363,7 @@ def describe(record: Record) -> str:
 
 
 def check(model: FSDP, training: DataLoader, names: list, checksums: list, options: argparse.Namespace) -> None:
-    """What the numbered points promise. Every rank must call it."""
+    """Checks the numbered points. Every rank must call it."""
     units = FSDP.fsdp_modules(model)
     if options.model is None:
         assert len(set(checksums)) == 1, "1. equal on all ranks before anything was sent"
@@ -388,12 +388,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--gamma", type=float, default=0.7, help="lr is multiplied by it each epoch, default: %(default)s"
     )
     number("--seed", default=1)
-    parser.add_argument("--no-cuda", action="store_true", help="leave the GPUs alone")
+    parser.add_argument("--no-cuda", action="store_true", help="use the CPU only")
     parser.add_argument("--track-memory", action=switch, default=False, help="note the memory of the GPU")
     parser.add_argument("--run-validation", action=switch, default=True, help="validate after each epoch")
     parser.add_argument("--save-model", action=switch, default=False, help="save the best model")
     parser.add_argument("--folder", type=Path, default=Path(), help="where to save, default: here")
-    parser.add_argument("--record", type=Path, metavar="FILE.json", help="write what rank 0 has noted of each epoch")
+    parser.add_argument("--record", type=Path, metavar="FILE.json", help="write rank 0's record of each epoch")
     parser.add_argument(
         "--strategy", choices=["FULL_SHARD", "SHARD_GRAD_OP"], default="FULL_SHARD", help="ZeRO-3, ZeRO-2"
     )

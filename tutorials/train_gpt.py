@@ -1,39 +1,39 @@
-"""Train a GPT on the source of Python itself, with every parameter sharded over the ranks.
+"""Train a GPT on Python's own source code, with every parameter sharded over the ranks.
 
-Run it in one of two ways; the second starts the first::
+Run it in one of two ways; the second one starts the first::
 
     torchrun --standalone --nproc-per-node 2 tutorials/train_gpt.py
     python tutorials/train_gpt.py
 
-Out comes: losses that fall, a text that the model writes, a table of what each rank stores, and on demand a timeline.
+Output: falling losses, a generated text, a table of what each rank stores, and optionally a timeline.
 
-It takes about a minute on two CPU cores. There is nothing to download: the text is the standard library of the Python
-that runs it, byte by byte, and the 256 values of a byte are the vocabulary.
+It takes about a minute on two CPU cores. Nothing is downloaded: the text is the standard library of the running Python,
+byte by byte, and the vocabulary is the 256 values of a byte.
 
 What happens, and what to look at:
 
-1. **Every rank builds the same model.** Same seed, same weights: FSDP cuts what it is given and does not compare.
-2. **Sharding is one call.** Each block becomes a unit, and what is left over (embedding and final norm) the root
-   unit. From here on a rank stores its slice of each unit, and nothing else.
-3. **The optimizer comes after the sharding.** It must own the slices, and before that call they do not exist.
-4. **Every rank trains on windows of its own.** The loop is the plain loop of PyTorch, and not a line of it is about
-   sharding: a unit is gathered when its forward begins, freed when it ends, and the same again in backward.
-5. **All ranks measure and all ranks write**, since each forward needs the slices of everybody; but only rank 0 prints.
+1. **Every rank builds the same model.** Same seed, same weights: FSDP does not compare the values that it shards.
+2. **Sharding is one call.** Each block becomes a unit, and the other layers (embedding and final norm) the root unit.
+   From then on a rank only stores its slice of each unit.
+3. **The optimizer comes after the sharding.** It must own the slices, which that call creates.
+4. **Every rank trains on different windows.** The loop is the plain loop of PyTorch, without any code for sharding: a
+   unit is all-gathered before its forward and freed after it, and again in backward.
+5. **All ranks evaluate and generate**, since each forward needs the slices of all ranks; but only rank 0 prints.
 
-Look at the loss: it starts near 5.5, which is the surprise of a blind guess among 256 bytes (``ln 256 = 5.545``), and
-ends below 2. Look at the table at the end: each rank stored one half of everything. Then turn some knobs::
+Look at the loss: it starts near 5.5, the loss of a uniform guess among 256 bytes (``ln 256 = 5.545``), and ends below
+2. Look at the table at the end: each rank stored one half of everything. Then try some options::
 
-    --strategy SHARD_GRAD_OP      keep parameters between forward and backward: fewer gathers, more memory
-    --api fully_shard             the second generation: one DTensor for each parameter, no wrapper
+    --strategy SHARD_GRAD_OP      keep parameters between forward and backward: fewer all-gathers, more memory
+    --api fully_shard             FSDP2: one DTensor for each parameter, no wrapper
     --library torch               the same script on torch's own FSDP; the losses are the same
     --compare                     one process, DDP, both FSDPs of torch and of minifsdp, same windows, in one table
-    --timeline step.svg           a picture of the last step: what each rank gathered, computed, freed and reduced
+    --timeline step.svg           a picture of the last step: all-gathers, computation, frees and reductions per rank
     --trace steps.json            the last steps for https://ui.perfetto.dev or chrome://tracing
-    --save runs --resume runs     write checkpoints; if there are any, go on from the newest instead of starting anew
+    --save runs --resume runs     write checkpoints; resume from the newest one if there is any
 
-With the last line the run may be killed at any moment, by ``kill -9`` too, and the same line continues it, with the
-losses that it would have had. ``torchrun --max-restarts 3`` says that line for you. The next run may have another
-number of ranks. Name only checkpoints that you trust: no code runs from them, but they decide what the model computes.
+With the last line the run may be killed at any moment, also by ``kill -9``. The same line continues it, with the same
+losses. ``torchrun --max-restarts 3`` restarts it automatically. The next run may have another number of ranks. Resume
+only from checkpoints that you trust: no code runs from them, but they decide what the model computes.
 
 Spec: TRAIN-01, TRAIN-02, TRAIN-09, TRAIN-10, TRAIN-11, TRAIN-12, TRAIN-20, TRAIN-21.
 """
@@ -64,7 +64,7 @@ PROMPT = b"def "
 
 
 def build(options: argparse.Namespace, place: Place) -> GPT:
-    # 1. Seeded right before, so that nothing drawn earlier can make the ranks differ.
+    # 1. Seeded immediately before, so earlier random numbers cannot make the ranks differ.
     torch.manual_seed(options.seed)
     model = GPT(width=options.width, num_blocks=options.blocks, num_heads=options.heads)
     return model.to(place.device)
@@ -75,7 +75,7 @@ def shard(model: nn.Module, library: str, api: str, options: argparse.Namespace,
 
 
 def wrapped(model: nn.Module, library: str, options: argparse.Namespace, place: Place) -> nn.Module:
-    # The two libraries differ in the lines that import them.
+    # The two libraries only differ in their imports.
     if library == "torch":
         from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -84,7 +84,7 @@ def wrapped(model: nn.Module, library: str, options: argparse.Namespace, place: 
         from minifsdp import BackwardPrefetch, ShardingStrategy
         from minifsdp import FullyShardedDataParallel as FSDP
         from minifsdp.wrap import ModuleWrapPolicy
-    # 2. The one call. The policy says where to cut; what no block owns stays with the outermost unit, the root.
+    # 2. The one call. The policy makes each block a unit; all other parameters belong to the outermost unit, the root.
     return FSDP(
         model,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
@@ -92,7 +92,7 @@ def wrapped(model: nn.Module, library: str, options: argparse.Namespace, place: 
         backward_prefetch=None if options.prefetch == "NONE" else BackwardPrefetch[options.prefetch],
         forward_prefetch=options.forward_prefetch,
         device_id=place.device,
-        # As a mesh and not as a group: then checkpoints get DTensors, which any number of ranks can read.
+        # With a mesh instead of a group, checkpoints contain DTensors, which any number of ranks can read.
         device_mesh=mesh_of(place, hybrid=options.strategy == "HYBRID_SHARD"),
     )
 
@@ -103,16 +103,16 @@ def sharded_in_place(model: GPT, library: str, options: argparse.Namespace, plac
     else:
         from minifsdp import fully_shard
     mesh = mesh_of(place, hybrid=options.strategy == "HYBRID_SHARD")
-    # `None` frees after forward everywhere but in the root, whose backward comes at once.
+    # `None` reshards after forward, except in the root, whose backward begins immediately.
     frees = False if options.strategy == "SHARD_GRAD_OP" else None
-    # 2. The same cut, from the inside out; here it is a loop.
+    # 2. The same units, from the inside out, in a loop.
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=frees)
     return fully_shard(model, mesh=mesh, reshard_after_forward=frees)
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> Tensor:
-    # 4. The plain step of PyTorch. It serves the single process, DDP and both FSDPs alike.
+    # 4. The plain step of PyTorch, the same for a single process, DDP and both FSDPs.
     optimizer.zero_grad()
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     loss.backward()
@@ -121,7 +121,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tenso
 
 
 def learning_rate(step: int, options: argparse.Namespace) -> float:
-    """As a part of ``options.lr``: rises to 1 within 20 steps, then falls along half a cosine to a twentieth."""
+    """A factor for ``options.lr``: rises to 1 within 20 steps, then falls along half a cosine to a twentieth."""
     falling = 0.5 * (1 + math.cos(math.pi * step / options.steps))
     return min(1.0, (step + 1) / 20) * (0.05 + 0.95 * falling)
 
@@ -135,7 +135,7 @@ def next_batch(text: Tensor, step: int, options: argparse.Namespace, place: Plac
 
 @torch.no_grad()
 def evaluate(model: nn.Module, text: Tensor, options: argparse.Namespace, place: Place) -> float:
-    """The loss on text that was never trained on: eight batches of each rank, the mean over all of them."""
+    """The loss on held-out text: eight batches on each rank, averaged over all ranks."""
     batches = [next_batch(text, step, options, place) for step in range(8)]
     losses = [F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()) for inputs, targets in batches]
     return mean_over_ranks(torch.stack(losses).mean())
@@ -143,7 +143,7 @@ def evaluate(model: nn.Module, text: Tensor, options: argparse.Namespace, place:
 
 def start(model: nn.Module, options: argparse.Namespace, place: Place) -> Training:
     model = shard(model, options.library, options.api, options, place)
-    # 3. After the sharding, for now there are slices to own. One decay for all: a slice mixes matrices with norms.
+    # 3. After the sharding, which creates the slices. One weight decay for all: a slice mixes matrices with norms.
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, options))
     door = WrapperDoor(options.library) if options.api == "wrapper" else FunctionDoor()
@@ -151,7 +151,7 @@ def start(model: nn.Module, options: argparse.Namespace, place: Place) -> Traini
 
 
 def notes(options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
-    """What a checkpoint tells about its run: what another run must have in common with it, and what it may change."""
+    """The settings of a run in its checkpoints: those that a resumed run must share, and those that it may change."""
     fixed = ("width", "blocks", "heads")
     noted = ("seed", "steps", "lr", "batch", "context")
     return {
@@ -161,7 +161,7 @@ def notes(options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
 
 
 def take_up(training: Training, options: argparse.Namespace, corpus: Corpus, place: Place) -> None:
-    """Goes on from the checkpoint that ``--resume`` means, if there is one yet."""
+    """Resumes from the checkpoint that ``--resume`` selects, if there is one yet."""
 
     def say(text: str) -> None:
         if place.speaks:
@@ -177,7 +177,7 @@ def take_up(training: Training, options: argparse.Namespace, corpus: Corpus, pla
 
 
 def train(options: argparse.Namespace, corpus: Corpus, place: Place) -> list[float]:
-    """Trains and reports; returns the losses of all steps, also of those before a resume."""
+    """Trains and reports; returns the losses of all steps, including those before a resume."""
     plain = build(options, place)
     num_parameters = count(plain)
     training = start(plain, options, place)
@@ -200,13 +200,13 @@ def train(options: argparse.Namespace, corpus: Corpus, place: Place) -> list[flo
     seconds = progress.close()
     stored = measure(model, optimizer)
 
-    # 5. Every rank computes, one speaks.
+    # 5. Every rank computes, one prints.
     held_out = evaluate(model, corpus.held_out, options, place)
     text = generate(
         model, PROMPT, num_bytes=options.sample, context=options.context, seed=options.seed + 1, device=place.device
     )
     if place.speaks:
-        last = losses[-10:]  # One batch is a small sample; ten are less of a gamble.
+        last = losses[-10:]  # One batch is a small sample, so the report averages ten.
         fact("time", f"{seconds:.1f} s, {len(todo) * tokens / seconds:,.0f} tokens/s")
         fact("loss", f"{losses[0]:.3f} at first, {sum(last) / len(last):.3f} at last, {held_out:.3f} on held-out files")
     recordings.write(speaks=place.speaks)

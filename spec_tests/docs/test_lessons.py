@@ -47,7 +47,7 @@ def test_the_index_says_of_each_lesson_what_it_needs_and_what_comes_out() -> Non
         assert facts["ranks"] == str(lesson.num_ranks)
         assert facts["time"].startswith(f"{recorded()[lesson.name]['seconds']} seconds")
         assert facts["needs"] == (", ".join(lesson.extras) or "nothing else")
-        assert len(facts["out comes"]) > 50
+        assert len(facts["output"]) > 50
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)

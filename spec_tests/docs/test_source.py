@@ -35,7 +35,8 @@ def test_the_navigation_names_fsdp2_and_fsdp1() -> None:
 def test_the_design_and_the_readme_give_the_same_reading_order() -> None:
     first = [name for _, _, names in reading_order()[:2] for name in names]
     design = (ROOT / "docs" / "modules.md").read_text(encoding="utf-8").partition("## Reading order")[2]
-    said = [name.rpartition("/")[2] for name in re.findall(r"[\w/]+(?= ->|`)", design.partition("FSDP2 comes first")[0])]
+    order = design.partition("FSDP2 comes first")[0]
+    said = [name.rpartition("/")[2] for name in re.findall(r"[\w/]+(?= ->|`)", order)]
     assert said == [Path(name).stem for name in first]
     readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("To read the source without the site")[2]
     linked = re.findall(r"\(minifsdp/([\w/]+\.py)\)", readme)

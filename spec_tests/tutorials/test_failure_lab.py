@@ -91,9 +91,9 @@ def test_a_script_asks_at_its_head_is_broken_in_one_place_and_mended_at_its_end(
     assert head.count("?") >= 1
     assert head.endswith(f"torchrun --nproc-per-node 2 tutorials/failure_lab/{name}.py")
     assert re.findall(r"^# ---- (.*) ----$", text, re.MULTILINE) == [
-        "the place to look at, and to mend",
-        "what is tried",
-        "one way to mend it; try yours first",
+        "the part to look at and to fix",
+        "the experiment",
+        "one way to fix it; try your own first",
     ]
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     names = [node.name for node in functions if node.name in ("broken", "experiment", "mended")]

@@ -1,4 +1,4 @@
-"""A model that reads text and looks at images. Each rank has its own example, and only that of rank 0 has an image.
+"""A model of text and images. Each rank has its own example, and only that of rank 0 has an image.
 
 What will happen in the first forward? The two parts of the model are of the same size.
 
@@ -22,14 +22,14 @@ class TextAndImage(nn.Module):
         return self.last(self.look(self.see, image) + self.read(text))
 
 
-# ---- the place to look at, and to mend ----
+# ---- the part to look at and to fix ----
 
 
 def broken(see, image):
     return see(image) if image is not None else 0
 
 
-# ---- what is tried ----
+# ---- the experiment ----
 
 
 def experiment(look, rank):
@@ -44,11 +44,11 @@ def experiment(look, rank):
         optimizer.zero_grad()
 
 
-# ---- one way to mend it; try yours first ----
+# ---- one way to fix it; try your own first ----
 
 
 def mended(see, image):
-    # The tower runs everywhere. Where there is no image it runs on zeros, and what it says does not count.
+    # The image branch runs on all ranks. Without an image it runs on zeros, and its output is multiplied by 0.
     return see(image) if image is not None else 0 * see(torch.zeros(4, 8))
 
 

@@ -1,6 +1,6 @@
-"""Clips the gradients of a wrapped model to a norm of 0.1 with the function that everybody knows.
+"""Clips the gradients of a wrapped model to a norm of 0.1 with torch's own function.
 
-What will happen? Which norm does each of the ranks compute?
+What will happen? Which norm does each rank compute?
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/clip_on_each_rank.py
 """
@@ -10,14 +10,14 @@ from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
 
-# ---- the place to look at, and to mend ----
+# ---- the part to look at and to fix ----
 
 
 def broken(model):
     return nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
-# ---- what is tried ----
+# ---- the experiment ----
 
 
 def experiment(clip, rank):
@@ -36,7 +36,7 @@ def norm_in_one_process():
     return nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
 
 
-# ---- one way to mend it; try yours first ----
+# ---- one way to fix it; try your own first ----
 
 
 def mended(model):

@@ -1,6 +1,6 @@
-"""A layer with two experts; a router sends each token to one of them. Today all of rank 0 go to the first one.
+"""A layer with two experts; a router sends each token to one of them. In this batch all of rank 0 go to the first one.
 
-What will happen in backward? Both experts belong to one unit, so everything is gathered everywhere.
+What will happen in backward? Both experts belong to one unit, so every rank all-gathers both.
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/expert_without_tokens.py
 """
@@ -21,14 +21,14 @@ class Experts(nn.Module):
         return self.experts[chosen](tokens).square().mean()
 
 
-# ---- the place to look at, and to mend ----
+# ---- the part to look at and to fix ----
 
 
 def broken():
     return fully_shard(Experts())
 
 
-# ---- what is tried ----
+# ---- the experiment ----
 
 
 def experiment(build, rank):
@@ -43,12 +43,12 @@ def experiment(build, rank):
             raise WrongAnswerError(f"after a step {name} is not what a single process has")
 
 
-# ---- one way to mend it; try yours first ----
+# ---- one way to fix it; try your own first ----
 
 
 def mended():
     model = fully_shard(Experts())
-    # Where an expert had no tokens its gradient is zero, and is sent like any other.
+    # The gradient of an expert without tokens is zero, and is reduced like any other.
     model.set_reduce_scatter_unused_params(True)
     return model
 

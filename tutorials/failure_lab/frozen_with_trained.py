@@ -1,4 +1,4 @@
-"""Freezes the body of a model, to train its last layer only, and wraps the whole in one call.
+"""Freezes all but the last layer of a model, and wraps the whole model in one call.
 
 What will happen? The model becomes one flat tensor.
 
@@ -10,14 +10,14 @@ from lab import batch, layers, on_two_ranks
 
 from minifsdp import FullyShardedDataParallel as FSDP
 
-# ---- the place to look at, and to mend ----
+# ---- the part to look at and to fix ----
 
 
 def broken(model):
     return FSDP(model)
 
 
-# ---- what is tried ----
+# ---- the experiment ----
 
 
 def experiment(wrap, rank):
@@ -32,11 +32,11 @@ def experiment(wrap, rank):
         optimizer.zero_grad()
 
 
-# ---- one way to mend it; try yours first ----
+# ---- one way to fix it; try your own first ----
 
 
 def mended(model):
-    model[0] = FSDP(model[0])  # What is frozen is a unit of its own.
+    model[0] = FSDP(model[0])  # The frozen layer becomes a unit of its own.
     return FSDP(model)
 
 

@@ -1,20 +1,20 @@
-"""How an experiment of the failure lab begins and ends, so that a script shows only what it is about.
+"""Start and end of the experiments of the failure lab, so that a script only shows its topic.
 
-A script hands over three functions: the ``experiment``, the ``broken`` part of it, and the ``mended`` one. With
-``--mended`` the experiment is given the latter. Both ranks run it, on the CPU, with messages carried by gloo.
+A script passes three functions: the ``experiment``, the ``broken`` part of it, and the ``mended`` one. With
+``--mended`` the experiment uses the latter. Both ranks run it, on the CPU, with gloo.
 
-The ranks may wait for each other for 3 seconds only. A real job has 10 to 30 minutes there; what is said in the end is
-the same. A rank that has raised shows its error and the lines of the script that led to it, in the order of ranks, and
-stays until the others have spoken, too. Without that the launcher would end them as soon as the first one has failed,
-and a reader would see one error out of two::
+The timeout of the ranks is only 3 seconds. A real job has 10 to 30 minutes; the error at the end is the same. A rank
+that has raised prints its error and the lines of the script that led to it, in rank order, and stays until the other
+rank has printed, too. Otherwise the launcher would end it as soon as the first one failed, and a reader would see only
+one of two errors::
 
     rank 0 says:
       optimizer_too_early.py:37: raise WrongAnswerError("the loss has not fallen"), in experiment
     WrongAnswerError: the loss has not fallen
 
-*Price:* the connections of a rank that has failed stay open, so the others wait a while longer. Of a process that has
-died they would hear at once: "Connection closed by peer". The last words that minifsdp leaves for other ranks when a
-program ends by an error (``ledger/watcher.py``) are left here, too.
+*Price:* the connections of a failed rank stay open, so the others wait a while longer. If its process ended, they
+would fail at once: "Connection closed by peer". The exit record that minifsdp writes for other ranks when a program
+ends by an error (``ledger/watcher.py``) is written here, too.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ sys.excepthook = lambda kind, error, trace: None
 
 
 class WrongAnswerError(Exception):
-    """Nothing has raised and nothing hangs, but the result is not the one that a single process gets."""
+    """No error and no hang, but the result is not the one of a single process."""
 
 
 def on_two_ranks(
     experiment: Callable[[Any, int], None], broken: Callable[..., Any], mended: Callable[..., Any]
 ) -> None:
-    """Runs the experiment on two ranks, and ends the process with status 1 if it has failed on this one.
+    """Runs the experiment on two ranks, and ends the process with status 1 if it has failed on this rank.
 
     Args:
-        experiment: is given the broken or the mended part, and the rank.
-        broken: what is there to be mended.
-        mended: a form that ends well.
+        experiment: called with the broken or the mended part, and the rank.
+        broken: the part that causes the failure.
+        mended: a part that works.
     """
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mended", action="store_true", help="run the form at the end of the file, which ends well")
+    parser.add_argument("--mended", action="store_true", help="run the form at the end of the file, which works")
     parser.add_argument("--debug", action="store_true", help="look for more, at a cost: minifsdp.debug()")
     options = parser.parse_args()
     part = mended if options.mended else broken
@@ -76,17 +76,17 @@ def on_two_ranks(
     meet(store, "begin", rank, range(2), STARTING)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=LIMIT)
     failed, story = run(experiment, part, rank)
-    # In turn, so that nothing is mixed up; a rank that hangs longer than it may is not waited for.
+    # The ranks print in turn. A rank does not wait for one that hangs longer than the limit.
     meet(store, "end", None, range(rank), 3 * LIMIT)
     print(story, flush=True)
     meet(store, "end", rank, range(2), 3 * LIMIT)
-    # Rank 0 may be the one that keeps the store, in which all of them meet.
+    # Rank 0 may host the store that all ranks use here, so it leaves last.
     meet(store, "gone", rank, range(2 if rank == 0 else 0), 3 * LIMIT)
     sys.exit(failed)
 
 
 def run(experiment: Callable[[Any, int], None], part: Callable[..., Any], rank: int) -> tuple[bool, str]:
-    """Whether the experiment has failed on this rank, and what is to be said of it in the end."""
+    """Whether the experiment has failed on this rank, and the text to print."""
     try:
         experiment(part, rank)
     except Exception as error:
@@ -94,7 +94,7 @@ def run(experiment: Callable[[Any, int], None], part: Callable[..., Any], rank: 
         frames = [one for one in traceback.extract_tb(error.__traceback__) if Path(one.filename).parent == here][1:]
         lines = [f"  {Path(one.filename).name}:{one.lineno}: {one.line}, in {one.name}" for one in frames]
         if rank == 1 or "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
-            # As at the end of any program. Where rank 0 keeps the store it would stay for seconds, as it does below.
+            # Runs the exit hooks. On a rank 0 that hosts the store they would wait for seconds, as it does below.
             sys.last_value = error
             sys.excepthook(type(error), error, error.__traceback__)
             if "minifsdp" in sys.modules:
@@ -107,7 +107,7 @@ def run(experiment: Callable[[Any, int], None], part: Callable[..., Any], rank: 
 
 
 def meet(store: dist.Store, where: str, mine: int | None, whom: range, limit: timedelta) -> None:
-    """Waits until the ranks ``whom`` have come to a place, or until the limit; ``mine`` has come as well."""
+    """Marks the rank ``mine`` as arrived at a place, and waits for the ranks ``whom``, at most for ``limit``."""
     if mine is not None:
         store.set(f"failure lab/{where}/{mine}", "here")
     try:
@@ -119,11 +119,11 @@ def meet(store: dist.Store, where: str, mine: int | None, whom: range, limit: ti
 
 
 def layers(num_layers: int = 2, width: int = 8) -> nn.Sequential:
-    """A few linear layers, on every rank with the same values."""
+    """A few linear layers, with the same values on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Linear(width, width) for _ in range(num_layers)])
 
 
 def batch(number: int, rows: int = 4, width: int = 8) -> Tensor:
-    """Some rows of input; the same number gives the same rows."""
+    """A batch of ``rows`` inputs; the same number gives the same values."""
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(number))

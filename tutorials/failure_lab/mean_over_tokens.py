@@ -1,6 +1,6 @@
 """Trains on sentences: 2 tokens for rank 0, 6 for rank 1. The loss of a rank is the mean over its tokens.
 
-What will happen? Is the gradient the one that a single process gets from the 8 tokens?
+What will happen? Is the gradient equal to that of a single process with all 8 tokens?
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/mean_over_tokens.py
 """
@@ -13,14 +13,14 @@ from minifsdp import fully_shard
 
 TOKENS = (2, 6)
 
-# ---- the place to look at, and to mend ----
+# ---- the part to look at and to fix ----
 
 
 def broken(loss_of_tokens):
     return loss_of_tokens.mean()
 
 
-# ---- what is tried ----
+# ---- the experiment ----
 
 
 def experiment(loss, rank):
@@ -36,13 +36,13 @@ def experiment(loss, rank):
         raise WrongAnswerError("the gradient is not that of a single process")
 
 
-# ---- one way to mend it; try yours first ----
+# ---- one way to fix it; try your own first ----
 
 
 def mended(loss_of_tokens):
     num_tokens = torch.tensor(float(len(loss_of_tokens)))
     dist.all_reduce(num_tokens)
-    # The mean over 2 ranks, which comes later, divides by 2; this makes up for it.
+    # The reduction averages over 2 ranks, that is, divides by 2; the factor 2 compensates for it.
     return loss_of_tokens.sum() * 2 / num_tokens
 
 

@@ -1,6 +1,6 @@
 """A sharded model with two methods: forward, and ``encode``, which stops before the last layer.
 
-What will happen when ``encode`` is called? Who gathers the weights that it computes with?
+What will happen when ``encode`` is called? Are the weights all-gathered for it?
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/method_beside_forward.py
 """
@@ -23,14 +23,14 @@ class Coder(nn.Module):
         return self.last(self.encode(x))
 
 
-# ---- the place to look at, and to mend ----
+# ---- the part to look at and to fix ----
 
 
 def broken():
     return fully_shard(Coder())
 
 
-# ---- what is tried ----
+# ---- the experiment ----
 
 
 def experiment(build, rank):
@@ -41,12 +41,12 @@ def experiment(build, rank):
     assert code.shape == (4, 8)
 
 
-# ---- one way to mend it; try yours first ----
+# ---- one way to fix it; try your own first ----
 
 
 def mended():
     model = fully_shard(Coder())
-    register_fsdp_forward_method(model, "encode")  # Gathers before it and frees after it, like forward.
+    register_fsdp_forward_method(model, "encode")  # All-gathers before it and reshards after it, like forward.
     return model
 
 

@@ -1,6 +1,6 @@
-"""Accumulates gradients. Rank 0 has two short batches for each step, rank 1 has one long one.
+"""Accumulates gradients. Rank 0 has two short batches for each step, rank 1 has a single long one.
 
-What will happen when rank 0 computes its first gradient, which it keeps for itself?
+What will happen when rank 0 computes its first gradient, which is not reduced?
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/no_sync_on_one_rank.py
 """
@@ -15,14 +15,14 @@ def gradient(model, x):
     model(x).square().sum().backward()
 
 
-# ---- the place to look at, and to mend ----
+# ---- the part to look at and to fix ----
 
 
 def broken(rank):
     return [batch(0), batch(1)] if rank == 0 else [batch(2, rows=8)]
 
 
-# ---- what is tried ----
+# ---- the experiment ----
 
 
 def experiment(micro_batches, rank):
@@ -38,11 +38,11 @@ def experiment(micro_batches, rank):
         optimizer.zero_grad()
 
 
-# ---- one way to mend it; try yours first ----
+# ---- one way to fix it; try your own first ----
 
 
 def mended(rank):
-    # Equally many on every rank, and so equally many gathers and reductions.
+    # The same number of batches on every rank, and so the same number of all-gathers and reductions.
     return [batch(0), batch(1)] if rank == 0 else list(batch(2, rows=8).chunk(2))
 
 

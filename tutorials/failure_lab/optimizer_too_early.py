@@ -1,6 +1,6 @@
-"""Trains a small model for ten steps, sharded by the wrapper, and looks whether the loss has fallen.
+"""Trains a small model for ten steps, sharded by the wrapper, and checks whether the loss has fallen.
 
-What will happen? Does the model learn on both ranks, on one, or on none? And who will tell you?
+What will happen? Does the model learn on both ranks, on one, or on none? And is there a warning or an error?
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/optimizer_too_early.py
 """
@@ -10,7 +10,7 @@ from lab import WrongAnswerError, batch, layers, on_two_ranks
 
 from minifsdp import FullyShardedDataParallel as FSDP
 
-# ---- the place to look at, and to mend ----
+# ---- the part to look at and to fix ----
 
 
 def broken():
@@ -19,7 +19,7 @@ def broken():
     return FSDP(model), optimizer
 
 
-# ---- what is tried ----
+# ---- the experiment ----
 
 
 def experiment(build, rank):
@@ -37,7 +37,7 @@ def experiment(build, rank):
         raise WrongAnswerError("the loss has not fallen")
 
 
-# ---- one way to mend it; try yours first ----
+# ---- one way to fix it; try your own first ----
 
 
 def mended():

@@ -1,6 +1,6 @@
 """Runs four equal blocks, in order at first and shuffled from the second step on, so that they learn to cooperate.
 
-What will happen in the second step? All gathers are of the same size, and there are equally many on both ranks.
+What will happen in the second step? All all-gathers have the same size, and both ranks issue the same number of them.
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/order_changes_later.py
 """
@@ -23,14 +23,14 @@ class Shuffled(nn.Module):
         return x
 
 
-# ---- the place to look at, and to mend ----
+# ---- the part to look at and to fix ----
 
 
 def broken(rank):
     return torch.Generator().manual_seed(rank)
 
 
-# ---- what is tried ----
+# ---- the experiment ----
 
 
 def experiment(generator_for, rank):
@@ -49,11 +49,11 @@ def experiment(generator_for, rank):
         order = torch.randperm(4, generator=generator).tolist()
 
 
-# ---- one way to mend it; try yours first ----
+# ---- one way to fix it; try your own first ----
 
 
 def mended(rank):
-    return torch.Generator().manual_seed(0)  # What decides about the order must be equal everywhere.
+    return torch.Generator().manual_seed(0)  # The order must be the same on all ranks.
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A model in the wrapper. To look at its features, its first layer is called on its own, without gradients.
+"""A model in the wrapper. To look at its features, the script calls its first layer directly, without gradients.
 
-What will happen? The layer is a part of the unit that the wrapper has made of the whole model.
+What will happen? The layer belongs to the unit that the wrapper has made of the whole model.
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/part_called_directly.py
 """
@@ -10,14 +10,14 @@ from lab import batch, layers, on_two_ranks
 
 from minifsdp import FullyShardedDataParallel as FSDP
 
-# ---- the place to look at, and to mend ----
+# ---- the part to look at and to fix ----
 
 
 def broken(model, x):
     return model.module[0](x)
 
 
-# ---- what is tried ----
+# ---- the experiment ----
 
 
 def experiment(features_of, rank):
@@ -28,7 +28,7 @@ def experiment(features_of, rank):
     assert features.shape == (4, 8)
 
 
-# ---- one way to mend it; try yours first ----
+# ---- one way to fix it; try your own first ----
 
 
 def mended(model, x):

@@ -1,6 +1,6 @@
 """Loads the checkpoint of a plain model, written before anything was sharded, into a sharded one.
 
-What will happen? Names and shapes are those of the model.
+What will happen? The names and shapes are those of the model.
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/plain_checkpoint.py
 """
@@ -11,14 +11,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from minifsdp import fully_shard
 
-# ---- the place to look at, and to mend ----
+# ---- the part to look at and to fix ----
 
 
 def broken(model, checkpoint):
     model.load_state_dict(checkpoint)
 
 
-# ---- what is tried ----
+# ---- the experiment ----
 
 
 def experiment(load, rank):
@@ -29,7 +29,7 @@ def experiment(load, rank):
         assert torch.equal(parameter.full_tensor(), checkpoint[name])
 
 
-# ---- one way to mend it; try yours first ----
+# ---- one way to fix it; try your own first ----
 
 
 def mended(model, checkpoint):

@@ -1,6 +1,6 @@
-"""A guard in the middle of the model raises when a gradient is not a number. The third batch of rank 1 is bad.
+"""A hook in the middle of the model raises when a gradient is not a number. The third batch of rank 1 is bad.
 
-What will happen on rank 1? And what does rank 0 do, which has not seen that batch?
+What will happen on rank 1? And on rank 0, whose batch is good?
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/raises_in_backward.py
 """
@@ -17,14 +17,14 @@ def guard(gradient):
         raise ValueError("a gradient is not a number")
 
 
-# ---- the place to look at, and to mend ----
+# ---- the part to look at and to fix ----
 
 
 def broken(loss):
     return False
 
 
-# ---- what is tried ----
+# ---- the experiment ----
 
 
 def experiment(shall_be_skipped, rank):
@@ -43,12 +43,12 @@ def experiment(shall_be_skipped, rank):
         optimizer.zero_grad()
 
 
-# ---- one way to mend it; try yours first ----
+# ---- one way to fix it; try your own first ----
 
 
 def mended(loss):
     is_bad = (~loss.detach().isfinite()).float()
-    dist.all_reduce(is_bad, dist.ReduceOp.MAX)  # All skip the batch, or none.
+    dist.all_reduce(is_bad, dist.ReduceOp.MAX)  # All ranks skip the batch, or none.
     return bool(is_bad)
 
 

@@ -1,6 +1,6 @@
 """Trains a step, saves a full checkpoint on rank 0, since one file is enough, and trains another step.
 
-What will happen? Which rank writes a file? What does the other one do meanwhile?
+What will happen? Which rank writes a file? What does the other one do at that time?
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/save_on_rank_0.py
 """
@@ -13,7 +13,7 @@ from lab import batch, layers, on_two_ranks
 from minifsdp import FullStateDictConfig, StateDictType
 from minifsdp import FullyShardedDataParallel as FSDP
 
-# ---- the place to look at, and to mend ----
+# ---- the part to look at and to fix ----
 
 
 def broken(model, rank):
@@ -21,7 +21,7 @@ def broken(model, rank):
         torch.save(model.state_dict(), io.BytesIO())
 
 
-# ---- what is tried ----
+# ---- the experiment ----
 
 
 def experiment(save, rank):
@@ -36,11 +36,11 @@ def experiment(save, rank):
             save(model, rank)
 
 
-# ---- one way to mend it; try yours first ----
+# ---- one way to fix it; try your own first ----
 
 
 def mended(model, rank):
-    weights = model.state_dict()  # Every rank sends its part.
+    weights = model.state_dict()  # Every rank sends its shard.
     if rank == 0:
         torch.save(weights, io.BytesIO())
 

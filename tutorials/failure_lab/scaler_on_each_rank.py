@@ -1,6 +1,6 @@
-"""Trains with a scaled loss, as float16 needs it. At the first scale one element of the gradient overflows.
+"""Trains with a scaled loss, as float16 requires. At the first scale one element of the gradient overflows.
 
-What will happen? Each rank looks for infinities, and skips the step if it has found one.
+What will happen? Each rank checks for infinities, and skips the step if it has found one.
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/scaler_on_each_rank.py
 """
@@ -11,14 +11,14 @@ from lab import WrongAnswerError, batch, from_all_ranks, layers, on_two_ranks
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardedGradScaler
 
-# ---- the place to look at, and to mend ----
+# ---- the part to look at and to fix ----
 
 
 def broken():
     return torch.amp.GradScaler("cpu")
 
 
-# ---- what is tried ----
+# ---- the experiment ----
 
 
 def experiment(make_scaler, rank):
@@ -36,7 +36,7 @@ def experiment(make_scaler, rank):
         raise WrongAnswerError(f"one rank has made a step and the other has not; their scales are now {scales}")
 
 
-# ---- one way to mend it; try yours first ----
+# ---- one way to fix it; try your own first ----
 
 
 def mended():

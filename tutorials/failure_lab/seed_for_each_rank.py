@@ -1,6 +1,6 @@
 """Every rank has a seed of its own, so that dropout differs between them. Then the model is built and sharded.
 
-What will happen? Whose weights does the sharded model begin with?
+What will happen? Which rank's weights does the sharded model start with?
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/seed_for_each_rank.py
 """
@@ -11,7 +11,7 @@ from torch import nn
 
 from minifsdp import fully_shard
 
-# ---- the place to look at, and to mend ----
+# ---- the part to look at and to fix ----
 
 
 def broken(rank):
@@ -19,7 +19,7 @@ def broken(rank):
     return nn.Linear(8, 8)
 
 
-# ---- what is tried ----
+# ---- the experiment ----
 
 
 def experiment(build, rank):
@@ -34,13 +34,13 @@ def experiment(build, rank):
             raise WrongAnswerError(f"the model has {what} that rank {number} has drawn, and the others from elsewhere")
 
 
-# ---- one way to mend it; try yours first ----
+# ---- one way to fix it; try your own first ----
 
 
 def mended(rank):
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
-    torch.manual_seed(rank)  # From here on each rank draws its own numbers.
+    torch.manual_seed(rank)  # Each rank draws different numbers from here on.
     return model
 
 

@@ -1,6 +1,6 @@
-"""After the first step rank 0 prepares the data of the next one, for 3.5 seconds. A rank may be waited for for 3.
+"""After the first step rank 0 prepares the data of the next one, for 3.5 seconds. The timeout is 3 seconds.
 
-What will happen on rank 1 meanwhile? And on rank 0, when it comes back?
+What will happen on rank 1 at that time? And on rank 0 afterwards?
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/slow_rank.py
 """
@@ -19,14 +19,14 @@ def prepare(rank):
     time.sleep(3.5 if rank == 0 else 0)
 
 
-# ---- the place to look at, and to mend ----
+# ---- the part to look at and to fix ----
 
 
 def broken(rank):
     prepare(rank)
 
 
-# ---- what is tried ----
+# ---- the experiment ----
 
 
 def experiment(prepare_data, rank):
@@ -40,13 +40,13 @@ def experiment(prepare_data, rank):
             prepare_data(rank)
 
 
-# ---- one way to mend it; try yours first ----
+# ---- one way to fix it; try your own first ----
 
 
 def mended(rank):
     patient = dist.new_group(timeout=timedelta(seconds=30))
     prepare(rank)
-    dist.barrier(patient)  # Whoever is ready waits here, where there is more time.
+    dist.barrier(patient)  # The faster rank waits here, with a longer timeout.
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Each machine reads its own copy of a checkpoint. That of rank 1 is older: a layer was named otherwise then.
+"""Each machine reads its own copy of a checkpoint. That of rank 1 is older, and a layer in it has another name.
 
 What will happen, on rank 1, and on rank 0, whose file is fine?
 
@@ -10,14 +10,14 @@ from lab import layers, on_two_ranks
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import StateDictType
 
-# ---- the place to look at, and to mend ----
+# ---- the part to look at and to fix ----
 
 
 def broken(checkpoint):
     return checkpoint
 
 
-# ---- what is tried ----
+# ---- the experiment ----
 
 
 def experiment(renamed, rank):
@@ -29,7 +29,7 @@ def experiment(renamed, rank):
         model.load_state_dict(renamed(checkpoint))
 
 
-# ---- one way to mend it; try yours first ----
+# ---- one way to fix it; try your own first ----
 
 
 def mended(checkpoint):

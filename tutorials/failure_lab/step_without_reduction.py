@@ -1,6 +1,6 @@
 """Accumulates the gradients of four batches without communication, then makes a step.
 
-What will happen at the step? What is in ``.grad`` by then?
+What will happen at the step? What does ``.grad`` contain then?
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/step_without_reduction.py
 """
@@ -12,14 +12,14 @@ from lab import batch, layers, on_two_ranks
 
 from minifsdp import FullyShardedDataParallel as FSDP
 
-# ---- the place to look at, and to mend ----
+# ---- the part to look at and to fix ----
 
 
 def broken(model, number):
     return model.no_sync()
 
 
-# ---- what is tried ----
+# ---- the experiment ----
 
 
 def experiment(quietly, rank):
@@ -31,7 +31,7 @@ def experiment(quietly, rank):
     optimizer.step()
 
 
-# ---- one way to mend it; try yours first ----
+# ---- one way to fix it; try your own first ----
 
 
 def mended(model, number):

@@ -1,6 +1,6 @@
-"""Builds a model without memory, on the meta device, shards it, gives it memory, and trains.
+"""Builds a model on the meta device, shards it, allocates its memory, and trains.
 
-What will happen? Has everything got memory, and what is in it?
+What will happen? Are all parameters allocated, and which values do they have?
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/still_on_meta.py
 """
@@ -17,7 +17,7 @@ def give_values(module):
         nn.init.constant_(parameter, 0.1)
 
 
-# ---- the place to look at, and to mend ----
+# ---- the part to look at and to fix ----
 
 
 def broken(model):
@@ -26,7 +26,7 @@ def broken(model):
     give_values(body)
 
 
-# ---- what is tried ----
+# ---- the experiment ----
 
 
 def experiment(give_memory, rank):
@@ -41,7 +41,7 @@ def experiment(give_memory, rank):
     assert 0 < loss.item() < 10
 
 
-# ---- one way to mend it; try yours first ----
+# ---- one way to fix it; try your own first ----
 
 
 def mended(model):

@@ -1,6 +1,6 @@
-"""A language model in small: the embedding and the last layer share one matrix, and each module becomes a unit.
+"""A small language model: the embedding and the last layer share one matrix, and each module becomes a unit.
 
-What will happen? Do the two stay equal while the model trains?
+What will happen? Do the two weights stay equal during the training?
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/tied_weights.py
 """
@@ -23,7 +23,7 @@ class Language(nn.Module):
         return self.head(self.body(self.embed(words)))
 
 
-# ---- the place to look at, and to mend ----
+# ---- the part to look at and to fix ----
 
 
 def broken(model):
@@ -31,7 +31,7 @@ def broken(model):
     fully_shard(model.head)
 
 
-# ---- what is tried ----
+# ---- the experiment ----
 
 
 def experiment(shard_ends, rank):
@@ -47,7 +47,7 @@ def experiment(shard_ends, rank):
     assert model.head.weight is model.embed.weight
 
 
-# ---- one way to mend it; try yours first ----
+# ---- one way to fix it; try your own first ----
 
 
 def mended(model):

@@ -1,4 +1,4 @@
-"""Trains an epoch on 5 batches: 3 for rank 0, 2 for rank 1. After it the ranks tell each other their losses.
+"""Trains an epoch on 5 batches: 3 for rank 0, 2 for rank 1. After it the ranks add up their losses.
 
 What will happen after the second step? What does rank 1 do while rank 0 trains?
 
@@ -11,14 +11,14 @@ from lab import batch, layers, on_two_ranks
 
 from minifsdp import FullyShardedDataParallel as FSDP
 
-# ---- the place to look at, and to mend ----
+# ---- the part to look at and to fix ----
 
 
 def broken(batches):
     return batches
 
 
-# ---- what is tried ----
+# ---- the experiment ----
 
 
 def experiment(as_long_as_all_have, rank):
@@ -34,7 +34,7 @@ def experiment(as_long_as_all_have, rank):
     dist.all_reduce(total)
 
 
-# ---- one way to mend it; try yours first ----
+# ---- one way to fix it; try your own first ----
 
 
 def mended(batches):

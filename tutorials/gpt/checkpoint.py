@@ -1,7 +1,7 @@
-"""A folder of checkpoints that is in order at every moment, also at that of a kill.
+"""A folder of checkpoints that is valid at every moment, even if a process is killed.
 
-A save takes seconds, and in each of them a process may be killed or a machine may lose its power. So nothing that is
-complete is ever written to again: the new one grows beside, and a single rename makes it visible. ::
+A save takes seconds, and at any time a process may be killed or a machine may lose power. So complete files are never
+written again: the new checkpoint is written to a separate folder, and a single rename makes it visible. ::
 
     runs/
       step-000040/           complete: the ranks' files, and manifest.json with the size and SHA-256 of each
@@ -10,41 +10,41 @@ complete is ever written to again: the new one grows beside, and a single rename
 
 A save, in this order:
 
-1. clear what killed runs have left, and make an empty folder *beside*. In the same folder, since a rename cannot move
-   anything to another file system;
+1. remove the leftovers of killed runs, and create an empty folder for the new checkpoint. It is in the same parent
+   folder, because a rename cannot cross file systems;
 2. all ranks write their files into it;
-3. flush every file to the disk, and take its size and SHA-256. A rename can reach the disk before the contents do; a
-   loss of power then leaves the new name with old garbage behind it;
-4. write the manifest, last of all files, and flush the folder, whose list of names is data like any other;
-5. rename the folder into its place, and flush the folder around it;
-6. point at it: replace `newest`, again by writing beside and renaming;
-7. only now remove what is too old. Removing a folder takes many steps, so one rename hides it first.
+3. flush every file to the disk, and compute its size and SHA-256. A rename can reach the disk before the contents do.
+   After a power loss the new name would then refer to old garbage;
+4. write the manifest as the last file, and flush the folder, whose list of names is data as well;
+5. rename the folder to its final name, and flush its parent folder;
+6. update `newest`, again with a temporary file and a rename;
+7. only now remove old checkpoints. Removing a folder takes many steps, so a rename hides it first.
 
-Worked example, a save of step 60 and a kill ...
+Worked example, a save of step 60 and a kill:
 
 =====================  ===================================  ==================================================
-... during             what is there                        what the next run does
+killed during          state of the folder                  what the next run does
 =====================  ===================================  ==================================================
-1 to 5                 `step-000040`, some `.part`          resumes from 40; the next run clears the rest
-between 5 and 6        `step-000060`, too, but unannounced  resumes from 40, and replaces 60 by the same
-between 6 and 7        40 and 60, and `newest` says 60      resumes from 60
-7                      60, 40, and half of 20, hidden       resumes from 60; clears the rest
+1 to 5                 `step-000040`, some `.part`          resumes from 40; removes the rest
+between 5 and 6        also `step-000060`, not in `newest`  resumes from 40, and replaces 60 by the same
+between 6 and 7        40 and 60, and `newest` is 60        resumes from 60
+7                      60, 40, and half of 20, hidden       resumes from 60; removes the rest
 =====================  ===================================  ==================================================
 
-What was complete once may still be damaged later, by a copy that stopped in the middle or by a dying disk. So nothing
-is believed on reading: every size is compared on every rank, and each rank hashes its share of the files. They agree
-before anybody goes on. If the newest is damaged, the one before it is taken; if none is whole, all ranks refuse.
+A complete checkpoint can still be damaged later, by a copy that stopped in the middle or by a failing disk. So reading
+verifies it: every rank compares every size, hashes its share of the files, and exchanges its results with the others.
+If the newest checkpoint is damaged, the one before it is used; if none is intact, all ranks raise an error.
 
-While a job saves or clears, it locks the folder. Two jobs in one folder would clear each other's `.part`. The second
-one ends with an error instead.
+While a job saves or removes checkpoints, it locks the folder. Otherwise two jobs in one folder would remove each
+other's `.part`. The second job ends with an error instead.
 
-The price is that each file is read once more when it is saved, and once more when it is loaded, at the speed of
-SHA-256: of the order of a second for a gigabyte, shared by the ranks. And the folder must be one that all ranks see.
+The price: saving and loading each read every file once more, at the speed of SHA-256, about a second for a gigabyte,
+shared by the ranks. And all ranks must see the same folder.
 
-This file knows nothing of models. What the files hold is said by `resume`.
+This module does not depend on models. `resume` defines the contents of the files.
 
-*In torch:* ``torch.distributed.checkpoint`` writes its ``.metadata`` last, and that is all: it writes into the final
-folder, keeps no checksums, and leaves naming, choosing and removing to its caller.
+*In torch:* ``torch.distributed.checkpoint`` writes its ``.metadata`` last, and does nothing else of this: it writes
+into the final folder, keeps no checksums, and leaves naming, choosing and removing to its caller.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ HIDDEN = re.compile(r"\.(step-\d{6,}\.(part|old)|newest\.part)")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that is complete and undamaged, as far as its manifest can tell.
+    """A complete checkpoint, undamaged according to its manifest.
 
     Attributes:
-        folder: where its files are.
-        step: the number it was saved under.
-        facts: what its writer has noted.
+        folder: the folder of its files.
+        step: the step at which it was saved.
+        facts: the notes of its writer.
     """
 
     folder: Path
@@ -100,10 +100,10 @@ class Checkpoint:
     facts: dict[str, Any]
 
     def refuse_if(self, flaws: list[Flaw]) -> None:
-        """Raises on every rank if any rank has found something. Every rank must call it.
+        """Raises on every rank if any rank has found a flaw. Every rank must call it.
 
         Raises:
-            CheckpointError: some rank has; the message names file, key, expected and found.
+            CheckpointError: some rank has found one; the message names file, key, expected and found value.
         """
         everybody = gathered(flaws)
         if everybody:
@@ -114,7 +114,7 @@ class Shelf:
     """A folder of checkpoints.
 
     Args:
-        root: the folder; it is made by the first save. All ranks must see the same one.
+        root: the folder; the first save creates it. All ranks must see the same one.
         keep: how many complete checkpoints to keep, at least 1.
     """
 
@@ -128,15 +128,15 @@ class Shelf:
 
         Args:
             step: its number; a later checkpoint has a greater one.
-            facts: to be noted in the manifest, anything that JSON can hold.
-            write: puts this rank's files into the folder it is given. It may communicate; if it raises, then on every
-                rank.
+            facts: notes for the manifest; any values that JSON supports.
+            write: writes this rank's files to the folder that it receives. It may communicate. If it raises on one
+                rank, it must raise on all.
 
         Returns:
-            Its folder.
+            The folder of the checkpoint.
 
         Raises:
-            RuntimeError: something could not be written; on every rank, and what was complete is as it was.
+            RuntimeError: a write failed; raised on every rank, and complete checkpoints are unchanged.
         """
         final = self.root / f"step-{step:06}"
         part = self.root / f".{final.name}.part"
@@ -154,10 +154,10 @@ class Shelf:
         return final
 
     def tidy(self) -> None:
-        """Removes what killed runs have left behind. Every rank must call it; each save begins with it, too.
+        """Removes the leftovers of killed runs. Every rank must call it; each save also begins with it.
 
         Raises:
-            RuntimeError: on every rank: another job writes to the folder, or ``newest`` is a folder.
+            RuntimeError: on every rank: another job is writing to the folder, or ``newest`` is a folder.
         """
         with self._locked():
             on_first_rank(self._tidy)
@@ -171,7 +171,7 @@ class Shelf:
             yield
         finally:
             for number in held:
-                # Also where a child process has a copy of the descriptor.
+                # This also unlocks if a child process has a copy of the descriptor.
                 fcntl.flock(number, fcntl.LOCK_UN)
                 os.close(number)
 
@@ -189,12 +189,12 @@ class Shelf:
 
     def _publish(self, part: Path, final: Path, manifest: dict[str, Any]) -> None:
         _write_durably(part / MANIFEST, sealed(manifest))  # 4.
-        # Damaged, or never announced, or of a run that was given up; else nobody would save this step again.
+        # A damaged or unannounced checkpoint, or one of an abandoned run. The run must be able to save this step again.
         replaced = [self._hide(final)] if os.path.lexists(final) else []
         os.rename(part, final)  # 5.
         _flush(self.root)
         _write_durably(self.root / POINTER, final.name.encode())  # 6.
-        # What has a greater number is not older, whatever else it may be.
+        # A checkpoint with a greater number is never older.
         older = [name for name in self._names() if _step_of(name) <= _step_of(final.name)][self.keep :]
         for hidden in replaced + [self._hide(self.root / name) for name in older]:  # 7.
             _remove(hidden)
@@ -206,17 +206,17 @@ class Shelf:
         return hidden
 
     def _names(self) -> list[str]:
-        """Of all checkpoints, the greatest number first."""
+        """The names of all checkpoints, the greatest number first."""
         if not self.root.is_dir():
             return []
         names = [path.name for path in self.root.iterdir() if path.is_dir() and NAME.fullmatch(path.name)]
         return sorted(names, key=_step_of, reverse=True)
 
     def candidates(self) -> list[str]:
-        """Names of the checkpoints to try, the best one first: that which `newest` names, then those before it.
+        """Names of the checkpoints to try, in order of preference: the one in `newest`, then those before it.
 
-        What lies beyond `newest` was never announced, or given up by a later run that started further back. Where
-        `newest` itself is missing or unreadable, all of them are candidates.
+        Checkpoints after `newest` were never announced, or were abandoned by a later run that resumed further back. If
+        `newest` itself is missing or unreadable, all checkpoints are candidates.
         """
         names = self._names()
         try:
@@ -225,17 +225,17 @@ class Shelf:
             return names
         if not NAME.fullmatch(pointed):
             return names
-        # Also if it is gone: then the reader is told so, and not left to wonder why an older one was taken.
+        # It stays in the list if its folder is gone: then the reader sees why an older one was used.
         return [pointed] + [name for name in names if _step_of(name) < _step_of(pointed)]
 
     def newest(self, say: Callable[[str], None]) -> Checkpoint:
-        """The newest checkpoint that is whole. Every rank must call it.
+        """The newest intact checkpoint. Every rank must call it.
 
         Args:
-            say: is told, on every rank, what is wrong with a newer one.
+            say: called on every rank with the flaws of each damaged checkpoint.
 
         Raises:
-            CheckpointError: there is none, or the newest whole one was written by another program.
+            CheckpointError: there is none, or the newest intact one was written by another program.
         """
         complaints = []
         for name in on_first_rank(self.candidates):
@@ -253,16 +253,16 @@ class Shelf:
 
 
 def choose(resume: Path | None, save: Path | None, say: Callable[[str], None]) -> Checkpoint | None:
-    """The checkpoint to go on from; ``None`` to begin at the beginning. Every rank must call it.
+    """The checkpoint to resume from; ``None`` to start from the beginning. Every rank must call it.
 
     Args:
-        resume: one checkpoint, which is then the only choice, or a folder of them.
-        save: where new ones will go.
-        say: is told, on every rank, what the reader should know about the choice.
+        resume: one checkpoint, which is then the only candidate, or a folder of them.
+        save: the folder for new checkpoints.
+        say: called on every rank with remarks about the choice.
 
     Raises:
-        CheckpointError: there is nothing whole to resume from; or ``save`` holds checkpoints and this run does not go
-            on from them: it would soon remove as too old what is newer than its own.
+        CheckpointError: there is no intact checkpoint to resume from; or ``save`` holds checkpoints and this run does
+        not resume from them, so it would soon remove newer checkpoints than its own.
     """
     resolved = None if resume is None else resume.resolve()
     if save is not None and (resolved is None or save.resolve() not in (resolved, resolved.parent)):
@@ -277,7 +277,7 @@ def choose(resume: Path | None, save: Path | None, say: Callable[[str], None]) -
         if checkpoint is None:
             raise CheckpointError(complaint(resume, flaws))
         return checkpoint
-    # The first time of a line that is said again and again. With another folder to save to, it would be a slip.
+    # The first run of a command line that is run repeatedly. With another folder to save to, it is a mistake.
     if save is not None and save.resolve() == resolved and not on_first_rank(Shelf(save).candidates):
         say(f"{resume} holds no checkpoint yet: this run begins at the beginning")
         return None
@@ -285,9 +285,9 @@ def choose(resume: Path | None, save: Path | None, say: Callable[[str], None]) -
 
 
 def _examine(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint if it is whole, and if not, what each rank has found. Every rank must call it."""
+    """The checkpoint if it is intact, otherwise the flaws that each rank has found. Every rank must call it."""
     manifest, flaws = read_manifest(folder)
-    # Rank 0 may have a manifest and rank 1 none: nobody may go on to the next exchange alone.
+    # Rank 0 may have a manifest and rank 1 none: all ranks must agree before the next exchange.
     found = gathered(flaws)
     if found:
         return None, found
@@ -298,7 +298,7 @@ def _examine(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def _lock(root: Path) -> list[int]:
-    """The descriptor of the locked folder; none where the file system has no such locks.
+    """The descriptor of the locked folder; empty if the file system has no such locks.
 
     Raises:
         RuntimeError: another process holds the lock.
@@ -325,7 +325,7 @@ def _limits_named() -> Iterator[None]:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     try:
         yield
-    except (Exception, CheckpointException) as error:  # The second is no Exception.
+    except (Exception, CheckpointException) as error:  # CheckpointException is not a subclass of Exception.
         if limit == resource.RLIM_INFINITY:
             raise
         cause = f"this rank may write no file larger than {limit} bytes (RLIMIT_FSIZE, see `ulimit -f`)"
@@ -333,7 +333,7 @@ def _limits_named() -> Iterator[None]:
 
 
 def _remove(path: Path) -> None:
-    """Removes a file, a folder, or a symbolic link; what the link points to stays."""
+    """Removes a file, a folder, or a symbolic link; the target of the link stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -350,7 +350,7 @@ def _flushed_and_sealed(path: Path) -> dict[str, Any]:
 
 
 def _write_durably(path: Path, contents: bytes) -> None:
-    """After this the file has these contents, also after a loss of power; at no moment has it only some of them."""
+    """Replaces the contents of a file atomically: after a power loss it has the old or the new ones, never a part."""
     beside = path.with_name(f".{path.name}.part")
     with beside.open("wb") as file:
         file.write(contents)

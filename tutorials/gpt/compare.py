@@ -1,11 +1,11 @@
 """The same training six times: one process, DDP, and both generations of FSDP, torch's and minifsdp's. One table.
 
-What must be equal is equal: the initial weights (same seed), the windows (a batch is a function of seed, rank and
-step), the optimizer, the steps. The single process sees in each step what all ranks of the others see together. What
-may differ is the order in which floating-point numbers are added, so the losses agree to six digits or more and not
-always to the last.
+The conditions are equal: the initial weights (same seed), the windows (a batch is a function of seed, rank and step),
+the optimizer, the steps. In each step the single process trains on the windows of all ranks. Only the order of
+floating-point additions may differ, so the losses agree to six digits or more, but not always to the last.
 
-What should differ is what the table is for: how much each rank stores, how much is whole at the same time, and what
+The table shows the differences: how much each rank stores, how much is unsharded at the same time, and how much is
+sent.
 is sent in exchange.
 """
 
@@ -33,15 +33,15 @@ __all__ = ["Outcome", "compare"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one contender came to, as seen by this rank.
+    """The result of one contender on this rank.
 
     Attributes:
         losses: of each step, the mean over all windows of all ranks.
         stored: bytes on this rank between two steps.
-        peak_whole: the largest number of bytes of full parameters that lay on this rank together; ``None`` for
-            ``fully_shard``, which copies what was gathered to where it is computed on, out of the counter's sight.
-        milliseconds: of a step, the median.
-        counter: what one step sent.
+        peak_whole: the largest number of bytes of unsharded parameters on this rank at the same time. ``None`` for
+            ``fully_shard``, which copies the all-gathered parameters to other tensors, which the counter cannot see.
+        milliseconds: the median time of a step.
+        counter: the collectives of one step.
     """
 
     losses: list[float]
@@ -59,14 +59,14 @@ def compare(
     shard: Callable[[nn.Module, str, str, Namespace, Place], nn.Module],
     train_step: Callable[[nn.Module, torch.optim.Optimizer, Tensor, Tensor], Tensor],
 ) -> None:
-    """Trains all contenders, one after the other, and prints the table. Every rank must call it; one prints.
+    """Trains all contenders, one after the other, and prints the table. Every rank must call it; rank 0 prints.
 
     Args:
         options: of the command line.
-        corpus: what to train on.
+        corpus: the training text.
         place: of this rank.
-        build: makes the plain model, always with the same weights.
-        shard: shards a model with the library and the API of the given names.
+        build: creates the plain model, always with the same weights.
+        shard: shards a model with the given library and API.
         train_step: one step; returns the loss of this rank.
     """
     ids = [place.device] if place.device.type == "cuda" else None
@@ -77,7 +77,7 @@ def compare(
         "minifsdp": lambda model: shard(model, "minifsdp", "wrapper", options, place),
     }
     if options.strategy != "NO_SHARD":
-        # In the second generation that is DDP's business.
+        # `fully_shard` has no NO_SHARD; its equivalent is DDP.
         contenders["torch f_s"] = lambda model: shard(model, "torch", "fully_shard", options, place)
         contenders["mini f_s"] = lambda model: shard(model, "minifsdp", "fully_shard", options, place)
     outcomes = {}
@@ -104,7 +104,7 @@ def _train(
     window = {"seed": options.seed, "num_windows": options.batch, "context": options.context}
     losses, durations = [], []
     for step in range(options.steps):
-        # "One process" is played by every rank for itself, on the windows of all: nobody has to wait for anybody.
+        # Each rank acts as the single process, on the windows of all ranks, without communication.
         inputs, targets = (
             global_batch(corpus.train, num_ranks=place.num_ranks, step=step, **window)
             if alone
@@ -113,7 +113,7 @@ def _train(
         inputs, targets = inputs.to(place.device), targets.to(place.device)
         dist.barrier()
         begin = time.perf_counter()
-        # The last step is watched by the counter, and for that reason not timed.
+        # The counter watches the last step, so this step is not timed.
         counter = CollectiveCounter()
         if step == options.steps - 1:
             with counter:
@@ -123,7 +123,7 @@ def _train(
         losses.append(mean_over_ranks(loss))
         durations.append(1000 * (time.perf_counter() - begin))
     milliseconds = statistics.median(durations[:-1] or durations)
-    # Where nothing is gathered, every rank holds the whole model at all times.
+    # Without all-gathers every rank always holds the whole model.
     peak: int | None = counter.peak_gathered or whole
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         peak = None
@@ -131,7 +131,7 @@ def _train(
 
 
 def _print_table(outcomes: dict[str, Outcome]) -> None:
-    """A column for each contender, all sizes in bytes and for one rank."""
+    """Prints a column for each contender; all sizes in bytes and for one rank."""
     first = next(iter(outcomes.values())).losses[-1]
     kinds = ["all-gather", "reduce-scatter", "all-reduce"]
     kinds += sorted({kind for outcome in outcomes.values() for kind in outcome.counter.num_calls} - set(kinds))

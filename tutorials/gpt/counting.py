@@ -1,25 +1,25 @@
-"""What a step sends and what it gathers, seen from below every library.
+"""What a step sends and all-gathers, counted below every library.
 
-Each library could be asked to count for itself, and each would count differently. But all of them, DDP's C++
-included, end up calling the same few operators of torch, ``c10d.allreduce_`` and its sisters, and a *dispatch mode*
-sees every operator that runs inside a ``with`` block. So one small class counts for all contenders alike.
+Each library could count for itself, but each would count differently. All of them, including DDP's C++, call the same
+few operators of torch, such as ``c10d.allreduce_``, and a *dispatch mode* intercepts every operator that runs inside a
+``with`` block. So one small class counts for all contenders in the same way.
 
 **Bytes sent** are those of the textbook algorithms, for N ranks and a whole tensor of M bytes:
 
 ==============  ==================  ================================================================
-all-gather      ``(N - 1) / N * M``  everybody's piece has to reach everybody else
-reduce-scatter  ``(N - 1) / N * M``  the same journey backwards
-all-reduce      twice as much        it *is* a reduce-scatter, followed by an all-gather
-broadcast       ``(N - 1) / N * M``  on average: all but one rank have to get it, and all pass it on
+all-gather      ``(N - 1) / N * M``  each shard is sent to all other ranks
+reduce-scatter  ``(N - 1) / N * M``  the same in the opposite direction
+all-reduce      twice as much        a reduce-scatter, followed by an all-gather
+broadcast       ``(N - 1) / N * M``  on average: all ranks but one receive the tensor, and all pass it on
 ==============  ==================  ================================================================
 
-What the backend does on the wire may differ; gloo, for instance, carries out a reduce-scatter as an all-reduce. The
-table therefore compares the algorithms of the libraries and not the quality of a backend.
+The backend may send other amounts; gloo, for instance, implements a reduce-scatter as an all-reduce. The table
+therefore compares the algorithms of the libraries, not the quality of a backend.
 
-**Peak of gathered parameters.** The output of each all-gather is a tensor that holds full parameters until it is
-freed. The counter keeps an eye on the memory behind those outputs without keeping it alive, and adds up what is still
-there at each new all-gather. That is the only moment at which the sum can grow, so no peak is missed. Worked example,
-three units of 100 bytes: gathered, freed, gathered, gathered, freed, freed has sums 100, 100, 200: the peak is 200.
+**Peak of unsharded parameters.** The output of each all-gather holds unsharded parameters until it is freed. The
+counter has weak references to the memory of those outputs, and at each new all-gather adds up the memory that still
+exists. The sum can only grow at that moment, so no peak is missed. Worked example with three units of 100 bytes:
+all-gather, free, all-gather, all-gather, free, free has sums 100, 100, 200: the peak is 200.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ GATHERS = {"_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"}
 SCATTERS = {"_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_"}
 REDUCES = {"allreduce_", "allreduce_coalesced_"}
 BROADCASTS = {"broadcast_"}
-# Work without data, which every library may use as it likes.
+# Operations without data, which are not counted.
 SILENT = {"barrier", "monitored_barrier_"}
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts this rank's collectives while it is entered as a context.
+    """Counts this rank's collectives inside a ``with`` block.
 
     Attributes:
-        num_calls: how often each kind was called: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``,
-            ``"broadcast"``, and any other operator of ``c10d`` under its own name, so that nothing is sent unseen.
-        num_bytes: that each of the four kinds has sent, by the formulas above.
-        peak_gathered: the largest number of bytes of all-gather outputs that were alive together.
+        num_calls: the calls of each kind: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ``"broadcast"``,
+            and any other operator of ``c10d`` under its own name, so that all communication is counted.
+        num_bytes: the bytes that each of the four kinds has sent, by the formulas above.
+        peak_gathered: the largest number of bytes of all-gather outputs that existed at the same time.
     """
 
     def __init__(self) -> None:
@@ -91,13 +91,13 @@ class CollectiveCounter(TorchDispatchMode):
 
     @property
     def bytes_sent(self) -> int:
-        """By all kinds together."""
+        """The bytes sent by all kinds together."""
         return self.num_bytes.total()
 
     def _watch(self, outputs: list[Tensor]) -> None:
         for output in outputs:
             self._gathered.add(output.untyped_storage())
-        # A library may free by dropping the tensor or by shrinking its memory to nothing; the sum sees both.
+        # A library may free by dropping the tensor or by resizing its storage to 0; the sum handles both.
         self.peak_gathered = max(self.peak_gathered, sum(storage.nbytes() for storage in self._gathered))
 
 
@@ -118,5 +118,5 @@ def _group_size(argument: Any) -> int | None:
         return None
     try:
         return dist.ProcessGroup.unbox(argument).size()
-    except RuntimeError:  # Another boxed class, such as the operation of a reduction.
+    except RuntimeError:  # Another boxed class, such as a ReduceOp.
         return None

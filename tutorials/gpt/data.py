@@ -1,19 +1,19 @@
-"""The training text: the Python standard library, which every reader of this file has already installed.
+"""The training text: the Python standard library, which every reader has already installed.
 
-About 12 MB of source in 700 files. It differs a little from one Python release to the next, so its SHA-256 is printed
-with each run: two runs with one hash and one seed saw the same bytes in the same order.
+It is about 12 MB of source in 700 files. It differs a little between Python releases, so each run prints its SHA-256:
+two runs with the same hash and seed read the same bytes in the same order.
 
-Every tenth file is held out, whole files and not pieces of them, so that no window of the test ever shared a line
-with a window of the training.
+Every tenth file is held out. Whole files are held out instead of parts, so that no test window shares a line with a
+training window.
 
-**Who reads what.** In data parallel training the ranks must see *different* windows, or N ranks do the work of one. And
-for a comparison, one process alone must be able to see the *same* windows as N ranks together. Both follow when a
-batch is a pure function of ``(seed, rank, step)`` and of nothing else: rank ``r`` asks for its own, and a single
-process asks for those of all ranks and concatenates them. Worked example, two ranks, step 7, two windows for each::
+**Windows.** In data parallel training the ranks must see *different* windows, or N ranks do the work of one. And for a
+comparison, a single process must be able to see the *same* windows as N ranks together. Both are possible if a batch is
+a pure function of ``(seed, rank, step)``: rank ``r`` computes its own batch, and a single process computes those of all
+ranks and concatenates them. Worked example, two ranks, step 7, two windows for each::
 
     rank 0      batch_of(text, seed=0, rank=0, step=7, ...)      its seed is (0 * 100_003 + 7) * 1024 + 0 = 7168
     rank 1      batch_of(text, seed=0, rank=1, step=7, ...)                                               7169
-    single      both of these, one above the other: the global batch, of 4 windows
+    single      both batches, concatenated along dim 0: the global batch, of 4 windows
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 
 __all__ = ["Corpus", "batch_of", "global_batch", "read_standard_library", "seed_of"]
 
-# Tests hold long tables of odd literals; `site-packages` is not the standard library but whatever somebody installed.
+# Tests contain long tables of odd literals; `site-packages` is not part of the standard library.
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 HOLD_OUT_EVERY = 10
 MAX_RANKS = 1024
@@ -39,10 +39,10 @@ class Corpus:
     """The text as two 1-D tensors of bytes.
 
     Attributes:
-        train: ``uint8``, the files to learn from, one after the other.
-        held_out: ``uint8``, the files that are only ever used to measure.
-        num_files: files in both together.
-        sha256: of all files in sorted order, in hexadecimal.
+        train: ``uint8``, the training files, concatenated.
+        held_out: ``uint8``, the files that are only used for evaluation.
+        num_files: number of files in both.
+        sha256: hash of all files in sorted order, in hexadecimal.
     """
 
     train: Tensor
@@ -52,7 +52,7 @@ class Corpus:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in both parts together."""
+        """Number of bytes in both parts."""
         return self.train.numel() + self.held_out.numel()
 
 
@@ -60,10 +60,10 @@ def read_standard_library(root: Path | None = None) -> Corpus:
     """Reads every ``.py`` file under ``root`` (default: this Python's standard library) in the order of its path.
 
     Raises:
-        ValueError: fewer than two files: nothing would be left to train on, or nothing to hold out.
+        ValueError: there are fewer than two files, so there is nothing to train on or nothing to hold out.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
-    # `_sysconfigdata*` is generated for one machine; with it the hash would tell machines apart and not releases.
+    # `_sysconfigdata*` is generated for one machine, so with it the hash would differ between machines.
     paths = [
         path
         for path in root.rglob("*.py")
@@ -87,14 +87,14 @@ def _tensor(text: bytes) -> Tensor:
 
 
 def seed_of(seed: int, rank: int, step: int) -> int:
-    """One number for the three, different for each pair of rank and step of a run.
+    """A seed for each pair of rank and step of a run; different pairs have different seeds.
 
-    No hash: with ``MAX_RANKS`` as the base of a number system, two pairs cannot collide. The remainder keeps it
-    within 32 bits, since torch's CPU generator ignores all bits above (Measured:
+    This is not a hash: ``MAX_RANKS`` is the base of a number system, so two pairs cannot collide. The remainder keeps
+    the seed within 32 bits, because torch's CPU generator ignores all higher bits (Measured:
     ``test_seeds_stay_within_what_the_generator_reads``).
 
     Raises:
-        ValueError: the rank does not fit into the number system.
+        ValueError: the rank is too large for the number system.
     """
     if not 0 <= rank < MAX_RANKS:
         raise ValueError(f"rank {rank} is outside 0 to {MAX_RANKS - 1}, for which seeds are known to differ")
@@ -121,7 +121,7 @@ def batch_of(text: Tensor, *, seed: int, rank: int, step: int, num_windows: int,
 def global_batch(
     text: Tensor, *, seed: int, num_ranks: int, step: int, num_windows: int, context: int
 ) -> tuple[Tensor, Tensor]:
-    """What all ranks together see in a step: their batches one above the other, in order of rank."""
+    """The batches of all ranks in a step, concatenated along dim 0 in rank order."""
     parts = [
         batch_of(text, seed=seed, rank=rank, step=step, num_windows=num_windows, context=context)
         for rank in range(num_ranks)

@@ -1,20 +1,20 @@
-"""The manifest of a checkpoint: what it must consist of, and how that is compared with what is there.
+"""The manifest of a checkpoint: its required contents, and how they are compared with the files.
 
-It is a JSON file beside the others, written when all of them are complete::
+It is a JSON file in the folder of the checkpoint, written when all other files are complete::
 
     {"format": "checkpoint of minifsdp's tutorial", "version": 1, "step": 60,
-     "facts": {...},                                    what the writer wants its readers to know
+     "facts": {...},                                    notes of the writer for the readers
      "files": {"__0_0.distcp": {"bytes": 198120, "sha256": "3b0c..."}, ...},
-     "seal": "9f1a..."}                                 a hash of all the above
+     "seal": "9f1a..."}                                 a hash of everything above
 
-The size of a file is the cheap test and catches a copy that stopped in the middle; the hash catches the rest. Each rank
-hashes every n-th file, so the work is shared, and one flipped bit is found by one rank alone. Hence `gathered`: what
-any rank has found, all ranks know before anybody draws a conclusion. Two ranks, a bit of `__1_0.distcp` has flipped::
+Comparing sizes is the cheap test and detects a copy that stopped in the middle; the hash detects all other damage. Each
+rank hashes every n-th file to share the work, so only one rank finds a flipped bit. `gathered` therefore sends the
+flaws of each rank to all ranks before any of them decides. Two ranks, a bit of `__1_0.distcp` has flipped::
 
-    rank 0   sizes are right, so are its hashes      raises: file __1_0.distcp, key sha256: ... (rank 1)
+    rank 0   all sizes and its hashes are right      raises: file __1_0.distcp, key sha256: ... (rank 1)
     rank 1   the hash of __1_0.distcp is wrong       raises the same
 
-A flaw is always told in the same four words: in which file, under which key, what was expected, what was found.
+Every flaw is reported in the same four fields: file, key, expected value, found value.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ REMEDY = "Nothing was loaded; name another checkpoint, or change what differs."
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is damaged, or belongs to something else. Raised on every rank, before anything was changed."""
+    """A checkpoint is damaged or does not fit. Raised on every rank, before anything is changed."""
 
 
 @dataclass(frozen=True)
 class Flaw:
-    """What is wrong with a checkpoint: where, and what was expected there and found instead."""
+    """A flaw of a checkpoint: its place, and the expected and the found value."""
 
     file: str
     key: str
@@ -68,7 +68,7 @@ class Flaw:
 
 
 def differences(expected: Mapping[str, Any], found: Mapping[str, Any], *, file: str, prefix: str = "") -> list[Flaw]:
-    """Every entry in which two nested dictionaries differ; what one of them lacks is shown as "nothing"."""
+    """Every entry in which two nested dictionaries differ; a missing entry is shown as "nothing"."""
     flaws = []
     for key in [*expected, *(key for key in found if key not in expected)]:
         ours, theirs = expected.get(key, "nothing"), found.get(key, "nothing")
@@ -80,14 +80,14 @@ def differences(expected: Mapping[str, Any], found: Mapping[str, Any], *, file: 
 
 
 def complaint(folder: Path, flaws: list[str] | list[Flaw], remedy: str = REMEDY) -> str:
-    """The message of a refusal on this rank, with the first few of the flaws."""
+    """The error message of this rank, with the first few flaws."""
     shown = "; ".join(str(flaw) for flaw in flaws[:4])
     more = f"; and {len(flaws) - 4} more" if len(flaws) > 4 else ""
     return f"rank {dist.get_rank()}: {folder} is refused: {shown}{more}" + (remedy and f". {remedy}")
 
 
 def gathered(flaws: list[Flaw]) -> list[str]:
-    """The flaws that any rank has found, each once, with who has found it. Every rank must call it."""
+    """The flaws of all ranks without duplicates, each with the ranks that found it. Every rank must call it."""
     seen: dict[str, list[int]] = {}
     for rank, theirs in enumerate(from_all_ranks([str(flaw) for flaw in flaws])):
         for flaw in theirs:
@@ -99,7 +99,7 @@ def gathered(flaws: list[Flaw]) -> list[str]:
 
 
 def names_of_files(folder: Path) -> list[str]:
-    """Of all files below it, in the order in which the ranks share them out."""
+    """The names of all files in a folder, in the order in which the ranks share them."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
@@ -109,7 +109,7 @@ def seal_of(path: Path) -> dict[str, Any]:
 
 
 def sealed(manifest: Mapping[str, Any]) -> bytes:
-    """The manifest as JSON, with a hash of itself, so that a damaged one cannot pass for the truth."""
+    """The manifest as JSON, with a hash of itself, so that damage to it is detected."""
     whole = {"format": FORMAT, "version": VERSION, **manifest}
     return json.dumps({**whole, "seal": _hash_of(whole)}, indent=1).encode()
 
@@ -127,7 +127,7 @@ def _sha256(path: Path) -> str:
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], list[Flaw]]:
-    """The manifest as this rank sees it; with a flaw it is empty."""
+    """The manifest as this rank reads it; empty if there is a flaw."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         seal = manifest.pop("seal")
@@ -143,7 +143,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], list[Flaw]]:
 
 
 def version_flaws(manifest: Mapping[str, Any]) -> list[Flaw]:
-    """What differs from what this program can read, although it is no damage."""
+    """The differences from the format and version that this program can read. They are not damage."""
     ours = {"format": FORMAT, "version": VERSION}
     return differences(ours, {key: manifest[key] for key in ours}, file=MANIFEST)
 

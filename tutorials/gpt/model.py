@@ -1,24 +1,21 @@
-"""A small GPT over bytes, cut so that each block makes a good unit.
+"""A small GPT over bytes, built so that each block makes a good unit.
 
-The vocabulary is the 256 values of a byte: no tokenizer to download, and none to train before the training. A model of
-this kind has two sorts of parameters, and they ask for different units:
+The vocabulary is the 256 values of a byte, so there is no tokenizer to download or to train. Such a model has two kinds
+of parameters, which need different units:
 
-* the blocks, all of one shape, used one after the other. One block is one unit: gathered, used, freed, and its memory
-  serves the next;
-* the rest: the embedding and the final norm. They stay with the *root* unit, which is gathered first and kept until the
-  end of the forward, and that is not a matter of taste. The embedding is used at both ends: on the way in it turns
-  bytes into vectors, on the way out it is the matrix that turns vectors into scores. One parameter with two uses must
-  lie in a unit that is whole during both.
+* the blocks, all of one shape, used one after the other. One block is one unit: it is all-gathered, used and freed, and
+  the next one reuses its memory;
+* the embedding and the final norm. They belong to the *root* unit, which is all-gathered first and kept until the end
+  of the forward. This is required: the embedding is used twice, first to turn bytes into vectors, and at the end as the
+  matrix that turns vectors into scores. A parameter with two uses must be in a unit that is unsharded during both.
 
 Worked example, ``width=144`` and 5 blocks: a block has ``12 * 144**2 + 4 * 144 = 249,408`` parameters, the root
-``256 * 144 + 2 * 144 = 37,152``, together 1,284,192. Two ranks with FULL_SHARD store one half of each. While a step
-runs, a rank holds the root and at most two blocks in full, 42 % of the model, and with more blocks that share goes
-down.
+``256 * 144 + 2 * 144 = 37,152``, together 1,284,192. Two ranks with FULL_SHARD store one half of each. During a step, a
+rank holds the root and at most two unsharded blocks, 42 % of the model. With more blocks the share is smaller.
 
-Where a byte stands is told to the attention by turning its queries and keys, two numbers at a time, by an angle that
-grows with the position. "The byte before me" is then the same small turn everywhere, which a model of this size learns
-in seconds; with a learned vector for each position it needs minutes (when this was
-chosen, 1.6 against 2.2 nats per byte after 300 steps).
+Attention uses rotary position embeddings: it rotates queries and keys, two numbers at a time, by an angle that grows
+with the position. The previous byte then has the same relative rotation everywhere, which a model of this size learns
+in seconds. With a learned vector for each position it needs minutes (1.6 against 2.2 nats per byte after 300 steps).
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ VOCABULARY = 256
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron of two layers; each reads a normalised copy of the stream and adds its result."""
+    """Attention, then a two-layer perceptron; both read a normalised residual stream and add their results to it."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -46,12 +43,12 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
-        """The stream ``(batch, length, width)`` with this block's contributions; ``turn`` is from `turns`."""
+        """Returns the stream ``(batch, length, width)`` plus this block's results; ``turn`` is from `turns`."""
         x = x + self.attention(self.norm1(x), turn)
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
     def attention(self, x: Tensor, turn: Tensor) -> Tensor:
-        """What each byte takes over from the bytes before it and from itself."""
+        """Causal self-attention."""
         batch, length, width = x.shape
         heads = self.query_key_value(x).view(batch, length, 3, self.num_heads, width // self.num_heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
@@ -67,18 +64,18 @@ def turned(x: Tensor, turn: Tensor) -> Tensor:
 
 
 def turns(length: int, half_head: int, device: torch.device) -> Tensor:
-    """Cosines and sines, ``(2, length, half_head)``: clock hands, fast ones for near bytes, slow ones for far."""
+    """Cosines and sines, ``(2, length, half_head)``; the angles of each pair grow with the position at another rate."""
     speeds = 1000.0 ** (-torch.arange(half_head, device=device) / half_head)
     angles = torch.arange(length, device=device)[:, None] * speeds
     return torch.stack([angles.cos(), angles.sin()])
 
 
 class GPT(nn.Module):
-    """Bytes in, scores for the byte after each of them out.
+    """Maps bytes to scores for the next byte at each position.
 
     Args:
-        width: numbers for each byte in the stream between the blocks.
-        num_blocks: blocks, and therefore units besides the root.
+        width: size of the residual stream between the blocks.
+        num_blocks: number of blocks, each a unit in addition to the root.
         num_heads: attention heads; ``width`` must be a multiple of twice their number.
     """
 
@@ -90,16 +87,16 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_blocks))
         self.norm = nn.LayerNorm(width)
-        # The embedding is the matrix of the scores, too. With torch's default of 1.0 the first guesses would be wild.
+        # The embedding is also the output matrix. With torch's default std of 1.0 the initial loss would be very large.
         nn.init.normal_(self.embedding.weight, std=0.1)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Scores ``(batch, length, 256)`` for the byte after each byte of ``text``, ``(batch, length)`` of integers."""
+        """Maps integers ``text``, ``(batch, length)``, to scores ``(batch, length, 256)`` of the byte after each."""
         x = self.embedding(text)
         turn = turns(text.shape[1], self.half_head, text.device)
         for block in self.blocks:
             x = block(x, turn)
-        # The second use of the embedding. No block may have freed it in between: it belongs to the root unit.
+        # The second use of the embedding. It is still unsharded, because it belongs to the root unit.
         return F.linear(self.norm(x), self.embedding.weight)
 
 
@@ -109,24 +106,24 @@ def generate(
 ) -> bytes:
     """Continues ``prompt`` by ``num_bytes`` bytes.
 
-    **All ranks must call it**, with the same arguments: each forward gathers the units from everybody, and a rank that
-    stayed away would leave the others waiting for its shards. Since all ranks also draw from equal generators, all come
-    to the same text, and any of them may print it.
+    **All ranks must call it**, with the same arguments: each forward all-gathers the units, and a missing rank would
+    leave the others waiting for its shards. All ranks draw from equal generators, so all compute the same text, and
+    any of them may print it.
 
     Args:
-        model: from bytes to scores, as `GPT.forward`; may be sharded.
+        model: maps bytes to scores like `GPT.forward`; may be sharded.
         prompt: at least one byte.
         num_bytes: how many bytes to add.
         context: only the last ``context`` bytes are read for each new one.
         seed: of the generator that draws the bytes.
-        device: where the model computes.
+        device: the device of the model.
     """
-    # On the CPU on purpose: a CUDA generator would draw other bytes for the same seed.
+    # Intentionally on the CPU: a CUDA generator would draw other bytes for the same seed.
     generator = torch.Generator().manual_seed(seed)
     text = torch.tensor([list(prompt)], device=device)
     for _ in range(num_bytes):
         scores = model(text[:, -context:])[0, -1]
-        # A little colder than the model's own distribution: small models are too generous to unlikely bytes.
+        # A temperature below 1: small models give too much probability to unlikely bytes.
         chances = torch.softmax(scores.float().cpu() / 0.7, dim=0)
         drawn = torch.multinomial(chances, 1, generator=generator)
         text = torch.cat([text, drawn[None].to(device)], dim=1)

@@ -1,7 +1,7 @@
 """Reading a checkpoint of `torch.distributed.checkpoint` without running code from it.
 
 ``.metadata`` is a pickle, and so is each value that is not a tensor. A pickle can call any function that it names. The
-checksums of the manifest do not help: whoever writes a checkpoint also writes its checksums. So this reader loads only
+checksums of the manifest do not help: the author of a checkpoint also writes its checksums. So this reader loads only
 the classes that ``torch.distributed.checkpoint`` itself writes into ``.metadata``, and torch's ``weights_only=True``
 loads the other values. A pickle that names another class, such as ``os.system``, raises an error.
 
@@ -80,16 +80,16 @@ class Reader(dcp.FileSystemReader):
 
 
 class Planner(dcp.DefaultLoadPlanner):
-    """Puts what was read into the state, values that are no tensors as well, without code from them."""
+    """Puts the loaded values into the state, also those that are not tensors, without running code from them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Loads a value that is no tensor.
+        """Loads a value that is not a tensor.
 
         Raises:
             UnpicklingError: its pickle names anything that ``weights_only=True`` refuses.
         """
         loaded = torch.load(value, weights_only=True)
-        # What the planner loads is what the line above has accepted, and not the bytes of the file.
+        # The planner loads the value that the line above has accepted, not the bytes of the file.
         checked = io.BytesIO()
         torch.save(loaded, checked)
         checked.seek(0)

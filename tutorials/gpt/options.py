@@ -1,4 +1,4 @@
-"""The command line of `train_gpt.py`. Whatever is wrong with it is said by argparse, before a single rank is joined."""
+"""The command line of `train_gpt.py`. argparse reports all errors in it before any rank is started."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Reads the options.
 
     Raises:
-        SystemExit: an option is unknown, has a value it cannot have, or contradicts another; status 2.
+        SystemExit: an option is unknown, has an invalid value, or contradicts another one; status 2.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -133,7 +133,7 @@ def _positive_float(text: str) -> float:
 
 def _file(text: str) -> Path:
     path = Path(text)
-    # Said now, and not after a minute of training.
+    # Report this now instead of after a minute of training.
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"the folder {path.parent} does not exist")
     return path
@@ -146,5 +146,5 @@ def _folder(text: str) -> Path:
     return path
 
 
-# argparse shows the name of the function in "invalid ... value".
+# argparse prints the name of the function in "invalid ... value".
 _positive.__name__, _positive_float.__name__ = "whole number", "number"

@@ -1,6 +1,6 @@
-"""Recording the last steps of a training, and writing what was recorded as a trace and as a picture.
+"""Recording the last steps of a training, and writing them as a trace and as a picture.
 
-Only minifsdp tells what its units do; with another library there is nothing to record.
+Only minifsdp records the events of its units; with another library there is nothing to record.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["Recordings"]
 
 
 class Recordings:
-    """The events of some steps of this rank, and at the end of all ranks.
+    """The events of some steps of this rank, collected from all ranks at the end.
 
     Args:
-        trace: where to write a Chrome trace of all recorded steps; ``None`` for nowhere.
-        timeline: where to draw the last recorded step as SVG; ``None`` for nowhere.
-        num_steps: how many steps to record, the last ones.
+        trace: file for a Chrome trace of all recorded steps; ``None`` for no trace.
+        timeline: file for a picture of the last recorded step, as SVG; ``None`` for no picture.
+        num_steps: the number of last steps to record.
     """
 
     def __init__(self, trace: Path | None, timeline: Path | None, num_steps: int = 2) -> None:
@@ -34,13 +34,13 @@ class Recordings:
 
     @contextmanager
     def around(self, step: int, of: int) -> Iterator[None]:
-        """Records what happens inside if that is wanted and ``step`` is one of the last; every rank must enter it."""
+        """Records a ``with`` block if enabled and ``step`` is one of the last steps; every rank must enter it."""
         if not (self.trace or self.timeline) or step < of - self.num_steps:
             yield
             return
         from minifsdp import trace
 
-        # After a barrier all ranks stand at nearly the same moment, and what their clocks show there can be set equal.
+        # All ranks leave a barrier at nearly the same time, so it serves as the common time origin.
         dist.barrier()
         origin = time.perf_counter()
         with trace.record() as recorder:
@@ -48,7 +48,7 @@ class Recordings:
         self._steps.append((origin, recorder.events))
 
     def write(self, *, speaks: bool) -> None:
-        """Brings the events of all ranks together and writes the files. Every rank must call it; one writes."""
+        """Collects the events of all ranks and writes the files. Every rank must call it; one writes."""
         if not self._steps:
             return
         everybody = from_all_ranks(self._steps)
@@ -57,7 +57,7 @@ class Recordings:
         from minifsdp import timeline
 
         if self.trace is not None:
-            # One zero for all steps, the first one's: the second shall lie behind it, with the optimizer's gap between.
+            # All steps have the origin of the first one, so that the gap of the optimizer between them is visible.
             events = [[event for _, events in steps for event in events] for steps in everybody]
             origins = [steps[0][0] for steps in everybody]
             self.trace.write_text(json.dumps(timeline.chrome_trace(events, origins=origins)), encoding="utf-8")

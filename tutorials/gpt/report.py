@@ -1,4 +1,4 @@
-"""What the reader sees while it runs and when it is done: progress, and who stores how much."""
+"""The output for the user during and after the training: progress, and the memory of each rank."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ __all__ = [
     "readable",
 ]
 
-PACE = 6  # steps after which the pace is known
+PACE = 6  # number of steps before the remaining time is estimated
 
 
 def fact(name: str, text: str) -> None:
-    """Prints one line of the report: a name in the left column and what there is to say about it."""
+    """Prints one line of the report: a name in the left column, then a text."""
     print(f"{name:<11} {text}", flush=True)
 
 
 def readable(text: bytes) -> str:
-    """Bytes as printable text: what is not ASCII, and what would move the cursor about, is shown by its number."""
+    """Bytes as printable text: control characters and non-ASCII bytes are shown as escape sequences."""
     return "".join(chr(byte) if byte == 10 or 32 <= byte < 127 else f"\\x{byte:02x}" for byte in text)
 
 
 def mean_over_ranks(value: Tensor) -> float:
-    """The mean of one number over all ranks; every rank must call it. It is a collective, though of four bytes only."""
+    """The mean of one number over all ranks. It is a collective, of only four bytes: every rank must call it."""
     value = value.detach().float().clone()
     dist.all_reduce(value)
     return value.item() / dist.get_world_size()
 
 
 def introduce(options: Namespace, corpus: Corpus, place: Place, model: GPT) -> None:
-    """Prints what is about to happen; one rank should. ``model`` is the plain model, before the sharding."""
+    """Prints a summary of the planned run, on one rank. ``model`` is the plain model, before the sharding."""
     in_blocks, in_all = count(model.blocks), count(model)
     ahead = f"backward prefetch {options.prefetch}" + (", forward prefetch" if options.forward_prefetch else "")
     ranks = f"{place.num_ranks} rank" + ("s" if place.num_ranks > 1 else "")
@@ -76,9 +76,9 @@ def introduce(options: Namespace, corpus: Corpus, place: Place, model: GPT) -> N
 
 
 def machine_now() -> str:
-    """How many cores there are and how busy they have been in the last minute, before this run."""
+    """The number of cores, and their load in the last minute, before this run."""
     cores = f"{os.cpu_count()} cores"
-    # Not every system counts.
+    # Not every system measures the load.
     return f"{cores}, load {os.getloadavg()[0]:.1f} before this run" if hasattr(os, "getloadavg") else cores
 
 
@@ -88,29 +88,29 @@ def count(module: nn.Module) -> int:
 
 
 class Progress:
-    """A bar with the loss and the tokens per second; where nobody watches a terminal, a dozen plain lines instead.
+    """A bar with the loss and the tokens per second; without a terminal, a dozen plain lines instead.
 
-    After `PACE` steps it says how long the others will take. The first step is not counted: it is slower than all
-    others, since memory is asked for and connections are made.
+    After `PACE` steps it estimates the remaining time. The estimate excludes the first step, which is slower than the
+    others, because it allocates memory and opens connections.
 
     Args:
-        num_steps: steps in all.
-        num_done: those of them that an earlier run has done.
+        num_steps: total number of steps.
+        num_done: the steps that an earlier run has done.
         tokens_per_step: of all ranks together.
-        shown: on one rank only; the others pass ``False``, and all methods do nothing.
+        shown: ``True`` on one rank only; on the others all methods do nothing.
     """
 
     def __init__(self, num_steps: int, num_done: int, tokens_per_step: int, *, shown: bool) -> None:
         self.num_steps, self.num_done, self.tokens_per_step = num_steps, num_done, tokens_per_step
         self.shown, self.started = shown, time.perf_counter()
         self.second_began = self.started
-        # Some pseudo-terminals say that they have no lines at all, and a bar would stay invisible on them.
+        # Some pseudo-terminals report that they have no lines, and a bar would be invisible on them.
         watched = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).lines > 1
         form = "training    {bar:32} {n_fmt}/{total_fmt} steps{postfix}, {remaining} left"
         self.bar = tqdm(total=num_steps, initial=num_done, bar_format=form) if shown and watched else None
 
     def advance(self, step: int, loss: float) -> None:
-        """Step ``step``, counted from 0, is done and had this loss."""
+        """Shows that step ``step``, counted from 0, is done and had this loss."""
         if not self.shown:
             return
         now, done = time.perf_counter(), step + 1 - self.num_done
@@ -128,21 +128,21 @@ class Progress:
                         "longer if others use the machine, too")  # fmt: skip
 
     def remark(self, name: str, text: str) -> None:
-        """Prints a line of the report, as `fact` does, without tearing the bar."""
+        """Prints a line of the report like `fact`, without damaging the bar."""
         if self.bar is not None:
             self.bar.write(f"{name:<11} {text}")
         elif self.shown:
             fact(name, text)
 
     def close(self) -> float:
-        """Ends the bar; returns the seconds since the beginning."""
+        """Ends the bar; returns the seconds since the start."""
         if self.bar is not None:
             self.bar.close()
         return time.perf_counter() - self.started
 
 
 def duration(seconds: float) -> str:
-    """``40 seconds``, ``3 minutes``: no more figures than an estimate has."""
+    """``40 seconds``, ``3 minutes``: as few digits as an estimate justifies."""
     if seconds < 1.5:
         return "a second"
     if seconds < 90:
@@ -160,12 +160,12 @@ class Stored:
 
     @property
     def together(self) -> int:
-        """All three."""
+        """The sum of all three."""
         return self.parameters + self.gradients + self.optimizer
 
 
 def measure(model: nn.Module, optimizer: torch.optim.Optimizer) -> Stored:
-    """What this rank stores. To be called after a backward and before ``zero_grad``, so that there are gradients."""
+    """The bytes that this rank stores. Call it between a backward and ``zero_grad``, while gradients exist."""
     parameters = list(model.parameters())
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -173,13 +173,13 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer) -> Stored:
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    # A DTensor has the number of elements of the whole; stored is its local part.
+    # The number of elements of a DTensor is that of the whole; a rank only stores its local part.
     mine = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return sum(tensor.numel() * tensor.element_size() for tensor in mine)
 
 
 def print_stored(mine: Stored, num_parameters: int, *, speaks: bool) -> None:
-    """Prints what each rank stores, and what it would without sharding. Every rank must call it; one prints.
+    """Prints what each rank stores, with and without sharding. Every rank must call it; one prints.
 
     Without sharding: float32, so 4 bytes for a parameter, 4 for its gradient and 8 for the two averages of AdamW.
     """

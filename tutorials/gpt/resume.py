@@ -1,43 +1,43 @@
-"""What a training consists of, and how it is written down and taken up again.
+"""The state of a training, and how it is saved and restored.
 
-The weights are the smaller part. To go on *as if nothing had happened*, to the last bit, the next step needs
+The weights are the smaller part. To continue *exactly*, to the last bit, the next step needs
 
 =====================  ===============================================  =====================
 part                   why                                              where
 =====================  ===============================================  =====================
 model, optimizer       AdamW's two averages are twice the model         every rank, its rows
-step, losses           which step is next, and the curve so far         one for all
-scheduler              which learning rate is next                      one for all
-scaler, if any         how far float16 gradients are scaled up          one for all
+step, losses           the next step, and the loss curve so far         one for all
+scheduler              the next learning rate                           one for all
+scaler, if any         the scale of float16 gradients                   one for all
 position in the data   is the step: a batch is a function of it         one for all
-random state           of Python, NumPy, torch, and the GPU             every rank has another
+random state           of Python, NumPy, torch, and the GPU             different on each rank
 =====================  ===============================================  =====================
 
-and it comes in two forms::
+There are two forms::
 
-    sharded   __0_0.distcp  __1_0.distcp  .metadata  progress.pt  manifest.json    each rank writes what it has
+    sharded   __0_0.distcp  __1_0.distcp  .metadata  progress.pt  manifest.json    each rank writes its shards
     full      full.pt                                             manifest.json    rank 0 writes, the others wait
 
-The sharded form is written by `torch.distributed.checkpoint`. Each tensor is noted with the rows that a file has of it,
-so two ranks can read what four have written: each asks for its own rows, wherever they lie. Worked example, 8 rows::
+`torch.distributed.checkpoint` writes the sharded form. For each tensor it records which file has which rows, so two
+ranks can read what four have written: each reads its own rows, from any file. Worked example, 8 rows::
 
     written by 4    rows 0 1 | 2 3 | 4 5 | 6 7
     read by 2       rows 0 1   2 3 | 4 5   6 7        each from two files
 
-The full form is one file that any program reads, and every rank maps it into memory and takes its part; the price is
-that the whole model and twice that for the optimizer must pass through rank 0's memory on the way out.
+The full form is one file that any program can read. Every rank maps it into memory and reads its part. The price: to
+save it, the whole model and twice as much for the optimizer must pass through rank 0's memory.
 
-With another number of ranks the weights are the same, the windows are not: rank 2 of four has had a part in them. The
-random state goes to the ranks that there still are; a rank that is new keeps the one it was started with.
+With another number of ranks the weights are the same, but the windows differ: rank 2 of four has read some of them. The
+remaining ranks restore their random states; a new rank keeps the one it was started with.
 
-**Nothing is half loaded.** All that can be compared is compared first, by all ranks together: the checksums (see
-`checkpoint`), the notes about the model, and every key and shape. What is read goes into fresh memory. Only then the
-model is touched.
+**A checkpoint is loaded completely or not at all.** All ranks first compare everything that can be compared: the
+checksums (see `checkpoint`), the notes about the model, and every key and shape. Values are read into new memory. Only
+then the model is changed.
 
 **No code runs from a checkpoint** (see `no_code`), but resume only from checkpoints that you trust.
 
-*In torch:* `torch.distributed.checkpoint.state_dict` unites both halves of the state; finding, checking and choosing
-checkpoints is left to the user.
+*In torch:* `torch.distributed.checkpoint.state_dict` combines the states of model and optimizer; finding, checking and
+choosing checkpoints is left to the user.
 
 Spec: TRAIN-09, TRAIN-10, TRAIN-11, TRAIN-12.
 """
@@ -65,7 +65,7 @@ from .ranks import from_all_ranks, on_first_rank, together
 
 try:
     import numpy
-except ImportError:  # Then nobody draws from it either.
+except ImportError:  # Without NumPy, its random numbers are not used either.
     numpy = None  # type: ignore[assignment]
 
 __all__ = ["Training", "resume", "save"]
@@ -75,15 +75,15 @@ FULL, PROGRESS, METADATA = "full.pt", "progress.pt", ".metadata"
 
 @dataclass
 class Training:
-    """All that changes while a model is trained.
+    """Everything that changes while a model is trained.
 
     Attributes:
         model: sharded.
-        optimizer: over the model's parameters.
-        door: of the library that has sharded it.
+        optimizer: of the model's parameters.
+        door: of the library that has sharded the model.
         scheduler: of the learning rate.
-        scaler: of the loss, where gradients are float16.
-        step: steps done, which is also the position in the data.
+        scaler: of the loss, for float16 gradients.
+        step: number of steps done, which is also the position in the data.
         losses: of these steps.
     """
 
@@ -96,7 +96,7 @@ class Training:
     losses: list[float] = field(default_factory=list)
 
     def finish_step(self, loss: float) -> None:
-        """Counts a step that the optimizer has made."""
+        """Counts a step of the optimizer."""
         if self.scheduler is not None:
             self.scheduler.step()
         self.losses.append(loss)
@@ -104,14 +104,14 @@ class Training:
 
 
 def save(shelf: Shelf, training: Training, *, fixed: Mapping[str, Any], noted: Mapping[str, Any], full: bool) -> Path:
-    """Puts the training on the shelf. Every rank must call it; it returns when the checkpoint is complete.
+    """Saves the training to the shelf. Every rank must call it; it returns when the checkpoint is complete.
 
     Args:
-        shelf: where to.
-        training: what.
-        fixed: what a run must have in common with this one to resume it: the sizes of the model, above all.
-        noted: what may differ, but is worth a remark then.
-        full: one file by rank 0, instead of one by each rank.
+        shelf: the folder of checkpoints.
+        training: the training to save.
+        fixed: settings that a run must share to resume this one, above all the sizes of the model.
+        noted: settings that may differ; a difference causes a remark.
+        full: rank 0 writes one file, instead of one file for each rank.
 
     Returns:
         The folder of the checkpoint.
@@ -137,19 +137,19 @@ def save(shelf: Shelf, training: Training, *, fixed: Mapping[str, Any], noted: M
 def resume(
     checkpoint: Checkpoint, training: Training, *, fixed: Mapping[str, Any], noted: Mapping[str, Any]
 ) -> list[str]:
-    """Takes the training up where the checkpoint has left it. Every rank must call it.
+    """Restores the training from a checkpoint. Every rank must call it.
 
     Args:
         checkpoint: from `Shelf.newest` or `open_checkpoint`.
-        training: a fresh one. The model may be sharded over another number of ranks.
+        training: a new one. The model may be sharded over another number of ranks.
         fixed: as in `save`.
         noted: as in `save`.
 
     Returns:
-        Remarks about what was ``noted`` and differs.
+        Remarks about the settings in ``noted`` that differ.
 
     Raises:
-        CheckpointError: it does not fit. On every rank, and the training is as it was.
+        CheckpointError: the checkpoint does not fit. Raised on every rank, and the training is unchanged.
     """
     fixed = {**fixed, "optimizer": type(training.optimizer).__name__}
     checkpoint.refuse_if(differences(fixed, checkpoint.facts.get("fixed", {}), file=MANIFEST))
@@ -199,15 +199,15 @@ def _read_sharded(checkpoint: Checkpoint, training: Training) -> tuple[State, di
 
 
 def _room_for(metadata: Metadata, ours: Mapping[str, Tensor]) -> State:
-    """A state of the right form to be read into, in fresh memory.
+    """A state of the right structure to read into, in new memory.
 
-    The model says how its tensors are cut. A fresh optimizer has no state yet, so the checkpoint says what there is,
-    and what has the shape of a parameter is cut like it.
+    The model determines how its tensors are sharded. A new optimizer has no state yet, so its state is created from the
+    checkpoint, and tensors with the shape of a parameter are sharded like it.
     """
     state: State = {"model": {}, "optim": {"state": {}, "param_groups": []}}
     for path, entry in _entries(metadata):
         if not isinstance(entry, TensorStorageMetadata):
-            _put(state, path, None)  # A learning rate, a list of names: whatever is no tensor is read as a whole.
+            _put(state, path, None)  # A learning rate, a list of names: values that are not tensors are read whole.
             continue
         like = ours.get(path[1] if path[0] == "model" else path[2])
         cut = like is not None and like.shape == entry.size
@@ -217,13 +217,13 @@ def _room_for(metadata: Metadata, ours: Mapping[str, Tensor]) -> State:
 
 
 def _entries(metadata: Metadata) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """What the checkpoint holds: each value's path through the nested state, such as ``("model", "norm.bias")``."""
+    """The entries of the checkpoint: the path of each value in the nested state, such as ``("model", "norm.bias")``."""
     for key, entry in metadata.state_dict_metadata.items():
         yield metadata.planner_data[key], entry
 
 
 def _put(root: Any, path: tuple[Any, ...], value: Any) -> None:
-    """Sets a value deep inside nested dictionaries and lists of dictionaries, which are made on the way."""
+    """Sets a value in nested dictionaries and lists of dictionaries, and creates them as needed."""
     for key, following in itertools.pairwise(path):
         if isinstance(root, list):
             root.extend({} for _ in range(key + 1 - len(root)))
@@ -241,7 +241,7 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _flaws_of_optimizer(parameters: Mapping[str, Any], optim: Mapping[str, Any], file: str) -> list[Flaw]:
-    """States of parameters that are not there, or of another shape. Single numbers, as the count of steps, fit all."""
+    """States of missing parameters, or of another shape. Scalars such as the step count fit all shapes."""
     flaws = [Flaw(file, f"optim.state.{name}", "nothing", "a state") for name in optim if name not in parameters]
     for name, values in optim.items():
         for kind, shape in values.items():
@@ -280,7 +280,7 @@ def _take_up(training: Training, progress: Mapping[str, Any]) -> None:
 
 
 def _random_state() -> dict[str, Any]:
-    """Of this rank, as numbers and tensors only, so that it can be read without running anybody's code."""
+    """The random state of this rank, only numbers and tensors, so that it can be read without running code."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
