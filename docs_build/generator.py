@@ -1,8 +1,8 @@
 """The interface to the site generator, today mkdocs; no other module in this folder imports it.
 
 The theme, Material for MkDocs, is maintained until May 2027. Its authors continue with Zensical, which reads the same
-pages and most of the same settings (``CONTRIBUTING.md``, "The documentation site"). A migration only has to replace this
-module and ``hook.py``, whose functions mkdocs calls by their names.
+pages and most of the same settings (``CONTRIBUTING.md``, "The documentation site"). A migration only has to replace
+this module and ``hook.py``, whose functions mkdocs calls by their names.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class State(Enum):
 
 
 class Phase(Enum):
-    """What the unit's module is doing."""
+    """The current phase of the unit's module."""
 
     IDLE = auto()
     FORWARD = auto()

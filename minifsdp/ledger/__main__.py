@@ -22,16 +22,16 @@ from minifsdp.ledger.report import in_words
 WIDTH = 44
 
 
-def drawn(told: dict[str, Any], most: int) -> str:
+def drawn(report: dict[str, Any], most: int) -> str:
     """The drawing as text.
 
     Args:
-        told: the contents of the file: ``states``, ``lines`` and ``diverging``, by rank.
+        report: the contents of the file: ``states``, ``lines`` and ``diverging``, by rank.
         most: how many positions to print, counted from the end.
     """
-    states = {int(rank): state for rank, state in told["states"].items()}
-    diverging = {int(rank): line for rank, line in told["diverging"].items()}
-    columns = {int(rank): {tuple(line[:3]): line for line in lines} for rank, lines in told["lines"].items()}
+    states = {int(rank): state for rank, state in report["states"].items()}
+    diverging = {int(rank): line for rank, line in report["diverging"].items()}
+    columns = {int(rank): {tuple(line[:3]): line for line in lines} for rank, lines in report["lines"].items()}
     text = [in_words(states, diverging), ""]
     places = sorted({place for column in columns.values() for place in column})[-most:]
     for index, (group, epoch, number) in enumerate(places):

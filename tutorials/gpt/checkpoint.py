@@ -38,7 +38,7 @@ If the newest checkpoint is damaged, the one before it is used; if none is intac
 While a job saves or removes checkpoints, it locks the folder. Otherwise two jobs in one folder would remove each
 other's `.part`. The second job ends with an error instead.
 
-The price: saving and loading each read every file once more, at the speed of SHA-256, about a second for a gigabyte,
+The price: saving and loading each read every file again, at the speed of SHA-256, about a second for a gigabyte,
 shared by the ranks. And all ranks must see the same folder.
 
 This module does not depend on models. `resume` defines the contents of the files.

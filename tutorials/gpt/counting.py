@@ -1,4 +1,4 @@
-"""What a step sends and all-gathers, counted below every library.
+"""Counts the bytes that a step sends and all-gathers, below every library.
 
 Each library could count for itself, but each would count differently. All of them, including DDP's C++, call the same
 few operators of torch, such as ``c10d.allreduce_``, and a *dispatch mode* intercepts every operator that runs inside a
