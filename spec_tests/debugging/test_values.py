@@ -29,7 +29,7 @@ def places(action: Callable[[], Any]) -> tuple[str, list[str]]:
         action()
     text = str(caught.value)
     assert text.startswith(f"rank {dist.get_rank()}: ")
-    (during,) = re.findall(r"have come up in this (\w+)", text)
+    (during,) = re.findall(r"appear in this (\w+), so all ranks stop", text)
     return during, re.findall(r"^rank \d+: (?!values that).*$", text, re.MULTILINE)
 
 
