@@ -543,7 +543,7 @@ def test_a_sharded_dict_of_another_number_of_ranks_is_refused() -> None:
     if dist.get_rank() < 2:
         other, restored = fresh(process_group=pair)
         FSDP.set_state_dict_type(other, SHARDED)
-        with pytest.raises(RuntimeError, match=r"rank 0: .*expected rows of shape \(3, 3\) here, found \(2, 3\)"):
+        with pytest.raises(RuntimeError, match=r"rank 0: .*expected a shard of shape \(3, 3\) on this rank, found \(2, 3\)"):
             FSDP.optim_state_dict_to_load(other, restored, states)
     dist.barrier()
 

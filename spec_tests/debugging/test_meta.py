@@ -143,7 +143,7 @@ def test_the_wrapper_lists_what_a_function_of_the_user_has_not_set(door: str) ->
         FSDP(model, use_orig_params=door == ORIGINALS, device_id=device(), param_init_fn=fill)
     assert len(texts) == 1
     names = "0.bias, 1.weight, 1.bias, 1.running_mean, 1.running_var, 1.num_batches_tracked"
-    assert f"the values of {names}. " in texts[0]
+    assert f"the values of {names} in it are not initialized. " in texts[0]
 
 
 @pytest.mark.spec("DEBUG-08", "DEBUG-09")

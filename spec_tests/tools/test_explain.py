@@ -402,7 +402,7 @@ def test_a_batch_norm_that_a_policy_has_put_apart_is_not_warned_of_and_said_to_d
         model = wrapped(nn.Sequential(NormedBlock(), NormedBlock()).to(device()), mixed_precision=low)
     found = explain(model)
     assert "batch-norm" not in kinds(found)
-    assert "0.norm has another compute dtype, reduce dtype than most" in found.assumptions[0]
+    assert "0.norm has a different compute dtype, reduce dtype from most" in found.assumptions[0]
     statistics = MixedPrecision(buffer_dtype=torch.float16)
     by_hand = FullyShardedDataParallel(NormedBlock().to(device()), mixed_precision=statistics)
     assert "batch-norm" in kinds(explain(by_hand))
