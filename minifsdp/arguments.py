@@ -6,7 +6,7 @@ is taken for none. So what each call takes stands in the table below, and a call
 at once, before anything has been sent or changed::
 
     model.set_gradient_divide_factor("two")
-    TypeError: rank 0: in a call of set_gradient_divide_factor() factor should be a number other than 0, got 'two'
+    TypeError: rank 0: set_gradient_divide_factor(): factor should be a number other than 0, got 'two'
 
 Whatever depends on other arguments, on the model or on other ranks is checked where it is used, in the words of that
 place. What is checked here is attached from outside, to the methods of the two public classes and to the functions of

@@ -182,8 +182,9 @@ def test_rows_that_were_cut_for_another_number_of_ranks_are_refused(keep: bool, 
         FSDP.set_state_dict_type(of_two, SHARDED, config)
         with pytest.raises(RuntimeError) as caught:
             of_two.load_state_dict(state)
-        assert "first.0.weight: expected a shard of shape" in str(caught.value)
-        assert "on this rank, found (2, 3); a sharded state dict must be loaded by as many ranks as saved it" in str(caught.value)
+        text = str(caught.value)
+        assert "first.0.weight: expected a shard of shape" in text
+        assert "on this rank, found (2, 3); a sharded state dict must be loaded by as many ranks as saved it" in text
         after = values_of(of_two)
         assert all(torch.equal(after[name], before[name]) for name in before)
         assert of_two.load_state_dict(of_two.state_dict()) == ([], []), "they can go on together"
@@ -208,12 +209,16 @@ def test_a_dtensor_that_is_cut_otherwise_is_refused_with_what_was_expected_and_w
     wrong: dict[str, tuple[Any, list[str]]] = {
         "other sizes": (
             cut_over(torch.ones(6, 5), mesh, Shard(0)),
-            [f"size mismatch for {name}: expected shape (2, 5), found (6, 5)", "build the model with the sizes that it had then"],
+            [
+                f"size mismatch for {name}: expected shape (2, 5), found (6, 5)",
+                "build the model with the sizes that it had then",
+            ],
         ),
         "turned round": (
             cut_over(full, turned, Shard(0)),
             [
-                f"rank {rank}: {name}: expected a shard that starts at row {rank} on this rank, found one that starts at row {1 - rank}",
+                f"rank {rank}: {name}: expected a shard that starts at row {rank} on this rank, "
+                f"found one that starts at row {1 - rank}",
                 checkpoint,
                 "ranks [1, 0] with placements (Shard(dim=0),)",
             ],

@@ -467,7 +467,11 @@ def test_what_does_not_fit_on_one_rank_is_refused_on_all(keep: bool) -> None:
         refused_everywhere(model, optimizer, broken(change), "rank 1: ", *parts)
 
     check(lambda s: s["state"].pop("head.bias"), "key 'head.bias': expected states", "found none")
-    check(lambda s: s["param_groups"][0]["params"].remove("scale"), "key 'scale': expected in a parameter group", "found in none")
+    check(
+        lambda s: s["param_groups"][0]["params"].remove("scale"),
+        "key 'scale': expected in a parameter group",
+        "found in none",
+    )
     check(lambda s: s["state"].update(nobody=s["state"]["scale"]), "key 'nobody': expected no such parameter")
     check(
         lambda s: s["state"]["head.weight"].update(exp_avg=torch.ones(5, 2)),
@@ -543,7 +547,9 @@ def test_a_sharded_dict_of_another_number_of_ranks_is_refused() -> None:
     if dist.get_rank() < 2:
         other, restored = fresh(process_group=pair)
         FSDP.set_state_dict_type(other, SHARDED)
-        with pytest.raises(RuntimeError, match=r"rank 0: .*expected a shard of shape \(3, 3\) on this rank, found \(2, 3\)"):
+        with pytest.raises(
+            RuntimeError, match=r"rank 0: .*expected a shard of shape \(3, 3\) on this rank, found \(2, 3\)"
+        ):
             FSDP.optim_state_dict_to_load(other, restored, states)
     dist.barrier()
 

@@ -158,7 +158,9 @@ def test_a_parameter_that_was_given_another_size_raises_with_its_name() -> None:
     home = Unit()
     made = own(home, 1)
     home.bias.data = torch.zeros(7)
-    with pytest.raises(RuntimeError, match=r"'bias' was set to a tensor of 7 elements.*this rank has 3.*summon_full_params"):
+    with pytest.raises(
+        RuntimeError, match=r"'bias' was set to a tensor of 7 elements.*this rank has 3.*summon_full_params"
+    ):
         made.collect()
 
 

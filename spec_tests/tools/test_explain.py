@@ -524,7 +524,9 @@ def test_the_result_cannot_be_changed() -> None:
 def test_what_cannot_be_explained_is_refused() -> None:
     with pytest.raises(TypeError, match=r"expects an nn.Module, got an object of type list"):
         explain([Stack()])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"does not support the optimizer 'adam'; the supported ones are .*Adam, AdamW"):
+    with pytest.raises(
+        ValueError, match=r"does not support the optimizer 'adam'; the supported ones are .*Adam, AdamW"
+    ):
         explain(Stack(), optimizer="adam")
     with pytest.raises(ValueError, match="Tanh has no parameters"):
         explain(nn.Tanh())
