@@ -6,7 +6,7 @@ policy of another class is ignored. So the tables below list the type of each ar
 raises an error immediately, before anything is communicated or changed::
 
     model.set_gradient_divide_factor("two")
-    TypeError: rank 0: in a call of set_gradient_divide_factor() factor should be a number other than 0, got 'two'
+    TypeError: rank 0: set_gradient_divide_factor(): factor should be a number other than 0, got 'two'
 
 Checks that depend on other arguments, on the model or on other ranks are in the code that uses the argument. The checks
 in this file wrap the methods of the two public classes and the functions of API 2 (``fully_shard``), so the code of

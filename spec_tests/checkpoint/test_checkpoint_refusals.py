@@ -158,7 +158,7 @@ def test_a_sharded_dict_that_does_not_fit_is_refused_on_all_ranks(keep: bool) ->
         refused(
             model,
             broken_on_rank_1(state, lambda s: s.pop("net.head.bias")),
-            "rank 1: net.head.bias: expected rows, as other ranks have them, found none",
+            "rank 1: net.head.bias: expected a shard, as on other ranks, found none",
             load=without_strictness,
         )
         assert not model.load_state_dict(state).missing_keys
@@ -182,8 +182,9 @@ def test_rows_that_were_cut_for_another_number_of_ranks_are_refused(keep: bool, 
         FSDP.set_state_dict_type(of_two, SHARDED, config)
         with pytest.raises(RuntimeError) as caught:
             of_two.load_state_dict(state)
-        assert "first.0.weight: expected rows of shape" in str(caught.value)
-        assert "here, found (2, 3); a sharded dict is read by as many ranks as wrote it" in str(caught.value)
+        text = str(caught.value)
+        assert "first.0.weight: expected a shard of shape" in text
+        assert "on this rank, found (2, 3); a sharded state dict must be loaded by as many ranks as saved it" in text
         after = values_of(of_two)
         assert all(torch.equal(after[name], before[name]) for name in before)
         assert of_two.load_state_dict(of_two.state_dict()) == ([], []), "they can go on together"
@@ -203,17 +204,21 @@ def test_a_dtensor_that_is_cut_otherwise_is_refused_with_what_was_expected_and_w
     full = model.state_dict()[name].cpu()
     mesh, turned = init_device_mesh("cpu", (2,)), DeviceMesh("cpu", [1, 0])
     rank = dist.get_rank()
-    by_shape = "expected rows of shape (1, 5) here, found "
-    checkpoint = "let torch.distributed.checkpoint change"
+    by_shape = "expected a shard of shape (1, 5) on this rank, found "
+    checkpoint = "use torch.distributed.checkpoint to change"
     wrong: dict[str, tuple[Any, list[str]]] = {
         "other sizes": (
             cut_over(torch.ones(6, 5), mesh, Shard(0)),
-            [f"size mismatch for {name}: expected shape (2, 5), found (6, 5)", "build the model as it was"],
+            [
+                f"size mismatch for {name}: expected shape (2, 5), found (6, 5)",
+                "build the model with the sizes that it had then",
+            ],
         ),
         "turned round": (
             cut_over(full, turned, Shard(0)),
             [
-                f"rank {rank}: {name}: expected the rows from {rank} on here, found those from {1 - rank} on",
+                f"rank {rank}: {name}: expected a shard that starts at row {rank} on this rank, "
+                f"found one that starts at row {1 - rank}",
                 checkpoint,
                 "ranks [1, 0] with placements (Shard(dim=0),)",
             ],
@@ -247,8 +252,8 @@ def test_a_dict_of_another_form_than_the_chosen_one_is_refused(keep: bool) -> No
         (SHARDED, FULL): "expected a ShardedTensor or DTensor, found a full tensor",
         (FULL, LOCAL): 'Missing key(s) in state_dict: "net.',
         (SHARDED, LOCAL): 'Missing key(s) in state_dict: "net.',
-        (LOCAL, FULL): 'Missing key(s) in state_dict: "flat_param"; expected a slice of',
-        (LOCAL, SHARDED): 'Missing key(s) in state_dict: "flat_param"; expected a slice of',
+        (LOCAL, FULL): 'Missing key(s) in state_dict: "flat_param"; expected a local shard of',
+        (LOCAL, SHARDED): 'Missing key(s) in state_dict: "flat_param"; expected a local shard of',
     }
     for (chosen, given), part in expected.items():
         with FSDP.state_dict_type(model, chosen):

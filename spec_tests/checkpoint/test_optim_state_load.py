@@ -308,7 +308,7 @@ def test_torchs_own_named_optimizer() -> None:
 def test_a_model_without_units_is_refused() -> None:
     model = make()
     optimizer = torch.optim.Adam(model.parameters())
-    with pytest.raises(ValueError, match=r"rank \d.*has no FullyShardedDataParallel in it"):
+    with pytest.raises(ValueError, match=r"rank \d.*contains no FullyShardedDataParallel"):
         FSDP.optim_state_dict_to_load(model, optimizer, {"state": {}, "param_groups": []})
 
 
@@ -467,7 +467,11 @@ def test_what_does_not_fit_on_one_rank_is_refused_on_all(keep: bool) -> None:
         refused_everywhere(model, optimizer, broken(change), "rank 1: ", *parts)
 
     check(lambda s: s["state"].pop("head.bias"), "key 'head.bias': expected states", "found none")
-    check(lambda s: s["param_groups"][0]["params"].remove("scale"), "key 'scale': expected in a group", "found in none")
+    check(
+        lambda s: s["param_groups"][0]["params"].remove("scale"),
+        "key 'scale': expected in a parameter group",
+        "found in none",
+    )
     check(lambda s: s["state"].update(nobody=s["state"]["scale"]), "key 'nobody': expected no such parameter")
     check(
         lambda s: s["state"]["head.weight"].update(exp_avg=torch.ones(5, 2)),
@@ -519,7 +523,7 @@ def test_rows_that_one_rank_lacks_are_refused_on_all(keep: bool) -> None:
         dist.barrier()
 
     unit = ["second.0.weight", "second.0.bias"]
-    expected = "expected rows of torch.float32, as other ranks have them, found none"
+    expected = "expected a shard of torch.float32, as on other ranks, found none"
     check(without(*unit, state="exp_avg"), f"rank 1: optimizer state 'exp_avg' of 'second.0.weight': {expected}")
     if keep:
         check(
@@ -543,7 +547,9 @@ def test_a_sharded_dict_of_another_number_of_ranks_is_refused() -> None:
     if dist.get_rank() < 2:
         other, restored = fresh(process_group=pair)
         FSDP.set_state_dict_type(other, SHARDED)
-        with pytest.raises(RuntimeError, match=r"rank 0: .*expected rows of shape \(3, 3\) here, found \(2, 3\)"):
+        with pytest.raises(
+            RuntimeError, match=r"rank 0: .*expected a shard of shape \(3, 3\) on this rank, found \(2, 3\)"
+        ):
             FSDP.optim_state_dict_to_load(other, restored, states)
     dist.barrier()
 

@@ -315,5 +315,5 @@ def test_parameters_outside_of_all_units_may_be_missing(keep: bool) -> None:
     position = next(n for n, p in enumerate(other.parameters()) if p is extra)
     assert position not in found["state"]
     assert position not in found["param_groups"][0]["params"]
-    with quiet(), pytest.raises(RuntimeError, match="key 'extra': expected in a group of parameters, found in none"):
+    with quiet(), pytest.raises(RuntimeError, match="key 'extra': expected in a parameter group, found in none"):
         FSDP.optim_state_dict_to_load(other, restored, full)

@@ -124,8 +124,8 @@ def test_the_wrapper_lists_what_reset_parameters_has_not_set(door: str) -> None:
     with minifsdp.debug("meta"), said() as texts:
         made(door, False)
     assert len(texts) == 1
-    assert texts[0].startswith(f"rank {dist.get_rank()}: in Rotary, which was on the meta device")
-    assert "the values of inverse. " in texts[0]
+    assert texts[0].startswith(f"rank {dist.get_rank()}: Rotary was on the meta device")
+    assert "the values of inverse in it are not initialized. " in texts[0]
 
 
 @pytest.mark.spec("DEBUG-08")
@@ -143,7 +143,7 @@ def test_the_wrapper_lists_what_a_function_of_the_user_has_not_set(door: str) ->
         FSDP(model, use_orig_params=door == ORIGINALS, device_id=device(), param_init_fn=fill)
     assert len(texts) == 1
     names = "0.bias, 1.weight, 1.bias, 1.running_mean, 1.running_var, 1.num_batches_tracked"
-    assert f"the values of {names}. " in texts[0]
+    assert f"the values of {names} in it are not initialized. " in texts[0]
 
 
 @pytest.mark.spec("DEBUG-08", "DEBUG-09")
@@ -174,8 +174,8 @@ def test_a_buffer_without_values_is_refused_on_every_rank_at_the_first_forward(d
             model = made(door, False)
         buffer = [buffer for name, buffer in model.named_buffers() if name.endswith("inverse")][1]
         on_rank(0, lambda: buffer.copy_(Rotary._table()))
-        refused(model, "the values of 'layers.1.inverse' (rank 1) since")
-        refused(model, "the values of 'layers.1.inverse' (rank 1) since")
+        refused(model, "the values of 'layers.1.inverse' (rank 1) are not")
+        refused(model, "the values of 'layers.1.inverse' (rank 1) are not")
         buffer.copy_(Rotary._table())
         iterate(model)
 
@@ -199,7 +199,7 @@ def test_a_parameter_without_values_is_refused_on_every_rank(door: str) -> None:
                 options = {"use_orig_params": door == ORIGINALS, "device_id": device()}
                 model = FSDP(model, param_init_fn=all_but_the_last_row, **options)
         assert len(texts) == (door != FUNCTION)
-        refused(model, "the values of 'layers.1.weight' (rank 1) since")
+        refused(model, "the values of 'layers.1.weight' (rank 1) are not")
 
 
 def all_but_the_last_row(module: nn.Module) -> None:
@@ -223,7 +223,7 @@ def test_a_buffer_of_a_root_without_parameters_is_seen() -> None:
         model.to_empty(device=device())
         for layer in model.layers:
             reset_all(layer)
-        refused(model, "the values of 'scale' (rank 0, 1) since")
+        refused(model, "the values of 'scale' (rank 0, 1) are not")
 
 
 def refused(model: Callable[..., Any], words: str) -> None:

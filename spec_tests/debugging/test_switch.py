@@ -63,7 +63,7 @@ def test_they_are_on_as_long_as_any_call_wants_them() -> None:
 @pytest.mark.pure
 @pytest.mark.spec("DEBUG-01")
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"\['nans'\]; there are weights, values, order, meta"):
+    with pytest.raises(ValueError, match=r"\['nans'\]; the available checks are weights, values, order, meta"):
         minifsdp.debug("order", "nans")
     assert on() == set()
 

@@ -29,7 +29,7 @@ def places(action: Callable[[], Any]) -> tuple[str, list[str]]:
         action()
     text = str(caught.value)
     assert text.startswith(f"rank {dist.get_rank()}: ")
-    (during,) = re.findall(r"have come up in this (\w+)", text)
+    (during,) = re.findall(r"appear in this (\w+), so all ranks stop", text)
     return during, re.findall(r"^rank \d+: (?!values that).*$", text, re.MULTILINE)
 
 
@@ -75,7 +75,7 @@ def test_a_parameter_is_named_by_every_rank_that_has_gathered_it(door: str, stra
     with minifsdp.debug("values"), torch.no_grad():
         during, found = places(lambda: model(batch(1)))
     assert during == "forward"
-    place = "parameter 'blocks.3.linear.weight' when it was gathered: 1 nan and 1 inf among 36 values"
+    place = "parameter 'blocks.3.linear.weight' after its all-gather: 1 nan and 1 inf among 36 values"
     assert found == [f"rank {rank}: {place}" for rank in (0, 1)]
 
 

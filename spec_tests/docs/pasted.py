@@ -26,7 +26,7 @@ VALUES: dict[str, object] = {
     "rank": 2,
     "seconds": 12.5,
     "num_shards": 4,
-    "lines": "parameter 'head.weight' on rank(s) 1, 3 is not what it is on rank 0",
+    "lines": "parameter 'head.weight' on rank(s) 1, 3 differs from that on rank 0",
     "report": "\n  rank 0 waits in the all-gather of layers.1 since 12.0 s (train.py:61)\n  rank 1 has ended",
     "places": "  rank 1: 3 of 64 are nan",
     "error": "connection was lost",

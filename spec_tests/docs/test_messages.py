@@ -32,7 +32,7 @@ def test_addresses_are_unique_and_differ_from_those_written_by_hand() -> None:
 @pytest.mark.parametrize(
     ("id", "kind", "words"),
     [
-        ("E-never-gathered", "RuntimeError", "is waited for but was never gathered"),
+        ("E-never-gathered", "RuntimeError", "waits for an all-gather that was never issued"),
         ("E-tied-across-units", "ValueError", "A parameter cannot be tied across units"),
         ("E-strategy-type", "TypeError", "sharding_strategy must be one of"),
         ("E-stale-optimizer", "UserWarning", "were replaced when the model was sharded"),

@@ -62,5 +62,5 @@ def test_every_rank_sends_the_same_and_no_more_than_one_row_too_many(cut: Cut) -
 @pytest.mark.pure
 @pytest.mark.spec("FS2-08")
 def test_an_uneven_cut_along_another_dim_is_refused_with_shape_and_number() -> None:
-    with pytest.raises(NotImplementedError, match=r"dim 1: a parameter of shape \(4, 3\) cannot be cut into 2"):
+    with pytest.raises(NotImplementedError, match=r"dim 1: a parameter of shape \(4, 3\) cannot be divided into 2"):
         Cut(torch.Size([4, 3]), 1, 2)

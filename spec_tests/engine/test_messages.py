@@ -19,7 +19,7 @@ from spec_tests.waiting import comes_true
 def test_a_message_begins_with_the_rank_and_ends_with_the_address() -> None:
     assert rank_of_this_process() == dist.get_rank()
     first, last = message("never-gathered", name="blocks.0").split("\n")
-    assert first == f"rank {dist.get_rank()}: unit 'blocks.0' is waited for but was never gathered"
+    assert first == f"rank {dist.get_rank()}: unit 'blocks.0' waits for an all-gather that was never issued"
     assert " troubleshoot.html#E-never-gathered, " in last
     assert last.endswith(" python -m minifsdp explain-error E-never-gathered")
 

@@ -118,5 +118,5 @@ def test_the_example_of_the_essay_holds() -> None:
 @pytest.mark.pure
 @pytest.mark.spec("SHARD-02")
 def test_a_row_cannot_be_cut_into_no_pieces() -> None:
-    with pytest.raises(ValueError, match="0 pieces"):
+    with pytest.raises(ValueError, match="0 shards"):
         Partition((3,), 0)

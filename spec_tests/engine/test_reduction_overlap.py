@@ -105,5 +105,5 @@ def test_it_can_be_chosen_for_one_group_alone() -> None:
 @pytest.mark.spec("NEW-24")
 @pytest.mark.pure
 def test_where_nothing_is_sharded_it_says_so() -> None:
-    with pytest.raises(ValueError, match="Linear is not sharded"):
+    with pytest.raises(ValueError, match="neither Linear nor any module inside it is sharded"):
         set_reduction_overlap(nn.Linear(1, 1), False)

@@ -152,7 +152,7 @@ def test_units_that_came_in_another_order_give_one_warning_with_both_names() -> 
     a, b, c = units(3)
     schedule = Schedule()
     iterate(schedule, a, b, c)
-    with pytest.warns(UserWarning, match="'1' came where '0' was expected") as caught:
+    with pytest.warns(UserWarning, match="'1' runs where '0' was expected") as caught:
         followed = [schedule.next_forward(unit) for unit in (b, a, c)]
     assert followed == [c, b, None]
     schedule.end_iteration()
@@ -170,7 +170,7 @@ def test_a_unit_that_the_first_iteration_did_not_have_gives_the_warning_and_no_s
     schedule = Schedule()
     iterate(schedule, a, b)
     assert schedule.next_forward(a) is b
-    with pytest.warns(UserWarning, match="'2' came where '1' was expected"):
+    with pytest.warns(UserWarning, match="'2' runs where '1' was expected"):
         assert schedule.next_forward(new) is None
 
 
@@ -181,7 +181,7 @@ def test_a_new_unit_behind_the_last_of_the_recorded_ones_is_noticed_as_well() ->
     schedule = Schedule()
     iterate(schedule, a)
     assert schedule.next_forward(a) is None
-    with pytest.warns(UserWarning, match="'1' came where 'none' was expected"):
+    with pytest.warns(UserWarning, match="'1' runs where 'none' was expected"):
         assert schedule.next_forward(new) is None
 
 

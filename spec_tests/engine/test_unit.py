@@ -109,7 +109,7 @@ def test_each_verb_leads_from_each_state_where_the_table_says(
     log = Log()
     unit = brought_to(before, log)
     if after is RuntimeError:
-        with pytest.raises(RuntimeError, match="'block' is waited for but was never gathered"):
+        with pytest.raises(RuntimeError, match="'block' waits for an all-gather that was never issued"):
             getattr(unit, verb)()
         assert unit.state is before
     else:

@@ -250,7 +250,7 @@ def test_with_a_policy_ignored_parameters_are_in_no_unit(spelling: str, keep: bo
 def test_a_wrapper_cannot_be_ignored(argument: str) -> None:
     plain = seeded()
     plain.blocks[0] = FSDP(plain.blocks[0])
-    with refused(ValueError, "FullyShardedDataParallel", "leave it out"):
+    with refused(ValueError, "FullyShardedDataParallel", "remove it from the list"):
         FSDP(plain, sync_module_states=True, **{argument: [plain.blocks[0]]})
     assert isinstance(plain.leave.weight, nn.Parameter), "nothing was changed"
 

@@ -104,14 +104,14 @@ def test_a_dim_may_be_chosen_beside_the_mesh() -> None:
 @ranks(4)
 def test_a_number_of_ranks_to_rest_on_is_refused_beside_meshes() -> None:
     grid = grid_mesh()
-    with pytest.raises(NotImplementedError, match="meshes of their own"):
+    with pytest.raises(NotImplementedError, match="gives some parameters their own mesh"):
         made_by(fully_shard, line_mesh(), FSDPMeshInfo(grid["shard"], 0), reshard_after_forward=2)
 
 
 @pytest.mark.spec("NEW-23")
 @ranks(4)
 def test_a_mesh_with_an_axis_for_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="mesh of 2 axes"):
+    with pytest.raises(ValueError, match="mesh with 2 axes"):
         made_by(fully_shard, line_mesh(), FSDPMeshInfo(grid_mesh(), 1))
 
 

@@ -174,9 +174,13 @@ def test_a_rank_that_is_shown_nothing_neither_saves_nor_loads() -> None:
             # It may save alone.
             assert model.state_dict().keys() == state.keys()
         else:
-            with pytest.raises(RuntimeError, match=r"rank 1: state_dict.. was called while .* shows them to the first"):
+            with pytest.raises(
+                RuntimeError, match=r"rank 1: state_dict.. was called while .* only the first rank has them"
+            ):
                 model.state_dict()
-        with pytest.raises(RuntimeError, match=r"rank 1: the unit .* expected outside of summon_full_params"):
+        with pytest.raises(
+            RuntimeError, match=r"rank 1: unit .* expected load_state_dict.. outside of summon_full_params"
+        ):
             model.load_state_dict(state)
     model.load_state_dict(state)
 
@@ -222,7 +226,7 @@ def test_a_full_state_dict_that_only_some_ranks_have_is_refused() -> None:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
         state = {key: value + 1 for key, value in model.state_dict().items()}
-        with pytest.raises(RuntimeError, match=r"rank 1: .*expected rows, as other ranks have them, found none"):
+        with pytest.raises(RuntimeError, match=r"rank 1: .*expected a shard, as on other ranks, found none"):
             model.load_state_dict(state, strict=False)
     assert all(map(torch.equal, before, model.parameters()))
 
@@ -265,6 +269,6 @@ def test_an_offload_policy_of_torch_is_not_taken_for_none() -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     with pytest.raises(
-        TypeError, match=r"rank .: in a call of fully_shard\(\) offload_policy should be an OffloadPolicy of minifsdp"
+        TypeError, match=r"rank .: fully_shard\(\): offload_policy should be an OffloadPolicy of minifsdp"
     ):
         fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy())

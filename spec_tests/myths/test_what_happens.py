@@ -211,7 +211,7 @@ def test_the_two_doors_give_different_types_and_cannot_be_mixed() -> None:
     assert (len(flat), len(each)) == (5, 12)
     model = seeded()
     fully_shard(model.blocks[0])
-    with pytest.raises(ValueError, match="sharded by fully_shard before"):
+    with pytest.raises(ValueError, match="already sharded by fully_shard"):
         FullyShardedDataParallel(model, device_id=device())
 
 

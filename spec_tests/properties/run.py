@@ -58,7 +58,7 @@ EVALUATION = 50
 MEANINGLESS = "this checkpoint() is not necessary"
 # A unit that runs in every other step only confounds a prefetch; the next three are in ``pyproject.toml``, too.
 EXPECTED_WARNINGS = (
-    "rank .*: forward_prefetch expects units in the order",
+    "rank .*: forward_prefetch expects the units to run in the order",
     "None of the inputs have requires_grad=True",
     "The .grad attribute of a Tensor that is not a leaf Tensor",
     "Please use DTensor instead",

@@ -242,7 +242,7 @@ def test_in_a_flat_unit_frozen_parameters_beside_trained_ones_have_one() -> None
         assert_model_sends(with_frozen_halves(job), job, said.cost)
     assert all("frozen parameters" in str(warning.message) for warning in caught)
     assert said.gradient_bytes == said.parameter_bytes
-    assert "what lies on a rank" in said.assumptions[0]
+    assert "the shard on a rank determines" in said.assumptions[0]
     if dist.get_rank() == 1:
         assert_as_priced(found, said.cost)
     else:

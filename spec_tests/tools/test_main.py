@@ -32,7 +32,7 @@ def test_the_command_at_the_end_of_a_message_explains_it() -> None:
     )
     text = " ".join(done.stdout.split())
     assert text.startswith("E-tied-across-units parameter … is the same as … of a unit")
-    assert "leave both to the root." in text
+    assert "leave both in the root unit." in text
 
 
 @pytest.mark.spec("START-05")
