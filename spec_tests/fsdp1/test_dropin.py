@@ -5,9 +5,9 @@ tests run each program twice in the same ranks. The second run only replaces the
 tests then compare the output of the two runs. On two ranks the outputs must be bitwise equal, in float32 and also in
 low precision.
 
-torch does not support some features of these programs on the CPU. Such a program is compared with its own output in one
-process on the whole batch, with a stand-in for the wrapper that shards nothing (see ``alone.py``). That run adds up sums in
-a different order, so the last bits may differ.
+torch does not support some features of these programs on the CPU. The test then compares the program with its own
+output in one process on the whole batch. That run uses a replacement for the wrapper that shards nothing (see
+``alone.py``). It adds numbers in a different order, so the last bits may differ.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def a_folder() -> Iterator[str]:
 
 
 def run(program: str, library: str) -> Any:
-    """What the program prints on rank 0, or on every rank if it runs alone. ``None`` on the other ranks."""
+    """The output of the program on rank 0, or on every rank if it runs alone. ``None`` on the other ranks."""
     is_alone = library == ALONE
     written = io.StringIO()
     with contextlib.ExitStack() as stack:
