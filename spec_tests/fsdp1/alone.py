@@ -1,10 +1,10 @@
-"""``torch.distributed.fsdp`` for one process that has the whole model and the whole batch: nothing is sharded.
+"""A replacement for ``torch.distributed.fsdp`` for one process with the whole model and batch: nothing is sharded.
 
-The third library that a drop-in program can be run with. Where torch's wrapper refuses to work on the CPU, the program
-with this one says what the numbers must be: the same lines of the same program, without any of the machinery.
+A drop-in program can be run with three libraries: torch, minifsdp and this one. Where torch's wrapper does not support
+the CPU, this one computes the expected numbers. It runs the same lines of the same program without any sharding.
 
-`as_if_alone` makes the ranks invisible, so that a program which takes every ``world_size``-th sample from ``rank`` on
-takes all of them. The ranks then all do the same, each for itself.
+Inside `as_if_alone` a program sees only one rank. A program that takes every ``world_size``-th sample starting at
+``rank`` therefore takes all samples. All ranks then do the same work, each on its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["FullyShardedDataParallel", "as_if_alone"]
 
 
 class FullyShardedDataParallel:
-    """Gives the module back, with values if it was built without, and with the methods of a wrapper."""
+    """Returns the module, with a wrapper's methods added. Materializes the module if it is on the meta device."""
 
     def __new__(
         cls,
@@ -52,7 +52,7 @@ class FullyShardedDataParallel:
 
 
 def __getattr__(name: str) -> Any:
-    # Options and policies: nobody looks at them.
+    # Options and policies are ignored.
     if name.startswith("__"):
         raise AttributeError(name)
     return mock.MagicMock(name=name)
@@ -60,7 +60,7 @@ def __getattr__(name: str) -> Any:
 
 @contextlib.contextmanager
 def as_if_alone() -> Iterator[None]:
-    """Inside, ``torch.distributed`` says that there is one process, and talks to nobody."""
+    """Inside, ``torch.distributed`` reports one process and does not communicate."""
     answers: dict[str, Any] = {
         "get_rank": lambda group=None: 0,
         "get_world_size": lambda group=None: 1,

@@ -1,4 +1,4 @@
-"""``apply``: a function for every submodule, with full parameters."""
+"""``apply``: calls a function for every submodule, with unsharded parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pairs = pytest.mark.parametrize(("strategy", "use_orig_params"), PAIRS)
 
 
 def visits_of(model: nn.Module, *, wrappers: bool = False) -> list[tuple[Any, ...]]:
-    """Whom ``apply`` visits, in order, and the shapes and values of the parameters that each owns by then."""
+    """The modules that ``apply`` visits, in order, with the shapes and values of their own parameters at that time."""
     visits: list[tuple[Any, ...]] = []
 
     def note(module: nn.Module) -> None:
@@ -48,7 +48,7 @@ def test_every_submodule_and_itself_are_visited_children_first_with_full_paramet
     assert [name for name, _ in expected][-1] == "Stack"
     for _ in range(2):
         assert visits_of(model) == expected
-        # The second time in the middle of training.
+        # The second iteration of the loop checks this in the middle of training.
         iterate(model)
 
 
@@ -76,7 +76,7 @@ def test_changes_persist(strategy: ShardingStrategy, use_orig_params: bool) -> N
     plain = seeded().apply(fill)
     model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     with torch.no_grad():
-        model(batch())  # What was gathered before must not be used after.
+        model(batch())  # Parameters that were all-gathered before the change must not be reused after it.
     model.apply(fill)
     assert_same(full_values(model), named(plain), bitwise=True)
     with torch.no_grad():
@@ -153,7 +153,7 @@ def test_during_forward_it_raises_too() -> None:
 
 
 def init_by_type(module: nn.Module) -> None:
-    """As one writes it for a plain model."""
+    """An initialization function as users write it for an unwrapped model."""
     if isinstance(module, nn.Linear):
         nn.init.xavier_normal_(module.weight)
         nn.init.uniform_(module.bias, -0.1, 0.1)

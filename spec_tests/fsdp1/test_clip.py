@@ -1,6 +1,6 @@
-"""Clipping by the norm of all gradients: ``clip_grad_norm_``.
+"""``clip_grad_norm_``: clips by the norm of all gradients.
 
-The expected norm is that of the plain model's gradients, averaged over the ranks' batches, as one long vector.
+The expected norm is that of the unwrapped model's gradients, averaged over the ranks' batches and concatenated.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NORM_TYPES = (1, 2.0, 3, math.inf, "inf")
 
 
 def norm_of(gradients: dict[str, Tensor], norm_type: float | str = 2.0) -> Tensor:
-    """The p-norm of all of them as one vector, in float64."""
+    """The p-norm of all gradients as one vector, computed in float64."""
     row = torch.cat([gradient.reshape(-1).double() for gradient in gradients.values()])
     return torch.linalg.vector_norm(row, float(norm_type)).float().cpu()
 
@@ -133,7 +133,7 @@ def test_the_norm_has_the_dtype_that_all_gradients_can_be_promoted_to(
 
     def norm_of_ones(model: Any) -> Tensor:
         for parameter in model.parameters():
-            # Not by a backward: no one operator takes all of these dtypes.
+            # Set the gradients manually: no single operator accepts all of these dtypes in a backward.
             parameter.grad = torch.ones_like(parameter)
         return model.clip_grad_norm_(1.0)
 
@@ -141,12 +141,12 @@ def test_the_norm_has_the_dtype_that_all_gradients_can_be_promoted_to(
     found = norm_of_ones(ours)
     assert found.dtype is of_norm
     if torch.float64 not in (of_blocks, of_rest):
-        # torch 2.13 refuses to take the norm of a gradient in float64.
+        # torch 2.13 does not compute the norm of a gradient in float64.
         theirs = norm_of_ones(as_torch(converted(), use_orig_params=use_orig_params))
         assert theirs.dtype is of_norm
         torch.testing.assert_close(found, theirs)
     assert {p.grad.dtype for p in ours.parameters() if p.numel()} == {of_blocks, of_rest}
-    # 5 layers of 6 x 6 + 6 and one of 2 x 6 + 2; with flat parameters the padding is counted, too, as it is 1 here.
+    # 5 layers of 6 x 6 + 6 and one of 2 x 6 + 2. With flat parameters the padding counts too, because it is 1 here.
     assert abs(float(found) ** 2 - 224) < 2
 
 
@@ -245,7 +245,7 @@ def test_training_with_clipping_is_that_of_one_process(use_orig_params: bool) ->
     torch.testing.assert_close(whole(model)[0], {n: p.detach() for n, p in plain.named_parameters()})
 
 
-# --- who takes part ---
+# --- which ranks take part ---
 
 
 @pytest.mark.spec("CLIP-04")
@@ -264,7 +264,7 @@ def test_every_rank_issues_the_reduction_of_the_norm(strategy: ShardingStrategy)
 @pytest.mark.spec("CLIP-04", "CLIP-02")
 @ranks(2)
 def test_a_rank_without_any_gradient_issues_it_too_and_gets_the_norm() -> None:
-    # One element in all: the second rank has none of it.
+    # The model has only one element, so the second rank stores nothing.
     model = FullyShardedDataParallel(nn.Linear(1, 1, bias=False).to(device()), use_orig_params=True)
     model(torch.full((1, 1), 3.0, device=device())).sum().backward()
     assert [parameter.grad is None for parameter in model.parameters()] == [dist.get_rank() == 1]
@@ -305,7 +305,7 @@ def test_the_function_of_torch_sees_local_chunks_only(strategy: ShardingStrategy
 
 
 def two_blocks(dtypes: tuple[torch.dtype, torch.dtype], **options: Any) -> FullyShardedDataParallel:
-    """Two units, each of which keeps its gradients in the dtype that it computes in."""
+    """Two units. Each keeps its gradients in its compute dtype."""
 
     def unit(module: nn.Module, dtype: torch.dtype) -> FullyShardedDataParallel:
         precision = MixedPrecision(param_dtype=dtype, keep_low_precision_grads=True, cast_forward_inputs=True)
@@ -346,11 +346,11 @@ def test_the_dtype_of_the_norm_is_the_promotion_of_all_gradients(
     assert [p.grad.dtype for p in model.parameters() if p.grad is not None] == found, "gradients stay what they are"
 
 
-# --- what counts ---
+# --- which elements count ---
 
 
 def parts() -> nn.Module:
-    """A part to be sharded, one to be on every rank, and one to be ignored."""
+    """A model with a part that is sharded, a part that is replicated, and a part that is ignored."""
     return nn.Sequential(OrderedDict(shards=Block(), copies=Block(), own=Block(), leave=nn.Linear(6, 2)))
 
 
@@ -368,7 +368,7 @@ def mixed(strategy: ShardingStrategy, **options: Any) -> FullyShardedDataParalle
 def test_of_sharded_and_whole_and_ignored_parts_each_element_counts_once(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    # The same batch everywhere, so that the ignored part has one gradient and not four.
+    # All ranks use the same batch, so that the ignored part has the same gradient on all four ranks.
     plain = seeded(parts)
     loss_of(plain(batch(0, 0))).backward()
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
@@ -419,7 +419,7 @@ def test_frozen_units_do_not_count() -> None:
 def test_it_belongs_to_the_root() -> None:
     model = wrapped()
     for _ in range(2):
-        # The first time before the first forward, when nobody but the constructor knows who is inside whom.
+        # The first call comes before the first forward, when the nesting is known only from the constructor.
         for index in range(4):
             with Wire() as wire, pytest.raises(RuntimeError, match=r"rank \d.*clip_grad_norm_.*root"):
                 model.module.blocks[index].clip_grad_norm_(1.0)
@@ -460,7 +460,7 @@ def test_the_warning_points_to_the_line_that_is_to_be_changed() -> None:
 @ranks(2)
 def test_a_rank_without_a_gradient_sends_a_number_of_the_dtype_that_the_others_send() -> None:
     torch.set_default_dtype(torch.float64)
-    # One element: it lies on rank 0, and rank 1 has nothing to take the norm of.
+    # The model has only one element, which rank 0 stores. Rank 1 has nothing to take the norm of.
     model = FullyShardedDataParallel(nn.Linear(1, 1, bias=False, device=device()), use_orig_params=True)
     model(torch.full((1, 1), 3.0, device=device())).sum().backward()
     assert [p.grad is None for p in model.parameters()] == [dist.get_rank() == 1]

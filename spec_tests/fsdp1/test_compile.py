@@ -1,8 +1,8 @@
 """``torch.compile`` around a wrapped model, inside of it, and where it cannot work.
 
-The compilers used here record graphs and run them as they are ("eager"), or split them into forward and backward first
-("aot_eager"). Both are quick, and both would show a gather that got into a graph, or a view that was looked up too
-early: the numbers must be those of the uncompiled model to the last bit.
+The backends used here either run the captured graphs unchanged ("eager") or split them into forward and backward first
+("aot_eager"). Both are fast. Both would expose an all-gather that was captured in a graph, or a view that was looked up
+too early, because the numbers must be bitwise equal to those of the uncompiled model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.not_simulated("torch.compile does not know the simulate
 
 
 def trained(model: FSDP, called: Any = None, steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and final values of a few steps, in which ``called`` is called in the model's place."""
+    """Trains for a few steps and returns the losses and final values. Calls ``called`` instead of the model if set."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(steps):
@@ -41,11 +41,11 @@ def trained(model: FSDP, called: Any = None, steps: int = 3) -> tuple[list[float
 
 
 class Compiler:
-    """Counts the operations in the graphs that it was given; what was compiled by tests before is forgotten."""
+    """A backend that counts the operations in the graphs it receives. Creating one drops all earlier compilations."""
 
     def __init__(self, backend: str = "eager") -> None:
         torch._dynamo.reset()
-        # Torch reports progress by tqdm, whose own lock is shared by processes and would outlive a rank.
+        # torch reports progress with tqdm, whose default lock is shared between processes and would outlive a rank.
         tqdm.tqdm.set_lock(threading.RLock())
         self.backend, self.num_operations = backend, 0
 
@@ -139,6 +139,6 @@ def test_a_policy_cannot_reach_into_what_was_compiled_before(strategy: ShardingS
         for block in seeded().blocks:
             yield torch.compile(block, backend="eager")
 
-    # The compiled module goes past the wrapper: with NO_SHARD the gradients would silently stay unreduced.
+    # The compiled module bypasses the wrapper: with NO_SHARD the gradients would silently stay unreduced.
     with refused(ValueError, "Block at '0'", "torch.compile", "module.compile()"):
         FSDP(nn.Sequential(*blocks()), auto_wrap_policy=ModuleWrapPolicy({Block}), sharding_strategy=strategy)

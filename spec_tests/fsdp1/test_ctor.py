@@ -1,4 +1,4 @@
-"""Constructing the wrapper: its arguments, what it refuses, and what kind of module comes out."""
+"""The constructor of the wrapper: its arguments, its errors, and the properties of the resulting module."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_none_for_backward_prefetch_is_not_the_same_as_leaving_it_out() -> None:
 
 
 class FourLayers(nn.Sequential):
-    """One unit, the same in every process."""
+    """One unit with the same parameters in every process."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(WIDTH, 3), nn.Tanh(), nn.Linear(3, 2))
@@ -207,7 +207,7 @@ class FourLayers(nn.Sequential):
 
 
 def public_values(model: FSDP) -> dict[str, Any]:
-    """What the wrapper says of itself; of the wrapped module nothing."""
+    """The wrapper's own public attributes, without those of the wrapped module."""
     return {name: value for name, value in vars(model).items() if name[0] != "_" and name != "mesh"}
 
 
@@ -232,7 +232,7 @@ class Answer:
 
 
 class Opaque:
-    """Not a container of anything, as far as anybody can see."""
+    """An object that does not look like a container."""
 
 
 OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
@@ -251,7 +251,7 @@ OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
 
 
 class Mixed(nn.Module):
-    """Takes arguments of every kind and returns whatever it was told to."""
+    """Takes arguments of every kind and returns the kind of output that ``output`` selects."""
 
     def __init__(self, output: str) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class Mixed(nn.Module):
 
 
 class Passes(nn.Module):
-    """Passes everything on to a unit inside, and passes back what comes out."""
+    """Passes its arguments to an inner unit and returns that unit's output."""
 
     def __init__(self, output: str) -> None:
         super().__init__()
@@ -377,7 +377,7 @@ def test_an_optimizer_from_before_wrapping_changes_nothing_and_warns_once() -> N
     assert "build the optimizer after wrapping" in message
 
 
-# --- who shards ---
+# --- which ranks shard ---
 
 
 @pytest.mark.spec("CTOR-06")
@@ -395,7 +395,7 @@ def test_a_given_group_is_the_one_that_gathers_and_reduces(strategy: ShardingStr
     assert {event.kind for event in communication} == {"AG", "RS"}
     assert {event.ranks for event in communication} == {members}
     assert {unit.process_group for unit in FSDP.fsdp_modules(model)} == {mine}
-    # N is 2: two chunks, and the mean over two ranks. Two numbers have no order, so it is bit by bit.
+    # N is 2: two shards, and the mean over two ranks. A sum of two has no order, so it is bitwise equal.
     gradients = [local_gradients(plain, [0], rank) for rank in members]
     mean = {name: (gradients[0][name] + gradients[1][name]) / 2 for name in gradients[0]}
     expected = chunked(plain, mean, 2, members.index(dist.get_rank()))
@@ -433,8 +433,8 @@ def test_a_module_that_is_wrapped_again_stays_in_its_first_unit(is_inside: bool,
         twice: Any = {
             "use_orig_params": use_orig_params,
             "device_id": device(),
-            # A unit's values, a different slice on each rank, are not what the second call may send around. (Torch
-            # refuses to send what is on a CPU.)
+            # The second call must not broadcast a unit's parameters: each rank has a different shard. (torch does not
+            # broadcast tensors that are on a CPU.)
             "sync_module_states": library is minifsdp,
         }
         model, once = seeded(), seeded()
@@ -454,7 +454,7 @@ def test_a_module_that_is_wrapped_again_stays_in_its_first_unit(is_inside: bool,
         iterate(whole)
     for ours, expected in zip(model.parameters(), once.parameters(), strict=True):
         assert torch.equal(ours, expected)
-        # Of a parameter that is on the other rank only there is none.
+        # A parameter that the other rank stores completely has no gradient here.
         assert (ours.grad is None) is (expected.grad is None) is (ours.numel() == 0)
         assert ours.grad is None or torch.equal(ours.grad, expected.grad)
 
@@ -526,7 +526,7 @@ def test_sharding_with_nobody_is_warned_of_in_the_words_of_torch(strategy: Shard
 @ranks(1)
 def test_sharding_with_nobody_is_told_once_for_a_model_of_many_units() -> None:
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")  # As in a program that has chosen nothing.
+        warnings.simplefilter("default")  # the default for a program that sets no filter
         model = wrapped()
     assert len(FSDP.fsdp_modules(model)) == 5
     assert len(caught) == 1
@@ -565,7 +565,7 @@ def test_the_outermost_instance_is_the_root_and_the_others_are_not(has_run: bool
     assert FSDP.fsdp_modules(model, root_only=True) == [model]
     inner = model.blocks[1]
     assert inner in FSDP.fsdp_modules(model)
-    # What may be called on the root only.
+    # These methods can only be called on the root.
     for call in (inner.no_sync().__enter__, lambda: inner.clip_grad_norm_(1.0)):
         with refused(RuntimeError, "root"):
             call()
@@ -586,7 +586,7 @@ def test_the_tree_is_named_from_the_root_that_ran_forward() -> None:
     with trace.record() as recorder:
         iterate(root)
     assert recorder.order("F") == ["F", "F 0", *(f"F 0.blocks.{index}" for index in range(4))]
-    # The root, and only the root, stays gathered between its forward and its backward.
+    # Only the root stays unsharded between its forward and its backward.
     assert recorder.order("AG", "FREE", "B").index("B") < recorder.order("AG", "FREE", "B").index("FREE")
     assert FSDP.fsdp_modules(root, root_only=True) == [root]
 
@@ -693,12 +693,12 @@ def test_printing_shows_every_unit_as_a_layer(keep: bool) -> None:
 
 
 def num_printed(model: nn.Module) -> int:
-    """A list of equal layers is printed once, with their number before it."""
+    """The number of wrappers in ``repr``. A list of equal layers is printed once, with their number in front."""
     found = re.findall(r"(?:(\d+) x )?FullyShardedDataParallel\(", repr(model))
     return sum(int(number or 1) for number in found)
 
 
-# --- changing the wrapped module behind the wrapper's back ---
+# --- changing the wrapped module without the wrapper ---
 
 
 def remove(layer: nn.Module) -> None:
@@ -711,7 +711,7 @@ def rebind_to_a_parameter(layer: nn.Module) -> None:
 
 def rebind_to_a_tensor(layer: nn.Module) -> None:
     if "weight" in layer._parameters:
-        del layer.weight  # nn.Module does not let a tensor take a parameter's name
+        del layer.weight  # nn.Module does not allow a tensor to replace a parameter
     layer.weight = torch.ones(WIDTH, WIDTH, device=device())
 
 

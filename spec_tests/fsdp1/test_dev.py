@@ -1,7 +1,7 @@
-"""What depends on the machine: a model on the CPU of a machine with an accelerator, and whether bfloat16 is native.
+"""Machine-dependent behavior: a model on the CPU of a machine with an accelerator, and native support for bfloat16.
 
-``test_initial.py`` has the tests that need such a machine. Here the same decisions are looked at one by one: a device
-that is not there can be decided about, as long as nothing is really moved to it.
+``test_initial.py`` has the tests that need such a machine. The tests here check the same decisions one by one. They do
+not need the device, because nothing is really moved to it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ACCELERATOR = torch.device("cuda", 1)
 
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, torch.device]]:
-    """What would be moved, and to where."""
+    """Records each tensor that would be moved, and the device it would be moved to."""
     calls: list[tuple[torch.Tensor, torch.device]] = []
     monkeypatch.setattr(initial, "_move", lambda tensor, device: calls.append((tensor, device)))
     return calls
@@ -42,7 +42,7 @@ def test_on_the_cpu_without_a_device_id_the_model_is_cut_there_and_only_its_buff
     model, modules = two_modules()
     with pytest.warns(UserWarning, match=r"rank 0: .*on the CPU.*cuda:1.*device_id"):
         initial.cut_in_place(modules, ACCELERATOR, set(), sends=False)
-    # A slice is moved when it has been cut. A buffer is not cut, so nothing else would ever move it.
+    # A shard moves after the parameter is sharded. A buffer is not sharded, so nothing else would move it later.
     assert [(id(tensor), device) for tensor, device in moved] == [(id(b), ACCELERATOR) for b in model.buffers()]
     assert len(moved) == 3
 
@@ -68,7 +68,7 @@ def test_where_the_module_is_where_it_computes_nothing_is_said(place: str, sends
     model, modules = two_modules()
     device, ignored = ACCELERATOR, set(model.parameters())
     if place == "where it computes":
-        # Any device but the CPU; the meta device is there on every machine.
+        # Any device except the CPU works. The meta device exists on every machine.
         model.to("meta")
     elif place == "on the CPU":
         device = torch.device("cpu")

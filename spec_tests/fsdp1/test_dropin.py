@@ -1,13 +1,13 @@
-"""Whole programs, as users write them, run with torch's wrapper and with ours.
+"""Runs whole programs, written the way users write them, with torch's wrapper and with ours.
 
-The programs are in ``dropin/``. Each is written for ``torch.distributed.fsdp`` and knows nothing of this library; here
-its text is run twice in the same ranks, the second time with another module's name in its import lines and with nothing
-else changed. What the two runs print is compared. In float32 and in the low precisions, too, two ranks must agree to
-the last bit.
+The programs are in ``dropin/``. Each is written for ``torch.distributed.fsdp`` and does not refer to this library. The
+tests run each program twice in the same ranks. The second run only replaces the module name in the import lines. The
+tests then compare the output of the two runs. On two ranks the outputs must be bitwise equal, in float32 and also in
+low precision.
 
-Some of what the programs do torch refuses to do on the CPU. These programs are compared with themselves, run by one
-process on the whole batch with a stand-in that shards nothing (see ``alone.py``). Sums are added up in another order
-there, so the last bits may differ.
+torch does not support some features of these programs on the CPU. The test then compares the program with its own
+output in one process on the whole batch. That run uses a replacement for the wrapper that shards nothing (see
+``alone.py``). It adds numbers in a different order, so the last bits may differ.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from spec_tests.harness import device, ranks
 
 PROGRAMS = pathlib.Path(__file__).parent / "dropin"
 TORCH, OURS, ALONE = "torch.distributed.fsdp", "minifsdp", "spec_tests.fsdp1.alone"
-# Numbers that are the same sums in another order, after a few steps of training; and where only the norm is.
+# Tolerances after a few training steps if sums have a different order, and if only the norm's sum does.
 SAME_MATH = 1e-4
 SAME_UP_TO_THE_NORM = 1e-6
 
@@ -39,7 +39,7 @@ IMPORT_LINE = re.compile(r"^from torch\.distributed\.fsdp(\.\w+)* import ")
 
 
 def text_of(program: str, library: str) -> str:
-    """The program with another library's name in its import lines."""
+    """The source of a program, with its import lines changed to another library."""
     lines = []
     for line in (PROGRAMS / f"{program}.py").read_text().splitlines():
         if IMPORT_LINE.match(line):
@@ -50,7 +50,7 @@ def text_of(program: str, library: str) -> str:
 
 
 def on_this_device(text: str) -> str:
-    """The programs know CUDA and the CPU; another accelerator takes CUDA's place."""
+    """The programs only support CUDA and the CPU. On another accelerator this replaces CUDA in their source."""
     if device().type in ("cpu", "cuda"):
         return text
     here = text.replace("torch.cuda.is_available()", "True").replace(
@@ -61,7 +61,7 @@ def on_this_device(text: str) -> str:
 
 @contextlib.contextmanager
 def a_folder() -> Iterator[str]:
-    """One folder, which all ranks see."""
+    """One temporary folder that all ranks share."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
         name = [own]
         dist.broadcast_object_list(name)
@@ -70,7 +70,7 @@ def a_folder() -> Iterator[str]:
 
 
 def run(program: str, library: str) -> Any:
-    """What the program prints on rank 0, or here if it is run alone; ``None`` on the other ranks."""
+    """The output of the program on rank 0, or on every rank if it runs alone. ``None`` on the other ranks."""
     is_alone = library == ALONE
     written = io.StringIO()
     with contextlib.ExitStack() as stack:
@@ -80,7 +80,7 @@ def run(program: str, library: str) -> Any:
             stack.enter_context(as_if_alone())
         environment = stack.enter_context(pytest.MonkeyPatch.context())
         environment.setenv("CHECKPOINTS", folder)
-        # A node is two ranks: what torchrun would say on two small machines.
+        # A node has two ranks. torchrun sets this variable on two small machines.
         environment.setenv("LOCAL_WORLD_SIZE", "2")
         stack.enter_context(contextlib.redirect_stdout(written))
         namespace: dict[str, Any] = {"__name__": f"{program} with {library}"}
@@ -91,7 +91,7 @@ def run(program: str, library: str) -> Any:
 
 
 def close(found: Any, expected: Any, tolerance: float = SAME_MATH) -> bool:
-    """Equal up to ``tolerance``, however deep."""
+    """Whether two nested results are equal up to ``tolerance``."""
     if isinstance(expected, dict):
         return found.keys() == expected.keys() and all(close(found[key], expected[key], tolerance) for key in expected)
     if isinstance(expected, list):
@@ -194,7 +194,7 @@ def test_two_models_that_train_each_other_with_closures_print_the_same_numbers()
 @ranks(2)
 def test_a_script_of_1_13_prints_the_same_numbers() -> None:
     with warnings.catch_warnings():
-        # The older functions for the optimizer's state say so; the batch norm, that it is set apart.
+        # The older optimizer-state functions emit the first warning; excluding the batch norm emits the second.
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", ".*mixed_precision and an auto_wrap_policy")
         compare_with_torch("written_for_1_13")

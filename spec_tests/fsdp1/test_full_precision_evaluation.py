@@ -18,7 +18,7 @@ LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
 
 
 class Scale(nn.Module):
-    """No value here is a bfloat16 number."""
+    """A module whose values cannot be represented in bfloat16."""
 
     def __init__(self, *, with_buffer: bool = False) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def is_exact(model: nn.Module, plain: nn.Module, *, records: bool = False) -> bo
 
 
 def full_gradient(model: Any) -> Tensor:
-    """The gradients of all units, padding included."""
+    """The sum of squares of all units' gradients, padding included."""
     pieces = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
     flat = torch.cat(pieces) if pieces else torch.empty(0, device=device())
     gathered = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
@@ -132,7 +132,7 @@ def test_the_mode_of_the_wrapped_module_decides(strategy: str) -> None:
         assert is_exact(model, plain)
         model.module.train()
         assert not is_exact(model, plain)
-        # One unit alone.
+        # Switch only one unit to evaluation mode.
         model.module.second.module.eval()
         with torch.no_grad():
             assert model(batch()).dtype is torch.float32

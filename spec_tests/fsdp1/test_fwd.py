@@ -1,4 +1,4 @@
-"""What may be called, what a module sees of its parameters while it computes, and how forwards and backwards add up."""
+"""Which modules can be called, which parameters a module sees in forward, and how several passes accumulate."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from spec_tests.models.values import (
 FSDP = FullyShardedDataParallel
 flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 
-# --- a part of a unit that is no unit itself ---
+# --- a submodule that is not a unit ---
 
 
 def nothing_yet(model: FSDP) -> None:
@@ -68,7 +68,7 @@ def test_a_part_that_is_no_unit_refuses_to_be_called_and_says_to_wrap_it(
     keep: bool, after: str, strategy: ShardingStrategy
 ) -> None:
     if keep and strategy is SHARD_GRAD_OP and after == "a_forward":
-        # Kept for its backward, and in sight (ORIG-09): see the test below.
+        # Unsharded until backward, and registered on the module (ORIG-09). The test below covers this case.
         return
     model = wrapped(sharding_strategy=strategy, use_orig_params=keep)
     MOMENTS[after](model)
@@ -95,7 +95,7 @@ def test_a_part_that_is_no_unit_refuses_to_be_called_and_says_to_wrap_it(
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 @ranks(2)
 def test_original_parameters_of_the_right_shape_by_chance_are_refused_too(strategy: ShardingStrategy) -> None:
-    # A slice of one element broadcasts, and with NO_SHARD every shape is right: nothing else would notice.
+    # A shard of one element broadcasts, and with NO_SHARD every shape is right, so no other error would occur.
     model = FSDP(Scale(2), sharding_strategy=strategy, use_orig_params=True, device_id=device())
     with refused(RuntimeError, "parameter 'weight'", "wrap that part"):
         model.module(torch.ones(3, 2, device=device()))
@@ -116,11 +116,11 @@ def test_original_parameters_that_are_kept_for_backward_may_be_used_past_the_wra
         torch.testing.assert_close(gradient, plain.enter.weight.grad)
 
 
-# --- a part that is a unit ---
+# --- a submodule that is a unit ---
 
 
 def pair() -> nn.Module:
-    """Something that one uses as a whole for training, and the first half of alone."""
+    """A model that is trained as a whole and whose first half is also used alone."""
     return nn.Sequential(OrderedDict(encoder=nn.Sequential(Block(), Block()), decoder=nn.Linear(WIDTH, 2)))
 
 
@@ -164,11 +164,11 @@ def test_a_part_that_is_a_unit_can_train_alone_between_steps_of_the_whole(
         assert_same(full_values(model), named(plain))
 
 
-# --- a reference that somebody has kept ---
+# --- a reference that the model keeps ---
 
 
 class Keeps(nn.Module):
-    """Uses a layer's weight through a reference of its own, where no wrapper can see it."""
+    """Uses a layer's weight through its own reference, which the wrapper cannot detect."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def test_the_same_weight_used_by_its_name_has_a_gradient() -> None:
     assert (flat.grad != 0).any()
 
 
-# --- what a module sees ---
+# --- the parameters that a module sees ---
 
 
 @pytest.mark.spec("FWD-04")
@@ -249,7 +249,7 @@ def test_in_forward_and_backward_parameters_are_plain_views_of_one_flat_tensor(
 
 
 def double(layer: nn.Module) -> None:
-    """Behind the back of autograd, which would refuse to use it again."""
+    """Changes the weight without autograd's knowledge. Otherwise autograd would raise an error in backward."""
     layer.weight.data.mul_(2.0)
 
 
@@ -263,7 +263,7 @@ def test_a_change_to_what_full_shard_has_gathered_is_lost_before_backward(keep: 
     model = wrapped(model, use_orig_params=keep)
     loss_of(model(batch())).backward()
     assert_same(full_values(model), named(plain), bitwise=True)
-    # Backward has gathered anew: gradients are those of the unchanged weight, also below the changed block.
+    # Backward all-gathers again, so all gradients use the unchanged weight, also those below the changed block.
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     mean = mean_gradients(plain)
     assert_same(full_values(model), {name: value - mean[name] for name, value in named(plain).items()})
@@ -368,7 +368,7 @@ def test_an_evaluation_between_the_forwards_changes_nothing() -> None:
 
 
 class Recomputes(Block):
-    """Throws its activations away and computes them again in backward."""
+    """Discards its activations and recomputes them in backward."""
 
     use_reentrant = False
 
@@ -377,7 +377,7 @@ class Recomputes(Block):
 
 
 class RecomputesReentrantly(Recomputes):
-    """The same by a backward inside of backward, which finds its parameters by their names."""
+    """Recomputes in a nested backward, which looks up the parameters by name."""
 
     use_reentrant = True
 
@@ -447,7 +447,7 @@ def test_zero_grad_clears_the_gradients_of_every_unit(keep: bool, strategy: Shar
         assert [parameter.grad for parameter in model.parameters()] == [None] * len(list(model.parameters()))
     optimizer.step()
     assert_same(full_values(model), named(plain), bitwise=True)
-    # Nothing is left over elsewhere: the next gradient is that of the next batch alone.
+    # No other gradients remain: the next gradient is that of the next batch alone.
     iterate(model)
     optimizer.step()
     mean = mean_gradients(plain)
@@ -478,7 +478,7 @@ def test_zero_grad_clears_what_no_sync_has_left_behind() -> None:
 def test_zero_grad_between_forward_and_backward_reaches_units_that_are_gathered(
     keep: bool, strategy: ShardingStrategy, set_to_none: bool
 ) -> None:
-    """Modules show the full parameters then, which have no gradient, in place of those that the optimizer owns."""
+    """At this time modules have unsharded parameters without gradients, instead of the optimizer's parameters."""
     plain = seeded()
     model = wrapped(sharding_strategy=strategy, use_orig_params=keep)
     owned = list(model.parameters())
@@ -500,7 +500,7 @@ def test_zero_grad_between_forward_and_backward_reaches_units_that_are_gathered(
 def test_zero_grad_that_keeps_tensors_clears_also_what_is_out_of_sight(
     keep: bool, strategy: ShardingStrategy, by_optimizer: bool
 ) -> None:
-    """A reduced gradient is put aside while an unreduced one is shown, and only what is shown can be filled with 0."""
+    """While ``.grad`` has an unreduced gradient, the reduced one is stored elsewhere and must become 0 as well."""
     plain = seeded()
     model = wrapped(sharding_strategy=strategy, use_orig_params=keep)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -514,7 +514,7 @@ def test_zero_grad_that_keeps_tensors_clears_also_what_is_out_of_sight(
     optimizer.step()
     mean = mean_gradients(plain)
     assert_same(full_values(model), {name: value - mean[name] for name, value in named(plain).items()})
-    # And again where everything that there is is in sight.
+    # Check again when all gradients are in `.grad`.
     optimizer.zero_grad(set_to_none=False)
     before = full_values(model)
     optimizer.step()

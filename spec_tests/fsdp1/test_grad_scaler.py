@@ -1,4 +1,4 @@
-"""``ShardedGradScaler``: all ranks skip a step, or none does."""
+"""``ShardedGradScaler``: either all ranks skip a step, or none does."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def backward(model: FullyShardedDataParallel, its_scaler: GradScaler, step: int 
 
 
 def plant(model: FullyShardedDataParallel, rank: int, value: float = float("inf")) -> None:
-    """One wrong number in one rank's chunk."""
+    """Writes one invalid number into the shard of one rank."""
     if dist.get_rank() == rank:
         next(p.grad for p in model.parameters() if p.grad is not None).view(-1)[-1] = value
 
@@ -113,7 +113,7 @@ def test_without_an_infinity_all_ranks_step_as_without_a_scaler(
                 its_scaler.step(optimizer)
                 its_scaler.update()
         trained.append(full_values(model))
-    # A power of two changes no bit but those of the exponent.
+    # Scaling by a power of two only changes the exponent, so the results are bitwise equal.
     assert_same(trained[0], trained[2], bitwise=True)
     assert_same(trained[1], trained[2], bitwise=True)
 

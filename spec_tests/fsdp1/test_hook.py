@@ -1,4 +1,4 @@
-"""Communication hooks: somebody else combines the gradients."""
+"""Communication hooks: user code that reduces the gradients."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from spec_tests.models.values import (
 either = pytest.mark.parametrize("use_orig_params", [False, True])
 flat_strategies = pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 sharding = pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
-# Its name since torch 2.13, where the old one warns.
+# torch 2.13 renamed this function and warns about the old name.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -56,19 +56,19 @@ def odd() -> Stack:
 
 @dataclass
 class Seen:
-    """What a hook was given, call by call."""
+    """Records the arguments of each hook call."""
 
     calls: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
 
 
 def note_and_fill(state: Seen, grad: Tensor, out: Tensor | None = None) -> None:
-    """Remembers its arguments, and says that the gradient is 5 everywhere."""
+    """Records its arguments and sets the gradient to 5 everywhere."""
     state.calls.append((grad.clone(), None if out is None else out.clone()))
     (grad if out is None else out).fill_(5.0)
 
 
 def average(state: Any, grad: Tensor, out: Tensor | None = None) -> None:
-    """What happens without a hook."""
+    """Does the same as FSDP without a hook."""
     if out is None:
         dist.all_reduce(grad)
         grad.div_(dist.get_world_size())
@@ -78,7 +78,7 @@ def average(state: Any, grad: Tensor, out: Tensor | None = None) -> None:
 
 
 def compress(dtype: torch.dtype, grad: Tensor, out: Tensor | None = None) -> None:
-    """The average, sent in half the bytes. Its state is the dtype to send in."""
+    """Averages, but communicates half the bytes. The hook's state is the dtype to communicate in."""
     small = grad.to(dtype).div_(dist.get_world_size())
     if out is None:
         dist.all_reduce(small)
@@ -89,7 +89,7 @@ def compress(dtype: torch.dtype, grad: Tensor, out: Tensor | None = None) -> Non
         out.copy_(piece)
 
 
-# --- who is replaced by what ---
+# --- which reduction a hook replaces ---
 
 
 @pytest.mark.spec("HOOK-01")
@@ -124,7 +124,7 @@ def test_the_hook_is_used_in_every_iteration_and_gradients_still_accumulate() ->
     assert all((parameter.grad == 15.0).all() for parameter in model.parameters())
 
 
-# --- what it is given ---
+# --- the hook's arguments ---
 
 
 @pytest.mark.spec("HOOK-02", "HOOK-04")
@@ -141,7 +141,7 @@ def test_a_sharded_unit_hands_over_its_padded_unsharded_gradient_and_a_chunk_to_
     iterate(model)
     rows = flattened(plain, local_gradients(plain, [0], dist.get_rank()))
     assert any(row.numel() % 2 for row in rows.values())
-    # Backward meets the blocks from the last to the first, and the root at the end.
+    # Backward reaches the blocks from the last to the first, and the root at the end.
     order = ["blocks.3", "blocks.2", "blocks.1", "blocks.0", ""]
     for unit, (grad, out) in zip(order, seen.calls, strict=True):
         size = rows[unit].numel()
@@ -282,7 +282,7 @@ def test_inside_no_sync_the_hook_is_not_called_and_after_it_it_is_given_the_sum(
 
 
 class Secret:
-    """A state that cannot be copied, compared or sent anywhere."""
+    """A state that cannot be copied, compared or pickled."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -310,7 +310,7 @@ def test_the_state_is_the_very_object_and_stays_on_this_rank(strategy: ShardingS
     def count(state: Secret, grad: Tensor, out: Tensor | None = None) -> None:
         assert state is secret
         assert state.rank == dist.get_rank()
-        # Only one rank changes its state, and each sees its own.
+        # Only one rank changes its state. Each rank must see its own.
         state.num_calls += dist.get_rank()
         assert state.num_calls <= 2 * len(UNITS) * dist.get_rank()
         average(state, grad, out)
@@ -336,7 +336,7 @@ def test_the_state_may_be_none() -> None:
     assert_same(whole(model)[1], mean_gradients(seeded()), bitwise=True)
 
 
-# --- hooks that people write ---
+# --- hooks that users write ---
 
 
 @pytest.mark.spec("HOOK-06")
@@ -423,7 +423,7 @@ def test_the_compressing_hooks_that_come_with_torch_can_be_used(strategy: Shardi
 
 @dataclass
 class Gossip:
-    """Who talks to whom: in each iteration another partner, so that news reaches everybody in a few of them."""
+    """Selects each rank's partner. It changes every iteration, so a value reaches all ranks in a few iterations."""
 
     pairings: list[dist.ProcessGroup]
     calls_per_iteration: int
@@ -436,7 +436,7 @@ class Gossip:
 
 
 def gossip(state: Gossip, grad: Tensor) -> None:
-    """Average with one partner instead of everybody."""
+    """Averages with one partner instead of with all ranks."""
     dist.all_reduce(grad, group=state.partners())
     grad.div_(2.0)
 
@@ -457,7 +457,7 @@ def test_a_gossiping_hook_averages_with_another_partner_in_each_iteration() -> N
         assert_same(whole(model, group="nobody")[1], expected, bitwise=True)
 
 
-# --- what is refused ---
+# --- errors ---
 
 
 def check_nothing_is_registered(model: FullyShardedDataParallel) -> None:
@@ -535,7 +535,7 @@ def test_nor_do_they_where_only_shards_meet_but_only_copies_are_no_hybrid(strate
     model = FullyShardedDataParallel(seeded(), sharding_strategy=strategy, process_group=(dist.group.WORLD, alone))
     with pytest.raises(AssertionError, match=rf"rank {dist.get_rank()}.*hybrid"):
         model.register_comm_hook(Seen(), note_and_fill)
-    # NO_SHARD by now, with a warning (CTOR-18).
+    # The strategy falls back to NO_SHARD, with a warning (CTOR-18).
     model = FullyShardedDataParallel(seeded(), sharding_strategy=strategy, process_group=(alone, dist.group.WORLD))
     model.register_comm_hook(None, average)
 

@@ -1,7 +1,7 @@
-"""Hybrid strategies: sharded inside a group, replicated across groups. Four ranks as two nodes of two.
+"""Hybrid strategies: sharded inside a group, replicated across groups. Four ranks form two nodes of two.
 
-The gradient that rank 2 keeps has come a long way: summed with rank 3's by the reduce-scatter, then with what rank 0
-got from its own node, then divided by four. The orders of whole iterations are in ``test_timelines.py``.
+The gradient of rank 2 is the result of three steps. The reduce-scatter adds rank 3's gradient, the all-reduce adds the
+result of rank 0's node, and the sum is divided by four. ``test_timelines.py`` checks the order of whole iterations.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def node() -> tuple[int, ...]:
 
 
 def replicas() -> tuple[int, ...]:
-    """The ranks that hold what this rank holds in `grid`."""
+    """The ranks that store the same shard as this rank in `grid`."""
     return (dist.get_rank() % 2, dist.get_rank() % 2 + 2)
 
 
@@ -64,7 +64,7 @@ def from_all_ranks(tensor: torch.Tensor) -> list[torch.Tensor]:
     return everybody
 
 
-# --- who shards with whom ---
+# --- which ranks share the shards ---
 
 
 @pytest.mark.spec("HYB-01")
@@ -94,7 +94,7 @@ def test_inside_its_group_a_hybrid_gathers_and_frees_like_full_shard() -> None:
 @both
 @ranks(4)
 def test_the_first_group_of_the_pair_shards_and_the_second_replicates(strategy: ShardingStrategy) -> None:
-    """Nodes are columns of the grid here, so the wrong order would give every rank but 0 and 3 another chunk."""
+    """The nodes are columns of the grid here. In the wrong order, all ranks except 0 and 3 would get another shard."""
     row, column = grid()
     plain, rank = seeded(), dist.get_rank()
     model = wrapped(sharding_strategy=strategy, process_group=(column, row))
@@ -119,7 +119,7 @@ def test_without_groups_the_ranks_of_a_node_shard_and_equal_local_ranks_replicat
 
 
 def on_nodes_of_two(strategy: ShardingStrategy) -> FullyShardedDataParallel:
-    """Without groups, on what looks like machines with two ranks each."""
+    """Without groups, on simulated machines with two ranks each."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     accelerator = torch.get_device_module(device())
     is_cpu = device().type == "cpu"
@@ -151,7 +151,7 @@ def test_the_attribute_process_group_is_the_group_that_shards_as_in_torch(strate
             assert (unit.world_size, unit.rank) == (2, dist.get_rank() % 2)
 
 
-# --- what travels where ---
+# --- communication ---
 
 
 @pytest.mark.spec("HYB-04")
@@ -216,19 +216,19 @@ def test_a_hybrid_sends_less_between_nodes_and_stores_more() -> None:
         stored[strategy] = sum(parameter.numel() for parameter in model.parameters())
     whole = 4 * (72 + 4 * 56)
     of_root = 4 * 72
-    # Gathered: everything twice, but the root once. Reduced: everything once.
+    # All-gathers: each parameter twice, but the root's only once. Reductions: each gradient once.
     assert traffic[FULL_SHARD] == {(0, 1, 2, 3): 3 * whole - of_root}
     assert traffic[HYBRID_SHARD] == {node(): 3 * whole - of_root, replicas(): whole // 2}
     assert traffic[HYBRID_SHARD_ZERO2] == {node(): 2 * whole, replicas(): whole // 2}, "without the backward gathers"
     assert stored[HYBRID_SHARD] == stored[HYBRID_SHARD_ZERO2] == 2 * stored[FULL_SHARD]
 
 
-# A width with which no unit needs padding on four ranks: 56 elements in each block and 72 in the root.
+# A width at which no unit needs padding on four ranks: 56 elements in each block and 72 in the root.
 SEVEN = 7
 
 
 def traffic_of(model: FullyShardedDataParallel) -> dict[tuple[int, ...], int]:
-    """By group: the bytes that one iteration gathers and reduces in it."""
+    """By group: the bytes that one iteration all-gathers and reduces in it."""
     with trace.record() as recorder:
         loss_of(model(batch(width=SEVEN))).backward()
     total: dict[tuple[int, ...], int] = {}
@@ -238,7 +238,7 @@ def traffic_of(model: FullyShardedDataParallel) -> dict[tuple[int, ...], int]:
     return total
 
 
-# --- replicas stay replicas ---
+# --- replicas stay equal ---
 
 
 @pytest.mark.spec("HYB-09", "HYB-05")
@@ -268,7 +268,7 @@ def test_replicas_stay_equal_over_clipped_steps(strategy: ShardingStrategy) -> N
     torch.testing.assert_close(full_values(model), named(plain), rtol=1e-4, atol=1e-4)
 
 
-# --- what is refused ---
+# --- errors ---
 
 
 @pytest.mark.spec("HYB-07")
@@ -305,7 +305,7 @@ def test_a_hybrid_without_groups_and_without_a_policy_is_refused(strategy: Shard
     with Wire() as wire, pytest.raises(ValueError, match="auto_wrap_policy"):
         FullyShardedDataParallel(seeded(), sharding_strategy=strategy)
     assert wire.sent == [], "before any collective"
-    # With groups no policy is needed.
+    # With groups, no policy is needed.
     FullyShardedDataParallel(seeded(), sharding_strategy=strategy, process_group=grid())
 
 
@@ -326,7 +326,7 @@ def test_the_environment_is_left_as_it_is(value: str | None) -> None:
 @pytest.mark.spec("HYB-11")
 @pytest.mark.pure
 def test_the_package_does_not_read_the_variable_that_the_docs_recommend() -> None:
-    """Prose may name it; as a value it would have to be a string of this name."""
+    """Docstrings may name the variable. Code that reads it would contain the name as a string."""
     for path in pathlib.Path(minifsdp.__file__).parent.rglob("*.py"):
         for part in ast.walk(ast.parse(path.read_text())):
             assert not (isinstance(part, ast.Constant) and part.value == "NCCL_CROSS_NIC"), path

@@ -1,4 +1,4 @@
-"""What is left alone, and how one says so."""
+"""Ignored modules and parameters, and the arguments that select them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FSDP = FullyShardedDataParallel
 
 
 def spelled(spelling: str, modules: Iterable[nn.Module]) -> dict[str, Any]:
-    """The same wish in each of the three ways."""
+    """The argument that ignores ``modules``, in each of the three ways to write it."""
     modules = list(modules)
     if spelling == "parameters":
         return {"ignored_states": [parameter for module in modules for parameter in module.parameters()]}
@@ -35,7 +35,7 @@ def spelled(spelling: str, modules: Iterable[nn.Module]) -> dict[str, Any]:
 spellings = pytest.mark.parametrize("spelling", ["ignored_modules", "modules", "parameters"])
 flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 
-# --- what it means ---
+# --- the effect ---
 
 
 @pytest.mark.spec("IGN-01", "IGN-04")
@@ -52,7 +52,7 @@ def test_ignored_parameters_are_neither_flattened_nor_sharded(
     shapes = [parameter.shape for parameter in before.values()]
     values = [parameter.detach().clone() for parameter in before.values()]
     others = sum(parameter.numel() for parameter in plain.parameters()) - sum(shape.numel() for shape in shapes)
-    # A tuple, a generator: an iterable of any kind will do.
+    # The argument can be any iterable, such as a tuple or a generator.
     options = {name: tuple(given) for name, given in spelled(spelling, left_alone).items()}
     model = FSDP(plain, sharding_strategy=strategy, use_orig_params=keep, **options)
     for _ in range(2):
@@ -84,7 +84,7 @@ def test_a_single_parameter_of_a_layer_can_be_ignored() -> None:
 
 
 class Shift(nn.Module):
-    """A parameter and a buffer, added to whatever comes."""
+    """Adds a parameter and a buffer to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Shift(nn.Module):
 
 
 class Shifted(Block):
-    """A block around something that may be ignored."""
+    """A block around a module that can be ignored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ def test_a_block_that_is_too_small_without_its_ignored_part_stays_in_the_outer_u
 
 
 @pytest.mark.spec("IGN-10")
-# Every module means the list of blocks, too, and a list that is wrapped is warned of, as in torch (WRAP-19).
+# `always_wrap_policy` also wraps the list of blocks, and wrapping a list warns, as in torch (WRAP-19).
 @pytest.mark.filterwarnings("ignore:.*containers that do not implement forward:UserWarning")
 @spellings
 @flat_or_original
@@ -241,7 +241,7 @@ def test_with_a_policy_ignored_parameters_are_in_no_unit(spelling: str, keep: bo
     assert torch.equal(biases[1].grad, mine["leave.bias"])
 
 
-# --- how not to say it ---
+# --- invalid arguments ---
 
 
 @pytest.mark.spec("IGN-02")

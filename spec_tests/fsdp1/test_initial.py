@@ -1,4 +1,4 @@
-"""Where the first values come from and where they live: devices, rank 0, and the meta device."""
+"""Initial values and their device: device selection, synchronization from rank 0, and the meta device."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ FSDP = FullyShardedDataParallel
 
 
 def tower() -> nn.Module:
-    """Two units with buffers, and a root with parameters of its own and, in its batch norm, with buffers."""
+    """Two units with buffers. The root has parameters and, in its batch norm, buffers of its own."""
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), NormedBlock(), NormedBlock(), nn.BatchNorm1d(WIDTH))
 
 
 def random_tower(seed: int) -> nn.Module:
-    """Other values, also in the buffers, for another seed."""
+    """A tower with random parameters and buffers that depend on the seed."""
     dice = torch.Generator().manual_seed(seed)
     model = tower()
     for tensor in (*model.parameters(), *model.buffers()):
@@ -51,7 +51,7 @@ def by_blocks(model: nn.Module, **options: Any) -> FSDP:
 
 
 def gathered_values(model: FSDP) -> dict[str, Tensor]:
-    """Parameters and buffers by their plain names."""
+    """Unsharded parameters and buffers by their original names."""
     with FSDP.summon_full_params(model, writeback=False):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         return {**named(model), **buffers}
@@ -61,11 +61,11 @@ def plain_values(model: nn.Module) -> dict[str, Tensor]:
     return {**named(model), **dict(model.named_buffers())}
 
 
-# --- which device ---
+# --- device selection ---
 
 
 class Elsewhere(nn.Module):
-    """Claims to have parameters on any devices, also on some that this machine does not have."""
+    """Reports parameters on any given devices, also on devices that this machine does not have."""
 
     def __init__(self, *places: str) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def test_the_move_and_the_sharding_go_unit_by_unit_and_inner_ones_first() -> Non
     original = initial.move_modules
     with mock.patch.object(initial, "move_modules", noting):
         wrapped(model, device_id=device())
-    # What is moved, and how many units have been cut before; whoever is cut keeps a slice only.
+    # Each entry: the modules that are moved, and the number of units that are already sharded at that time.
     assert calls == [*(([f"blocks.{index}.linear"], index) for index in range(4)), (["enter", "leave"], 4)]
 
 
@@ -177,7 +177,7 @@ def test_the_whole_model_is_never_on_the_device_at_once() -> None:
     before = accelerator.memory_allocated()
     accelerator.reset_peak_memory_stats()
     model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), device_id=device())
-    # Half of it stays here; beside that there is room for one layer, and for one row that is about to be cut.
+    # Half of the parameters stay on this rank. The rest allows for one layer and one flat parameter before sharding.
     assert accelerator.max_memory_allocated() - before < 0.9 * full
     del model
 
@@ -258,7 +258,7 @@ def test_inputs_of_any_nesting_are_on_the_compute_device_in_forward() -> None:
 
     seen: list[torch.device] = []
     model = FSDP(Collects(4, 2).to(device()))
-    # Whatever the device is, the batch is made on the CPU.
+    # The batch is created on the CPU in any case.
     options = {"mask": torch.ones(3, dtype=torch.bool), "deep": ({"y": torch.ones(1)},), "text": "word"}
     model(torch.ones(3, 4), ("a", [torch.ones(1)]), options=options).sum().backward()
     assert seen == [device()] * 4
@@ -275,7 +275,7 @@ def test_parameters_on_several_devices_are_refused() -> None:
     for device_id in (None, torch.device("cuda", 0), torch.device("cpu")):
         with pytest.raises(RuntimeError, match=r"cuda:0.*cuda:1"):
             build.compute_device(Elsewhere("cuda:0", "cuda:1"), device_id)
-    # The meta device is no place to be: what is there can go anywhere.
+    # The meta device does not count, because its tensors can move to any device.
     assert build.compute_device(Elsewhere("meta", "cuda:0"), None) == torch.device("cuda", 0)
 
 
@@ -300,7 +300,7 @@ def test_a_model_on_the_cpu_and_on_an_accelerator_needs_a_device_id() -> None:
     assert {parameter.device for parameter in FSDP(mixed(), device_id=device()).parameters()} == {device()}
 
 
-# --- rank 0's values ---
+# --- synchronization from rank 0 ---
 
 
 @pytest.mark.spec("SYNC-01")
@@ -327,7 +327,7 @@ def num_broadcasts(wire: Wire) -> int:
 
 
 def row_of(unit: str, values: dict[str, Tensor]) -> Tensor:
-    """A unit of the tower, end to end; the root has what is in no block."""
+    """The values of one unit of the tower, concatenated. The root has all values that are not in a block."""
     mine = [value for name, value in values.items() if name.startswith(f"{unit}." if unit else ("0.", "3."))]
     return torch.cat([value.reshape(-1) for value in mine])
 
@@ -390,7 +390,7 @@ def test_each_unit_sends_at_least_one_broadcast() -> None:
 
 
 class Shares(Block):
-    """A block that looks things up in a table which all blocks have."""
+    """A block with a lookup table that all blocks share."""
 
     def __init__(self, table: Tensor) -> None:
         super().__init__()
@@ -449,7 +449,7 @@ def test_a_checkpoint_that_rank_0_has_loaded_reaches_all() -> None:
 
 
 class Counted(nn.Linear):
-    """Counts how often it was initialised, and gives values by which one can tell."""
+    """Counts its initializations, and sets values that depend on the count."""
 
     num_resets = 0
 
@@ -465,7 +465,7 @@ class Counted(nn.Linear):
 
 
 class Table(nn.Module):
-    """No parameters, only a buffer."""
+    """A module with a buffer and no parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -481,7 +481,7 @@ class Table(nn.Module):
 
 
 class Parent(nn.Sequential):
-    """Owns no tensor itself, and could initialise those of its children."""
+    """Has no tensors of its own, but could initialize those of its children."""
 
     def __init__(self, *children: nn.Module) -> None:
         super().__init__(*children)
@@ -497,7 +497,7 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def counted() -> nn.Module:
-    """Eight modules, four of which own tensors."""
+    """Eight modules, four of which have tensors of their own."""
     model = Parent(Counted(WIDTH, WIDTH), Parent(Counted(WIDTH, 3), nn.Tanh(), Counted(3, WIDTH)), Table())
     for module in model.modules():
         if hasattr(module, "num_resets"):
@@ -555,7 +555,7 @@ def test_a_buffer_alone_on_the_meta_device_is_made_real_too() -> None:
 
 
 class Initializer:
-    """An ``init`` that gives each tensor its module's number in the order of the calls."""
+    """A ``param_init_fn`` that fills each module's tensors with the module's number in the order of the calls."""
 
     def __init__(self) -> None:
         self.calls: list[nn.Module] = []
@@ -711,7 +711,7 @@ def test_with_a_policy_units_are_made_real_and_sharded_one_after_the_other() -> 
         module.reset_parameters()
 
     sharded = wrapped(model, param_init_fn=init)
-    # The path, how many units have been cut by then, and how many full weights are in memory.
+    # Each entry: the path, the number of units that are already sharded, and the number of unsharded weights in memory.
     assert calls == [*((f"blocks.{index}.linear", index, 0) for index in range(4)), ("enter", 4, 0), ("leave", 4, 1)]
     first = next(sharded.parameters())
     assert first.device == device()
@@ -780,7 +780,7 @@ def is_fake(tensor: Tensor) -> bool:
 def materialize_module(
     module: nn.Module, buffers_only: bool = False, check_fn: Callable[[nn.Module], bool] | None = None
 ) -> None:
-    """Like that of torchdistX: children first, then the module's own tensors, unless ``check_fn`` says no."""
+    """Like torchdistX's: children first, then the module's own tensors, unless ``check_fn`` returns False."""
     for child in module.children():
         materialize_module(child, buffers_only, check_fn)
     if check_fn is not None and not check_fn(module):
@@ -795,7 +795,7 @@ def materialize_module(
 
 @contextmanager
 def torchdistx() -> Iterator[None]:
-    """The part of torchdistX that matters here, to be imported inside the block."""
+    """The used part of torchdistX, which can be imported inside the block."""
     package, fake, deferred = (types.ModuleType(f"torchdistx{part}") for part in ("", ".fake", ".deferred_init"))
     fake.is_fake = is_fake  # type: ignore[attr-defined]
     deferred.materialize_module = materialize_module  # type: ignore[attr-defined]
@@ -806,7 +806,7 @@ def torchdistx() -> Iterator[None]:
 
 
 def deferred_init(build: Callable[[], nn.Module]) -> nn.Module:
-    """A model whose tensors look real and hold nothing of meaning."""
+    """A model whose tensors look real but hold meaningless values."""
     model = build().to(device())
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = torch.full_like(tensor, -1.0)

@@ -1,7 +1,7 @@
-"""The rate limiter: the CPU may gather only so far ahead of the device.
+"""The rate limiter: limits how far the CPU's all-gathers can run ahead of the device.
 
-On the CPU a freed unit is free at once, and nobody ever waits. So here the device is made slow: what the engine frees
-stays in use until somebody waits for the event, as if a GPU had not yet come to the end of the computation before.
+On the CPU, memory is free as soon as a unit is resharded, so the CPU never waits. These tests simulate a slow device:
+memory that the engine frees stays in use until the CPU waits for its event, as on a GPU that is still computing.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from spec_tests.models.values import assert_same, flat_gradients, full_values
 
 
 class SlowDevice:
-    """Gives memory back only when it is waited for.
+    """Frees memory only when the CPU waits for it.
 
     Attributes:
-        in_use: numbers of the releases that the device has not come to yet, oldest first.
+        in_use: numbers of the releases that the device has not reached yet, oldest first.
         waited_for: numbers of the releases that the CPU has waited for, in this order.
     """
 
@@ -54,7 +54,7 @@ class SlowRelease:
 
     def synchronize(self) -> None:
         self.device.waited_for.append(self.number)
-        # A device works in order: what came before is done as well.
+        # A device works in order, so all earlier releases are complete too.
         self.device.in_use = [number for number in self.device.in_use if number > self.number]
 
 
@@ -82,7 +82,7 @@ def test_the_limit_is_on_by_default() -> None:
     assert recorder.count("WAIT") > 0, "and it limits"
 
 
-# --- on ---
+# --- with the limit ---
 
 
 @pytest.mark.spec("LIM-02")
@@ -100,7 +100,7 @@ def test_the_third_gather_waits_for_the_oldest_release() -> None:
 @pytest.mark.spec("LIM-02")
 @ranks(2)
 def test_in_forward_two_consecutive_units_are_gathered_at_most() -> None:
-    """In use are the units that are gathered, and those that were freed without the device having come so far."""
+    """In use: the unsharded units, and the resharded units whose memory the device has not released yet."""
     assert max(units_in_use(limit_all_gathers=True)) == 2
 
 
@@ -111,7 +111,7 @@ def test_without_the_limit_a_slow_device_has_all_units_in_use_at_once() -> None:
 
 
 def units_in_use(*, limit_all_gathers: bool) -> list[int]:
-    """How many blocks have memory in the middle of each block's forward."""
+    """The number of blocks that use memory in the middle of each block's forward."""
     plain = seeded()
     watch = Watch(plain)
     model = wrapped(plain, limit_all_gathers=limit_all_gathers)
@@ -147,7 +147,7 @@ def test_never_are_more_than_two_releases_queued(prefetch: BackwardPrefetch | No
 @pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None])
 @ranks(2)
 def test_every_gather_leaves_at_most_one_release_open(prefetch: BackwardPrefetch | None) -> None:
-    """One that is open and one that is gathered make two, in backward as in forward."""
+    """One open release and one unsharded unit are two units in use, in backward as in forward."""
     model = wrapped(backward_prefetch=prefetch)
     open_releases: list[int] = []
     with slow_device() as slow, trace.record() as recorder:
@@ -164,7 +164,7 @@ def test_every_gather_leaves_at_most_one_release_open(prefetch: BackwardPrefetch
     assert max(open_releases) == 1
 
 
-# --- off ---
+# --- without the limit ---
 
 
 @pytest.mark.spec("LIM-03")
@@ -200,13 +200,13 @@ def test_both_settings_give_the_same_results_bit_by_bit(is_slow: bool) -> None:
         assert_same(with_limit, without_limit, bitwise=True)
 
 
-# --- with a real one ---
+# --- on a real device ---
 
 BLOCK_BYTES = 1024 * 1025 * 4
 
 
 class SlowBlock(Block):
-    """Keeps the device busy for some milliseconds, so that the CPU is far ahead."""
+    """Keeps the device busy for some milliseconds, so that the CPU runs far ahead."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         torch.get_device_module(device())._sleep(20_000_000)
@@ -234,7 +234,7 @@ def test_on_a_slow_accelerator_the_limit_saves_memory_and_shows_as_waiting() -> 
             with trace.record() as recorder:
                 loss_of(model(batch(width=1024)))
             accelerator.synchronize(device())
-        # Active, not allocated: what Python has freed and the device still reads counts.
+        # Active, not allocated: memory that Python has freed but the device still reads must count.
         peaks[limit_all_gathers] = accelerator.memory_stats()["active_bytes.all.peak"] - before
         waits[limit_all_gathers] = recorder.count("WAIT")
     assert peaks[True] < 3 * BLOCK_BYTES, "two blocks, and what a block computes"

@@ -1,8 +1,7 @@
-"""What the documents call limitations: each ends in a clear error or in the right result, never in a wrong one.
+"""Documented limitations: each ends in a clear error or in the right result, never in a wrong result.
 
-The tests of each theme have their own file. Here are the combinations that lie between the themes, tried because
-somebody will: a parameter tied over the edge of a unit, a mistake that shows only two calls later, a part of a model
-called on its own.
+Other files test each topic on its own. This file tests combinations of topics that users can run into: a parameter tied
+across units, a mistake whose effect only appears two calls later, a submodule that is called on its own.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ either = pytest.mark.parametrize("use_orig_params", [False, True])
 flat_strategies = pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 
 
-# --- parameters that are tied over the edge of a unit ---
+# --- parameters that are tied across units ---
 
 
 def two_blocks(plain: Stack) -> tuple[nn.Module, str]:
@@ -129,7 +128,7 @@ def test_a_unit_that_the_reducing_backward_did_not_reach_is_noticed_too(use_orig
 @pytest.mark.parametrize("was_used", [False, True], ids=["new", "has stepped before"])
 @ranks(2)
 def test_an_optimizer_from_before_wrapping_is_noticed_whether_it_has_stepped_or_not(was_used: bool) -> None:
-    # A model that was wrapped earlier in this process: optimizers are being watched already.
+    # An earlier wrapped model in the same process: the package already watches optimizers.
     FSDP(nn.Linear(2, 2, device=device()))
     plain = seeded()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -162,11 +161,11 @@ def test_with_original_parameters_an_optimizer_from_before_wrapping_trains_the_m
     assert_same(full_values(before), full_values(after), bitwise=True)
 
 
-# --- a part of a model on its own ---
+# --- a submodule that is called on its own ---
 
 
 def two_layers() -> nn.Module:
-    """Two layers of one unit, to be called together or one by one."""
+    """Two layers of one unit, which can be called together or one by one."""
     layers = {"first": nn.Linear(WIDTH, WIDTH), "tanh": nn.Tanh(), "second": nn.Linear(WIDTH, WIDTH)}
     return nn.Sequential(OrderedDict(layers))
 
@@ -202,7 +201,7 @@ def test_a_submodule_called_on_its_own_raises_or_has_the_mean_gradient(
     assert_same(full_values(model), named(plain), bitwise=False)
 
 
-# --- full parameters in the user's hands ---
+# --- unsharded parameters in user code ---
 
 
 @pytest.mark.spec("SUMMON-17")
@@ -212,7 +211,7 @@ def test_gradients_computed_inside_summon_are_not_lost_without_a_word(use_orig_p
     model = FSDP(seeded(two_layers), use_orig_params=use_orig_params)
     said = pytest.raises(RuntimeError, match=rf"rank {dist.get_rank()}.*summon_full_params")
     with said, FSDP.summon_full_params(model, writeback=False):
-        # Not through the wrapper, which would refuse at once.
+        # Call the inner module, because the wrapper would raise immediately.
         loss_of(model.module(batch())).backward()
 
 
@@ -221,7 +220,7 @@ def test_gradients_computed_inside_summon_are_not_lost_without_a_word(use_orig_p
 @either
 @ranks(2)
 def test_units_that_were_not_summoned_may_run_inside_summon(use_orig_params: bool, has_run: bool) -> None:
-    # The usual way to generate text: the root's own parameters are summoned once, the blocks gather as ever.
+    # The usual way to generate text: summon the root's own parameters once; the blocks all-gather theirs as usual.
     model = wrapped(use_orig_params=use_orig_params)
     if has_run:
         iterate(model)

@@ -1,4 +1,4 @@
-"""What things are called, and how to get from the wrapper to them."""
+"""Names of parameters, buffers and modules, and access to the wrapped module."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PREFIX = "_fsdp_wrapped_module."
 
 
 class Named(nn.Module):
-    """Parameters and buffers everywhere, a tied one, one that is no child's but the module's own."""
+    """Has parameters and buffers at every level, a tied parameter, and parameters and buffers of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Named(nn.Module):
 
 
 def both(**options: Any) -> tuple[nn.Module, FSDP]:
-    """The model, plain and wrapped, with one unit for each block and one around."""
+    """The unwrapped model, and a copy with one unit for each block and one around them."""
     plain = seeded(Named)
     return plain, wrapped(copy.deepcopy(plain), **options)
 
@@ -181,11 +181,11 @@ def test_arguments_of_named_parameters_and_named_buffers_keep_working(index: int
         def names(module: nn.Module, listing: str = listing) -> list[str]:
             return [name for name, _ in getattr(module, listing)(*args, **kwargs)]
 
-        # Sorted, because torch puts the second place of a tied parameter at the end.
+        # Sorted, because torch lists the second name of a tied parameter at the end.
         assert sorted(names(model)) == sorted(names(theirs)), "outside"
         with FSDP.summon_full_params(model), torch_fsdp.FullyShardedDataParallel.summon_full_params(theirs):
             assert sorted(names(model)) == sorted(names(theirs)), "inside"
-            # A wrapper owns nothing itself, its wrapped module does.
+            # The wrapper has no parameters of its own; its wrapped module has them.
             assert sorted(names(model.module)) == sorted(names(theirs.module))
             goes_down = kwargs.get("recurse", not args[1:2] or args[1])
             assert names(model) == (names(plain) if goes_down else [])
@@ -236,7 +236,7 @@ def test_root_only_does_not_list_an_inner_instance_though_it_is_asked_from_insid
         assert kind.fsdp_modules(model.module, root_only=True) == []
 
 
-# --- the ways in ---
+# --- access to the wrapped module ---
 
 
 @pytest.mark.spec("NAMES-10")
@@ -265,6 +265,6 @@ def test_state_dict_and_load_state_dict_are_called_on_the_wrapper(keep: bool) ->
 
 
 def unique(plain: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without the second names of tied parameters."""
+    """The values without the second names of tied parameters."""
     names = {name for name, _ in [*plain.named_parameters(), *plain.named_buffers()]}
     return {name: value for name, value in values.items() if name in names}

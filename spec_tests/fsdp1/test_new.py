@@ -1,6 +1,6 @@
-"""What torch's wrapper has learnt since its documents were written: groups given as a device mesh, and what follows.
+"""Features of torch's wrapper that are newer than its documentation: groups as a device mesh, and related changes.
 
-A mesh of one axis is the sharding group; one of two axes is *(replicate, shard)*, the two groups of a hybrid strategy.
+A mesh with one axis is the shard group. A mesh with two axes, *(replicate, shard)*, is for hybrid strategies.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def sharded_state(library: Any, model: nn.Module) -> dict[str, Any]:
 
 
 def facts(state: dict[str, Any]) -> dict[str, Any]:
-    """Of each value its shape, where it lies, and this rank's rows."""
+    """For each DTensor: its shape, its placements, its mesh, and the rows that this rank stores."""
     assert all(isinstance(value, DTensor) for value in state.values())
     return {
         name: (value.shape, value.placements, value.device_mesh.mesh.tolist(), value.to_local().tolist())
@@ -201,15 +201,15 @@ def test_a_policy_gives_one_unit_another_strategy_and_the_sum_is_the_same() -> N
     assert_same(trained(model), expected, bitwise=True)
 
 
-# --- mistakes and accidents ---
+# --- user errors and exceptions ---
 
 
 class Broken(Exception):
-    """Not one that the library raises."""
+    """An exception that the library does not raise itself."""
 
 
 class Fuse:
-    """A hook that raises as long as it is told to."""
+    """A hook that raises while ``breaks`` is set."""
 
     breaks = False
 
@@ -315,7 +315,7 @@ def test_with_debugging_on_they_are_told_in_a_later_iteration_too() -> None:
         model.zero_grad()
         with pytest.raises(RuntimeError, match=rf"rank {rank}: .*'blocks.1'.*'blocks.2'"):
             model(batch(), order=[0, 1, 2, 3] if rank == 0 else [0, 2, 1, 3])
-        # And nothing is left of it.
+        # The failed forward leaves no state behind.
         loss_of(model(batch())).backward()
 
 

@@ -1,7 +1,7 @@
-"""Accumulation without communication: ``no_sync``.
+"""``no_sync``: gradient accumulation without communication.
 
-Inside, a backward leaves what this rank has computed, in full size; the first backward outside reduces the sum. The
-whole orders are in ``test_timelines.py``.
+Inside, a backward keeps this rank's unreduced, unsharded gradient. The first backward outside reduces the sum.
+``test_timelines.py`` checks the order of whole iterations.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ hybrid_strategies = pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)
 
 
 def chunks_of(model: FullyShardedDataParallel) -> tuple[int, int]:
-    """Into how many pieces a unit is cut, and which of them this rank has."""
+    """The number of shards of a unit, and the index of this rank's shard."""
     if model.sharding_strategy is NO_SHARD:
         return 1, 0
     if model.sharding_strategy in HYBRID_STRATEGIES:
@@ -51,7 +51,7 @@ def chunks_of(model: FullyShardedDataParallel) -> tuple[int, int]:
     return dist.get_world_size(), dist.get_rank()
 
 
-# --- inside ---
+# --- inside the context ---
 
 
 @pytest.mark.spec("NOSYNC-01")
@@ -152,7 +152,7 @@ def test_inside_a_hybrid_skips_the_all_reduce_too(strategy: ShardingStrategy) ->
     assert_same(flat_gradients(model), chunked(plain, expected, *chunks_of(model)))
 
 
-# --- leaving ---
+# --- leaving the context ---
 
 
 @pytest.mark.spec("NOSYNC-02")
@@ -235,7 +235,7 @@ def test_micro_batches_of_a_hybrid_equal_one_big_batch(strategy: ShardingStrateg
 
 
 def compare_with_one_big_batch(strategy: ShardingStrategy, num: int) -> None:
-    """Two optimizer steps against one process that sees the batches of all ranks at once."""
+    """Compares two optimizer steps with a single process that uses the batches of all ranks at once."""
     plain, model = seeded(), wrapped(sharding_strategy=strategy)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model)]
     for first in (0, num):
@@ -255,7 +255,7 @@ def compare_with_one_big_batch(strategy: ShardingStrategy, num: int) -> None:
     assert_same(full_values(model), named(plain), bitwise=False)
 
 
-# --- where it may be called ---
+# --- where it can be called ---
 
 
 @pytest.mark.spec("NOSYNC-04")
@@ -307,7 +307,7 @@ def sharded_layer() -> FullyShardedDataParallel:
 
 
 def reduces(model: FullyShardedDataParallel, step: int) -> bool:
-    """Whether an iteration reduces, which all of its units must agree on."""
+    """Whether an iteration reduces. All units must give the same result."""
     with trace.record() as recorder:
         iterate(model, step)
     reduced = {unit: bool(of_unit(recorder, unit, "RS")) for unit in UNITS}
@@ -418,7 +418,7 @@ def test_under_a_hybrid_a_step_and_clipping_refuse_them_too(
 def compare_refusal(
     strategy: ShardingStrategy, act: Callable[[FullyShardedDataParallel, torch.optim.Optimizer], None]
 ) -> None:
-    """Refused, with the gradients and the parameters left as they are; and all is well after a reducing backward."""
+    """``act`` raises and leaves gradients and parameters unchanged. After a reducing backward it works."""
     plain = seeded()
     model = wrapped(sharding_strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,8 +1,8 @@
-"""Shards and gradients that live on the CPU.
+"""CPU offload of shards and gradients.
 
-On a CPU there is no other device to go to, so here the tracer says when a copy would be made, and the numbers say that
-nothing got lost on the way. Where things really are is asserted by the tests marked ``gpu``. torch's own wrapper
-refuses to offload without an accelerator; the oracles are the plain model, and the same wrapper without offload.
+Without an accelerator there is no second device. The tests then use the tracer to check when a copy would be made, and
+compare values to check that no data is lost. Tests marked ``gpu`` check the devices of the tensors. torch's wrapper
+cannot offload without an accelerator, so the references are the unwrapped model and our wrapper without offload.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_none_and_the_default_mean_no_offload(options: dict[str, Any]) -> None:
     assert {parameter.device for parameter in model.parameters()} == {device()}
 
 
-# --- where things are, and when they travel ---
+# --- devices and copies ---
 
 KINDS = ("H2D", "AG", "F", "B", "RS", "D2H")
 ORDERS = {
@@ -160,7 +160,7 @@ def test_training_with_offload_is_bit_by_bit_that_without(
             optimizer.step()
             optimizer.zero_grad()
         trained.append(full_values(model))
-    # What is whole on each rank is gathered nowhere, and stays where it is kept.
+    # A parameter that is not sharded is not all-gathered either, so it stays on the device that stores it.
     torch.testing.assert_close(trained[0], trained[1], rtol=1e-6, atol=1e-7, check_device=False)
     if device().type == "cpu":
         assert_same(trained[0], trained[1], bitwise=True)

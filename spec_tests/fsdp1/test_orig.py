@@ -1,7 +1,7 @@
-"""Flat parameters or original parameters: what the optimizer owns, what is visible when, and what may share a unit.
+"""Flat and original parameters: which objects the optimizer has, when they are visible, and what can share a unit.
 
-Where a test compares with torch it compares whole tensors: torch pads between original parameters, so on one rank the
-two libraries may have different parts of them.
+Comparisons with torch use unsharded tensors: torch pads between original parameters, so a rank can have different parts
+of them in the two libraries.
 """
 
 from __future__ import annotations
@@ -151,10 +151,10 @@ def test_original_names_and_objects_stay(strategy: ShardingStrategy) -> None:
         now = by_name(model)
         assert list(now) == list(before), moment
         if moment == "after forward" and strategy in (SHARD_GRAD_OP, HYBRID_SHARD_ZERO2):
-            return  # What these show here is a subject of its own (ORIG-09).
+            return  # ORIG-09 describes what is visible here, and other tests check it.
         assert all(now[name] is before[name] for name in before), moment
         assert list(map(id, model.parameters())) == list(map(id, before.values())), moment
-        # Where the model's own code looks for them.
+        # The attributes that the model's own code uses.
         assert model.module.enter.weight is before["enter.weight"], moment
         assert model.module.blocks[2].module.linear.bias is before["blocks.2.linear.bias"], moment
 
@@ -173,7 +173,7 @@ def test_original_names_and_objects_stay(strategy: ShardingStrategy) -> None:
     check("after an evaluation")
 
 
-# --- other memory, given by the user ---
+# --- parameters with replaced storage ---
 
 
 def summoned(model: FullyShardedDataParallel) -> dict[str, Tensor]:
@@ -182,7 +182,7 @@ def summoned(model: FullyShardedDataParallel) -> dict[str, Tensor]:
 
 
 def in_form(form: StateDictType) -> Callable[[FullyShardedDataParallel], dict[str, Tensor]]:
-    """Saved in this form, and loaded into a fresh model."""
+    """Returns a function that saves a model in this form, loads it into a fresh model and returns its values."""
 
     def saved(model: FullyShardedDataParallel) -> dict[str, Tensor]:
         fresh = wrapped(sharding_strategy=model.sharding_strategy, use_orig_params=True)
@@ -204,7 +204,7 @@ READERS = {"summoned": summoned, **{form.name: in_form(form) for form in StateDi
 def test_whoever_reads_finds_what_a_parameter_was_given(strategy: ShardingStrategy, reader: str) -> None:
     model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     slices = list(model.parameters())
-    # After it some strategies keep units whole, with the values of now.
+    # After this forward, some strategies keep units unsharded, with the current values.
     model(batch())
     for parameter in slices:
         parameter.data = 3 * parameter.data
@@ -351,7 +351,7 @@ def test_what_is_written_into_a_sharded_parameter_is_computed_with(strategy: Sha
 
 
 def adamw_with_groups(model: nn.Module) -> torch.optim.Optimizer:
-    """The usual two groups: what is called a bias does not decay, and here it also learns faster."""
+    """The usual two groups: biases have no weight decay, and here also a higher learning rate."""
     is_bias = {True: [], False: []}
     for name, parameter in by_name(model).items():
         is_bias[name.endswith("bias")].append(parameter)
@@ -534,7 +534,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "another library": lambda weight: weight.__dlpack__(),
     "another process": lambda weight: weight.share_memory_(),
 }
-# PyTorch itself refuses these, in its own words.
+# PyTorch itself raises for these, with its own message.
 REFUSED_BEFORE_US = ("to list", "storage")
 
 
@@ -636,7 +636,7 @@ def test_a_flat_unit_may_be_frozen_as_a_whole_and_other_units_trained() -> None:
 
 
 def sharded_quietly(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
-    """Without the warning about frozen parameters, of which a test of its own speaks."""
+    """Wraps without the warning about frozen parameters, which has its own test."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*frozen parameters")
         return wrapped(model, use_orig_params=True, **options)
@@ -727,7 +727,7 @@ def test_a_warning_says_that_the_gradient_of_a_mixed_unit_covers_frozen_paramete
 def test_a_frozen_unit_is_not_reduced(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     def build() -> Stack:
         model = seeded()
-        # One at the beginning, which needs no backward at all, and one in the middle, which gradients pass through.
+        # Freeze a unit at the beginning, which needs no backward, and one in the middle, which gradients pass through.
         model.enter.requires_grad_(False)
         model.leave.requires_grad_(True)
         for index in (0, 2):
@@ -811,7 +811,7 @@ def test_a_shared_parameter_has_one_memory_under_both_names(strategy: ShardingSt
 
 
 class TiedBlocks(nn.Module):
-    """Two layers of one weight at the two ends of a model, each under a name of its own."""
+    """Two layers at the two ends of a model share one weight, each under its own name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -840,7 +840,7 @@ def one_inside_the_other(model: TiedBlocks, **options: Any) -> None:
 
 TIES = {
     by_policy: ("encoder.0.weight", "decoder.out.weight"),
-    # What is wrapped by hand knows only its own part of the names.
+    # Without a policy, a unit knows names only relative to the module that it wraps.
     one_after_the_other: ("0.weight", "out.weight"),
     one_inside_the_other: ("0.weight", "decoder.out.weight"),
 }
@@ -874,11 +874,11 @@ def test_units_of_different_models_and_wrapping_again_after_a_model_is_gone_are_
         del model
 
 
-# --- what is no contract ---
+# --- implementation details ---
 
 
 class CutElsewhere(Partition):
-    """Three more elements of padding in each piece: what the ranks see of each parameter is other than usual."""
+    """Adds three elements of padding to each shard, so that each rank stores other parts of the parameters."""
 
     @property
     def shard_numel(self) -> int:  # type: ignore[override]
@@ -886,7 +886,7 @@ class CutElsewhere(Partition):
 
 
 def everything_promised(strategy: ShardingStrategy) -> tuple[Any, Any]:
-    """What one may rely on after some training with original parameters; and beside it what each rank sees."""
+    """Trains with original parameters. Returns the guaranteed results and the sizes of this rank's parameters."""
     model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     groups = [[p for n, p in model.named_parameters() if n.endswith(end)] for end in ("weight", "bias")]
     optimizer = torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], lr=1e-2)

@@ -1,7 +1,7 @@
-"""All of `MODELS`, trained by ``FullyShardedDataParallel`` and by everybody who can be believed.
+"""Trains all of `MODELS` with ``FullyShardedDataParallel`` and with the reference trainers.
 
-On two ranks in float32 a sum over ranks has no order and dividing by two is exact, so there all must agree bit by bit.
-On four ranks the order of a sum decides the last bits; ``compare.py`` says what is allowed then, in one place.
+On two ranks in float32, a sum over ranks has no order and dividing by two is exact, so all results must be bitwise
+equal. On four ranks the order of a sum affects the last bits. ``compare.py`` defines the tolerances in one place.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Mixed precision: which dtype at which step.
+"""Mixed precision: the dtype of each step.
 
-The expected gradient is computed by the plain model in the compute dtype, rank by rank, averaged in the dtype in which
-gradients travel, and widened to the dtype in which the parameters are stored. All of these steps are exact or happen in
-the same order as in the wrapped model, so on two ranks the comparison is bit by bit here, too.
+The reference is the unwrapped model. It computes each rank's gradient in the compute dtype, averages in the dtype of
+the reduction, and converts to the dtype in which the parameters are stored. These steps are exact or happen in the same
+order as in the wrapped model. On two ranks the comparison is therefore bitwise here too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from spec_tests.models.values import assert_same, full_values, named
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PAIRS = [(FULL_SHARD, False), (FULL_SHARD, True), (SHARD_GRAD_OP, True), (NO_SHARD, False), (NO_SHARD, True)]
 pairs = pytest.mark.parametrize(("strategy", "use_orig_params"), PAIRS)
-# Each strategy once and each way of showing parameters at least once.
+# Each strategy once, and flat and original parameters at least once.
 three = pytest.mark.parametrize(("strategy", "use_orig_params"), [PAIRS[0], PAIRS[2], PAIRS[4]])
 flat_strategies = pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 either = pytest.mark.parametrize("use_orig_params", [False, True])
@@ -50,7 +50,7 @@ either = pytest.mark.parametrize("use_orig_params", [False, True])
 def expected_gradients(
     compute: torch.dtype = FP32, reduce: torch.dtype = FP32, steps: tuple[int, ...] = (0,), num_ranks: int = 2
 ) -> dict[str, Tensor]:
-    """The mean over the ranks, each of which adds up what it has computed in ``steps``, in float32 in the end."""
+    """The mean over the ranks of the gradients that each rank accumulates in ``steps``, converted to float32."""
     of_ranks = []
     for rank in range(num_ranks):
         plain = seeded().to(compute)
@@ -62,7 +62,7 @@ def expected_gradients(
 
 
 class Probe(nn.Module):
-    """Tells in which dtype everything was when it ran, and computes in the dtype of its weight."""
+    """Records the dtypes that it sees, and computes in the dtype of its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Probe(nn.Module):
         }
         product = x.to(self.weight.dtype) * self.weight
         if product.requires_grad:
-            # Not the output: when its gradient arrives, this unit's backward is only about to begin.
+            # Do not use the output: this unit's backward has only just begun when the output's gradient arrives.
             product.register_hook(self.in_backward)
         return product + self.bias
 
@@ -97,7 +97,7 @@ def probes(num: int = 2) -> nn.Sequential:
 
 
 def probed(model: nn.Module, precision: MixedPrecision | None, **options: Any) -> FullyShardedDataParallel:
-    """The model with a unit for each probe."""
+    """Wraps the model with a unit for each probe."""
     options.setdefault("auto_wrap_policy", ModuleWrapPolicy({Probe}))
     return FullyShardedDataParallel(model, mixed_precision=precision, **options)
 
@@ -106,7 +106,7 @@ def ones(*shape: int) -> Tensor:
     return torch.ones(*(shape or (2, 6)), device=device())
 
 
-# --- the record ---
+# --- the `MixedPrecision` dataclass ---
 
 
 @pytest.mark.spec("MP-01")
@@ -233,7 +233,7 @@ def test_training_is_bit_by_bit_that_of_torch(strategy: ShardingStrategy, use_or
         mixed_precision=torch_fsdp.MixedPrecision(**POLICIES[policy]),
     )
     group = group_of(strategy)
-    # Momentum is left out: with gradients kept in low precision its buffer would be, too, in a dtype of its own.
+    # No momentum: with gradients kept in low precision, its buffer would also be in low precision.
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, foreach=False) for each in (ours, theirs)]
     for step in range(3):
         for model in (ours, theirs):
@@ -282,7 +282,7 @@ def test_between_computations_everything_is_stored_in_full_precision(
     assert len(state) >= 2 * len(UNITS) - 2
     assert {value.dtype for value in state} == {FP32}
     values = whole(model, group=group_of(strategy))[0]
-    # Steps of 1e-4 are smaller than what bfloat16 can tell apart near 1; none was rounded away.
+    # Steps of 1e-4 are below the resolution of bfloat16 near 1. None of them was rounded away.
     plain = seeded()
     plain_optimizer = torch.optim.Adam(plain.parameters(), lr=1e-4)
     for step in range(3):
@@ -294,7 +294,7 @@ def test_between_computations_everything_is_stored_in_full_precision(
 
 
 def low_precision_gradients(plain: nn.Module, step: int) -> dict[str, Tensor]:
-    """As `expected_gradients`, at the point where a model in training is."""
+    """Like `expected_gradients`, for the current parameters of ``plain`` and one step."""
     of_ranks = []
     for rank in range(2):
         low = copy.deepcopy(plain).to(BF16)
@@ -323,7 +323,7 @@ def test_what_the_optimizer_changed_is_computed_with(strategy: ShardingStrategy,
 
 
 def reduced_in(model: FullyShardedDataParallel) -> dict[str, set[torch.dtype]]:
-    """The dtypes of what an iteration reduces, as the tracer and as the wire say."""
+    """The dtypes that an iteration reduces, as recorded both by the tracer and by `Wire`, which must agree."""
     with trace.record() as recorder, Wire() as wire:
         iterate(model)
     for kind in ("RS", "AR"):
@@ -375,7 +375,7 @@ def test_in_a_hybrid_both_reductions_run_in_reduce_dtype(strategy: ShardingStrat
 def test_computing_low_and_reducing_in_full_loses_nothing_in_the_sum(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    # bfloat16 knows 1 and 1/512, and not their sum.
+    # bfloat16 can represent 1 and 1/512, but not their sum.
     own = torch.full((2,), 1.0 if dist.get_rank() == 0 else 2.0**-9, device=device())
     for reduce, mean in ((FP32, (1.0 + 2.0**-9) / 2), (BF16, 0.5), (None, 0.5)):
         model = FullyShardedDataParallel(
@@ -531,7 +531,7 @@ def test_if_wished_gradients_keep_the_dtype_in_which_they_travelled(
     expected = {name: gradient.to(kept) for name, gradient in expected_gradients(compute, kept).items()}
     assert_same(gradients, expected, bitwise=True)
     assert {parameter.dtype for parameter in model.parameters()} == {FP32}
-    # An optimizer that accepts it can step: this one multiplies and adds.
+    # An optimizer that supports this dtype can step: this one only multiplies and adds.
     before = whole(model, group=group)[0]
     torch.optim.SGD(model.parameters(), lr=0.5, foreach=False).step()
     after = whole(model, group=group)[0]
@@ -558,7 +558,7 @@ def test_kept_gradients_accumulate_in_their_dtype(strategy: ShardingStrategy, us
 
 
 def nested_inputs() -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Floating-point tensors at every depth, with other things among them."""
+    """Floating-point tensors at every depth, mixed with other objects."""
     args = (ones(), [ones(2).double(), {"deep": (ones(3), "text", None)}])
     return args, {"keyword": ones(4), "nested": {"list": [ones(5).half()]}, "number": 1.5}
 
@@ -587,7 +587,7 @@ def test_a_unit_that_is_not_the_root_casts_its_inputs_only_if_told(
         def forward(self, args: Any, kwargs: Any) -> Tensor:
             return self.inner(*args, **kwargs) * self.own
 
-    # The root computes in another precision and casts nothing, so only the inner unit can have done it.
+    # The root has another precision and casts nothing, so only the inner unit can cast.
     model = FullyShardedDataParallel(Caller(), use_orig_params=use_orig_params)
     args, kwargs = nested_inputs()
     for _ in range(2):
@@ -727,13 +727,13 @@ def test_only_floating_point_inputs_are_cast(is_root: bool) -> None:
 def test_token_numbers_reach_an_embedding_unharmed() -> None:
     model = nn.Sequential(nn.Embedding(1000, 6), nn.Linear(6, 2)).to(device())
     expected = copy.deepcopy(model).bfloat16()
-    # 257 and 999 have no bfloat16 of their own.
+    # bfloat16 cannot represent 257 and 999.
     tokens = torch.tensor([[257, 999, 1]], device=device())
     wrapped_model = FullyShardedDataParallel(model, mixed_precision=MixedPrecision(param_dtype=BF16))
     assert torch.equal(wrapped_model(tokens), expected(tokens))
 
 
-# --- full parameters ---
+# --- unsharded parameters ---
 
 
 @pytest.mark.spec("MP-18")
@@ -754,7 +754,7 @@ def test_summoned_parameters_are_in_full_precision_and_buffers_in_buffer_dtype(
     )
     with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(2.0**-12)  # What bfloat16 could not hold.
+            parameter.add_(2.0**-12)  # a change too small for bfloat16
     for _ in range(2):
         with FullyShardedDataParallel.summon_full_params(model, writeback=False):
             assert_same(named(model), expected, bitwise=True)
@@ -764,7 +764,7 @@ def test_summoned_parameters_are_in_full_precision_and_buffers_in_buffer_dtype(
     assert dtypes == {"scale": BF16, "count": torch.int64, "mask": torch.bool}
 
 
-# --- units of different precision ---
+# --- units with different precision ---
 
 
 class Normed(nn.Module):

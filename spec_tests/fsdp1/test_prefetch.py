@@ -1,7 +1,7 @@
-"""When the next unit is asked for: in backward, in forward, and what it costs.
+"""Prefetching in backward and in forward, and its cost in memory.
 
-A layer's watch says what is in memory in the middle of each unit's forward and backward; the tracer says what was
-issued when. The whole orders are in ``test_timelines.py``.
+A watch on each unit's layer reports what is in memory in the middle of the unit's forward and backward. The tracer
+records the order of the collectives. ``test_timelines.py`` checks the order of whole iterations.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SETTINGS = (PRE, POST, None)
 
 
 def computing(**options: Any) -> tuple[FullyShardedDataParallel, Watch]:
-    """A model whose units write ``GRAD`` into the recording in the middle of their backward."""
+    """A model whose units record a ``GRAD`` event in the middle of their backward."""
     plain = seeded()
     watch = Watch(plain)
     watch.in_backward = lambda unit: trace.recorder.begin("GRAD", unit) and None
@@ -150,13 +150,13 @@ def test_at_no_time_of_backward_are_more_blocks_gathered(setting: BackwardPrefet
 def test_pre_holds_one_unit_more_than_post_in_memory() -> None:
     block_bytes = 1024 * 1025 * 4
     most = {setting: most_in_backward(setting) for setting in (PRE, POST)}
-    # Pre: the parameters of the block that computes and of the next one. Post: those of the one that computes.
+    # Pre: the parameters of the current block and of the next one. Post: only those of the current block.
     assert most[PRE] > 1.9 * block_bytes
     assert 0.9 * block_bytes < most[PRE] - most[POST] < 1.1 * block_bytes
 
 
 def most_in_backward(setting: BackwardPrefetch) -> int:
-    """The most bytes beyond those at the beginning of backward that are allocated while a block computes gradients."""
+    """Peak bytes that are allocated while a block computes gradients, minus those at the beginning of backward."""
     accelerator = torch.get_device_module(device())
     plain = seeded(lambda: Stack(1024))
     watch = Watch(plain)
@@ -164,7 +164,7 @@ def most_in_backward(setting: BackwardPrefetch) -> int:
 
     def look(unit: str) -> None:
         if unit:
-            # Memory crosses lanes; without this the allocator could not yet give back what the last unit has freed.
+            # Several streams use the memory. Without this the allocator could not yet free the last unit's memory.
             accelerator.synchronize()
             allocated.append(accelerator.memory_allocated())
 
@@ -250,7 +250,7 @@ def test_what_is_kept_is_not_gathered_in_backward(
         assert "AG" not in wire.kinds()
 
 
-# --- lanes ---
+# --- communication streams ---
 
 
 @pytest.mark.spec("PREF-10")
@@ -260,7 +260,7 @@ def test_what_is_kept_is_not_gathered_in_backward(
 def test_collectives_run_in_the_order_in_which_the_trace_says_they_were_issued(
     strategy: ShardingStrategy, setting: BackwardPrefetch | None
 ) -> None:
-    """Blocks of different sizes, so that a number of elements says whose collective it is."""
+    """The blocks have different sizes, so that the number of elements identifies the unit of a collective."""
     model = wrapped(seeded(lambda: Stack(hidden=(2, 4, 6, 8))), sharding_strategy=strategy, backward_prefetch=setting)
     for step in range(2):
         with trace.record() as recorder, Wire() as wire:
@@ -284,7 +284,7 @@ def test_gathers_have_a_stream_of_their_own_and_all_of_them_the_same() -> None:
 
 @contextmanager
 def lanes_of_collectives() -> Iterator[set[tuple[str, str]]]:
-    """On which lane each kind of collective is issued while the context is open."""
+    """Records the stream on which each kind of collective is issued while the context is open."""
     found: set[tuple[str, str]] = set()
     inside, enter, leave = ["compute"], Lane.__enter__, Lane.__exit__
 
@@ -311,7 +311,7 @@ def lanes_of_collectives() -> Iterator[set[tuple[str, str]]]:
 @pytest.mark.spec("PREF-14")
 @ranks(2)
 def test_gathers_and_reductions_are_issued_on_lanes_of_their_own_and_labelled_so() -> None:
-    """A label alone would also be there if all were issued on the compute stream."""
+    """Checks the actual stream too: a label alone could be right even if everything ran on the compute stream."""
     model = wrapped()
     iterate(model)
     with trace.record() as recorder, lanes_of_collectives() as issued:
@@ -324,7 +324,7 @@ def test_gathers_and_reductions_are_issued_on_lanes_of_their_own_and_labelled_so
 @pytest.mark.spec("PREF-14")
 @ranks(2)
 def test_a_gather_is_waited_for_at_its_own_forward_and_not_where_it_was_issued() -> None:
-    """What was asked for early is on its way while another unit computes: that is all the overlap there is."""
+    """A prefetched all-gather runs while another unit computes. There is no other overlap."""
     model = wrapped(forward_prefetch=True)
     iterate(model)
     with trace.record() as recorder:
@@ -386,7 +386,7 @@ def test_forward_prefetch_with_another_order_warns_and_stays_correct(later: Sequ
         iterate(model, 2, order=later)
     assert watch.alive() == [], "what was gathered in vain is dropped at the end of backward"
     check_gradients(model, later, 2)
-    # Back to the recorded order, after a step that a stale prefetch would not have seen.
+    # Return to the recorded order, after a parameter change that a stale prefetch would not include.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.25)
@@ -396,7 +396,7 @@ def test_forward_prefetch_with_another_order_warns_and_stays_correct(later: Sequ
 
 
 def check_gradients(model: nn.Module, order: Sequence[int], step: int, shifted_by: float = 0.0) -> None:
-    """Against one process that runs the blocks in this order; a block that did not run has no gradient."""
+    """Compares with a single process that runs the blocks in this order. A block that did not run has no gradient."""
     plain = seeded()
     plain.order = order
     with torch.no_grad():

@@ -1,10 +1,10 @@
-"""Some hundreds of training runs that nobody has thought of; see ``spec_tests/properties``.
+"""Several hundred randomly generated training runs; see ``spec_tests/properties``.
 
-More of them, or others::
+To run more examples, or others::
 
     MINIFSDP_PROPERTY_EXAMPLES=3000 MINIFSDP_PROPERTY_SEED=17 python -m pytest -s spec_tests/fsdp1/test_properties.py
 
-Each world size gets its part of so many examples.
+Each world size runs a fixed fraction of the examples.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spec_tests.properties.hunt import failure_of, hunt
 
 EXAMPLES = int(os.environ.get("MINIFSDP_PROPERTY_EXAMPLES", "300"))
 SEED = int(os.environ.get("MINIFSDP_PROPERTY_SEED", "0"))
-# Most of them on two ranks: there the comparison is bit by bit, and they are quick.
+# Most examples run on two ranks, where the comparison is bitwise and runs are fast.
 PARTS = {1: 0.15, 2: 0.55, 3: 0.1, 4: 0.2}
 
 
@@ -34,7 +34,7 @@ def test_any_training_run_equals_one_process(num_ranks: int) -> None:
         pytest.fail(failure, pytrace=False)
 
 
-# What hunts have found, made small; by what was wrong, with the row that it broke.
+# Minimized failures that earlier runs found: what was wrong, and the requirement that it violated.
 FOUND = {
     "a frozen unit that another tree takes over": (
         "CTOR-11",

@@ -1,6 +1,6 @@
-"""What each strategy shards, gathers, frees and reduces.
+"""Sharding strategies: what each one shards, all-gathers, reshards and reduces.
 
-The orders of whole iterations are in ``test_timelines.py``; here is what the orders are for: sizes, values and memory.
+``test_timelines.py`` checks the order of whole iterations. The tests here check sizes, values and memory.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_no_strategy_means_full_shard() -> None:
     for model in (FullyShardedDataParallel(nn.Linear(2, 2, device=device())), wrapped(sharding_strategy=None)):
         for unit in FullyShardedDataParallel.fsdp_modules(model):
             assert unit.sharding_strategy is FULL_SHARD
-    # And it behaves so, it is not only called so.
+    # Check the behavior, not only the attribute.
     with trace.record() as recorder:
         iterate(model)
     assert of_unit(recorder, "blocks.1") == ["AG", "F", "FREE", "AG", "B", "FREE", "RS"]
@@ -117,7 +117,7 @@ def test_the_chunks_are_those_of_torch() -> None:
 
 
 def odd() -> Stack:
-    """Units of 71, 34, 47 and 60 elements and a root of 56: two, three or four ranks, somebody always needs padding."""
+    """Units of 71, 34, 47 and 60 elements and a root of 56: on two, three or four ranks, some unit needs padding."""
     model = seeded(lambda: Stack(hidden=(5, 2, 3, 4)))
     model.blocks[0].down.bias = None
     model.blocks[1].up.bias = None
@@ -252,7 +252,7 @@ def test_gradients_and_parameters_are_bit_by_bit_those_of_torch(strategy: Shardi
 
 
 def row_by_row(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A view of what NO_SHARD has in torch may be 1-D or not; what counts are the numbers."""
+    """Flattens the tensors. torch's NO_SHARD parameters may or may not be 1-D, and only the values matter."""
     return {unit: tensor.detach().reshape(-1) for unit, tensor in tensors.items()}
 
 
@@ -273,7 +273,7 @@ def test_optimizer_state_has_the_size_of_chunks_and_a_step_sends_nothing(strateg
         assert state["exp_avg"].numel() == state["exp_avg_sq"].numel() == math.ceil(row.numel() / 2)
 
 
-# --- what is gathered, freed and reduced ---
+# --- what is all-gathered, resharded and reduced ---
 
 
 @pytest.mark.spec("SHARD-04")
@@ -332,7 +332,7 @@ def test_shard_grad_op_stores_only_chunks_between_iterations() -> None:
 
 
 def memory_of(model: FullyShardedDataParallel) -> dict[str, int]:
-    """By unit: the bytes of the storage behind the flat parameter, which may be larger than what it shows."""
+    """By unit: the storage size of the flat parameter in bytes, which can be larger than the parameter itself."""
     return {unit: parameter.untyped_storage().nbytes() for unit, parameter in flat_parameters(model).items()}
 
 
@@ -469,7 +469,7 @@ def test_evaluation_gathers_and_never_reduces(
             output = model(batch())
         assert torch.equal(output, expected)
         if strategy is ShardingStrategy.SHARD_GRAD_OP:
-            # The strategy keeps the parameters for the next evaluation.
+            # The strategy keeps the parameters unsharded for the next evaluation.
             expects = ["AG", "F"] if number == 0 else ["F"]
         else:
             assert watch.alive() == []
@@ -509,13 +509,13 @@ def test_twenty_evaluations_leave_nothing_behind(strategy: ShardingStrategy, rec
         return sum(issubclass(type(each), torch.Tensor) for each in living), len(living)
 
     gc.collect()
-    gc.freeze()  # What is alive by now need not be looked at.
+    gc.freeze()  # ignore the objects that are alive now
     try:
         tensors, objects = living_after(3)
         later_tensors, later_objects = living_after(20)
     finally:
         gc.unfreeze()
-    # Less than one more for each evaluation. A thread of the process group may be late to drop one or two.
+    # Fewer than one more per evaluation. A thread of the process group may release one or two late.
     assert later_tensors < tensors + 20
     assert later_objects < objects + 20
 
@@ -558,7 +558,7 @@ def test_on_four_ranks_the_loss_curve_is_that_of_one_process(strategy: ShardingS
 
 
 def compare_loss_curves(strategy: ShardingStrategy) -> None:
-    """Five steps against the unwrapped model on the concatenated batch."""
+    """Compares five steps with the unwrapped model on the concatenated batch."""
     num_ranks = dist.get_world_size()
     plain, model = seeded(), wrapped(sharding_strategy=strategy)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.05) for each in (plain, model)]
@@ -604,7 +604,7 @@ def test_each_unit_issues_this_many_collectives(strategy: ShardingStrategy) -> N
 @pytest.mark.spec("SHARD-13", "FWD-04")
 @ranks(2)
 def test_where_nothing_is_sharded_a_change_between_forward_and_backward_is_noticed_by_autograd() -> None:
-    """Broken: what is computed with has a version counter of its own, so that gradients are wrong in silence."""
+    """Fails if the tensors that forward uses have their own version counter: gradients would be silently wrong."""
     model = wrapped(sharding_strategy=ShardingStrategy.NO_SHARD)
     loss = loss_of(model(batch()))
     with torch.no_grad():
@@ -618,7 +618,7 @@ def test_where_nothing_is_sharded_a_change_between_forward_and_backward_is_notic
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
 @ranks(2)
 def test_memory_that_a_flat_parameter_had_before_is_free_when_it_is_given_another(strategy: ShardingStrategy) -> None:
-    """Broken: something beside the parameter holds the shard that it had."""
+    """Fails if another object in addition to the parameter holds a reference to its old shard."""
     model = wrapped(sharding_strategy=strategy)
     iterate(model)
     before = [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]

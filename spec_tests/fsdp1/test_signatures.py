@@ -1,15 +1,15 @@
-"""Names, parameters and defaults: those of ``torch.distributed.fsdp``, or a difference that somebody meant.
+"""Names, parameters and defaults must equal those of ``torch.distributed.fsdp``, or differ on purpose.
 
-A script changes by one import line only if everything that it can name is there under the same name and can be called
-in the same way. So both libraries are taken apart by the same function, into plain facts::
+A script can migrate by changing one import line only if all names that it uses exist and have the same signatures. One
+function converts both libraries into plain facts::
 
     {"CPUOffload": "dataclass(offload_params: bool = False)", ...}
 
-and the facts are compared. What differs must be in `MEANT`, with the reason; a difference that is not there fails, and
-so does an entry that is no difference any more. The installed torch is the one that is asked, so a new version that
-renames something is noticed on the day that it is installed.
+The tests compare these facts. `MEANT` lists each difference with its reason. A difference that is not listed fails, and
+so does an entry without a difference. The comparison uses the installed torch, so the tests detect a renamed symbol as
+soon as a new version is installed.
 
-Only the older half of torch's module is looked at here, the wrapper; ``fully_shard`` has a test of its own.
+This file only covers the wrapper, the older half of torch's module. ``fully_shard`` has its own test.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import minifsdp
 from minifsdp import FlatParameter, FullyShardedDataParallel
 from spec_tests.harness import device, ranks
 
-# The public names of torch's module that belong to `fully_shard`.
+# The public names in torch's module that belong to `fully_shard`.
 SECOND_HALF = {
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
@@ -44,7 +44,7 @@ SECOND_HALF = {
     "share_comm_ctx",
 }
 
-# Under each of these paths below `torch.distributed.fsdp`: names that `__all__` does not have and scripts import.
+# For each path below `torch.distributed.fsdp`: names that scripts import although they are not in `__all__`.
 SUBMODULES = {
     "api": [],
     "fully_sharded_data_parallel": [
@@ -92,11 +92,11 @@ MEANT = {
 }
 
 
-# --- taking apart ---
+# --- extracting facts ---
 
 
 def said_of_default(default: Any) -> str:
-    """A default value in words that do not depend on whose class it is of."""
+    """A text for a default value that does not depend on the library that defines its class."""
     if default is inspect.Parameter.empty:
         return ""
     if isinstance(default, enum.Enum):
@@ -108,7 +108,7 @@ def said_of_default(default: Any) -> str:
 
 
 def said_of_call(function: Any) -> str:
-    """Names, order, kinds and defaults of the parameters; annotations are everybody's own."""
+    """Names, order, kinds and defaults of the parameters, without annotations, which may differ."""
     marks = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     marks[inspect.Parameter.KEYWORD_ONLY] = "by keyword "
     parameters = inspect.signature(function).parameters.values()
@@ -145,13 +145,13 @@ def facts_of_class(name: str, cls: type, attributes: set[str]) -> Iterator[tuple
 
 
 def public_attributes(cls: Any) -> set[str]:
-    """What the class or a base in its own library adds to, or changes in, what PyTorch's base classes have."""
+    """Public attributes that the class, or a base class in its own library, adds or overrides."""
     own = [b for b in getattr(cls, "__mro__", ()) if b.__module__.startswith(("torch.distributed.fsdp", "minifsdp"))]
     return {name for base in own for name in vars(base) if not name.startswith("_")}
 
 
 def facts_of(module: ModuleType, other: ModuleType, names: list[str]) -> dict[str, str]:
-    """Facts about ``module``; of a class, about every attribute that either module's class has of its own."""
+    """Facts about ``module``. A class has facts about every attribute that its version in either module defines."""
     facts: dict[str, str] = {}
     for name in names:
         found = getattr(module, name, None)
@@ -168,7 +168,7 @@ def facts_of(module: ModuleType, other: ModuleType, names: list[str]) -> dict[st
 
 
 def modules_and_names() -> Iterator[tuple[str, ModuleType, ModuleType, list[str]]]:
-    """Pairs of modules, torch's and ours, with the names to be found in both."""
+    """Pairs of modules, torch's and ours, with the names that both must have."""
     yield "", torch_fsdp, minifsdp, [*sorted(set(torch_fsdp.__all__) - SECOND_HALF), "FlatParameter"]
     for path, names in SUBMODULES.items():
         theirs = importlib.import_module(f"torch.distributed.fsdp.{path}")
@@ -269,7 +269,7 @@ def test_a_wrapper_can_be_asked_whether_it_is_the_root() -> None:
 
 @pytest.mark.pure
 def test_the_fields_of_every_option_can_be_set_afterwards() -> None:
-    # Scripts build an option first and fill it in from their arguments.
+    # Scripts create an options object first and set its fields from their arguments.
     for cls in (minifsdp.MixedPrecision, minifsdp.CPUOffload, minifsdp.FullStateDictConfig):
         option = cls()
         for field in dataclasses.fields(option):

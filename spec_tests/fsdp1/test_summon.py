@@ -1,4 +1,4 @@
-"""Full parameters in the user's hands: ``summon_full_params``."""
+"""``summon_full_params``: unsharded parameters in user code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHARDING = (FULL_SHARD, SHARD_GRAD_OP)
 flat_strategies = pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 sharding = pytest.mark.parametrize("strategy", SHARDING)
 either = pytest.mark.parametrize("use_orig_params", [False, True])
-# The pairs that differ in more than one way of showing parameters; not the whole product.
+# Strategies and parameter forms that behave differently from each other, instead of all combinations.
 PAIRS = [(FULL_SHARD, False), (FULL_SHARD, True), (SHARD_GRAD_OP, True), (NO_SHARD, False), (NO_SHARD, True)]
 pairs = pytest.mark.parametrize(("strategy", "use_orig_params"), PAIRS)
 three = pytest.mark.parametrize(("strategy", "use_orig_params"), [PAIRS[0], PAIRS[2], PAIRS[4]])
@@ -46,18 +46,18 @@ sharding_pairs = pytest.mark.parametrize(("strategy", "use_orig_params"), PAIRS[
 
 
 def local(model: nn.Module) -> dict[str, Tensor]:
-    """What is visible outside: names, shapes and values."""
+    """The parameters that are visible outside of the context: names, shapes and values."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def units(strategy: ShardingStrategy) -> tuple[int, int]:
-    """Into how many pieces a unit is cut on the ranks of this test, and which one is here."""
+    """The number of shards of a unit on the ranks of this test, and the index of this rank's shard."""
     if strategy is NO_SHARD:
         return 1, 0
     return (2, dist.get_rank() % 2) if strategy in HYBRID_STRATEGIES else (dist.get_world_size(), dist.get_rank())
 
 
-# --- what is seen inside ---
+# --- what is visible inside ---
 
 
 @pytest.mark.spec("SUMMON-01")
@@ -87,12 +87,12 @@ def test_inside_parameters_have_their_names_shapes_and_values_on_every_rank(
     model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
     for step in range(2):
-        # The first time before any forward, when there is no root yet.
+        # The first iteration comes before any forward, when there is no root yet.
         with summon(model):
             assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
             assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
             assert_same(named(model), named(plain), bitwise=step == 0)
-            # And where the model's own code looks.
+            # Also check the attributes that the model's own code uses.
             torch.testing.assert_close(model.module.blocks[1].module.linear.weight, plain.blocks[1].linear.weight)
         for name, gradient in mean_gradients(plain, [step]).items():
             plain.get_parameter(name).grad = gradient
@@ -136,7 +136,7 @@ def test_inside_the_model_can_be_read_like_one_that_was_never_wrapped(use_orig_p
 
 
 def islands(**options: Any) -> nn.Sequential:
-    """Two independent wrapped layers with an ordinary one between them, in a module that is not wrapped."""
+    """Two independent wrapped layers around an unwrapped layer, in a module that is not wrapped."""
 
     def build() -> nn.Sequential:
         return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
@@ -235,7 +235,7 @@ def test_without_recurse_nested_units_stay_sharded(use_orig_params: bool) -> Non
     assert wire.sent == [("AG", 56)]
 
 
-# --- leaving ---
+# --- leaving the context ---
 
 
 @pytest.mark.spec("SUMMON-06")
@@ -263,7 +263,7 @@ def test_on_exit_the_full_memory_is_freed(strategy: ShardingStrategy, writeback:
     with summon(model, writeback=writeback):
         memories = [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]
         assert not any(memory.expired() for memory in memories)
-    # Gloo's own thread may be the last to let go.
+    # Gloo's own thread may release its reference last.
     deadline = time.monotonic() + 5
     while not all(memory.expired() for memory in memories):
         assert time.monotonic() < deadline, "somebody still holds full parameters"
@@ -292,7 +292,7 @@ def test_on_exit_allocated_memory_is_what_it_was() -> None:
 
 
 def patchwork(strategy: ShardingStrategy) -> dict[str, Tensor]:
-    """By unit, what is left if each rank fills everything with its number."""
+    """By unit, the expected values if each rank fills all unsharded parameters with its own number."""
     plain = seeded()
     rows = flattened(plain, named(plain))
     num, _ = units(strategy)
@@ -325,7 +325,7 @@ def test_of_each_ranks_changes_its_own_chunk_persists(strategy: ShardingStrategy
             for parameter in model.parameters():
                 change(parameter, float(dist.get_rank()))
         assert_same(flattened(seeded(), full_values(model)), patchwork(strategy), bitwise=True)
-        # From the second time on the units have been gathered for a computation before.
+        # From the second iteration on, the units have already been all-gathered for a computation.
         iterate(model)
 
 
@@ -352,13 +352,13 @@ def test_the_patchwork_is_computed_with(strategy: ShardingStrategy, use_orig_par
 @either
 @ranks(2)
 def test_what_was_kept_in_another_dtype_is_gathered_anew_after_a_change(use_orig_params: bool) -> None:
-    """Broken: a unit that is not sharded goes on with the copy in low precision that it made before."""
+    """Fails if a unit that is not sharded continues to use its old low-precision copy."""
     low = MixedPrecision(param_dtype=torch.bfloat16)
     model, fresh = (
         wrapped(sharding_strategy=ShardingStrategy.NO_SHARD, mixed_precision=low, use_orig_params=use_orig_params)
         for _ in range(2)
     )
-    # No backward follows, so the copies are kept.
+    # No backward follows, so the units keep their copies.
     model(batch())
     for each in (model, fresh):
         with summon(each), torch.no_grad():
@@ -450,7 +450,7 @@ def test_changes_of_what_is_not_sharded_persist_in_any_case(writeback: bool, use
         model = wrapped(use_orig_params=use_orig_params, **options)
         expected = seeded()
         for value, change in enumerate(CHANGES.values(), start=3):
-            # A forward whose backward never comes: what it has computed with must not be computed with again.
+            # A forward without a backward: later computations must not reuse its parameters.
             model(batch())
             with summon(model, writeback=writeback), torch.no_grad():
                 for parameter in model.parameters():
@@ -646,7 +646,7 @@ def test_changes_of_gradients_are_written_back_if_asked(strategy: ShardingStrate
 def test_gradients_that_are_replaced_added_or_removed_are_written_back_if_asked(
     strategy: ShardingStrategy, writeback: bool
 ) -> None:
-    """As parameters that are given other memory, a new tensor in ``.grad`` is a change like any other."""
+    """A new tensor in ``.grad`` is a change like any other, as is new storage for a parameter."""
     model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     iterate(model)
     expected = mean_gradients(seeded())
@@ -659,7 +659,7 @@ def test_gradients_that_are_replaced_added_or_removed_are_written_back_if_asked(
         inside["leave.weight"].grad = None
         inside["leave.bias"].grad = torch.full_like(inside["leave.bias"], 3.0)
         ones = torch.ones_like(inside["leave.bias"])
-    # What is not sharded is shown itself, and so its changes stay.
+    # Without sharding the user sees the gradients themselves, so the changes persist.
     if writeback or strategy is NO_SHARD:
         expected = {name: 2.0 * gradient for name, gradient in expected.items() if name != "leave.weight"}
         expected["leave.bias"] = 3.0 * ones
@@ -690,11 +690,11 @@ def test_gradients_cannot_be_summoned_from_flat_parameters_or_to_the_cpu() -> No
         assert_same(named(flat), named(seeded()), bitwise=True)
 
 
-# --- when it may not be used ---
+# --- when it cannot be used ---
 
 
 def rootless(**options: Any) -> FullyShardedDataParallel:
-    """Two units inside a root that owns nothing itself, with a moment between them when no unit computes."""
+    """Two units inside a root without parameters. Between the two units there is a time when no unit computes."""
     model = seeded(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))
     for index in (0, 2):
         model[index] = FullyShardedDataParallel(model[index], **options)
@@ -709,12 +709,12 @@ models = pytest.mark.parametrize("build", [with_root, rootless])
 
 
 def middle_of(model: FullyShardedDataParallel) -> nn.Module:
-    """A module that runs in the middle of the forward."""
+    """A module that runs in the middle of forward."""
     return model.module[1] if isinstance(model.module, nn.Sequential) else model.module.blocks[1].module.linear
 
 
 def check_it_still_trains(model: FullyShardedDataParallel, build: Callable[..., Any]) -> None:
-    """The next iteration on it is like the first on a fresh one."""
+    """Checks that the next iteration gives the same result as the first one of a fresh model."""
     fresh = build(sharding_strategy=model.sharding_strategy, use_orig_params=model._use_orig_params)
     model.zero_grad()
     for each in (model, fresh):
@@ -760,7 +760,7 @@ def test_it_cannot_be_entered_during_forward_or_backward(
 @either
 @ranks(2)
 def test_during_the_backward_of_one_unit_another_cannot_be_summoned_either(use_orig_params: bool) -> None:
-    """Broken: a unit that has nothing to do at the moment counts as idle, while the backward of its tree goes on."""
+    """Fails if a unit that is not computing counts as idle while the backward of its root still runs."""
     model = wrapped(use_orig_params=use_orig_params)
     refused: list[int] = []
 

@@ -1,7 +1,7 @@
-"""Parameters that tensor parallelism has cut already: four ranks, two that share a unit times two that share a layer.
+"""Parameters that tensor parallelism has already sharded. Two ranks share a unit, times two that share a layer.
 
-The oracle is the same model in one process. Ranks 0 and 1 are one model together and see one batch, ranks 2 and 3 are
-another one and see the other.
+The reference is the same model in a single process. Ranks 0 and 1 together run one copy of the model on one batch, and
+ranks 2 and 3 another copy on another batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ either = pytest.mark.parametrize("use_orig_params", [False, True])
 
 
 class Layer(nn.Module):
-    """A norm, which stays whole, and two layers, which are cut along and across."""
+    """A norm, which is not sharded, and two linear layers, which are sharded column-wise and row-wise."""
 
     def __init__(self) -> None:
         super().__init__()

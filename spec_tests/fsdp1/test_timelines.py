@@ -1,7 +1,7 @@
-"""Who comes when, as whole lists: one word too many, too few or out of place fails.
+"""Compares the complete order of events. A missing, additional or misplaced event fails the test.
 
-Four equal blocks 0 to 3 and a root R with parameters of its own. ``B`` is the moment when the gradient of a block's
-output arrives. The bar stands between forward and backward, and ``keepR`` before it says that the root stays gathered.
+The model has four equal blocks, 0 to 3, and a root R with its own parameters. ``B`` is the time when the gradient of a
+block's output arrives. The bar separates forward from backward. ``keepR`` means that the root stays unsharded.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def test_the_whole_iteration_of_no_shard(prefetch: BackwardPrefetch | None) -> N
         assert recorded_iteration(model, step) == "F0 F1 F2 F3 | B3 AR3 B2 AR2 B1 AR1 B0 AR0 ARR"
 
 
-# A stream can wait for another stream, so with streams the all-reduce follows its reduce-scatter at once. A thread
-# would have to stop for that, so without them it is issued when the next unit's reduce-scatter is on its way.
+# With streams, the all-reduce follows its reduce-scatter immediately, because a stream can wait for another stream.
+# Without them a thread would block, so the all-reduce is issued after the next unit's reduce-scatter has started.
 HYBRID_BACKWARD = {
     "accelerator": "AG3 B3 AG2 FREE3 RS3 AR3 B2 AG1 FREE2 RS2 AR2 B1 AG0 FREE1 RS1 AR1 B0 FREE0 RS0 AR0 FREER RSR ARR",
     "cpu": "AG3 B3 AG2 FREE3 RS3 B2 AG1 FREE2 RS2 AR3 B1 AG0 FREE1 RS1 AR2 B0 FREE0 RS0 AR1 FREER RSR AR0 ARR",
@@ -137,7 +137,7 @@ def test_the_whole_of_an_evaluation(strategy: ShardingStrategy) -> None:
             model(torch.ones(3, 6, device=device()))
         assert said(recorder.events) == expected, f"evaluation {step}"
         if strategy is SHARD_GRAD_OP:
-            # Kept for the next evaluation.
+            # The units stay unsharded for the next evaluation.
             expected = "F0 F1 F2 F3"
 
 
@@ -162,7 +162,7 @@ SIZES = (2, 4, 6, 8)
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
 @ranks(2)
 def test_the_collectives_are_those_of_torch_in_the_same_order(prefetch: str | None) -> None:
-    """Blocks of different sizes, so that a number of elements says whose collective it is."""
+    """The blocks have different sizes, so that the number of elements identifies the unit of a collective."""
     ours = wrapped(seeded(lambda: Stack(hidden=SIZES)), backward_prefetch=prefetch and BackwardPrefetch[prefetch])
     theirs_prefetch = prefetch and torch_fsdp.BackwardPrefetch[prefetch]
     theirs = as_torch(seeded(lambda: Stack(hidden=SIZES)), backward_prefetch=theirs_prefetch)
@@ -175,5 +175,5 @@ def test_the_collectives_are_those_of_torch_in_the_same_order(prefetch: str | No
 
 
 def padded(wire: Wire) -> list[tuple[str, int]]:
-    """What went over the wire, with sizes rounded up to whole chunks of two ranks."""
+    """The collectives and their sizes, rounded up to a multiple of two ranks."""
     return [(kind, size + size % 2) for kind, size in wire.values]

@@ -1,7 +1,7 @@
-"""Which modules become units, without a process group: a stand-in takes the wrapper's place.
+"""Which modules become units. These tests need no process group, because they replace the wrapper with `Box`.
 
-The oracle is torch's own ``_auto_wrap`` with the same stand-in. What needs the real wrapper (WRAP-01, WRAP-11, WRAP-14,
-WRAP-15, WRAP-17) is tested beside it.
+The reference is torch's own ``_auto_wrap`` with the same replacement. ``test_wrap_units.py`` and other files test the
+requirements that need the real wrapper (WRAP-01, WRAP-11, WRAP-14, WRAP-15, WRAP-17).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ at_least_40 = functools.partial(size_based_auto_wrap_policy, min_num_params=40)
 
 
 class Box(nn.Module):
-    """Stands where a wrapper would, remembers its arguments, and does nothing."""
+    """Replaces the wrapper: stores its arguments and does nothing else."""
 
     def __init__(self, module: nn.Module, **kwargs: Any) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Box(nn.Module):
 
 
 class Block(nn.Module):
-    """Has an own parameter beside its parts."""
+    """Has a parameter of its own in addition to its submodules."""
 
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class WideBlock(Block):
 
 
 def linears() -> nn.Sequential:
-    """120 elements: two layers of 30, and a part with two more."""
+    """120 elements: two layers of 30, and a submodule with two more layers."""
     return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
 
 
@@ -90,7 +90,7 @@ TREES = {"linears": linears, "encoder": encoder, "blocks": blocks}
 
 
 def boxes(root: nn.Module) -> dict[str, dict[str, Any]]:
-    """The arguments of every stand-in in the tree, by the plain path of what is inside."""
+    """The arguments of every `Box` in the tree, by the original path of the module inside."""
     found = {}
     for path, module in root.named_modules(remove_duplicate=False):
         if isinstance(module, Box):
@@ -121,7 +121,7 @@ def cut_by_torch(
 
 
 def recording(root: nn.Module, policy: Callable[..., bool]) -> tuple[Callable[..., bool], list[Call]]:
-    """``policy``, and the list of what it will have been asked, modules by their paths."""
+    """Returns ``policy`` with recording, and the list that records its calls, with modules as paths."""
     paths = {module: path for path, module in root.named_modules()}
     calls: list[Call] = []
 
@@ -455,7 +455,7 @@ def test_every_public_name_of_torch_is_here_with_the_same_parameters(name: str) 
     assert name in minifsdp.wrap.__all__
 
 
-# ---- old spellings --------------------------------------------------------------------------------------------------
+# ---- older names ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.spec("LEGACY-02", "MYTH-25")
@@ -506,7 +506,7 @@ def test_warnings_point_at_the_line_of_the_program_that_led_here() -> None:
     assert [w.lineno - caught[0].lineno for w in caught] == [0, 1, 2]
 
 
-# ---- putting wrappers in --------------------------------------------------------------------------------------------
+# ---- inserting wrappers ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.spec("WRAP-03", "WRAP-10")
@@ -614,7 +614,7 @@ def test_mixed_precision_does_not_open_an_attention_that_the_size_policy_keeps_w
     exclude = functools.partial(at_least_40, exclude_wrap_modules={nn.ModuleList, nn.Sequential})
     with pytest.warns(UserWarning):
         assert set(cut(tree(), exclude, mixed_precision=MixedPrecision())) == {"0.1"}
-    # torch does open it. If it stops doing so, the essay in wrap.py is out of date.
+    # torch does wrap inside of it. If torch stops doing so, the explanation in wrap.py is out of date.
     assert "0.0.out_proj" in cut_by_torch(tree(), exclude, mixed_precision=TorchMixedPrecision())
 
 
@@ -666,7 +666,7 @@ def test_an_output_that_the_module_itself_turns_into_another_dtype_stays_as_it_i
     assert root[0](torch.randn(2, 4)).dtype is torch.float16
 
 
-# ---- by hand --------------------------------------------------------------------------------------------------------
+# ---- manual wrapping ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.spec("WRAP-12")
@@ -745,7 +745,7 @@ trees = st.recursive(
     max_leaves=10,
 )
 roots = st.tuples(st.just("block"), st.lists(trees, min_size=1, max_size=3))
-# Positions among modules() and parameters(), taken modulo their number.
+# Indices into modules() and parameters(), modulo their length.
 positions = st.lists(st.integers(0, 50), max_size=2)
 
 
@@ -796,7 +796,7 @@ def test_module_wrap_policy_cuts_any_tree_as_in_torch(
 @settings(deadline=None)
 @given(roots, st.integers(0, 150), positions)
 def test_batch_norms_are_set_apart_in_any_tree_as_in_torch(plan: Plan, min_num_params: int, modules: list[int]) -> None:
-    # Without leaves, because of the difference that is tested above.
+    # Without leaf modules, because of the difference that an earlier test covers.
     sets = {"min_num_params": min_num_params, "force_leaf_modules": set()}
     cuts = []
     for cutting, policy, precision in (

@@ -1,6 +1,6 @@
-"""Units that a policy or the user has cut, at work: who holds what, who inherits what, and what it is good for.
+"""Units that a policy or the user creates: their parameters, the options they inherit, and their effect.
 
-Where a policy cuts is in ``test_wrap.py``, which needs no ranks.
+``test_wrap.py`` tests where a policy creates units. It needs no ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from spec_tests.models.values import (
 FSDP = FullyShardedDataParallel
 flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 
-# --- how many units, and what is in the outermost ---
+# --- how many units, and the parameters of the outermost one ---
 
 
 @pytest.mark.spec("WRAP-01")
@@ -66,7 +66,7 @@ def wrap_nothing(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> boo
 
 
 @pytest.mark.spec("WRAP-10")
-# Every module means the list of blocks, too, and a list that is wrapped is warned of, as in torch (WRAP-19).
+# Wrapping every module also wraps the list of blocks, and wrapping a list warns, as in torch (WRAP-19).
 @pytest.mark.filterwarnings("ignore:.*containers that do not implement forward:UserWarning")
 @pytest.mark.parametrize("kind", ["nothing", "blocks", "everything"])
 @ranks(2)
@@ -110,7 +110,7 @@ VOCABULARY = 11
 
 
 class EncoderLayer(nn.Module):
-    """Each position looks at the mean of all."""
+    """Combines each position with the mean of all positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Looks at what the encoder has written."""
+    """Also uses the encoder's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class DecoderLayer(nn.Module):
 
 
 class Half(nn.Module):
-    """Encoder or decoder: the shared embedding, under a name of its own, and layers."""
+    """An encoder or a decoder: the shared embedding, under its own name, and layers."""
 
     def __init__(self, embedding: nn.Embedding, layer: type[nn.Module]) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Half(nn.Module):
 
 
 class SmallT5(nn.Module):
-    """The embedding has three places and is the output matrix besides."""
+    """The embedding is registered in three places and is also the output matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def test_a_shared_embedding_lands_in_the_outer_unit_and_both_halves_train_it(kee
     policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=LAYERS)
     model = FSDP(copy.deepcopy(plain), auto_wrap_policy=policy, use_orig_params=keep)
     kinds = [type(unit.module) for unit in FSDP.fsdp_modules(model)]
-    # A decoder layer contains an encoder layer, which is a unit, too.
+    # A decoder layer contains an encoder layer, which is also a unit.
     assert kinds == [SmallT5, *[EncoderLayer] * 2, *[DecoderLayer, EncoderLayer] * 2]
     with FSDP.summon_full_params(model, recurse=False):
         own = [name for name, p in model.named_parameters() if p.shape == (VOCABULARY, WIDTH)]
@@ -189,7 +189,7 @@ def test_a_shared_embedding_lands_in_the_outer_unit_and_both_halves_train_it(kee
 def assert_trains_like(
     model: FSDP, plain: nn.Module, inputs: Callable[[int, int], tuple[Tensor, ...]], loss: Callable[[Any], Tensor]
 ) -> None:
-    """Three steps; the plain model sees the batches of all ranks."""
+    """Trains for three steps. The unwrapped model uses the batches of all ranks."""
     num_ranks = dist.get_world_size()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)]
     for step in range(3):
@@ -199,11 +199,11 @@ def assert_trains_like(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    # Three uses of one parameter are added up in another order.
+    # The gradients of the three uses of a parameter are added in a different order.
     assert_same(full_values(model), named(plain), bitwise=False)
 
 
-# --- what inner units inherit ---
+# --- options that inner units inherit ---
 
 
 @pytest.mark.spec("WRAP-14")
@@ -232,7 +232,7 @@ def test_units_made_by_a_policy_inherit_the_arguments_of_the_outer_call() -> Non
         assert unit.compute_device == device()
         assert (unit.forward_prefetch, unit.limit_all_gathers) == (True, False)
         assert "linear.weight" in dict(unit.module.named_parameters()) or unit is model, "original parameters"
-    # They do not only carry the arguments, they follow them.
+    # Check that the units use these options, and do not only store them.
     with trace.record() as recorder:
         iterate(model)
     rank = dist.get_rank()
@@ -256,7 +256,7 @@ def test_the_defaults_are_inherited_too() -> None:
         assert unit.sharding_strategy is SHARD_GRAD_OP
 
 
-# --- a part that nobody wrapped ---
+# --- a submodule that is in no unit ---
 
 
 @pytest.mark.spec("WRAP-15")
@@ -274,7 +274,7 @@ def test_what_is_left_unwrapped_is_neither_sharded_nor_synchronised() -> None:
     dist.all_gather(everybody, head.grad)
     assert not torch.equal(*everybody), "each rank has the gradient of its own data"
     assert torch.allclose(sum(everybody) / 2, mean["leave.weight"])
-    # The wrapped blocks are in order.
+    # The wrapped blocks have correct gradients.
     for index, block in enumerate(model.blocks):
         row = torch.cat([mean[f"blocks.{index}.linear.{name}"].reshape(-1) for name in ("weight", "bias")])
         assert torch.equal(block.module._flat_param.grad, row.chunk(2)[dist.get_rank()])
@@ -292,7 +292,7 @@ def test_wrapping_the_whole_model_repairs_it() -> None:
     assert_same(flat_gradients(model), chunked(reference, mean_gradients(reference), 2, dist.get_rank()))
 
 
-# --- what units are good for ---
+# --- the effect of units ---
 
 
 @pytest.mark.spec("WRAP-17")
@@ -313,7 +313,7 @@ def test_with_a_unit_for_each_block_there_is_communication_between_computations(
     for this, following in (("0", "1"), ("1", "2"), ("2", "3")):
         assert in_order(forward, f"F{this}", f"AG{following}", f"F{following}")
     for this, following in (("3", "2"), ("2", "1"), ("1", "0")):
-        # The next one's gather is under way while this one computes, and so is this one's reduction under the next.
+        # The next unit's all-gather overlaps with this computation, and this unit's reduction with the next one.
         assert in_order(backward, f"AG{following}", f"B{following}")
         assert in_order(backward, f"B{this}", f"RS{this}", f"B{following}")
     assert in_order(backward, "AG2", "FREE3"), "prefetched: there is something to prefetch"
@@ -328,7 +328,7 @@ def in_order(words: str, *expected: str) -> bool:
 
 
 class Normed(nn.Module):
-    """A layer between two norms, either of which may be set apart."""
+    """A linear layer and two norms. Either norm can be excluded from mixed precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -343,7 +343,7 @@ def normed() -> nn.Module:
 
 
 class Dtypes:
-    """Which dtypes each layer's weight and input had in its last forward. To be laid before wrapping."""
+    """Records the dtypes of each layer's weight and input in its last forward. Create it before wrapping."""
 
     def __init__(self, model: nn.Module) -> None:
         self.of_weights: dict[str, torch.dtype] = {}
@@ -365,23 +365,23 @@ FULL = torch.float32
 
 
 def low(wrapper: type[nn.Module], **options: Any) -> Any:
-    """The ``MixedPrecision`` that belongs to a wrapper, ours or torch's."""
+    """The ``MixedPrecision`` of the same library as the wrapper, ours or torch's."""
     kind = MixedPrecision if wrapper is FSDP else torch_fsdp.MixedPrecision
     return kind(param_dtype=LOW, **options)
 
 
-# A batch norm that stays in its unit computes in low precision, and the CPU wants its buffers in the same one.
+# A batch norm that stays in its unit computes in low precision. The CPU requires the same dtype for its buffers.
 low_with_buffers = functools.partial(low, buffer_dtype=LOW)
 
 
 def cut(wrapper: type[nn.Module], model: nn.Module, **options: Any) -> Any:
-    """With one unit for each `Normed`, by the policy that belongs to the wrapper."""
+    """Wraps with one unit for each `Normed`, using the policy of the wrapper's library."""
     policies = ModuleWrapPolicy if wrapper is FSDP else torch_policies.ModuleWrapPolicy
     return wrapper(model, auto_wrap_policy=policies({Normed}), device_id=device(), **options)
 
 
 def both_trained(wrap: Callable[[type[nn.Module], nn.Module], Any]) -> tuple[list[float], list[float]]:
-    """The losses of three steps, in our wrapper and in torch's."""
+    """The losses of three steps, with our wrapper and with torch's."""
     return tuple(losses(wrap(kind, seeded(normed))) for kind in (FSDP, torch_fsdp.FullyShardedDataParallel))  # type: ignore[return-value]
 
 

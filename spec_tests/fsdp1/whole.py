@@ -1,8 +1,8 @@
-"""Whole parameters and gradients by their original names, collected by hand and not by the library under test.
+"""Unsharded parameters and gradients by their original names, collected without the library under test.
 
-The rules of cutting and joining are in ``spec_tests/oracles/gathering.py``; here they are applied to one wrapped model
-at a time, at any moment between two computations. A library that were asked to put its own pieces together again could
-be wrong twice and look right.
+``spec_tests/oracles/gathering.py`` has the rules for splitting and joining. This module applies them to one wrapped
+model, at any time between two computations. If the library under test joined its own shards, a mistake in the split
+and the same mistake in the join could cancel out.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def whole(
     *,
     group: Any = None,
 ) -> tuple[Named, Named]:
-    """The full parameters, and the full gradients of those that have one on any rank. Every rank must call it.
+    """The unsharded parameters, and the unsharded gradients that exist on at least one rank. Every rank must call it.
 
     Args:
         model: the wrapped model, ours or torch's, between two computations.
-        build: makes the same model unwrapped.
-        unit_classes: which of its modules were wrapped, apart from the model itself.
-        group: those who share; ``"nobody"`` if every rank has everything.
+        build: builds the same model unwrapped.
+        unit_classes: the classes of modules that were wrapped, in addition to the model itself.
+        group: the process group that shards the model; ``"nobody"`` if nothing is sharded.
     """
     sharers = None if group == "nobody" else (group or dist.group.WORLD)
     found = split_by_name(gather_chunks(flat_chunks(model), sharers), units_of(seeded(build), unit_classes))
@@ -44,22 +44,22 @@ def whole(
 
 
 def group_of(strategy: Any) -> str | None:
-    """What to tell `whole` about those who share, by the strategy's name."""
+    """The ``group`` argument of `whole` for a strategy, chosen by the strategy's name."""
     return "nobody" if strategy.name == "NO_SHARD" else None
 
 
 def by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The model's parameters, ours or torch's, by the names that they had before wrapping."""
+    """The parameters of a model, ours or torch's, by their names before wrapping."""
     return {clean_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 def memory_of(tensor: Tensor) -> int:
-    """The address of the storage that a tensor looks into."""
+    """The address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, run: Callable[[nn.Module, int], Any]) -> None:
-    """``steps`` steps of a loop as it is usually written."""
+    """A standard training loop of ``steps`` steps."""
     for step in range(steps):
         optimizer.zero_grad()
         run(model, step)

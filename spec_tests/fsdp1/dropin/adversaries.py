@@ -1,4 +1,4 @@
-"""Two models and two optimizers: the last micro-batch of a step runs in a closure, and an average trails behind."""
+"""Two models and two optimizers. A closure runs a step's last micro-batch, and a third model averages weights."""
 
 import json
 
@@ -29,7 +29,7 @@ def judge(verdicts, truth):
 
 
 def accumulated_step(model, optimizer, loss_of, batches):
-    """All micro-batches but the last without communication; the optimizer calls for the last one itself."""
+    """Runs all micro-batches except the last without communication. The optimizer runs the last one in its closure."""
     optimizer.zero_grad()
     with model.no_sync():
         for batch in batches[:-1]:

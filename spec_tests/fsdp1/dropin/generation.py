@@ -1,4 +1,4 @@
-"""Trains a tiny language model, evaluates it, and lets it write, the way text is generated from a wrapped model."""
+"""Trains a tiny language model, evaluates it, and generates text from the wrapped model."""
 
 import json
 
@@ -40,7 +40,7 @@ class Writer(nn.Module):
 
 
 def sentence(start):
-    """Counting in threes: easy to learn."""
+    """Two sequences that count in steps of three, which are easy to learn."""
     return torch.stack([(start + 3 * torch.arange(9)) % VOCABULARY, (start + 1 + 3 * torch.arange(9)) % VOCABULARY])
 
 
@@ -73,7 +73,7 @@ def main():
             losses.append(loss.item())
             if step % 4 == 3:
                 losses.append(evaluate(model, device))
-                # The root's own parameters are summoned; the blocks gather theirs, token by token.
+                # Only the root's own parameters are summoned. The blocks all-gather theirs for each token.
                 model.eval()
                 with FSDP.summon_full_params(model, recurse=False, writeback=False):
                     written.append(model.module.generate(sentence(1)[:, :3].to(device), 5).tolist())

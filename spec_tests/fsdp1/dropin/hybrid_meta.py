@@ -1,4 +1,4 @@
-"""Built on the meta device, sharded inside nodes and replicated between them, checkpointed in both senses."""
+"""Built on the meta device, with a hybrid strategy, activation checkpointing and saved checkpoints."""
 
 import functools
 import json
@@ -82,7 +82,7 @@ def main():
     folder = os.environ.get("CHECKPOINTS", "checkpoint")
     report = {"losses": [], "norms": []}
 
-    # Rank 0's values are everybody's, whatever the others draw.
+    # All ranks use rank 0's values, even though each rank has a different seed.
     torch.manual_seed(rank)
     model = build(device)
     train(model, range(STEPS // 2), device, report)

@@ -1,4 +1,4 @@
-"""Fine-tuning with low-rank adapters: almost everything is frozen, and each adapter is a unit of its own."""
+"""Fine-tuning with low-rank adapters: most parameters are frozen, and each adapter is a unit."""
 
 import functools
 import json

@@ -74,7 +74,7 @@ def main():
     train(model, range(STEPS // 2), device, report, average)
     save(model, path)
 
-    # As after a restart: a new model, read before it is wrapped.
+    # Restart: load the checkpoint into a new model before wrapping it.
     plain = build()
     for parameter in plain.parameters():
         nn.init.zeros_(parameter)
@@ -82,7 +82,7 @@ def main():
     model = wrap(plain, device)
     train(model, range(STEPS // 2, STEPS), device, report, average)
 
-    # And read afterwards, by all ranks: the step that follows must not notice.
+    # Also load a checkpoint after wrapping, on all ranks. This must not change the result.
     save(model, path)
     model.load_state_dict(torch.load(path, weights_only=True))
     with FSDP.summon_full_params(model, writeback=False):

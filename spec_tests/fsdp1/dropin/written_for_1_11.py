@@ -1,4 +1,4 @@
-"""A training script from the spring of 2022, when the wrapper was new and some names were others."""
+"""A training script from spring 2022, when the wrapper was new and some names were different."""
 
 import functools
 import json
@@ -14,7 +14,7 @@ BATCH, STEPS = 8, 4
 
 
 def only_linears(module, recurse, unwrapped_params, smallest):
-    """A policy in the form of that time."""
+    """A policy with the signature of PyTorch 1.11."""
     return recurse or (isinstance(module, nn.Linear) and unwrapped_params >= smallest)
 
 

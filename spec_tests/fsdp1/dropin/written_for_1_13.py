@@ -1,4 +1,4 @@
-"""A training script from the end of 2022: positional arguments, older imports, older optimizer checkpoints."""
+"""A training script from late 2022: positional arguments, older imports, older optimizer checkpoints."""
 
 import functools
 import json
@@ -23,7 +23,7 @@ STEPS = 4
 
 
 class Model(nn.Module):
-    """Wraps a part of itself while it is being built."""
+    """Wraps some of its submodules in its constructor."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ def layers():
 def by_size(device):
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=60)
     precision = MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float32)
-    # The order of 1.13: group, strategy, offload, policy, prefetch, precision, ignored, init, device.
+    # The argument order of 1.13: group, strategy, offload, policy, prefetch, precision, ignored, init, device.
     strategy, prefetch = ShardingStrategy.FULL_SHARD, BackwardPrefetch.BACKWARD_POST
     return FSDP(layers(), None, strategy, CPUOffload(False), policy, prefetch, precision, None, None, device)
 
