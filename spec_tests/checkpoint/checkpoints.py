@@ -1,4 +1,4 @@
-"""A model to be saved and loaded, batches for it, and comparisons of what came out."""
+"""A model to save and load, batches for it, and comparisons of the results."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "
 
 
 def make(seed: int = 0) -> Uneven:
-    """The same values on every rank and in every call."""
+    """A model with the same values on every rank and in every call."""
     return seeded(Uneven, seed)
 
 
 def wrapped(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
-    """``first``, ``second`` and the rest: three units."""
+    """Wraps ``first``, ``second`` and the rest as three units."""
     options.setdefault("auto_wrap_policy", ModuleWrapPolicy({nn.Sequential}))
     return FullyShardedDataParallel(model, **options)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """torch warns about its own older calls; the oracle may use them."""
+    """Ignores torch's deprecation warnings, because the oracle may use such calls."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -64,13 +64,13 @@ def quiet() -> Iterator[None]:
 def step(
     model: Callable[..., Tensor], optimizer: torch.optim.Optimizer, number: int, *, everybody: bool = False
 ) -> float:
-    """One training step; the loss.
+    """Runs one training step and returns the loss.
 
     Args:
         model: called with this rank's batch.
         optimizer: steps once.
-        number: which batch.
-        everybody: this process takes the mean over the batches of all ranks, as if it were alone.
+        number: selects the batch.
+        everybody: computes the mean over the batches of all ranks, as a single process would.
     """
     optimizer.zero_grad()
     who: Iterable[int] = range(dist.get_world_size()) if everybody else [dist.get_rank()]
@@ -82,16 +82,16 @@ def step(
 
 
 def is_plain(value: Any) -> bool:
-    """Whether the value is a tensor as torch makes it on that device, and not a parameter or a tensor of slices."""
+    """Whether the value is a plain torch tensor of its device, and not a parameter or a tensor of shards."""
     if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
         return False
     return type(value) is type(torch.empty(0, device=value.device))
 
 
 def gathered(value: Any) -> Tensor:
-    """The full tensor behind a value, whatever it is wrapped in. Every rank must call it."""
+    """The full tensor of a plain or sharded value. Every rank must call it."""
     if isinstance(value, DTensor):
-        # Offloaded or not: collectives want the device's tensors.
+        # The value may be offloaded, but collectives need tensors on the device.
         return value.to(device()).full_tensor()
     if not isinstance(value, ShardedTensor):
         return value
@@ -104,7 +104,7 @@ def gathered(value: Any) -> Tensor:
 def assert_same_state(
     found: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Mapping[str, Any]], *, bitwise: bool = True
 ) -> None:
-    """Equal keys, shapes, dtypes and values, of optimizer states by name."""
+    """Checks that optimizer states have equal keys, shapes, dtypes and values; both are keyed by name."""
     assert sorted(found) == sorted(expected)
     tolerance = {"rtol": 0.0, "atol": 0.0} if bitwise else {"rtol": 1e-4, "atol": 1e-6}
     for name, entries in expected.items():

@@ -1,8 +1,8 @@
-"""What is said when something is refused, and what is warned of.
+"""Checks of errors and warnings.
 
-A mistake that every rank makes must end in a message on every rank, and before anybody has sent anything: a rank that
-stops while another one waits for it looks like a hang. So a refusal is judged by four things: its type, the rank in its
-text, the words that help (what is wrong, and the remedy), and that the wire stayed silent.
+A mistake on all ranks must raise an error on every rank before any collective starts, because a rank that raises while
+another one waits for it looks like a hang. So these checks cover the type of the error, the rank in its message, the
+helpful parts of the message (what is wrong and how to fix it), and that no collective was started.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["caught_warnings", "refused"]
 
 @contextmanager
 def refused(kind: type[Exception], *parts: str) -> Iterator[None]:
-    """The block raises ``kind`` with the rank and all ``parts`` in its message, and starts no collective."""
+    """Checks that the block raises ``kind`` with the rank and all ``parts`` in its message and starts no collective."""
     with Wire() as wire, pytest.raises(kind) as caught:
         yield
     message = str(caught.value)
@@ -32,7 +32,7 @@ def refused(kind: type[Exception], *parts: str) -> Iterator[None]:
 
 @contextmanager
 def caught_warnings() -> Iterator[list[warnings.WarningMessage]]:
-    """Every warning of the block, also one that was given before elsewhere; none of them becomes an error."""
+    """Records every warning of the block, including repeated ones; none of them becomes an error."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield caught

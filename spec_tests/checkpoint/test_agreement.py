@@ -1,4 +1,4 @@
-"""Conversations before a state dict is written or read: through rows and columns everybody hears of everything."""
+"""Communication before a state dict is saved or loaded: information reaches all ranks through rows and columns."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def test_under_hybrid_the_other_copy_refuses_too(keep: bool) -> None:
 @pytest.mark.parametrize("present", [[0], [0, 2]], ids=["one of three", "two of three"])
 @ranks(3)
 def test_who_was_refused_once_is_refused_again_until_everybody_comes(present: list[int]) -> None:
-    """A refused call is not counted as an arrival of the next one: nobody passes for a rank that is still missing."""
+    """A refused call does not count as an arrival for the next one, so it cannot replace a rank still missing."""
     group = dist.new_group([0, 1, 2])
     groups = [Group.of(group)]
     group.set_timeout(timedelta(seconds=0.2))
     dist.barrier()
     for _ in range(3):
         if dist.get_rank() in present:
-            # On a slow machine one of those who did come may have been refused, and gone, before the other came.
+            # On a slow machine, one of the present ranks may already be refused before the other arrives.
             with pytest.raises(RuntimeError, match=r"rank\(s\) \[.*\b1\b.*\] did not call it"):
                 agreement.monitored_barrier(groups, "state_dict()")
         dist.barrier()
@@ -127,7 +127,7 @@ def test_a_state_dict_that_one_rank_has_tried_alone_is_not_held_against_the_next
 
 @pytest.mark.spec("SD-FULL-08")
 def test_in_a_simulation_nobody_is_asked(tmp_path: Path) -> None:
-    """One process that plays rank 0 of four can still write and read; nothing of what it gathers means anything."""
+    """One process that acts as rank 0 of four can still save and load; its all-gathered values are meaningless."""
     script = tmp_path / "simulation.py"
     script.write_text(SIMULATION)
     output_of_ranks(script, num_ranks=1, environment={}, limit=60)

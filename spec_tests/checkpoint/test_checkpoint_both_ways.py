@@ -1,7 +1,7 @@
-"""Checkpoints go from torch's ways of training to this one and back, and training goes on as if nothing had happened.
+"""Checkpoints move from torch's training methods to minifsdp and back, and training continues unchanged.
 
-In each test one library trains for two steps, the other reads what it wrote into a model of other values, and both
-train on. With two ranks the losses are equal to the last bit: a mean of two numbers has no order of summation.
+In each test, one library trains for two steps. The other one loads its checkpoint into a model with different values,
+and both continue training. With two ranks the losses are bitwise equal, since a mean of two numbers has no order.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Library:
-    """One way of training, with its own ways of writing and reading.
+    """A training method, with its own functions for saving and loading.
 
     Attributes:
         build: wraps a model.
-        write: weights and states of the optimizer by original names, in a form.
-        read: the reverse.
-        everybody: whether a single process takes the batches of all ranks.
+        write: returns weights and optimizer states by original names, in a form.
+        read: loads them.
+        everybody: whether a single process computes the batches of all ranks.
     """
 
     build: Callable[[nn.Module], nn.Module]
@@ -103,8 +103,8 @@ LIBRARIES = {
     "ddp": Library(build_ddp, write_by_helpers, read_by_helpers),
     "plain": Library(lambda model: model, write_by_helpers, read_by_helpers, everybody=True),
 }
-# Full dicts of torch's wrapper with original parameters are left out: on the CPU all states of a parameter share one
-# buffer there and show the values of the last (seen with torch 2.13).
+# Full dicts of torch's wrapper with original parameters are omitted: on the CPU all states of a parameter share one
+# buffer there and have the values of the last state (seen with torch 2.13).
 WRITERS = [
     *((name, FULL) for name in ("fsdp1-flat", "fully_shard", "ddp", "plain")),
     *((name, SHARDED) for name in ("fsdp1-flat", "fsdp1-original", "fully_shard")),
@@ -119,7 +119,7 @@ def mine(keep: bool, seed: int) -> tuple[FSDP, torch.optim.Optimizer]:
 
 def go_on(ours: Any, theirs: Any, library: Library) -> None:
     for number in (2, 3, 4):
-        # A single process knows the loss of all ranks together only.
+        # A single process only knows the mean loss over all ranks.
         loss = step(*ours, number, everybody=False)
         expected = step(*theirs, number, everybody=library.everybody)
         if not library.everybody:

@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint``: sharded dicts are saved and read without a gather, by any number of ranks."""
+"""``torch.distributed.checkpoint``: any number of ranks saves and loads sharded dicts without an all-gather."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ kinds = pytest.mark.parametrize("use_dtensor", [False, True], ids=["sharded-tens
 
 
 def groups_of(size: int) -> dist.ProcessGroup:
-    """This rank's group among those of ``size`` neighbours each. Every rank must call it."""
+    """This rank's group of ``size`` consecutive ranks. Every rank must call it."""
     groups = [dist.new_group(list(range(start, start + size))) for start in range(0, dist.get_world_size(), size)]
     dist.barrier()
     return groups[dist.get_rank() // size]
 
 
 def trained(group: dist.ProcessGroup | None, use_dtensor: bool = False, seed: int = 0, **options: Any) -> Any:
-    """A model on a group and its optimizer after two steps on one batch that all ranks have."""
+    """A model on a group and its optimizer, after two steps with the same batch on all ranks."""
     model = wrapped(make(seed), process_group=group, **options)
     configs = ShardedStateDictConfig(use_dtensor=use_dtensor), ShardedOptimStateDictConfig(use_dtensor=use_dtensor)
     FSDP.set_state_dict_type(model, SHARDED, *configs)
@@ -72,7 +72,7 @@ def save(model: FSDP, optimizer: torch.optim.Optimizer, where: Path, group: dist
 
 
 def load(model: FSDP, optimizer: torch.optim.Optimizer, where: Path, group: dist.ProcessGroup | None) -> None:
-    """Into dicts of the model's own, which say what each rank wants to have."""
+    """Loads into the model's own dicts, which define the shards that each rank needs."""
     weights = model.state_dict()
     states = FSDP.optim_state_dict(model, optimizer)
     checkpoint = {"model": weights, "optim": states}
@@ -94,7 +94,7 @@ def test_what_some_ranks_write_others_read(
 ) -> None:
     writers, readers = groups_of(written), groups_of(read)
     model, optimizer = trained(writers, use_dtensor, use_orig_params=keep)
-    # Each group of writers writes its own; all are equal, and the first group's is read by everybody.
+    # Each group saves its own checkpoint. All are equal, and every rank loads that of the first group.
     save(model, optimizer, tmp_path / str(dist.get_rank() // written), writers)
     weights, states = full_of(model, optimizer)
     dist.barrier()

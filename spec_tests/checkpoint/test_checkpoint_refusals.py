@@ -1,8 +1,8 @@
-"""State dicts that do not fit, calls that not everybody makes, and what saving costs in memory.
+"""State dicts that do not fit, calls that only some ranks make, and the memory that saving needs.
 
-A dict that does not fit on one rank must be refused by all: the others would wait, or train on with another model. And
-a refusal must leave everything as it was. So each is judged by four things: every rank raises, the message names key,
-expected, found and rank, all values are unchanged, and the ranks can go on together.
+If a dict does not fit on one rank, all ranks must refuse it; otherwise the others would wait, or train with a different
+model. A refusal must not change anything. So the tests check four things: every rank raises, the message names key,
+expected and found values and rank, all values are unchanged, and the ranks can continue together.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FSDP = FullyShardedDataParallel
 
 
 class WithBuffers(nn.Module):
-    """A unit, and around it a layer with buffers, an ignored layer and a plain buffer."""
+    """A unit, and outside it a layer with buffers, an ignored layer and a plain buffer."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def model_of(keep: bool, seed: int = 0) -> FSDP:
 
 
 def values_of(model: FSDP) -> dict[str, torch.Tensor]:
-    """What this rank has: slices, buffers and everything."""
+    """All values on this rank: shards and buffers."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor.detach().clone() for name, tensor in named}
 
@@ -132,7 +132,7 @@ def test_what_may_be_missing_is_not_missed(keep: bool) -> None:
 @flat_or_original
 @ranks(2)
 def test_a_number_that_was_saved_as_a_tensor_of_one_element_is_read_as_in_a_plain_module(keep: bool) -> None:
-    """So were numbers without dimensions saved long ago."""
+    """Old checkpoints contain numbers without dimensions in this form."""
     model = model_of(keep)
     state = model.state_dict()
     state["norm.num_batches_tracked"] = torch.tensor([7])
@@ -169,7 +169,7 @@ def test_a_sharded_dict_that_does_not_fit_is_refused_on_all_ranks(keep: bool) ->
 @flat_or_original
 @ranks(4)
 def test_rows_that_were_cut_for_another_number_of_ranks_are_refused(keep: bool, use_dtensor: bool) -> None:
-    """Nothing about their shapes as a whole is wrong; put together here, they would be another tensor."""
+    """Their global shapes are correct, but concatenated on this number of ranks they would give a different tensor."""
     pair = dist.new_group([0, 1])
     config = ShardedStateDictConfig(use_dtensor=use_dtensor)
     of_four, of_two = wrapped(make(3), use_orig_params=keep), None
@@ -233,7 +233,7 @@ def test_a_dtensor_that_is_cut_otherwise_is_refused_with_what_was_expected_and_w
         plain = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
         refused(model, plain, "expected a ShardedTensor or DTensor, found a full tensor", "FULL_STATE_DICT")
         assert not model.load_state_dict(state).missing_keys
-        # One alone among rows: that of a unit which was not sharded has every row as well.
+        # A single full value among shards is accepted, because a unit that was not sharded also has full values.
         assert not model.load_state_dict({**state, name: plain[name]}).missing_keys
 
 
@@ -287,7 +287,7 @@ def test_a_unit_in_a_plain_module_refuses_before_it_is_overwritten(keep: bool) -
     other = nn.ModuleDict({"net": make(3)}).state_dict()
     wrong = broken_on_rank_1(other, lambda s: s.update({"net.head.weight": torch.ones(5, 2)}))
     refused(plain["net"], wrong, "rank 1: size mismatch for net.head.weight", load=plain.load_state_dict)
-    # The plain module sees to the keys, as ever.
+    # The plain module checks the keys, as usual.
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "net.scale"'):
         plain.load_state_dict({name: value for name, value in other.items() if name != "net.scale"})
     plain.load_state_dict(other)
@@ -299,7 +299,7 @@ def test_a_unit_in_a_plain_module_refuses_before_it_is_overwritten(keep: bool) -
 @ranks(2)
 def test_a_module_that_reads_by_itself_is_asked_and_not_overruled() -> None:
     class Renamed(nn.Module):
-        """Reads what an earlier version of itself has written."""
+        """Loads the state of an earlier version of its class."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -316,7 +316,7 @@ def test_a_module_that_reads_by_itself_is_asked_and_not_overruled() -> None:
     assert torch.equal(model.module[1].now.cpu(), torch.tensor([5.0, 5.0]))
 
 
-# --- calls that not everybody makes ---
+# --- calls that only some ranks make ---
 
 
 @pytest.mark.spec("SD-FULL-03", "OSD-FULL-02")
@@ -338,7 +338,7 @@ def test_a_lone_call_ends_within_the_groups_time_limit_and_names_itself_and_who_
     group.set_timeout(timedelta(seconds=0.2))
     dist.barrier()
     if dist.get_rank() == caller:
-        # Two here, two there: the store cannot wait for less than a second.
+        # Each rank tests two of the calls, because the store cannot wait for less than a second.
         for name, call in calls[caller::2]:
             start = time.perf_counter()
             with pytest.raises(RuntimeError) as caught:
@@ -349,7 +349,7 @@ def test_a_lone_call_ends_within_the_groups_time_limit_and_names_itself_and_who_
     dist.barrier()
     group.set_timeout(timedelta(minutes=1))
     dist.barrier()
-    # Once everybody calls, it is as if nothing had been.
+    # When all ranks call, the failed calls have no effect.
     for _ in range(3):
         assert model.state_dict().keys() == state.keys()
         model.load_state_dict(state)
@@ -373,13 +373,13 @@ def test_what_needs_nobody_else_can_be_written_alone() -> None:
 
 
 class Memory(TorchDispatchMode):
-    """Counts the bytes of all storages that were made inside and are alive, after each operation.
+    """Counts, after each operation, the bytes of all live storages that were created inside the context.
 
     Args:
-        limit: what is expected; with more alive than that it looks twice.
+        limit: the expected maximum; if more is alive, the count waits and repeats.
 
     Attributes:
-        peak: the most that were alive at once.
+        peak: the largest number of bytes alive at the same time.
     """
 
     def __init__(self, limit: int) -> None:
@@ -389,7 +389,7 @@ class Memory(TorchDispatchMode):
         self._before: set[int] = set()
 
     def ignore(self, tensors: Any) -> None:
-        """These were there before."""
+        """Excludes these tensors, which existed before."""
         self._before = {t.untyped_storage()._cdata for t in tree_leaves(tensors) if isinstance(t, torch.Tensor)}
 
     def _alive(self) -> int:
@@ -407,7 +407,7 @@ class Memory(TorchDispatchMode):
         for _ in range(500):
             if now <= max(self.peak, self._limit):
                 break
-            # Gloo works in a thread of its own, which lets go of a tensor a moment after it was waited for.
+            # Gloo uses a separate thread, which releases a tensor shortly after the wait for it.
             time.sleep(0.001)
             now = self._alive()
         self.peak = max(self.peak, now)
@@ -417,7 +417,7 @@ class Memory(TorchDispatchMode):
 WIDTH = 96
 UNIT_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 NUM_UNITS = 6
-# Numbers that say who is there, names, and what a collective of objects packs.
+# Numbers for the barrier, names, and the buffers of object collectives.
 SMALL_CHANGE = UNIT_BYTES // 4
 
 

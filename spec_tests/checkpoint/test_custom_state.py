@@ -1,6 +1,6 @@
-"""Modules and users with code of their own in a state dict: overridden methods, hooks, and a dict asked for in between.
+"""Custom code in a state dict: overridden methods, hooks, and dicts requested inside ``summon_full_params``.
 
-Such code was written for a plain module, so a plain module is what each result is compared with.
+Such code was written for a plain module, so each result is compared with that of a plain module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spec_tests.harness import device, ranks
 
 
 class Upright(nn.Linear):
-    """Stores its weight transposed, beside its norm, and does without a bias in the dict."""
+    """Saves its weight transposed, adds its norm, and fills in a missing bias when it loads."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -37,7 +37,7 @@ class Upright(nn.Linear):
 
 
 class Summed(nn.Linear):
-    """Has an extra state that is made of its weight."""
+    """Has an extra state computed from its weight."""
 
     found: Any = None
 
@@ -49,7 +49,7 @@ class Summed(nn.Linear):
 
 
 def plain_model(kind: type[nn.Linear], seed: int = 0) -> nn.Sequential:
-    """A unit inside a unit: the second layer gets its own, the first and the last share the outer one."""
+    """A unit inside a unit: the second layer has its own; the first and the last belong to the outer one."""
     torch.manual_seed(seed)
     return nn.Sequential(kind(3, 5), nn.Sequential(kind(5, 5)), nn.BatchNorm1d(5)).to(device())
 
@@ -75,7 +75,7 @@ def test_a_module_that_writes_and_reads_by_itself_sees_full_values(keep: bool) -
     other = sharded(plain_model(Upright, 1), keep)
     other.load_state_dict(state)
     assert_same(other.state_dict(), expected)
-    # Nothing that the module has written lies in memory of the unit.
+    # The values that the module wrote do not share memory with the unit.
     for parameter in model.parameters():
         parameter.data.zero_()
     assert_same(state, expected)
@@ -105,7 +105,7 @@ def test_a_key_that_the_module_fills_in_may_be_missing(keep: bool) -> None:
     del state["0.weight"]
     with pytest.raises(KeyError):
         model.load_state_dict(state)
-    # And the model is of use afterwards: what was shown has been hidden again.
+    # The model is still usable: the full parameters have been removed again.
     model(torch.ones(2, 3, device=device())).sum().backward()
 
 

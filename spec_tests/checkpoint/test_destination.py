@@ -20,7 +20,7 @@ FIRST_ONLY = FullStateDictConfig(rank0_only=True)
 
 
 def filled() -> Any:
-    """A dict with another model's part of the same checkpoint."""
+    """A dict that already contains another model of the same checkpoint."""
     state: Any = OrderedDict()
     state._metadata = OrderedDict()
     return nn.BatchNorm1d(1).state_dict(destination=state, prefix="other.")
@@ -82,7 +82,7 @@ def test_entries_of_another_model_are_not_copied() -> None:
 
 
 class Versioned(nn.Module):
-    """The second version stores the weight with another sign."""
+    """Its second version stores the weight with the opposite sign."""
 
     _version = 2
 

@@ -1,7 +1,7 @@
-"""Saving and loading: by hand with ``DTensor``, by torch's state-dict functions, by distributed checkpoints.
+"""Saving and loading: manually with ``DTensor``, with torch's state-dict functions, as distributed checkpoints.
 
-Nothing of this is ours but the parameters themselves: that torch's own functions find all they need in them is what is
-tested here. The last part goes from one front door to the other.
+minifsdp only provides the parameters; these tests check that torch's own functions work with them. The last part moves
+checkpoints between the two front ends.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Any) -> lis
 
 
 def other() -> Any:
-    """A sharded model with other values than all the rest here."""
+    """A sharded model whose values differ from those of all other models here."""
     model = sharded()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -123,11 +123,11 @@ def test_a_sharded_state_dict_loads_back_without_communication() -> None:
     assert iterate(target, 5) == iterate(source, 5)
 
 
-# --- by hand ---
+# --- manually ---
 
 
 def saved_by_hand(model: nn.Module) -> dict[str, Tensor]:
-    """All ranks gather one tensor after the other; rank 0 keeps them."""
+    """All ranks all-gather the tensors one by one; rank 0 keeps them."""
     kept = {}
     for name, value in model.state_dict().items():
         whole = value.full_tensor()
@@ -202,7 +202,7 @@ def test_full_state_dicts_are_loaded_after_a_forward(from_rank_0: bool, records:
     model, expected = other(), named(seeded())
     with torch.set_grad_enabled(records):
         model(torch.ones(2, WIDTH, device=device()))
-    # A recorded forward keeps the root for its backward.
+    # A forward recorded by autograd keeps the root unsharded for its backward.
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters()) is not records
     state = {} if from_rank_0 and dist.get_rank() else seeded().state_dict()
     set_model_state_dict(model, state, options=FROM_RANK_0 if from_rank_0 else FULL)
@@ -219,7 +219,7 @@ def test_dtensors_over_other_ranks_are_refused_before_anything_is_copied(assign:
     mesh = next(iter(state.values())).device_mesh
     turned = DeviceMesh(mesh.device_type, [1, 0])
     whole = {name: value.full_tensor() for name, value in state.items()}
-    # The last of all, so that everything else would have been copied before it.
+    # The last tensor, so that all others would be copied before the error.
     last = list(state)[-1]
     otherwise: dict[str, tuple[DeviceMesh, list[Placement]]] = {
         "turned": (turned, [Shard(0)]),
@@ -258,7 +258,7 @@ def test_while_debugging_plain_tensors_are_sharded_instead() -> None:
     assert_same(full_values(model), named(seeded()))
 
 
-# --- by torch's functions ---
+# --- with torch's functions ---
 
 
 @pytest.mark.spec("FS2-SD-06", "MIG-12")
@@ -319,7 +319,7 @@ def test_the_optimizers_state_goes_the_same_way() -> None:
     optimizer = adam(source)
     train(source, optimizer, range(3))
     model_state = get_model_state_dict(source, options=FULL)
-    # A copy, as a file would be one: where all is on the CPU already, the counts of steps are not copied.
+    # A copy, as from a file: on the CPU, the step counts in the dict are not copies.
     optimizer_state = copy.deepcopy(get_optimizer_state_dict(source, optimizer, options=FULL))
     assert (optimizer_state == {}) == (dist.get_rank() != 0)
     target = other()
@@ -415,7 +415,7 @@ def test_a_distributed_checkpoint_can_be_read_under_another_mesh(tmp_path: Path)
     assert_same(full_values(target), full_values(source))
 
 
-# --- the other front door ---
+# --- the other front end ---
 
 
 @pytest.mark.spec("FS2-SD-13")

@@ -1,4 +1,4 @@
-"""An optimizer's state by original names: against a single process, and key by key against torch's own wrapper."""
+"""Optimizer states by original names, compared with a single process and, key by key, with torch's own wrapper."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ every_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS)
 
 
 def single_process(kind: str, steps: int = 2) -> dict[str, dict[str, Any]]:
-    """The states of an optimizer over the plain model, by name, trained on the batches of all ranks."""
+    """Optimizer states of the plain model by name, trained on the batches of all ranks."""
     model = make()
     optimizer = OPTIMIZERS[kind](model.parameters())
     for number in range(steps):
@@ -115,8 +115,8 @@ def test_it_equals_torchs_own_key_by_key_and_bit_by_bit(kind: str, keep: bool) -
         flat = torch_fsdp.FullyShardedDataParallel.optim_state_dict(*as_torch(kind))
         theirs = torch_fsdp.FullyShardedDataParallel.optim_state_dict(*as_torch(kind, use_orig_params=keep))
     assert ours["param_groups"] == theirs["param_groups"]
-    # Seen with torch 2.13 on the CPU and original parameters: all states of a parameter share one buffer, so that each
-    # shows the values of the last. Names and shapes are compared there, values with torch's flat parameters.
+    # Seen with torch 2.13 on the CPU and original parameters: all states of a parameter share one buffer and have the
+    # values of the last. So only names and shapes are compared there; values are compared with torch's flat parameters.
     assert shapes(ours["state"]) == shapes(theirs["state"])
     assert_same_state(ours["state"], flat["state"])
 
@@ -196,7 +196,7 @@ def test_the_sharded_form_has_the_pieces_that_torchs_has(keep: bool) -> None:
             if isinstance(value, ShardedTensor):
                 mine = [(s.metadata.shard_offsets, s.tensor) for s in ours[name][key].local_shards()]
                 other_pieces = [(s.metadata.shard_offsets, s.tensor) for s in value.local_shards()]
-                # Here a rank without rows has a piece of no rows, there it has none.
+                # Without rows on a rank, minifsdp has a shard with no rows, and torch has no shard.
                 mine = [(offsets, rows) for offsets, rows in mine if rows.numel()]
                 assert [o for o, _ in mine] == [o for o, _ in other_pieces]
                 assert all(torch.equal(a, b) for (_, a), (_, b) in zip(mine, other_pieces, strict=True))
@@ -272,7 +272,7 @@ def test_a_unit_that_was_never_used_has_no_state(keep: bool) -> None:
 @pytest.mark.spec("OSD-08")
 @ranks(2)
 def test_names_and_states_come_together_also_where_a_rank_has_no_element_of_a_parameter() -> None:
-    """With original parameters the 1-element ``scale`` lies on one rank, so the other one's optimizer has no state."""
+    """With original parameters, the 1-element ``scale`` is on one rank, so the other rank's optimizer has no state."""
     model, optimizer = trained("adam", use_orig_params=True)
     scale = next(p for name, p in model.named_parameters() if name.endswith("scale"))
     holds = [None, None]
@@ -327,7 +327,7 @@ def test_a_model_on_a_group_of_its_own_needs_only_the_ranks_of_that_group() -> N
 @flat_or_original
 @ranks(4)
 def test_the_first_rank_of_the_group_that_is_given_speaks_for_its_ranks(keep: bool) -> None:
-    """Four ranks as a grid: with a group of their own each row, or each column, can write a file for itself."""
+    """Four ranks as a 2-D grid: with its own group, each row or column can write a separate file."""
     row, column = groups = grid()
     dist.barrier()
     hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": groups}
@@ -380,7 +380,7 @@ def test_units_that_are_not_sharded(keep: bool) -> None:
 @pytest.mark.spec("OSD-04", "OSD-08")
 @ranks(2)
 def test_a_factored_optimizer_is_written_where_it_sees_whole_parameters() -> None:
-    """Adafactor keeps averages of rows and columns of a matrix, and one for each element of a slice."""
+    """Adafactor keeps averages of the rows and columns of a matrix, but one value per element of a 1-D shard."""
     model = wrapped(make(), use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD)
     optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)
     step(model, optimizer, 0)
@@ -397,7 +397,7 @@ def test_a_factored_optimizer_is_written_where_it_sees_whole_parameters() -> Non
 @flat_or_original
 @ranks(2)
 def test_low_precision_states_stay_what_they_are(keep: bool) -> None:
-    """States in bfloat16 beside float32 ones: each travels in its own dtype."""
+    """States in bfloat16 and float32: each is sent in its own dtype."""
     model, optimizer = trained("adam", 1, use_orig_params=keep)
     given = copy.deepcopy(optimizer.state_dict())
     for entries in given["state"].values():

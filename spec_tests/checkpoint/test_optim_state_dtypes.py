@@ -1,4 +1,4 @@
-"""Optimizer states of several dtypes: each is written, sent and read in its own, and ranks must have the same."""
+"""Optimizer states of several dtypes: each is saved, sent and loaded in its own, and all ranks must agree on it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORMS: dict[str, tuple[Any, Any]] = {
     "sharded": (SHARDED, ShardedOptimStateDictConfig()),
     "dtensor": (SHARDED, ShardedOptimStateDictConfig(use_dtensor=True)),
 }
-# With a last bit that float32 has not.
+# Not representable in float32.
 THIRD = 1 / 3
 
 
@@ -73,7 +73,7 @@ def test_a_state_without_dimensions_keeps_its_dtype_there_and_back(keep: bool, f
 @pytest.mark.parametrize("form", FORMS)
 @ranks(2)
 def test_parameters_of_one_unit_may_have_a_state_in_different_dtypes(form: str, strategy: ShardingStrategy) -> None:
-    """Original parameters, of which an optimizer may treat the biases otherwise than the weights."""
+    """With original parameters, an optimizer may use different dtypes for biases and weights."""
     model, optimizer = trained(use_orig_params=True, sharding_strategy=strategy)
     expected = copy.deepcopy(FSDP.optim_state_dict(model, optimizer)["state"])
     names = {number: name for number, (name, _) in enumerate(model.named_parameters())}
@@ -93,7 +93,7 @@ def test_parameters_of_one_unit_may_have_a_state_in_different_dtypes(form: str, 
 
 
 def change(entries: dict[str, Any], name: str) -> None:
-    """Of biases one state is in bfloat16; of weights it has values that bfloat16 has not."""
+    """Makes one state of the biases bfloat16; gives that of the weights a value that bfloat16 cannot represent."""
     if name.endswith("bias"):
         entries["exp_avg"] = entries["exp_avg"].bfloat16()
     else:
@@ -125,7 +125,7 @@ def test_a_flat_parameter_cannot_have_a_state_in_two_dtypes(form: str) -> None:
     kind, config = FORMS[form]
     with FSDP.state_dict_type(model, SHARDED if kind is SHARDED else FULL):
         states = FSDP.optim_state_dict(model, optimizer)
-    # Asked for with original parameters it is no mistake, and that is where such a dict comes from.
+    # With original parameters this is valid, so such a dict can exist.
     original, of_originals = trained(use_orig_params=True)
     given = copy.deepcopy(of_originals.state_dict())
     names = {number: name for number, (name, _) in enumerate(original.named_parameters())}

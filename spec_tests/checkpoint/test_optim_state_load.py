@@ -1,4 +1,4 @@
-"""Reading an optimizer's state: training goes on as if it had never stopped; what does not fit is refused by all."""
+"""Loading optimizer states: training continues unchanged; all ranks refuse a state that does not fit."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_result_is_the_optimizers_own_dict(keep: bool) -> None:
 @flat_or_original
 @ranks(2)
 def test_it_equals_what_torch_makes_of_the_same_dict(keep: bool) -> None:
-    """Only with flat parameters: torch pads between original ones and cuts elsewhere."""
+    """Only with flat parameters, because torch pads between original parameters and splits them elsewhere."""
     model, optimizer = trained(use_orig_params=keep)
     states = FSDP.optim_state_dict(model, optimizer)
     with quiet():
@@ -165,7 +165,7 @@ def test_with_rank0_only_the_first_ranks_dict_is_enough(keep: bool, nothing: Any
     assert found["param_groups"] == expected["param_groups"]
     assert found["state"].pop("of my own") == expected["state"].pop("of my own") == 3.0
     assert_same_state(found["state"], expected["state"])
-    # A scatter, and not a broadcast: nobody is sent what another one needs. Two moments of three units.
+    # A scatter instead of a broadcast, so no rank receives data of another rank. Two moments of three units.
     assert counts.calls["scatter_"] == 6
     sent = sum(num_bytes for kind, num_bytes in counts.order if kind == "scatter_")
     pieces = [parameter.numel() for parameter in wrapped(make()).parameters()]
@@ -205,7 +205,7 @@ def test_units_that_are_not_sharded_are_restored_from_the_first_rank(keep: bool)
 
 
 class NamedAdam:
-    """An optimizer whose own state dict is keyed by the names of the wrapped model's parameters."""
+    """An optimizer whose state dict uses the names of the wrapped model's parameters as keys."""
 
     def __init__(self, model: nn.Module) -> None:
         self.names = {parameter: name for name, parameter in model.named_parameters()}
@@ -236,7 +236,7 @@ def test_an_optimizer_that_is_keyed_by_names_gets_names(keep: bool) -> None:
     found = FSDP.optim_state_dict_to_load(model, optimizer, states, is_named_optimizer=True)
     own = optimizer.state_dict()
     assert found["param_groups"] == own["param_groups"]
-    # Also an entry for what this rank has no element of: such optimizers ask for every name.
+    # Includes parameters without elements on this rank, because such optimizers require every name.
     assert found["state"].keys() == (dict(model.named_parameters()) if keep else own["state"]).keys()
     assert_same_state({name: found["state"][name] for name in own["state"]}, own["state"])
 
@@ -271,7 +271,7 @@ def test_names_are_found_while_modules_show_full_views() -> None:
     optimizer: Any = NamedAdam(model)
     step(model, optimizer, 0)
     own, states = optimizer.state_dict(), FSDP.optim_state_dict(model, optimizer)
-    # Kept for a backward that does not come.
+    # Parameters stay unsharded for a backward that never comes.
     model(batch(width=3))
     found = FSDP.optim_state_dict_to_load(model, optimizer, states, is_named_optimizer=True)
     assert_same_state({name: found["state"][name] for name in own["state"]}, own["state"])
@@ -289,7 +289,7 @@ def test_torchs_own_named_optimizer() -> None:
         )
 
     def train() -> None:
-        # zero_grad() of that class relies on what only other optimizers have.
+        # zero_grad() of that class uses attributes that only other optimizers have.
         model.zero_grad()
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -421,7 +421,7 @@ def test_a_parameter_without_dimensions_and_one_without_elements() -> None:
 @pytest.mark.spec("OSD-LOAD-09")
 @ranks(2)
 def test_an_untransformed_dict_of_rank_0_gives_everybody_rank_0s_moments() -> None:
-    """The mistake that nobody notices: what optimizers accept is not what fits. Through here it would be refused."""
+    """A silent mistake: the optimizer accepts the wrong dict. `optim_state_dict_to_load` refuses it."""
     model, optimizer = trained()
     right = FSDP.optim_state_dict(model, optimizer)["state"]
     box = [optimizer.state_dict()]
@@ -433,11 +433,11 @@ def test_an_untransformed_dict_of_rank_0_gives_everybody_rank_0s_moments() -> No
     assert not torch.equal(wrong["head.weight"]["exp_avg"], right["head.weight"]["exp_avg"])
 
 
-# --- what does not fit ---
+# --- states that do not fit ---
 
 
 def refused_everywhere(model: FSDP, optimizer: torch.optim.Optimizer, states: dict[str, Any], *parts: str) -> None:
-    """All ranks raise, all messages name the rank that has the problem, and nothing has changed."""
+    """Checks that all ranks raise, all messages name the failing rank, and nothing has changed."""
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     own = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(RuntimeError) as caught:
@@ -503,7 +503,7 @@ def test_a_dict_of_another_form_than_the_chosen_one_is_refused(keep: bool) -> No
 @flat_or_original
 @ranks(2)
 def test_rows_that_one_rank_lacks_are_refused_on_all(keep: bool) -> None:
-    """What is left on that rank would fit by itself, as the dict of a run in which the states were not made."""
+    """The remaining states of that rank would fit, as in a run that never created the missing ones."""
     model, optimizer = trained(use_orig_params=keep)
     FSDP.set_state_dict_type(model, SHARDED)
 

@@ -1,6 +1,6 @@
-"""What was saved is a picture of that moment: nothing in it lies in memory of what trains on.
+"""A saved state is a snapshot: it shares no memory with the model and optimizer that continue training.
 
-Each test saves, trains until everything has changed, and looks at what was saved.
+Each test saves, trains until everything has changed, and checks that the saved values are unchanged.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ OPTIMIZER_FORMS = {
 
 
 class Net(nn.Module):
-    """A unit inside the root, buffers in both, and a layer to be ignored."""
+    """A unit inside the root, buffers in both, and a layer that is ignored."""
 
     def __init__(self, linear: type[nn.Linear] = nn.Linear) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def tensors(saved: Any) -> Iterator[Tensor]:
-    """All tensors in what was saved, of sharded ones this rank's rows."""
+    """All tensors in a saved state; for sharded ones, this rank's shard."""
     for leaf in tree_leaves(saved):
         if isinstance(leaf, ShardedTensor):
             yield from (shard.tensor for shard in leaf.local_shards())
@@ -104,7 +104,7 @@ def assert_unchanged(saved: Any, before: list[Tensor]) -> None:
 
 
 def assert_no_views(saved: Any) -> None:
-    """A view of one row would keep, and save, the memory of a whole unit."""
+    """A view of one row would keep, and save, the storage of a whole unit."""
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors(saved))
 
 
@@ -152,7 +152,7 @@ def test_a_saved_optimizer_stays_what_it_was_and_so_does_what_was_made_of_it_to_
     assert_unchanged(saved, before)
     assert_unchanged(loadable, before_to_load)
     assert (saved["param_groups"], loadable["param_groups"]) == (settings, settings_to_load)
-    # Loading one dict twice, with training in between, needs the same of what was made of it.
+    # If one dict is loaded twice with training in between, the dict made for loading must not change either.
     optimizer.load_state_dict(loadable)
     train_with_new_settings(model, optimizer)
     for tensor in tensors(loadable):
@@ -173,7 +173,7 @@ def train_with_new_settings(model: FSDP, optimizer: torch.optim.Optimizer) -> No
 
 
 class Outspoken(nn.Linear):
-    """Writes views of its weight under names of its own, by itself and as an extra state."""
+    """Adds views of its weight to the dict under other names, and to its extra state."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

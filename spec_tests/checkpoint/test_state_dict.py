@@ -1,4 +1,4 @@
-"""State dicts in their three forms, on a model with units inside a unit, a buffer and a tie."""
+"""State dicts in their three forms, on a model with a nested unit, a buffer and tied weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from spec_tests.models.sharding import grid
 
 
 def plain_model(seed: int = 0) -> nn.Module:
-    """Five rows on two ranks do not divide; the batch norm has buffers; the last two layers share a weight."""
+    """Five rows do not divide evenly by two ranks; the batch norm has buffers; the last two layers share a weight."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 5), nn.Linear(5, 5))
     model[3].weight = model[2].weight
@@ -73,7 +73,7 @@ def test_a_model_can_be_read_right_after_a_forward_that_has_kept_its_parameters(
     model = sharded(plain_model(1), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=keep)
     other = sharded(plain_model(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=keep)
     x = torch.ones(2, 3, device=device())
-    # With gradients enabled, and no backward after it.
+    # A forward with gradients enabled and without a backward.
     model.eval()(x)
     with FSDP.state_dict_type(model, form), FSDP.state_dict_type(other, form):
         assert model.load_state_dict(other.state_dict()) == ([], [])
@@ -130,7 +130,7 @@ def test_a_full_dict_is_loaded_without_a_gather_and_each_rank_keeps_its_part(kee
 
 
 class ReadLate:
-    """No tensor, but as good as one to PyTorch's functions; frameworks that read files value by value pass such."""
+    """Not a tensor, but PyTorch's functions accept it; frameworks that load files value by value pass such objects."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self._value, self.shape, self.dtype = value, value.shape, value.dtype

@@ -1,10 +1,10 @@
-"""Options together that were never tried together, compared with one process.
+"""Combinations of options, compared with a single process.
 
-A test of ``no_sync`` has the usual precision, one of low precision does not accumulate, and so a mistake that needs
-both waits for a user who has both. All options at once are too many: the twelve of the wrapper alone have 345600
-combinations. But hardly a mistake needs more than three of them. So a table is drawn in which each two values of
-different options meet in some row, and on two ranks, where a row costs a fourth, also each *three* of those options
-that decide what happens between two steps. With three options of two values, and each two values wanted::
+Most tests change one option, so a defect that needs ``no_sync`` *and* low precision is found only by a user who sets
+both. Testing all combinations is impossible: the twelve options of the wrapper alone have 345600. But few defects need
+more than three options. So a table is drawn in which every two values of different options occur together in a row. On
+two ranks, where a row costs a quarter, this also holds for every *three* values of the options that affect what happens
+between two steps. For example, three options with two values each need these rows to cover all pairs::
 
     offload  tied   checkpoint
     no       no     no
@@ -12,19 +12,19 @@ that decide what happens between two steps. With three options of two values, an
     yes      no     yes
     yes      yes    no             four rows for twelve pairs, instead of eight rows
 
-A row is a training run of ``spec_tests/properties``: the model is always the same, and difficult in a small way in each
-of its units. It is trained for two steps and held, after each half step, against one process on all batches: bit by
-bit on two ranks in most rows, and within a stated tolerance elsewhere. In between, model and optimizer are saved in the
-row's form. Others, loaded with that, do the second step, too, and must end with the same bits.
+A row is a training run of ``spec_tests/properties``. The model is always the same; each of its units has a small
+difficulty. It is trained for two steps and compared after each half step with one process that computes all batches: on
+two ranks mostly bitwise, otherwise with a stated tolerance. Between the steps, model and optimizer are saved in the
+row's form and loaded into others, which also run the second step and must end with bitwise equal values.
 
-What is refused is not left out in silence: `table.REFUSALS` names each two values that exclude each other, with the
-error. No row has them, and each is tried in the company of any other two values.
+Refused combinations are tested as well. `table.REFUSALS` lists each two values that exclude each other, with the error.
+No row contains them. A separate test combines each of them with every other two values.
 
-* ``table.py``: the options, the refusals, and from a row to its run.
+* ``table.py``: the options, the refusals, and the conversion of a row to a training run.
 * ``covering.py``: draws the table.
 
-Price: 227 rows, about 0.2 s of each rank's CPU for a row.
+Cost: 227 rows, with about 0.2 s of CPU time per rank and row.
 
-*Not used:* ``allpairspy`` (2.5.1) draws pairs, but with refusals it leaves out some that are possible (11 of 522 in a
-table like this one), and of triples a quarter. Few lines that leave out none are in ``covering.py``; the tests count.
+*Not used:* ``allpairspy`` (2.5.1) draws pairs, but with refusals it omits some possible ones (11 of 522 in a similar
+table), and a quarter of the triples. The few lines in ``covering.py`` omit none, and the tests check this.
 """

@@ -1,7 +1,7 @@
-"""A few rows in which all values meet that are wanted together.
+"""Draws a few rows that together contain all wanted combinations of values.
 
-It is greedy: a row starts with the first values that have not met yet; for each other option, in random order, it takes
-the value that lets most of what is left meet. That is not the smallest table, but none is missing in it.
+The algorithm is greedy: a row starts with the first missing combination. For each other option, in random order, it
+takes the value that adds the most missing combinations. The table is not the smallest, but it is complete.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 __all__ = ["Row", "Values", "covering", "meetings"]
 
-# By the name of an option, its value.
+# The value of each option, by name.
 Row = dict[str, str]
 Values = frozenset[tuple[str, str]]
 
@@ -23,14 +23,14 @@ def covering(
     is_allowed: Callable[[Mapping[str, str]], bool],
     seed: int = 0,
 ) -> list[Row]:
-    """Rows that have whatever is wanted; the same for the same seed.
+    """Rows that contain all ``wanted`` combinations. The same seed gives the same rows.
 
     Args:
         options: the values of each option.
-        wanted: which of them meet; see `meetings`.
-        is_allowed: whether these values of some options may be together. Each option needs a value that any two rows
-            of values may have beside them.
-        seed: another one draws another table.
+        wanted: the combinations that must occur in some row; see `meetings`.
+        is_allowed: whether these values of some options may be combined. Each option needs a value that is allowed
+            with any values of two other options.
+        seed: the seed of the random order.
     """
     dice = random.Random(seed)
     missing = dict.fromkeys(wanted)
@@ -52,7 +52,7 @@ def covering(
 def meetings(
     options: Mapping[str, Sequence[str]], strength: int, is_allowed: Callable[[Mapping[str, str]], bool]
 ) -> Iterator[Values]:
-    """All values of so many different options that may be together."""
+    """All allowed combinations of values of ``strength`` different options."""
     for names in itertools.combinations(options, strength):
         for values in itertools.product(*(options[name] for name in names)):
             if is_allowed(dict(zip(names, values, strict=True))):
@@ -60,7 +60,7 @@ def meetings(
 
 
 def _gain(name: str, value: str, row: Row, missing: Mapping[Values, None], sizes: Sequence[int]) -> int:
-    """How much of what is missing this value would complete."""
+    """The number of missing combinations that this value would add to the row."""
     others = _together(row, [size - 1 for size in sizes])
     return sum(frozenset((*some, (name, value))) in missing for some in others)
 

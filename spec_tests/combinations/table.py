@@ -1,4 +1,4 @@
-"""The options that are combined, and what a row of them means."""
+"""The options that are combined, and the training run of a row."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COMMON = {
     "checkpoint": ("none", "nonreentrant", "reentrant"),
     "optimizer": ("momentum", "adam"),
 }
-# By door. The first value of an option is the plain one.
+# By front end. The first value of an option is its default.
 OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "fsdp1": {
         **_COMMON,
@@ -36,12 +36,12 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "fully_shard": {
         **_COMMON,
-        # Freed after forward, kept, and copies of shards on a mesh of two axes.
+        # Resharded after forward, kept unsharded, and replicated shards on a 2-D mesh.
         "strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"),
         "state": forms_of("fully_shard"),
     },
 }
-# They decide what happens between two steps, and when.
+# The options that affect what happens between two steps, and when.
 IN_ITERATION = ("strategy", "parameters", "precision", "offload", "frozen", "accumulation", "hook", "checkpoint")
 
 
@@ -50,9 +50,9 @@ class Refusal:
     """Values of two options of the wrapper that exclude each other.
 
     Attributes:
-        values: some values of each of the two.
-        error: the kind of the error.
-        words: that are in its message, on every rank.
+        values: for each of the two options, the values concerned.
+        error: type of the error.
+        words: parts of its message, on every rank.
     """
 
     values: Mapping[str, tuple[str, ...]]
@@ -60,7 +60,7 @@ class Refusal:
     words: tuple[str, ...]
 
     def concerns(self, row: Mapping[str, str]) -> bool:
-        """Whether the row has these values."""
+        """Whether the row contains these values."""
         return all(row.get(name) in values for name, values in self.values.items())
 
 
@@ -75,49 +75,49 @@ REFUSALS = {
 
 
 def is_allowed(row: Mapping[str, str]) -> bool:
-    """Whether nothing of these values excludes something else of them."""
+    """Whether no two of these values exclude each other."""
     return not any(refusal.concerns(row) for refusal in REFUSALS.values())
 
 
 def wanted(options: Mapping[str, tuple[str, ...]], *, triples: bool) -> Iterator[Values]:
-    """All pairs of values, with or without triples of those that take part in an iteration."""
+    """All allowed pairs of values, and optionally all triples of options that affect an iteration."""
     yield from meetings(options, 2, is_allowed)
     if triples:
         yield from meetings({name: values for name, values in options.items() if name in IN_ITERATION}, 3, is_allowed)
 
 
 def table(door: str, seed: int = 0, *, triples: bool = False, **fixed: str) -> list[Row]:
-    """Rows in which all values meet that are `wanted`; those that are ``fixed`` are in each row."""
+    """Rows that contain all `wanted` combinations; the options in ``fixed`` have the same value in each row."""
     options = {name: (fixed[name],) if name in fixed else values for name, values in OPTIONS[door].items()}
     return covering(options, wanted(options, triples=triples), is_allowed, seed)
 
 
 def plain(door: str) -> Row:
-    """The row of which every value is the plain one."""
+    """The row with the default of every option."""
     return {name: values[0] for name, values in OPTIONS[door].items()}
 
 
 def line_of(row: Row, door: str) -> str:
-    """The row, and the command that shows it again."""
+    """The row, and the command that replays it."""
     words = " ".join(f"{name}={shlex.quote(value)}" for name, value in row.items())
     return f"{door} {words}: {replay_line(description_of(row, door))}"
 
 
 def description_of(row: Mapping[str, str], door: str, seed: int = 0) -> Description:
-    """The training run that a row means."""
+    """The training run of a row."""
     num_ranks = int(row["ranks"])
     return Description(
         model=_model(row["frozen"], "" if row["checkpoint"] == "none" else row["checkpoint"]),
         num_ranks=num_ranks,
         door=door,
         strategy=row["strategy"],
-        # Of two ranks each has a copy, and nothing is sharded; four are two times two.
+        # Two ranks hold one copy each, and nothing is sharded; four ranks form a 2x2 mesh.
         num_replicas=2 if row["strategy"] in HYBRID else 1,
         originals=row.get("parameters") != "flat",
         precision=row["precision"],
         offload=row["offload"] == "yes",
         ties=((0, 5),) if row["tied"] == "yes" else (),
-        # One before the state is saved, one after it.
+        # One step before the state is saved; the comparison with the loaded model adds another.
         steps=1,
         micro_batches={"none": (True,), "without sync": (False, True), "with sync": (True, True)}[row["accumulation"]],
         momentum=row["optimizer"] == "momentum",
@@ -129,9 +129,9 @@ def description_of(row: Mapping[str, str], door: str, seed: int = 0) -> Descript
 
 
 def _model(frozen: str, checkpoint: str) -> Node:
-    """Four units: one inside another, one of two unequal matrices, and the root, whose layers come first and last.
+    """Four units: one inside another, one with two unequal matrices, and the root with the first and the last layer.
 
-    Numbers of elements are odd. The ends of the root can be tied, leaves 0 and 5.
+    Numbers of elements are odd. The first and the last layer, leaves 0 and 5, can be tied.
     """
     linear = Node("linear", size=3)
     pair = Node("mlp", size=5, unit=True, frozen=frozen == "a unit", checkpoint=checkpoint)

@@ -1,4 +1,4 @@
-"""Options together train, save and resume like one process, or are refused with a name."""
+"""Combined options train, save and resume like a single process, or are refused with an error that names them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ doors = pytest.mark.parametrize("door", OPTIONS)
 @pytest.mark.parametrize("num_ranks", OPTIONS["fsdp1"]["ranks"])
 @doors
 def test_any_options_together_train_and_resume_like_one_process(door: str, num_ranks: str) -> None:
-    # On two ranks the comparison is bit by bit, and a row costs a fourth.
+    # On two ranks the comparison is bitwise, and a row costs a quarter.
     rows = table(door, triples=num_ranks == "2", ranks=num_ranks)
     for start in range(0, len(rows), BATCH):
         batch = rows[start : start + BATCH]

@@ -1,21 +1,21 @@
-"""A parameter that travels in 8 bits: a readable example of the tensor-subclass extension.
+"""A parameter that is all-gathered as 8-bit integers: a readable example of the tensor-subclass extension.
 
-The idea. Gathering is what costs, and the values need not travel in full precision. A parameter whose local tensor is
-of a class with two methods decides for itself:
+The all-gather is expensive, and the values do not need full precision for it. A parameter can define its own
+all-gather if the class of its local tensor has two methods:
 
-1. ``fsdp_pre_all_gather`` runs on each rank before the gather and says *what is sent*: here the shard as ``int8`` plus
-   one scale for each rank, both of them as tensors, since only tensors travel;
-2. ``fsdp_post_all_gather`` runs after it and says *what the layer computes with*: here ordinary floats again.
+1. ``fsdp_pre_all_gather`` runs on each rank before the all-gather and returns *the tensors to send*: here the shard as
+   ``int8`` and one scale per rank. The scale is a tensor too, because only tensors can be sent.
+2. ``fsdp_post_all_gather`` runs after it and returns *the tensor that the layer computes with*: here floats again.
 
-Two ranks, one row each, both in steps of 1/127 of the largest absolute value of the row::
+Example: two ranks with one row each. The step of each rank is 1/127 of the largest absolute value in its row::
 
     rank 0 sends   int8 [127, -64]   scale 0.5/127        = 0.5, -0.252
     rank 1 sends   int8 [ 32, 127]   scale 2.0/127        = 0.504, 2.0
 
-Four times less on the wire than float32, and an error of at most half a step. What the optimizer owns stays float32:
-the class only holds its values, quantising happens on the way.
+This sends a quarter of the bytes of float32, with an error of at most half a step. The optimizer's shard stays float32:
+the class only wraps its values, and quantization happens during the all-gather.
 
-Gradients know nothing of all this: they are those of the tensor that the layer computed with.
+The gradients are those of the tensor that the layer computed with; quantization does not affect them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["FromHalf", "Int8Shards", "Plain", "extended"]
 
 
 class Holds(Tensor):
-    """A tensor that consists of another one. What torch does with it, it does with that one, and wraps the result."""
+    """A tensor that wraps another one. Torch operations run on the inner tensor, and their result is wrapped."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Holds:
@@ -54,7 +54,7 @@ class Holds(Tensor):
         result = func(*taken, **named)
         if func in KEEPS_THE_CLASS:
             return pytree.tree_map_only(Tensor, cls, result)
-        # An in-place operation returns the very tensor that was given.
+        # An in-place operation returns its own argument.
         return args[0] if func._schema.name.endswith("_") else result
 
     def __repr__(self, *, tensor_contents: None = None) -> str:
@@ -62,7 +62,7 @@ class Holds(Tensor):
 
 
 aten = torch.ops.aten
-# What sharding itself does with a parameter before it is one: cutting, padding, moving, viewing.
+# The operations that sharding applies to a parameter: split, pad, copy to a device, view.
 KEEPS_THE_CLASS = {
     aten.detach.default,
     aten.clone.default,
@@ -81,12 +81,12 @@ KEEPS_THE_CLASS = {
 
 
 class Int8Shards(Holds):
-    """Sent as ``int8`` with one scale for each rank."""
+    """All-gathered as ``int8`` with one scale per rank."""
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        # Of an empty shard the largest value is nothing; of a shard of zeros it is zero.
+        # `max` fails on an empty shard. For a shard of zeros, the clamp below avoids a division by zero.
         largest = self.inner.abs().max() if self.inner.numel() else self.inner.new_zeros(())
         scale = (largest / 127).clamp(min=1e-12)
         return ((self.inner / scale).round().to(torch.int8), scale.reshape(1)), outer_size
@@ -100,14 +100,14 @@ class Int8Shards(Holds):
         whole = values.reshape(metadata)
         if out is None:
             return whole, (whole,)
-        # The layer keeps one tensor for the whole training; its memory comes and goes.
+        # The layer keeps one tensor object for the whole training; its storage is freed and allocated again.
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
             out.copy_(whole)
         return None
 
 
 class Plain(Holds):
-    """Sent as it is: the extension that changes nothing."""
+    """All-gathered unchanged: an extension that does nothing."""
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
@@ -120,13 +120,13 @@ class Plain(Holds):
         (whole,) = gathered
         if out is None:
             return whole, (whole,)
-        # Filled by the gather itself: what was given the first time is the memory that is gathered into.
+        # The all-gather has filled `out` itself: its output buffer is the memory returned in the first call.
         assert out.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
         return None
 
 
 class FromHalf(Holds):
-    """Has only the first of the two methods, by mistake."""
+    """Defines only the first of the two methods, by mistake."""
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
@@ -135,7 +135,7 @@ class FromHalf(Holds):
 
 
 def extended(model: nn.Module, kind: type[Holds]) -> nn.Module:
-    """Replaces each two-dimensional parameter by one whose tensor is of ``kind``; in place, and returned."""
+    """Replaces each two-dimensional parameter, in place, by one whose tensor is of ``kind``; returns the model."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.ndim == 2:

@@ -1,11 +1,11 @@
-"""The API that all tests of this folder look at: ours, or for checking the tests themselves, torch's.
+"""The API that the tests in this folder use: minifsdp's, or torch's to check the tests themselves.
 
-A test that has never been seen to pass proves as little as one that has never been seen to fail. Most of what is
-promised here is promised by torch as well, so nearly all of these tests can be tried on torch's own ``fully_shard``::
+A test is only useful if it has been seen to pass and to fail. torch meets most of the requirements tested here, so
+nearly all of these tests can also run on torch's own ``fully_shard``::
 
     MINIFSDP_TEST_SUBJECT=torch python -m pytest spec_tests/fsdp2
 
-What fails then are the rows in which minifsdp decided to do better; the spec says so in each of them.
+The tests that fail then belong to requirements in which minifsdp intentionally differs; the spec notes each of them.
 """
 
 from __future__ import annotations

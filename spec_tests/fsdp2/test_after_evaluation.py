@@ -1,7 +1,7 @@
-"""What modules show after a forward that no backward can follow, with both APIs.
+"""The parameters that modules have after a forward that no backward can follow, with both APIs.
 
-Each program runs on the sharded model and on a copy that is not sharded. Both ranks have the same batch, so the mean
-of the gradients is the gradient of the copy.
+Each program runs on the sharded model and on an unsharded copy. Both ranks have the same batch, so the mean of the
+gradients over the ranks equals the gradient of the copy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Optimizer = torch.optim.Optimizer
 
 
 class Tiny(nn.Module):
-    """Two inner units and parameters of the root around them."""
+    """Two inner units, and parameters of the root before and after them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def test_after_a_registered_method_the_module_shows_sharded_parameters(keeps: bo
         if keeps is None:
             assert_shows_shards(model, owned)
         else:
-            # The blocks may be kept for a backward of what the method has computed on the way.
+            # The blocks may stay unsharded for a backward through results that the method computed.
             assert all(isinstance(parameter, DTensor) for parameter in model.head.parameters())
         for one in (model, plain):
             optimizer = sgd(one)
@@ -195,7 +195,7 @@ def test_a_loss_that_is_not_in_the_output_still_has_its_backward() -> None:
         assert torch.allclose(parameter.grad.full_tensor(), expected.grad)
 
 
-# --- what programs do after an evaluation ---
+# --- common operations after an evaluation ---
 
 
 def new_optimizer(model: nn.Module, optimizer: Optimizer) -> Optimizer:
@@ -254,7 +254,7 @@ def frozen_and_thawed(model: nn.Module, optimizer: Optimizer) -> Optimizer:
 
 
 def averaged(model: nn.Module, optimizer: Optimizer) -> Optimizer:
-    """Puts other weights in place for an evaluation, as an exponential moving average does, and then the former."""
+    """Evaluates with other weights, as for an exponential moving average, and then restores the previous ones."""
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with torch.no_grad():
         for parameter in model.parameters():
@@ -304,7 +304,7 @@ def run(model: nn.Module, place: str, edit: Callable[[nn.Module, Optimizer], Opt
         visit("after the step")
         optimizer.zero_grad()
         if place == "logged":
-            # A recorded forward without a backward, and then an evaluation.
+            # A forward recorded by autograd but without a backward, followed by an evaluation.
             model(batch())
             visit("logged")
     backward(model)
@@ -319,7 +319,7 @@ def run(model: nn.Module, place: str, edit: Callable[[nn.Module, Optimizer], Opt
 def test_what_is_done_with_the_parameters_after_an_evaluation_is_not_lost(kind: str, place: str) -> None:
     for edit in EDITS:
         if place == "logged" and kind in KEEPS and edit in WITHOUT_A_TRACE:
-            # What is kept for the backward that does not come is not gathered again; so it is in torch.
+            # Parameters kept for a backward that never comes are not all-gathered again. torch does the same.
             continue
         plain = Tiny().to(device())
         model = ALL[kind](copy.deepcopy(plain))
@@ -426,7 +426,7 @@ def test_ranks_may_evaluate_different_numbers_of_batches_where_parameters_are_ke
         assert gathers(lambda: evaluate(model)) == 3
         for _ in range(4 if dist.get_rank() == 0 else 1):
             assert gathers(lambda: evaluate(model)) == 0
-        # A recorded forward gathers again: a change through `.data` has no trace.
+        # A forward recorded by autograd all-gathers again, because a change through `.data` cannot be detected.
         assert gathers(lambda: backward(model)) == 3
 
 

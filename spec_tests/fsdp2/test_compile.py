@@ -1,8 +1,8 @@
-"""``torch.compile`` around a sharded model, around its blocks, and inside of them.
+"""``torch.compile`` on a sharded model, on its blocks, and inside them.
 
-The compilers used here record graphs and run them as they are ("eager"), or split them into forward and backward first
-("aot_eager"). Both would show a gather that got into a graph. The numbers must be those of the uncompiled model to the
-last bit, and equal blocks must share one graph.
+The backends used here run the captured graphs unchanged ("eager"), or split them into forward and backward first
+("aot_eager"). Both would reveal an all-gather that was captured in a graph. The results must be bitwise equal to those
+of the uncompiled model, and equal blocks must share one graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.not_simulated("the compiler would trace the simulation 
 
 
 def fresh() -> None:
-    """Forgets what was compiled before; torch's progress bars share a lock that would outlive a rank."""
+    """Clears the compile caches; torch's progress bars share a lock that would outlive a rank."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     tqdm.tqdm.set_lock(threading.RLock())
@@ -38,7 +38,7 @@ def num_graphs() -> int:
 
 
 def trained(model: Any, called: Any = None) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and final values of three steps, in which ``called`` is called in the model's place."""
+    """Losses and final values of three steps, which call ``called`` instead of the model."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(3):

@@ -1,7 +1,7 @@
-"""Who comes when, as whole lists, and how many collectives a step takes.
+"""The complete order of events in an iteration, and the number of collectives per step.
 
-Four equal blocks 0 to 3 and a root R with parameters of its own. ``B`` is the moment when the gradient of a block's
-output arrives. The bar stands between forward and backward, and ``keepR`` before it says that the root stays gathered.
+The model has four equal blocks 0 to 3 and a root R with parameters of its own. ``B`` marks the time when the gradient
+of a block's output is ready. The bar separates forward and backward; ``keepR`` before it means R stays unsharded.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def test_the_whole_iteration(reshard_after_forward: bool | None) -> None:
         assert recorded_iteration(model, step) == WHOLE[reshard_after_forward]
 
 
-# A stream can wait for another stream, so with streams the all-reduce follows its reduce-scatter at once. A thread
-# would have to stop for that, so without them it may be issued when the next unit's reduce-scatter is on its way.
+# With streams, the all-reduce directly follows its reduce-scatter, because a stream can wait for another stream.
+# Without them a thread would block, so the all-reduce may be issued after the next unit's reduce-scatter was started.
 GRID_BACKWARD = "AG3 B3 AG2 FREE3 RS3 AR3 B2 AG1 FREE2 RS2 AR2 B1 AG0 FREE1 RS1 AR1 B0 FREE0 RS0 AR0 FREER RSR ARR"
 
 
@@ -83,7 +83,7 @@ def test_without_gradient_sync_all_is_as_ever_but_for_the_reductions() -> None:
 def test_the_whole_of_an_evaluation(reshard_after_forward: bool | None) -> None:
     model = sharded(reshard_after_forward=reshard_after_forward).eval()
     first = WHOLE[reshard_after_forward].split(" |")[0]
-    # The root is kept for a backward only.
+    # The root stays unsharded only for a backward.
     first = first.replace(" keepR", "") if reshard_after_forward is False else first.replace("keepR", "FREER")
     again = "F0 F1 F2 F3" if reshard_after_forward is False else first
     for expected in (first, again, again):
@@ -108,7 +108,7 @@ def test_the_collectives_are_those_of_torch_in_the_same_order(reshard_after_forw
         assert wire_of_ours.values == wire_of_theirs.values
 
 
-# --- counts: all-gathers and reduce-scatters of a step of three blocks ---
+# --- counts: all-gathers and reduce-scatters in a step of three blocks ---
 
 COUNTS = {
     "blocks": (6, 3),
@@ -122,7 +122,7 @@ COUNTS = {
 
 
 def usual_step(library: Any, name: str, **options: Any) -> tuple[int, int]:
-    """All-gathers and reduce-scatters of a step, after others in which every unit was used."""
+    """All-gathers and reduce-scatters of a step, measured after steps in which every unit was used."""
     model, recipe = shard_fsdp2(library, MODELS[name], **options), Recipe()
     for step in (0, 1):
         forward_backward(model, MODELS[name], recipe, dist.get_rank(), step)

@@ -56,20 +56,20 @@ dist.destroy_process_group()
 
 
 def snippet(page: str) -> str:
-    """The first block of Python on a page."""
+    """The first Python code block of a page."""
     found = re.search(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     assert found
     return found.group(1)
 
 
 def of_torch(text: str) -> str:
-    """The snippet with the line of torch in the place of ours."""
+    """The snippet with minifsdp's import line replaced by torch's."""
     lines = [line for line in text.splitlines() if not line.startswith("from minifsdp")]
     return "\n".join(line.removeprefix("# ") for line in lines) + "\n"
 
 
 def shown_by_two_ranks(program: str, folder: Path) -> list[str]:
-    """What the ranks of ``program`` show, started with a launcher's environment and nothing else."""
+    """The output of the ranks of ``program``, which start with only a launcher's environment variables."""
     script = folder / "program.py"
     script.write_text(program)
     output = output_of_ranks(script, num_ranks=2, environment={})

@@ -1,8 +1,8 @@
 """Whole programs, as users write them, run with torch's ``fully_shard`` and with ours.
 
-The programs are in ``dropin/``. Each is written for ``torch.distributed.fsdp`` and knows nothing of this library; here
-its text is run twice in the same ranks, the second time with another module's name in its import lines and with nothing
-else changed. What the two runs print is compared: on two ranks to the last bit, in bfloat16 as in float32.
+The programs are in ``dropin/``. Each is written for ``torch.distributed.fsdp`` and does not refer to minifsdp. The test
+runs each program twice on the same ranks. The second run replaces the module name in the import lines and nothing else.
+The output of both runs must be bitwise equal on two ranks, in bfloat16 as well as in float32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spec_tests.harness import ranks
 
 PROGRAMS = pathlib.Path(__file__).parent / "dropin"
 IMPORT_LINE = re.compile(r"^from torch\.distributed\.fsdp import ", re.MULTILINE)
-# They only look for DTensor's generators, which they do not use.
+# These modules look up DTensor's random generators but do not use them.
 QUIET = pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support:UserWarning")
 
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.not_simulated("foreign programs choose between CUDA and
 
 @contextlib.contextmanager
 def a_folder() -> Iterator[str]:
-    """One folder, which all ranks see."""
+    """One folder that all ranks can access."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
         name = [own]
         dist.broadcast_object_list(name)
@@ -42,7 +42,7 @@ def a_folder() -> Iterator[str]:
 
 
 def run(program: str, library_name: str) -> Any:
-    """What the program prints on rank 0; ``None`` on the other ranks."""
+    """The output of the program on rank 0; ``None`` on the other ranks."""
     text = (PROGRAMS / f"{program}.py").read_text()
     changed = IMPORT_LINE.sub(f"from {library_name} import ", text)
     assert changed.count(f"from {library_name} import ") == 1

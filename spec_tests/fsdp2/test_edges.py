@@ -1,6 +1,6 @@
-"""What people do besides: odd inputs and outputs, several backwards, hooks, frozen towers, a second parallelism.
+"""Other common usage: unusual inputs and outputs, several backwards, hooks, frozen towers, a second parallelism.
 
-None of it has a row of its own in the spec; it is what training loops that already exist rely on.
+No single requirement covers these cases, but existing training loops depend on them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from spec_tests.waiting import comes_true
 
 @dataclasses.dataclass
 class Parcel:
-    """Tensors in a class of the user's own."""
+    """Tensors in a user-defined class."""
 
     x: Tensor
     count: int = 1
@@ -63,7 +63,7 @@ class Packs(nn.Module):
 
 
 class Chain(nn.Module):
-    """Units that talk in packed tensors."""
+    """Units that pass packed tensors to each other."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def test_tensors_are_found_wherever_they_are_packed(kind: str) -> None:
 
 
 class Box:
-    """A class that nothing looks into."""
+    """A class whose contents FSDP cannot find."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -102,7 +102,7 @@ def test_units_whose_inputs_and_outputs_are_not_found_are_reduced_all_the_same()
     for part in (model.first, model.last, plain.first, plain.last):
         part.pack, part.unpack = Box, lambda box: box.x
     for part in (model.first, model.last):
-        # No gradient of an output would tell when to gather again.
+        # There is no output gradient whose hook could trigger the all-gather in backward.
         fully_shard(part, reshard_after_forward=False)
     fully_shard(model)
     for step in range(2):
@@ -209,11 +209,11 @@ def test_losses_on_inner_outputs_reach_the_units_that_made_them() -> None:
         loss(plain, batch(0, rank)).backward()
         for name, parameter in plain.named_parameters():
             expected[name] = expected.get(name, 0) + parameter.grad / 2
-    # Autograd adds up the paths that end in one tensor in the order in which they arrive.
+    # Autograd adds the gradients of several paths into one tensor in the order in which they arrive.
     assert_same(full_gradients(model), expected, bitwise=False)
 
 
-# --- who is called ---
+# --- which modules are called ---
 
 
 @pytest.mark.spec("FS2-09", "FS2-13")
@@ -250,7 +250,7 @@ def test_a_unit_may_run_alone_between_iterations_of_the_whole() -> None:
 @pytest.mark.spec("FS2-13", "FS2-OPT-04")
 @ranks(2)
 def test_an_optimizer_may_step_inside_of_backward() -> None:
-    """The recipe of torch's tutorials that frees each gradient at once."""
+    """The recipe of torch's tutorials that frees each gradient directly after its use."""
     model, plain = sharded(), seeded()
     optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
 
@@ -339,7 +339,7 @@ def test_a_model_that_nobody_holds_any_more_is_gone() -> None:
     iterate(model)
     gone = [weakref.ref(model), *(weakref.ref(block.linear.weight.to_local()) for block in model.blocks)]
     del model
-    # An accelerator's backward runs on a thread of its own, which lets go of one when it takes up the next.
+    # An accelerator's backward runs on a separate thread, which releases a graph only when it starts the next.
     torch.ones(1, device=device(), requires_grad=True).sum().backward()
     gc.collect()
     assert comes_true(lambda: [reference() for reference in gone] == [None] * 5)

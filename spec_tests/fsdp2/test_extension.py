@@ -1,4 +1,4 @@
-"""Tensor subclasses that decide what is sent when a parameter is gathered. The example is ``int8_shards.py``."""
+"""Tensor subclasses that define their own all-gather. The example is ``int8_shards.py``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def quantised(values: Tensor) -> Tensor:
     return (values / scale).round() * scale
 
 
-# --- what is sent, and what is computed with ---
+# --- the tensors sent and the tensors used for compute ---
 
 
 @pytest.mark.spec("FS2-EXT-01")
@@ -114,7 +114,7 @@ def local(tensor: Any) -> Tensor:
 
 
 class Notes(Plain):
-    """Writes down what it is given."""
+    """Records its arguments."""
 
     given: list[Any] = []
 

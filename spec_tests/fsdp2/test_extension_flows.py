@@ -1,4 +1,4 @@
-"""Tensors that decide what is sent, in the flows of programs: built on meta, patched by hand, on a mesh of two axes."""
+"""Tensors with their own all-gather in complete programs: built on meta, with patched methods, on a 2-D mesh."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from spec_tests.oracles import count_collectives
 NARROW = torch.bfloat16
 
 
-# --- what the methods are given on a mesh of two axes ---
+# --- arguments of the methods on a 2-D mesh ---
 
 
 class NotesMesh(Plain):
-    """Writes down over whom it is gathered."""
+    """Records the mesh over which it is all-gathered."""
 
     meshes: list[Any] = []
 
@@ -52,13 +52,13 @@ def test_with_replicas_the_methods_are_given_the_axis_of_the_shards_alone() -> N
     assert (given.ndim, given.get_group()) == (1, mesh.get_group("shard"))
 
 
-# --- values that change inside ---
+# --- values that change inside the tensor ---
 
 
 @pytest.mark.spec("FS2-EXT-01", "FS2-19")
 @ranks(2)
 def test_a_change_inside_of_the_tensor_is_computed_with_also_by_a_unit_that_was_kept() -> None:
-    """Broken: nothing that PyTorch counts has changed, so the unit goes on with what it had gathered."""
+    """Broken: PyTorch's version counters do not change, so the unit uses the values all-gathered before."""
     layer, plain = seeded(lambda: nn.Linear(WIDTH, 4, bias=False)), seeded(lambda: nn.Linear(WIDTH, 4, bias=False))
     fully_shard(extended(layer, Plain), reshard_after_forward=False)
     shard = layer.weight._local_tensor
@@ -72,7 +72,7 @@ def test_a_change_inside_of_the_tensor_is_computed_with_also_by_a_unit_that_was_
 @pytest.mark.spec("FS2-EXT-01", "FS2-06")
 @ranks(2)
 def test_what_such_a_tensor_consists_of_is_not_kept_whole_beside_its_shard() -> None:
-    """Broken: attributes of the parameter stay on its DTensor, and one of them is the whole value."""
+    """Broken: the DTensor keeps the parameter's attributes, and one of them is the unsharded value."""
     layer = extended(seeded(lambda: nn.Linear(WIDTH, 4, bias=False)), Plain)
     whole = weakref.ref(layer.weight.inner)
     layer.weight.note = "a user's"
@@ -86,7 +86,7 @@ def test_what_such_a_tensor_consists_of_is_not_kept_whole_beside_its_shard() -> 
 
 
 class Striding(Plain):
-    """Sends columns, one behind the other in memory, and computes with what lies so, too."""
+    """Sends the tensor in column-major order, and computes with a tensor in that order."""
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
@@ -101,7 +101,7 @@ class Striding(Plain):
             columns = whole.t().contiguous()
             return columns.t(), (columns,)
         with torch.no_grad(), _unsafe_preserve_version_counter(out):
-            # What arrived ends with the padding.
+            # The received data ends with the padding.
             out.copy_(whole[: len(out)])
         return None
 
@@ -129,11 +129,11 @@ def local(tensor: Any) -> Tensor:
     return mine.inner if isinstance(mine, Holds) else mine
 
 
-# --- built on meta ---
+# --- models built on the meta device ---
 
 
 class Half(Plain):
-    """Sent in bfloat16, computed with in the dtype of the unit."""
+    """All-gathered in bfloat16, and cast to the dtype of the unit for compute."""
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
@@ -160,7 +160,7 @@ def widened(
 
 
 def filled(model: nn.Module) -> nn.Module:
-    """Gives a model from meta its memory and the same values whoever has sharded it."""
+    """Allocates a model built on meta and sets values that do not depend on the library that sharded it."""
     model.to_empty(device=device())
     generator = torch.Generator(device()).manual_seed(7 + dist.get_rank())
     with torch.no_grad():
@@ -210,11 +210,11 @@ def test_a_model_from_meta_is_filled_and_trained_as_by_torch(policy: dict[str, A
     check_from_meta(policy=policy)
 
 
-# --- methods that are given to a tensor ---
+# --- methods that are set on a tensor instance ---
 
 
 def patched(model: nn.Module) -> nn.Module:
-    """Gives the local tensors of all weights the two methods, without a class."""
+    """Sets the two methods on the local tensors of all weights, without a class."""
     for name, parameter in model.named_parameters():
         if name.endswith("weight"):
             mine = parameter._local_tensor

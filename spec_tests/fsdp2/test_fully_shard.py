@@ -1,7 +1,7 @@
-"""What ``fully_shard`` makes of a module: its class, its parameters, its moments.
+"""The effects of ``fully_shard`` on a module: its class, its parameters, and when it is unsharded.
 
-Most tests look at two ranks and a `Stack`. What is said of a whole iteration is in ``test_counts.py``, what is said of
-numbers in ``test_parity.py``.
+Most tests use two ranks and a `Stack`. Complete event orders are tested in ``test_counts.py``, numerical results in
+``test_parity.py``.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def test_parameters_and_buffers_move_to_the_device_of_the_mesh() -> None:
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="about machines without an accelerator")
 @ranks(2)
 def test_a_build_for_gpus_shards_on_the_cpu_where_there_is_none() -> None:
-    # What such a build answers: the kind that it was built for, unless it is asked what is there.
+    # Such a build returns the device type it was built for, unless the caller asks for an available device.
     def current_accelerator(check_available: bool = False) -> torch.device | None:
         return None if check_available else torch.device("cuda")
 
@@ -295,7 +295,7 @@ def test_without_a_mesh_it_is_the_line_of_all_ranks() -> None:
         assert torch.equal(mine.to_local(), other.to_local())
 
 
-# --- moments ---
+# --- during an iteration ---
 
 
 @pytest.mark.spec("FS2-13")
@@ -524,7 +524,7 @@ def test_what_is_frozen_or_thawed_while_it_is_gathered_stays_so(evaluates: bool)
     model, plain = sharded(), seeded()
     owned = torch.optim.SGD(model.parameters(), lr=0.1)
     for trains in (False, True):
-        # The root stays gathered after a forward that autograd records.
+        # The root stays unsharded after a forward that autograd records.
         with torch.set_grad_enabled(not evaluates):
             model(batch())
         assert isinstance(model.enter.weight, DTensor) is evaluates
@@ -640,19 +640,19 @@ def test_what_is_no_module_and_what_is_no_mesh_is_refused() -> None:
 
 
 class Slow:
-    """The release of a unit with which the device is not done yet; waiting for it would stop the processor."""
+    """A resharding event that the device never completes; waiting for it would block the CPU."""
 
     def query(self) -> bool:
         return False
 
     def synchronize(self) -> None:
-        """It would take a while."""
+        """A real one would block here."""
 
 
 @pytest.mark.spec("FS2-26", "MIG-14")
 @ranks(2)
 def test_the_processor_is_never_held_back_however_slow_the_device_is() -> None:
-    """On a CPU all events are complete from the start and nobody ever waits, so here they never are."""
+    """On a CPU all events are complete immediately, so this test replaces them by events that never complete."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lifetime, "DONE", Slow())
         model = sharded()
@@ -691,7 +691,7 @@ def test_every_documented_method_is_there_and_those_of_the_wrapper_are_not() -> 
             getattr(model, name)
 
 
-# --- what users do between iterations ---
+# --- user operations between iterations ---
 
 
 @pytest.mark.spec("FS2-04", "FS2-13")
@@ -748,7 +748,7 @@ def test_a_forward_that_no_backward_follows_does_no_harm() -> None:
 @pytest.mark.spec("FS2-09")
 @ranks(2)
 def test_a_part_of_two_models_trains_with_either_in_turn() -> None:
-    """Broken: a root whose part was taken over by another tree goes on in its own, which was dissolved."""
+    """Broken: a root whose child became part of another tree continues to use its own, invalid tree."""
 
     def pair(shard: Callable[..., Any]) -> list[Any]:
         first, second = seeded(), seeded()

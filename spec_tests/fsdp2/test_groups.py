@@ -1,4 +1,4 @@
-"""Which parameters are gathered together, and among how many ranks they rest in between."""
+"""Which parameters are all-gathered together, and the number of ranks over which they are resharded after forward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spec_tests.models.values import assert_same, full_gradients, full_values, m
 
 
 def with_ends_together(model: nn.Module | None = None, **options: Any) -> Any:
-    """Each block a unit, and the first and the last layer together one more; nothing is left for the root."""
+    """Each block is a unit, and the first and last layer together form another; the root has no other parameters."""
     model = seeded() if model is None else model
     for block in model.blocks:
         fully_shard(block, **options)
@@ -125,7 +125,7 @@ def test_each_module_of_the_list_casts_its_own_inputs_and_outputs() -> None:
 
 
 class Head(nn.Module):
-    """A body, and a head that the caller runs piece by piece."""
+    """A body, and a head that the caller applies to one sample at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def test_an_empty_list_and_a_list_of_nested_modules_are_refused() -> None:
         model(batch())
 
 
-# --- several modules that are converted one after the other ---
+# --- several modules of one group, converted one after the other ---
 
 
 def with_head_together(shard: Any = fully_shard, model: nn.Module | None = None) -> Any:
@@ -178,7 +178,7 @@ def with_head_together(shard: Any = fully_shard, model: nn.Module | None = None)
 
 
 def headed_step(model: Any, step: int = 0) -> Tensor:
-    """A loss of all parameters, each module in its own dtype, and its gradients."""
+    """Runs backward on a loss of all parameters, each module in its own dtype. Returns the loss."""
     x = batch(step).to(model.body.weight.dtype)
     loss = loss_of(model.head(model(x).to(model.head.weight.dtype)))
     loss.backward()
@@ -210,7 +210,7 @@ def test_a_group_that_is_converted_as_a_whole_trains_as_torchs_does(has_run: boo
     for shard in (torch_fully_shard, fully_shard):
         model = with_head_together(shard)
         if has_run and shard is fully_shard:
-            # Afterwards, torch's gathers fail.
+            # After this forward, torch's all-gathers would fail.
             model(batch())
         model.to(torch.bfloat16)
         found.append((headed_step(model), full_gradients(model), full_values(model)))
@@ -270,7 +270,7 @@ def test_half_a_group_on_the_meta_device_is_refused_when_it_is_used() -> None:
     model.norm.to_empty(device=device())
     with pytest.raises(RuntimeError, match=r"on different devices: .*weight \(meta\)"):
         model(batch())
-    # By the name that the root's user knows.
+    # The message uses the parameter's name in the root module.
     outer = fully_shard(nn.Sequential(model))
     with pytest.raises(RuntimeError, match=r"on different devices: .*0\.[\w.]*weight \(meta\)"):
         outer(batch())
@@ -409,7 +409,7 @@ def test_what_rests_is_gathered_once_more_and_never_again_after_a_switch(choice:
     for step in range(3):
         losses = [loss_of(each(batch(step))) for each in (model, usual)]
         if step == 0:
-            # Between forward and backward, while units rest among few ranks.
+            # Between forward and backward, while units are resharded over fewer ranks.
             model.set_reshard_after_forward(choice)
         for each, loss in zip((model, usual), losses, strict=True):
             loss.backward()

@@ -1,6 +1,6 @@
-"""Idioms of programs that were written for torch: saving a shard, gathering by hand, odd groups, other parallelisms.
+"""Idioms of programs written for torch: saving a shard, unsharding manually, unusual groups, other parallelisms.
 
-Each of them once failed here, and runs in torch.
+Each of them failed in minifsdp at some time and works in torch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_a_shard_can_be_copied_alone_and_a_copy_is_not_larger_than_the_shard(row
     for parameter in model.parameters():
         twin = copy.deepcopy(parameter)
         assert torch.equal(local(twin), local(parameter))
-        # The storage is what saving and staging take along.
+        # `torch.save` and staging copy the whole storage.
         assert local(twin).untyped_storage().nbytes() == local(parameter).numel() * 4
         with torch.no_grad():
             twin.add_(1)
@@ -76,7 +76,7 @@ def test_a_shard_outlives_its_model() -> None:
 def test_what_is_done_to_a_local_tensor_is_gathered() -> None:
     model, plain = sharded(reshard_after_forward=False), seeded()
     with torch.no_grad():
-        # Afterwards all is gathered, and none of it is true any more.
+        # After this forward, all parameters are unsharded, and the changes below make those values stale.
         model(batch())
         model.reshard()
         for parameter, whole in zip(model.parameters(), plain.parameters(), strict=True):
@@ -86,7 +86,7 @@ def test_what_is_done_to_a_local_tensor_is_gathered() -> None:
         assert torch.equal(model(batch()), plain(batch()))
 
 
-# --- counting collectives, gathering by hand ---
+# --- counting collectives, unsharding manually ---
 
 
 @pytest.mark.spec("NEW-19", "FS2-PREF-06")
@@ -100,7 +100,7 @@ def test_the_first_iteration_has_as_many_collectives_as_any_other() -> None:
         with Wire() as backward:
             loss.backward()
         seen.append((len(forward.sent), len(backward.sent)))
-    # Five units; in backward all are reduced, and all but the root gathered.
+    # Five units: backward reduces all of them, and all-gathers all except the root.
     assert seen == [(5, 4 + 5)] * 2
 
 
@@ -136,11 +136,11 @@ def test_parts_that_were_unsharded_and_have_changed_since_are_gathered_again() -
     assert torch.equal(model(batch()), plain(batch()))
 
 
-# --- what fully_shard takes ---
+# --- the modules that fully_shard accepts ---
 
 
 class Encoder(nn.Module):
-    """Has no forward, only a method of another name."""
+    """Has no forward, only a method with another name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def test_a_module_without_forward_gathers_by_a_method_that_is_registered() -> No
 
 
 class Chain(nn.ModuleList):
-    """A list that can be called."""
+    """A `ModuleList` with a forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self:
@@ -181,7 +181,7 @@ def test_a_list_of_modules_that_has_a_forward_is_welcome() -> None:
 
 
 class TwoHeads(nn.Module):
-    """Ends in modules that are used past their own call: by their weight, or by their elements."""
+    """Ends in modules that it uses without calling them: through their weight, or through their elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def test_members_of_a_group_that_are_not_called_can_be_used_all_the_same(reshard
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-# --- beside other parallelisms ---
+# --- in combination with other parallelisms ---
 
 
 @pytest.mark.spec("FS2-09")
@@ -252,7 +252,7 @@ def test_replicate_refuses_a_module_that_is_sharded() -> None:
 
 
 class Descends(nn.Module):
-    """Goes down into itself, and uses its parameters again on the way up."""
+    """Calls itself recursively, and uses its parameters again after the inner call."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A model that is sharded before it has any memory, and gets its values shard by shard."""
+"""A model that is sharded on the meta device and then allocated and initialized shard by shard."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spec_tests.models.values import assert_same, full_values
 
 
 class Part(nn.Module):
-    """A layer and a buffer, and a method that gives both their values in place."""
+    """A layer and a buffer, and a method that initializes both in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Part(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Values that say where they are: element (i, j) is i + j / 8."""
+        """Values that show their position: element (i, j) is i + j / 8."""
         with torch.no_grad():
             rows, columns = torch.meshgrid(torch.arange(5.0), torch.arange(4.0), indexing="ij")
             values = (rows + columns / 8).to(self.weight.device)
@@ -42,7 +42,7 @@ class Part(nn.Module):
 
 
 class Whole(nn.Module):
-    """Two parts with a method for all, as a model must offer it itself."""
+    """Two parts and a method that initializes both, which a model has to provide itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def test_there_is_no_param_init_fn() -> None:
         fully_shard(nn.Linear(2, 2), param_init_fn=lambda module: None)
 
 
-# torch's generators know how to give each rank numbers of its own on a GPU; on the CPU that is left to the caller.
+# On a GPU torch draws different random numbers on each rank; on the CPU the caller has to seed the ranks differently.
 ON_CPU = pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support:UserWarning")
 
 

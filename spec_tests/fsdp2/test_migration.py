@@ -1,4 +1,4 @@
-"""The migration table, row by row, and the program that prints it as a reader starts it."""
+"""The migration table, row by row, and the program that prints it, started as a reader would start it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCRIPT = REPOSITORY / "tutorials" / "migrate.py"
 
 
 def script() -> Any:
-    """The script as a module. It finds its neighbours the way a script does: in its own folder."""
+    """The script as a module. Like a script, it imports from its own folder."""
     with pytest.MonkeyPatch.context() as path:
         path.syspath_prepend(SCRIPT.parent)
         return importlib.import_module("migrate")

@@ -1,6 +1,6 @@
-"""Gradients keep all their parts: several dtypes in a unit, complex parameters, and a model that is converted.
+"""No part of a gradient is lost: several dtypes in a unit, complex parameters, and a model converted to another dtype.
 
-The oracle is a plain model on each rank, whose gradients are averaged over the ranks in float64.
+The reference model is a plain model on each rank, whose gradients are averaged over the ranks in float64.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def test_fully_shard_reduces_in_the_dtype_of_a_converted_model(
     model.set_requires_gradient_sync(True)
     model(rows(1)).square().mean().backward()
     plain(rows(1)).square().mean().backward()
-    # The oracle sums over micro-batches in float32, too.
+    # The reference model also sums over micro-batches in float32.
     assert_gradients_of(model, plain, [1e-5] * 4)
 
 
@@ -261,7 +261,7 @@ def test_the_wrapper_reduces_in_the_dtype_of_a_converted_model(
     assert (found[: len(expected)] - expected).abs().max() <= TOLERANCE[after] * expected.abs().max()
 
 
-# --- dropping gradients that wait ---
+# --- dropping gradients that are not reduced yet ---
 
 
 def sharded_layers(**options: Any) -> Any:

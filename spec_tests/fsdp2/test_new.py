@@ -1,4 +1,4 @@
-"""What the public interface of torch has beyond its documents, and what this package has beyond torch."""
+"""Public features of torch that its documentation does not describe, and features that minifsdp adds."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def tokens(step: int, rank: int) -> Tensor:
     return torch.randint(11, (4, 3), generator=dice).to(device())
 
 
-# --- hooks and factors of the reduction (NEW-09, NEW-10) ---
+# --- hooks and division factors of the reduction (NEW-09, NEW-10) ---
 
 
 @pytest.mark.spec("NEW-09")
@@ -197,13 +197,13 @@ def test_the_older_name_of_the_factor_warns_and_works() -> None:
     assert_same({"w": model.blocks[0].linear.weight.grad.full_tensor()}, {"w": expected})
 
 
-# --- other methods that gather (NEW-12, NEW-13) ---
+# --- other forward methods and events (NEW-12, NEW-13) ---
 
 
 @pytest.mark.spec("NEW-12")
 @ranks(2)
 def test_the_next_iteration_and_no_other_waits_for_the_event_behind_the_optimizer_step() -> None:
-    """That a stream waits is shown where there is one; here, which event the lane of gathers was told to follow."""
+    """A device with streams tests the waiting itself. This test checks the event passed to the all-gather stream."""
     model, usual = sharded(), sharded()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, usual)]
     given, followed = [step_event() if step < 2 else None for step in range(4)], []
@@ -224,22 +224,22 @@ def test_the_next_iteration_and_no_other_waits_for_the_event_behind_the_optimize
 
 
 def step_event() -> Any:
-    """An event of the device; on one that has none, a stand-in that nobody needs to wait for."""
+    """An event of the device. On a device without events, a substitute that is always complete."""
     return torch.get_device_module(device()).Event() if device().type != "cpu" else Recorded()
 
 
 class Recorded:
-    """Stands for an event on a device that has none: everything before it is done already."""
+    """Replaces an event on a device without streams, where all previous work is already complete."""
 
     def record(self, stream: Any = None) -> None:
-        """There is nothing to record."""
+        """Does nothing."""
 
     def wait(self, stream: Any = None) -> None:
-        """There is nothing to wait for."""
+        """Returns immediately."""
 
 
 class Generates(nn.Module):
-    """Has two ways to be called."""
+    """Has two methods that run a forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ def test_on_other_modules_it_does_nothing_and_a_missing_method_is_an_error() -> 
         register_fsdp_forward_method(fully_shard(plain), "decode")
 
 
-# --- ranks that do different things (NEW-14, NEW-19, NEW-20) ---
+# --- ranks that behave differently (NEW-14, NEW-19, NEW-20) ---
 
 
 def reducing_unused(module: nn.Module) -> Any:
@@ -360,7 +360,7 @@ def test_while_debugging_initial_weights_that_differ_between_ranks_are_noticed()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         iterate(sharded())
-        # Warnings are errors here.
+        # The test configuration turns warnings into errors.
         with pytest.raises((RuntimeError, ValueError, UserWarning), match=r"linear\.bias"):
             iterate(sharded(differing()))
     finally:
@@ -372,7 +372,7 @@ def test_while_debugging_initial_weights_that_differ_between_ranks_are_noticed()
 
 
 class Fault(Exception):
-    """Raised on purpose."""
+    """Raised intentionally."""
 
 
 def fail_in_forward(model: Any) -> None:
@@ -446,7 +446,7 @@ def test_without_a_reset_it_is_correct_too(fault: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     iterate(model)
     FAULTS[fault](model)
-    # Not the model's: that may show full parameters at the moment, whose gradients the optimizer never sees.
+    # Not `model.zero_grad()`: the model may have unsharded parameters now, whose gradients the optimizer never sees.
     optimizer.zero_grad()
     iterate(model, 1)
     assert_same(full_gradients(model), mean_gradients(plain, (1,)))
@@ -470,7 +470,7 @@ def test_without_a_reset_the_state_is_saved_and_loaded_as_it_was(fault: str) -> 
 @pytest.mark.parametrize("fault", ["forward", "inside"])
 @ranks(2)
 def test_after_an_exception_a_part_that_is_called_alone_has_the_values_of_today(fault: str) -> None:
-    """Broken: no hook runs after an exception, and the part takes itself for one of the forward that broke off."""
+    """Broken: no hook runs after an exception, and the part acts as if the interrupted forward were still running."""
     model, plain = sharded(reshard_after_forward=False), seeded()
     parameters = list(model.parameters())
     FAULTS[fault](model)
@@ -484,7 +484,7 @@ def test_after_an_exception_a_part_that_is_called_alone_has_the_values_of_today(
 @pytest.mark.parametrize("fault", ["forward", "inside"])
 @ranks(2)
 def test_without_a_reset_what_waits_for_its_reduction_goes_on_waiting(fault: str) -> None:
-    """Broken: an error in the forward of a later micro-batch drops the sum of those before it."""
+    """Broken: an error in the forward of a later micro-batch drops the gradient sum of the earlier ones."""
     model = sharded()
     model.set_requires_gradient_sync(False)
     iterate(model, 7)
@@ -501,7 +501,7 @@ def test_without_a_reset_what_waits_for_its_reduction_goes_on_waiting(fault: str
 def test_what_is_written_after_an_error_is_what_the_next_forward_computes_with(
     fault: str, reshard_after_forward: bool | None
 ) -> None:
-    """Broken: the next forward goes on in the middle of the one that raised, with what was gathered for it."""
+    """Broken: the next forward continues the one that raised and uses the parameters unsharded for it."""
     model, plain = sharded(reshard_after_forward=reshard_after_forward), seeded()
     owned = list(model.parameters())
     FAULTS[fault](model)

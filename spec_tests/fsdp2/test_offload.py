@@ -1,4 +1,4 @@
-"""Shards, gradients and optimizer states that live on the CPU."""
+"""Shards, gradients and optimizer states on the CPU."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_pinned_memory_is_the_default_and_can_be_left_out() -> None:
         assert {p.grad.device.type for p in model.parameters()} == {"cpu"}
 
 
-# torch's own clipping reduces the norms of DTensors on the CPU, for which a group for GPUs alone has no backend.
+# torch's clipping reduces the norms of DTensors on the CPU, and a process group for GPUs only has no backend for that.
 @pytest.mark.cpu
 @pytest.mark.spec("FS2-OFF-01", "FS2-SYNC-01", "FS2-OPT-03", "FS2-18")
 @ranks(4)

@@ -1,4 +1,4 @@
-"""torch's own optimizers and its own clipping, on parameters that are sharded."""
+"""torch's optimizers and its gradient clipping on sharded parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 
 
 def oracle_step(plain: nn.Module, optimizer: torch.optim.Optimizer, step: int, max_norm: float | None = None) -> Any:
-    """One optimizer step of the plain model on the batches of all ranks; the norm, if it was to be clipped."""
+    """One optimizer step of the plain model on the batches of all ranks. Returns the norm if ``max_norm`` is given."""
     expected = mean_gradients(plain, (step,))
     for name, parameter in plain.named_parameters():
         parameter.grad = expected[name]

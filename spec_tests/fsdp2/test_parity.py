@@ -1,7 +1,7 @@
-"""All of `MODELS`, trained by ``fully_shard`` and by everybody who can be believed.
+"""All `MODELS`, trained by ``fully_shard`` and by independent reference implementations.
 
-On two ranks in float32 a sum over ranks has no order and dividing by two is exact, so there all must agree bit by bit.
-On four ranks the order of a sum decides the last bits; ``compare.py`` says what is allowed then, in one place.
+On two ranks in float32, a sum of two terms does not depend on their order and division by two is exact. So all results
+must be bitwise equal. On four ranks, the order of a sum changes the last bits; ``compare.py`` defines the tolerance.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from spec_tests.oracles import (
     train_torch_fsdp2,
 )
 
-# Ranks that take different branches need a switch of their own, see ``test_new.py``. A unit that overwrites what enters
-# it is refused, see the end of this file.
+# Ranks that take different branches need a switch, see ``test_new.py``. Autograd refuses a unit that overwrites its
+# input, see the end of this file.
 every_model = pytest.mark.parametrize("name", [name for name in MODELS if name not in ("one_sided", "writes_input")])
-# Their uses are added up one by one, in an order that autograd chooses; unlike torch's and ours, the single process
-# adds up a micro-batch first.
+# Autograd chooses the order in which it adds up the gradients of several uses. torch and minifsdp follow it; the single
+# process adds up each micro-batch first.
 USED_OFTEN = ("called_twice", "shared_module", "several_forwards")
 
 
@@ -177,7 +177,7 @@ def test_bfloat16_is_near_to_float32(name: str) -> None:
     info, recipe = MODELS[name], Recipe(steps=2)
 
     def halved(module: nn.Module) -> Any:
-        # Of the root only, or the float32 that leaves a unit does not fit the layer that comes next.
+        # Only for the root. In an inner unit, its float32 output would not match the dtype of the next layer.
         output_dtype = None if isinstance(module, info.unit_classes) else torch.float32
         return fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype))
 
@@ -187,6 +187,6 @@ def test_bfloat16_is_near_to_float32(name: str) -> None:
 @pytest.mark.spec("PAR-03", "PAR-06")
 @ranks(2)
 def test_a_unit_that_overwrites_its_input_is_refused_by_autograd_and_never_wrong() -> None:
-    """Inputs pass through a function of autograd, which tells when their gradients are there; torch does the same."""
+    """Inputs pass through an autograd function, which detects when their gradients are ready; torch does the same."""
     with pytest.raises(RuntimeError, match="inplace"):
         train("writes_input", Recipe(steps=1))

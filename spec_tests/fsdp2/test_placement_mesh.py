@@ -1,4 +1,4 @@
-"""Parameters on a mesh of their own beside the others of their group: experts, chosen by ``shard_placement_fn``."""
+"""Parameters whose mesh differs from that of their group: experts, chosen by ``shard_placement_fn``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Place = Callable[[nn.Parameter], Any]
 
 
 def experts_of(model: Any) -> set[nn.Parameter]:
-    """The second layer of each block stands for the experts."""
+    """The second layer of each block represents the experts."""
     return {block.down.weight for block in model.blocks}
 
 
@@ -46,7 +46,7 @@ def local(tensor: Any) -> Tensor:
 
 
 def trained(model: nn.Module) -> list[Any]:
-    """Losses, and every gradient of three steps, the second of which is accumulated without communication."""
+    """Losses and all gradients of three steps; the second step accumulates without communication."""
     seen: list[Any] = []
     for step in range(3):
         model.set_requires_gradient_sync(step != 1)

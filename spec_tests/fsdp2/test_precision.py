@@ -1,6 +1,6 @@
-"""Which number has which dtype, and when it gets it.
+"""The dtype of each tensor, and when a tensor is cast.
 
-Bitwise results against torch are in ``test_parity.py``; here the dtypes themselves are looked at.
+Bitwise comparisons with torch are in ``test_parity.py``; this file checks the dtypes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 
 
 def seen_dtypes(model: nn.Module) -> dict[str, tuple[torch.dtype, ...]]:
-    """By name of each linear layer, once it has run: dtype of its input, its weight and its output."""
+    """For each linear layer, by name: dtypes of its input, weight and output. Filled when the layer runs."""
     seen: dict[str, tuple[torch.dtype, ...]] = {}
 
     def lay(name: str, layer: nn.Module) -> None:
@@ -66,7 +66,7 @@ def test_there_is_no_dtype_for_buffers() -> None:
 
 
 class Shifts(nn.Module):
-    """Adds a buffer to what a layer computes."""
+    """Adds a buffer to the output of a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def test_float16_and_frozen_parameters_are_cast_as_well() -> None:
 
 
 class Reports(nn.Module):
-    """Notes what it was given."""
+    """Records its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,6 +279,6 @@ def test_a_model_that_becomes_float16_later_divides_before_the_sum_too(factor: f
     if factor is not None:
         model.set_gradient_divide_factor(factor)
     output = model(torch.ones(1, 4, dtype=FP16, device=device()))
-    # The largest number of this dtype is 65504: two of these fit in no sum.
+    # The largest float16 number is 65504, so the sum of two of these overflows.
     output.backward(torch.full_like(output, 40000.0))
     assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 4), 40000.0, dtype=FP16, device=device()))

@@ -1,7 +1,7 @@
-"""Who is gathered ahead: by itself, by list, by hand.
+"""Prefetching: implicit, by explicit lists, and manual.
 
-A layer's watch says what is in memory in the middle of each unit's forward and backward; the tracer says what was
-issued when. The whole orders without lists are in ``test_counts.py``.
+A `Watch` records which blocks are in memory during each unit's forward and backward; the tracer records the order in
+which operations are issued. Complete event orders without explicit lists are in ``test_counts.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spec_tests.models.values import assert_same, full_gradients, full_values
 
 
 def ahead(model: Any, num: int, *, forward: bool = True, backward: bool = True) -> Any:
-    """Each block asks for ``num`` more, in the order in which they will be needed."""
+    """Each block prefetches the next ``num`` blocks, in the order in which they are needed."""
     blocks = list(model.blocks)
     for index, block in enumerate(blocks):
         if forward:
@@ -96,7 +96,7 @@ def test_a_unit_that_is_used_twice_has_two_places_in_that_order() -> None:
         assert words.index("AG0") < words.index("B0") < words.index("AG2") < words.index("FREE0")
 
 
-# --- by list ---
+# --- explicit lists ---
 
 
 @pytest.mark.spec("FS2-PREF-03", "FS2-PREF-04", "MIG-13")
@@ -141,7 +141,7 @@ def test_the_root_may_ask_for_its_first_blocks() -> None:
 
 
 def most_gathered(model: nn.Module, step: int = 1) -> tuple[int, int]:
-    """The largest number of blocks that are gathered and not yet freed, in forward and in backward."""
+    """The largest number of blocks that are unsharded at the same time, in forward and in backward."""
     iterate(model)
     peaks = []
     for part in recorded_iteration(model, step).split("|"):

@@ -1,6 +1,6 @@
-"""The same training runs through the second door; see ``spec_tests/fsdp1/test_properties.py``.
+"""Random training runs with ``fully_shard``; see ``spec_tests/fsdp1/test_properties.py``.
 
-More of them, or others::
+To run more examples, or other ones::
 
     MINIFSDP_PROPERTY_EXAMPLES=3000 MINIFSDP_PROPERTY_SEED=17 python -m pytest -s spec_tests/fsdp2/test_properties.py
 """

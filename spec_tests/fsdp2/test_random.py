@@ -1,12 +1,12 @@
-"""Models that nobody thought of: random trees of units, random options, held against torch's ``fully_shard``.
+"""Random models: random trees of units with random options, compared with torch's ``fully_shard``.
 
-Each seed draws a tree of modules with layers of odd sizes, says which of them become units, which parameters are
-frozen, what is freed, checkpointed, prefetched and put off, and trains it for a few steps behind both libraries. Losses
-and sharded gradients must be the same, and the gradients must go over the wire in the same pieces.
+Each seed draws a tree of modules with layers of odd sizes. It chooses which modules become units, which parameters are
+frozen, and what is resharded, checkpointed, prefetched and accumulated. Both libraries train this model for a few
+steps. Losses and sharded gradients must be equal, and gradients must be reduced in collectives of equal sizes.
 
-How often is gathered is not compared. Where several units are inside of one checkpointed region, torch keeps all of
-them from their recomputation until their backward; here one is freed when the next one's turn comes, and gathered
-again.
+The number of all-gathers is not compared. If a checkpointed region contains several units, torch keeps all of them
+unsharded from their recomputation until their backward. minifsdp reshards a unit when the next one runs, and
+all-gathers it again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WIDTH = 6
 
 
 class Node(nn.Module):
-    """A layer, then the children in some order, maybe one of them twice, then a layer."""
+    """A layer, then the children in some order (one of them may run twice), then a layer."""
 
     def __init__(self, dice: random.Random, depth: int) -> None:
         super().__init__()
@@ -65,13 +65,13 @@ def build(seed: int) -> tuple[Node, random.Random]:
 
 
 def shard(words: ModuleType, seed: int, mesh: Any) -> tuple[Any, random.Random]:
-    """The same choices for both libraries."""
+    """Makes the same choices for both libraries."""
     model, dice = build(seed)
     units = [node for node in reversed(list(model.modules())) if isinstance(node, Node) and dice.random() < 0.7]
     units = [node for node in units if node is not model]
     options: dict[str, Any] = {"reshard_after_forward": dice.choice([None, True, False])}
     if dice.random() < 0.3:
-        # Said in full, since the default of the second is not the same in all versions of torch.
+        # Both arguments are explicit, because the default of the second differs between versions of torch.
         options["mp_policy"] = words.MixedPrecisionPolicy(torch.bfloat16, dice.choice([torch.bfloat16, torch.float32]))
     if mesh is not None:
         options["mesh"] = mesh
@@ -88,7 +88,7 @@ def shard(words: ModuleType, seed: int, mesh: Any) -> tuple[Any, random.Random]:
 
 @dataclass
 class Seen:
-    """What one library did: numbers by step and name, and by step the sizes that went over the wire, sorted."""
+    """Results of one library: numbers by step and name, and for each step the sorted sizes of the reductions."""
 
     numbers: dict[tuple[int, str], Any] = field(default_factory=dict)
     reduced: list[Any] = field(default_factory=list)

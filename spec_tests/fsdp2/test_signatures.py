@@ -1,7 +1,7 @@
-"""Every public name takes what torch's takes: the same arguments, in the same order, with the same defaults.
+"""Every public name takes the same arguments as torch's, in the same order and with the same defaults.
 
-A program written for torch can pass any argument by position or by name, so all of that is compared, with the torch
-that is installed. What differs does so on purpose and is written down here.
+A program written for torch can pass any argument by position or by name, so this file compares all of these with the
+installed version of torch. Intentional differences are listed here.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ NAMES = [
 ]
 METHODS = sorted(name for name in vars(torch_fsdp.FSDPModule) if not name.startswith("_"))
 
-# Not offered at all, with the reason. `dp_mesh_dims` is accepted and refused with a message (NEW-18).
+# Not offered, with the reason. `dp_mesh_dims` is accepted and then refused with a message (NEW-18).
 MISSING = {"DataParallelMeshDims": "describes a mesh of several parallelisms at once, for dp_mesh_dims"}
 
-# Methods whose arguments differ, with the reason.
+# Methods with different arguments, with the reason.
 MEANT: dict[str, str] = {}
 
-# What PyTorch has got since 2.11, the oldest that is served, is here with any of them.
+# Features that PyTorch added after 2.11, the oldest supported version. minifsdp offers them with every version.
 SINCE_2_11 = {
     "dp_mesh_dims",
     "reset_iter_state",
@@ -45,7 +45,7 @@ SINCE_2_11 = {
 
 
 def described(function: Any) -> list[tuple[str, Any, str]]:
-    """Name, kind and default of each argument. Defaults are compared by what they print, classes being our own."""
+    """Name, kind and default of each argument. Defaults are compared by `repr`, because minifsdp has its own types."""
     return [
         (parameter.name, parameter.kind, repr(parameter.default))
         for parameter in inspect.signature(function).parameters.values()
@@ -88,6 +88,6 @@ def test_no_name_of_torch_is_missing_but_those_that_are_meant_to_be() -> None:
 @pytest.mark.spec("FS2-27")
 @pytest.mark.pure
 def test_an_fsdp_module_has_no_public_method_that_torch_has_not() -> None:
-    # What every module has may be done in a way of its own (FUZZ-04).
+    # Methods that every module has may be overridden (FUZZ-04).
     ours = {name for name in vars(subject.FSDPModule) if not (name.startswith("_") or hasattr(nn.Module, name))}
     assert ours - (SINCE_2_11 - set(METHODS)) == set(METHODS)

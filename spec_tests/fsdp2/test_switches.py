@@ -1,7 +1,7 @@
-"""The small switches of a sharded module, where they meet each other: freezing, float16, meshes of one column, nesting.
+"""Options of a sharded module in combination: freezing, float16, meshes with one column, nesting.
 
-Each of these tests was written for a break of the package that no other test noticed, and has been seen to fail with
-it. The break is named in the docstring.
+Each test was written for a defect of the package that no other test detected, and it has been seen to fail with that
+defect. The docstring describes the defect.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from spec_tests.models.running import batch, iterate, loss_of, of_unit
 from spec_tests.models.sharding import all_connected, column_mesh, grid_mesh, sharded
 from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients, named
 
-# --- copies that nobody shards: a mesh of (n, 1) ---
+# --- replicas without sharding: a mesh of (n, 1) ---
 
 
 @pytest.mark.spec("NEW-08")
 @ranks(2)
 def test_where_nothing_is_sharded_all_reduce_can_be_put_off_as_well_and_the_sum_is_exact() -> None:
-    """Broken: the all-reduce that takes the place of a reduce-scatter is sent whatever the switch says."""
+    """Broken: the all-reduce that replaces a reduce-scatter is issued regardless of the switch."""
     model = sharded(mesh=column_mesh())
     for steps in ((0, 1), (2, 3, 4), (5,)):
         for step in steps:
@@ -52,7 +52,7 @@ def test_where_nothing_is_sharded_all_reduce_can_be_put_off_as_well_and_the_sum_
 @pytest.mark.parametrize("columns", [1, 2])
 @ranks(4)
 def test_a_reset_forgets_what_waits_for_its_all_reduce(columns: int) -> None:
-    """Broken: `reset_iter_state` keeps the partial sum, which the next all-reduce takes along."""
+    """Broken: `reset_iter_state` keeps the partial sum, and the next all-reduce includes it."""
     model = sharded(mesh=grid_mesh() if columns == 2 else column_mesh())
     model.set_requires_all_reduce(False)
     iterate(model, 7)
@@ -70,7 +70,7 @@ def test_a_reset_forgets_what_waits_for_its_all_reduce(columns: int) -> None:
 @pytest.mark.parametrize("frozen", ["blocks.1.linear.weight", "blocks.1.linear", "enter.bias"])
 @ranks(2)
 def test_frozen_parameters_are_not_unused_ones_and_weight_decay_leaves_them_alone(frozen: str) -> None:
-    """Broken: whoever has no gradient counts as zeros, also if it asked for none; the optimizer then decays it."""
+    """Broken: a parameter without a gradient counts as zeros even if it is frozen; the optimizer then decays it."""
     model = sharded()
     model.set_reduce_scatter_unused_params(True)
     chosen = [parameter for name, parameter in model.named_parameters() if name.startswith(frozen)]
@@ -104,7 +104,7 @@ def large_gradient(model: Any, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("factor", [2.0, 4.0, 8.0])
 @ranks(2)
 def test_a_factor_is_split_around_a_sum_in_float16_which_would_overflow(factor: float) -> None:
-    """Broken: the user's factor divides behind the sum alone, as it may in wider dtypes."""
+    """Broken: the user's factor divides only after the sum, which is correct only for wider dtypes."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
     model = fully_shard(nn.Linear(1, 2, bias=False, device=device()), mp_policy=policy)
     model.set_gradient_divide_factor(factor)
@@ -115,20 +115,20 @@ def test_a_factor_is_split_around_a_sum_in_float16_which_would_overflow(factor: 
 @pytest.mark.spec("NEW-10")
 @ranks(2)
 def test_a_factor_that_was_given_before_the_model_became_float16_is_split_too() -> None:
-    """Broken: the factor that was given for float32 is taken over as it is."""
+    """Broken: the factor that was set for float32 is used unchanged."""
     model = fully_shard(nn.Linear(1, 2, bias=False, device=device()))
     model.set_gradient_divide_factor(4.0)
     found = large_gradient(model.half(), torch.float16)
     assert torch.equal(found, torch.full_like(found, LARGE / 2))
 
 
-# --- what is set for one group stays there ---
+# --- settings of one group do not affect others ---
 
 
 @pytest.mark.spec("NEW-09")
 @ranks(2)
 def test_the_hook_of_an_outer_group_is_not_called_for_those_inside() -> None:
-    """Broken: `set_all_reduce_hook` goes down the tree."""
+    """Broken: `set_all_reduce_hook` also sets the hook of inner modules."""
     model = sharded()
     model.set_all_reduce_hook(lambda reduced: reduced.zero_())
     iterate(model)
@@ -142,7 +142,7 @@ def test_the_hook_of_an_outer_group_is_not_called_for_those_inside() -> None:
 @pytest.mark.spec("NEW-11")
 @ranks(2)
 def test_what_an_outer_group_does_not_need_in_backward_those_inside_may_need() -> None:
-    """Broken: `set_unshard_in_backward` goes down the tree."""
+    """Broken: `set_unshard_in_backward` also changes inner modules."""
     model = seeded(lambda: nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 4)))
     fully_shard(model[1])
     fully_shard(model, reshard_after_forward=True)
@@ -153,11 +153,11 @@ def test_what_an_outer_group_does_not_need_in_backward_those_inside_may_need() -
     assert of_unit(recorder, "1", "AG", "RS") == ["AG", "AG", "RS"]
 
 
-# --- methods that are registered as another forward ---
+# --- methods registered as forward methods ---
 
 
 class Notes(Generates):
-    """Remembers what its other method was given."""
+    """Records the arguments of its other method."""
 
     seen: tuple[torch.dtype, torch.dtype]
 
@@ -169,7 +169,7 @@ class Notes(Generates):
 @pytest.mark.spec("NEW-13", "FS2-MP-04", "FS2-MP-06")
 @ranks(2)
 def test_a_registered_method_is_given_cast_inputs_and_its_output_is_cast() -> None:
-    """Broken: what the hook before it returns is dropped, or what the hook behind it returns."""
+    """Broken: the return value of the pre-forward hook is dropped, or that of the post-forward hook."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
     model = fully_shard(seeded(Notes), mp_policy=policy)
     register_fsdp_forward_method(model, "encode")
@@ -178,13 +178,13 @@ def test_a_registered_method_is_given_cast_inputs_and_its_output_is_cast() -> No
     assert output.dtype == torch.float64
 
 
-# --- what ranks are told ---
+# --- messages to the ranks ---
 
 
 @pytest.mark.spec("NEW-19")
 @ranks(4)
 def test_in_a_part_of_the_world_ranks_are_named_by_their_number_in_the_world() -> None:
-    """Broken: the error names the places 0 and 1 in the group of ranks 2 and 3."""
+    """Broken: the error names 0 and 1, the indices within the group of ranks 2 and 3."""
     model = sharded(mesh=grid_mesh())
     order = ((0, 1, 2, 3), (0, 2, 1, 3))[dist.get_rank() % 2]
     first = dist.get_rank() // 2 * 2
@@ -196,7 +196,7 @@ def test_in_a_part_of_the_world_ranks_are_named_by_their_number_in_the_world() -
 @pytest.mark.parametrize("replicas", [False, True])
 @ranks(2)
 def test_initial_weights_in_another_order_are_noticed_though_their_sum_is_the_same(replicas: bool) -> None:
-    """Broken: the checksum is a sum, in which places do not count; or copies are not compared, but only shards."""
+    """Broken: the checksum is a sum, which ignores positions; or only shards are compared, and replicas are not."""
     model = seeded()
     if dist.get_rank():
         with torch.no_grad():
@@ -210,7 +210,7 @@ def test_initial_weights_in_another_order_are_noticed_though_their_sum_is_the_sa
 @pytest.mark.spec("NEW-20")
 @ranks(2)
 def test_initial_weights_that_tensor_parallelism_has_cut_are_compared_among_those_who_have_the_same_part() -> None:
-    """Broken: the checksum is asked of a DTensor, which is refused, or of the whole."""
+    """Broken: the checksum is computed on a DTensor, which is refused, or on the unsharded tensor."""
     for shape, differs in (((2, 1), True), ((1, 2), False)):
         mesh = init_device_mesh(device().type, shape, mesh_dim_names=("data", "tensor"))
         all_connected()
@@ -224,17 +224,17 @@ def test_initial_weights_that_tensor_parallelism_has_cut_are_compared_among_thos
 
 
 def debugging() -> Any:
-    """As with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, for as long as the context is open."""
+    """Behaves like ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` while the context is open."""
     return mock.patch.object(initial, "get_debug_level", return_value=dist.DebugLevel.DETAIL)
 
 
-# --- gathering by hand ---
+# --- unsharding manually ---
 
 
 @pytest.mark.spec("FS2-19")
 @ranks(2)
 def test_unshard_after_a_change_shows_the_new_values() -> None:
-    """Broken: what was gathered before the change is shown again."""
+    """Broken: the module shows the values that were all-gathered before the change."""
     model = sharded()
     block = model.blocks[1]
     shards = list(block.parameters())
@@ -249,7 +249,7 @@ def test_unshard_after_a_change_shows_the_new_values() -> None:
 @pytest.mark.spec("FS2-19")
 @ranks(2)
 def test_unshard_after_an_assigning_load_shows_the_new_values() -> None:
-    """Broken: what users put in place of the shards is looked for when a forward begins, and not here."""
+    """Broken: tensors that users assigned in place of the shards are detected in forward only, and not in `unshard`."""
     model = sharded()
     iterate(model)
     doubled = {name: (2 * value).detach() for name, value in model.state_dict().items()}
@@ -266,7 +266,7 @@ def own(model: Any) -> set[type]:
 @pytest.mark.spec("FS2-04")
 @ranks(2)
 def test_a_dtensor_of_other_placements_is_refused_in_place_of_a_shard() -> None:
-    """Broken: shape and mesh are compared, and placements are not: the whole is taken for a piece."""
+    """Broken: shape and mesh are compared but placements are not, so the unsharded value is taken for a shard."""
     model = sharded()
     weight = model.blocks[1].linear.weight
     whole = weight.detach().redistribute(placements=[Replicate()])

@@ -1,7 +1,7 @@
-"""Accumulating gradients: over micro-batches, unreduced, half reduced, and with everything kept in memory.
+"""Gradient accumulation: over micro-batches, unreduced, partially reduced, and with parameters kept unsharded.
 
-The oracle is the plain model, which sees the batches of all ranks. Sums over micro-batches are made in the same order
-there, so on two ranks the comparison is bit by bit.
+The reference model is the plain model, which sees the batches of all ranks. It sums over micro-batches in the same
+order, so on two ranks the results must be bitwise equal.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_accumulating_onto_reduced_gradients_adds_shard_to_shard() -> None:
 @pytest.mark.spec("FS2-SYNC-01")
 @ranks(2)
 def test_a_sum_is_reduced_also_where_the_backward_that_reduces_does_not_come_by() -> None:
-    """Broken: what waits in a unit without a part in the last micro-batch stays there."""
+    """Broken: gradients that a unit keeps unreduced stay there if the last micro-batch does not use the unit."""
     model, plain = sharded(), seeded()
     model.set_requires_gradient_sync(False)
     iterate(model, 0)
@@ -150,7 +150,7 @@ def test_a_whole_training_with_accumulation_equals_one_process(reshard_after_for
 @pytest.mark.spec("FS2-SYNC-01", "FS2-MP-03")
 @ranks(2)
 def test_unreduced_gradients_add_up_in_the_dtype_of_the_reduction() -> None:
-    """1 + 1/512 fits bfloat16 only as 1; added up in float32, nothing of the second is lost."""
+    """In bfloat16, 1 + 1/512 rounds to 1. Accumulation in float32 keeps the second term."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = seeded(lambda: torch.nn.Linear(2, 2, bias=False))
     fully_shard(model, mp_policy=policy)
@@ -271,7 +271,7 @@ def test_several_backwards_of_one_iteration_give_the_sum() -> None:
 @pytest.mark.spec("NEW-07")
 @ranks(2)
 def test_until_the_last_backward_the_prefetch_remembers_the_forwards_before() -> None:
-    """Two forwards, then two backwards: the second one, too, knows who comes next."""
+    """Two forwards, then two backwards: the second backward also prefetches in the right order."""
     orders = []
     for told in (True, False):
         model = sharded()
@@ -323,7 +323,7 @@ def test_of_several_micro_batches_only_the_first_gathers_if_nothing_is_resharded
 @pytest.mark.spec("FS2-SYNC-02")
 @ranks(2)
 def test_the_unreduced_sum_is_this_ranks_own() -> None:
-    """Reduced later with a gradient of zero, what comes out is the mean of what each rank has kept."""
+    """A later reduction with a gradient of zero gives the mean of the sums that the ranks kept."""
     model = sharded()
     model.set_requires_gradient_sync(False)
     iterate(model, 0)

@@ -1,7 +1,7 @@
-"""Lets torch's ``fully_shard`` write into our recorder, so that the golden orders can be checked against it.
+"""Records torch's ``fully_shard`` with minifsdp's recorder, to check the golden event orders against it.
 
-Only `subject.py` uses this, and only when torch is the subject. The same letters, the same places: a gather when it is
-issued, a forward when the module is about to run, a free when the full parameters go.
+Only `subject.py` uses this, and only when torch is the subject. The events are those of minifsdp: an all-gather when it
+is issued, a forward when the module is about to run, a FREE when the unsharded parameters are freed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GROUPS = {
 
 
 def install() -> None:
-    """Replaces a few methods, for the rest of the process."""
+    """Replaces a few methods for the rest of the process."""
     around(Group, "unshard", before=lambda group: group._all_gather_result, after=gathered)
     for name in ("_to_sharded", "_to_sharded_post_forward"):
         around(Group, name, before=lambda group: group.is_unsharded, after=freed)

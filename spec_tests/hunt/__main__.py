@@ -25,10 +25,10 @@ FOLDER = Path("build/findings")
 
 
 def hunt(generators: Mapping[str, Generator], minutes: float, seed: int, folder: Path = FOLDER) -> list[Path]:
-    """Goes round the generators until the minutes are over, but tries one batch at least.
+    """Cycles through the generators until the time is over, and tries at least one batch.
 
     Returns:
-        The files of what was found.
+        The files of the findings.
     """
     print(f"seed {seed}", flush=True)
     dice, end = random.Random(seed), time.monotonic() + 60 * minutes
@@ -47,7 +47,7 @@ def hunt(generators: Mapping[str, Generator], minutes: float, seed: int, folder:
                 _write(file, name, case, text)
                 print(f"found: {file}", flush=True)
             if failed:
-                # One of them: the others are often the same.
+                # Only the first failure, because the others often have the same cause.
                 _make_smaller(files[-len(failed)], generators[name], name, *failed[0])
             if time.monotonic() > end:
                 break
@@ -74,7 +74,7 @@ def _write(file: Path, name: str, case: str, text: str, **others: object) -> Non
 
 
 def replay(file: Path) -> bool:
-    """Tries the case of a file again, and prints what is found; whether anything is."""
+    """Runs the case of a file again and prints the result. Returns whether anything was found."""
     about = json.loads(file.read_text())
     try:
         found = GENERATORS[about["generator"]].findings([json.dumps(about["case"])])[0]
@@ -85,7 +85,7 @@ def replay(file: Path) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
+    """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m spec_tests.hunt")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, help="another one each time, if it is not given")
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=FOLDER, help="for the files of what is found")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="try the case of this file again")
     chosen = parser.parse_args(arguments)
-    # Whoever ends the hunt politely hears what was tried, too.
+    # SIGTERM also prints the number of cases tried so far.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if chosen.replay:
         return int(replay(chosen.replay))

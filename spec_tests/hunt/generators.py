@@ -1,6 +1,6 @@
-"""Who draws cases, who tries them, and who makes them smaller.
+"""The generators: functions that draw, try and reduce cases.
 
-A case is a line of JSON, whatever it is a case of, so the hunt need not know what it hunts for.
+A case is a line of JSON, so the hunt does not depend on the kind of case.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from spec_tests.streams import scenario
 __all__ = ["GENERATORS", "Generator"]
 
 BATCH = 25
-SMALL_BATCH = 10  # of scenarios, which are played in many orders
-LONGEST = 120.0  # seconds for making a case smaller
+SMALL_BATCH = 10  # scenarios; each is played in several orders
+LONGEST = 120.0  # seconds for reducing a case
 
 
 @dataclass(frozen=True)
 class Generator:
-    """One kind of cases.
+    """One kind of case.
 
     Attributes:
-        draw: some cases, the same for the same seed.
-        findings: for each case what is wrong with it, or ``None``.
-        simplest: the case without all that can be left out.
+        draw: returns some cases, the same ones for the same seed.
+        findings: returns a description of the failure for each case, or ``None``.
+        simplest: reduces a case until no part can be removed.
     """
 
     draw: Callable[[int], list[str]]
@@ -58,12 +58,12 @@ def _scenarios(door: str, seed: int) -> list[str]:
 
 
 def _num_ranks(seed: int) -> int:
-    # Two most often: there the comparison is bit by bit.
+    # Two ranks are most likely, because the comparison is bitwise there.
     return random.Random(seed).choice([1, 2, 2, 2, 3, 4])
 
 
 def _try(texts: list[str]) -> list[str | None]:
-    """Trains them, those for equally many ranks together."""
+    """Trains the descriptions; those with the same number of ranks run together."""
     descriptions = [from_json(text) for text in texts]
     found: dict[Description, str | None] = {}
     for num_ranks in sorted({d.num_ranks for d in descriptions}):

@@ -1,6 +1,6 @@
-"""What a process with a simulated accelerator does for the hunt: plays scenarios, or makes one smaller.
+"""Runs or reduces scenarios for the hunt, in a process with a simulated accelerator.
 
-Such a process is a rank of a pool, alone among invented ones. Its results come back in a file.
+The process is the only real rank of its pool; the other ranks are fake. It returns its results in a file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LIMIT = 120.0  # seconds
 
 
 def findings_of(texts: list[str]) -> list[str | None]:
-    """For each scenario, given as JSON, what is wrong with it."""
+    """The failure of each scenario, which is given as JSON, or ``None``."""
     try:
         return _asked("play_all", {"texts": texts})  # type: ignore[no-any-return]
     except Failure as failure:
@@ -33,7 +33,7 @@ def findings_of(texts: list[str]) -> list[str | None]:
 
 
 def simplest_of(text: str) -> str:
-    """The scenario without all that can be left out, as far as a minute goes."""
+    """The scenario, reduced for up to a minute; the original one if the process fails."""
     try:
         return _asked("make_smaller", {"text": text})  # type: ignore[no-any-return]
     except Failure:
@@ -51,19 +51,19 @@ def _asked(name: str, arguments: dict[str, Any]) -> Any:
         return json.loads(file.read_text())
 
 
-# --- there ---
+# --- in the worker process ---
 
 
 def play_all(texts: list[str], file: str) -> None:
-    """The findings of all, as JSON."""
+    """Writes the findings of all scenarios as JSON."""
     pathlib.Path(file).write_text(json.dumps([play(from_json(text), NUM_SCHEDULES).finding for text in texts]))
 
 
 def make_smaller(text: str, file: str) -> None:
-    """The smaller one, as JSON."""
+    """Writes the reduced scenario as JSON."""
     pathlib.Path(file).write_text(json.dumps(to_json(simplest(from_json(text), NUM_SCHEDULES))))
 
 
-# The pool looks for the undecorated body of a test under this name.
+# The pool finds the undecorated function of a test under this name.
 for _body in (play_all, make_smaller):
     _body.body_on_a_rank = _body  # type: ignore[attr-defined]

@@ -1,27 +1,27 @@
-"""From a description to a model, and from a plain model to a sharded one.
+"""Builds a model from a description, and shards it.
 
-Modules here are `Piece`s. Each maps a row of features and a row of token numbers to features of the same width, so any
-of them can stand anywhere. What is difficult about each kind:
+The modules here are `Piece`s. Each maps a row of features and a row of token numbers to features of the same width, so
+they can be combined freely. Each kind covers a difficulty:
 
 =============  =================================================  ======================================================
-kind           computes                                           difficult because
+kind           computes                                           difficulty
 =============  =================================================  ======================================================
 ``linear``     ``x + tanh(linear(x))``                            with a bias or without: odd numbers of elements
 ``mlp``        ``x + down(tanh(up(x)))``                          two parameters of unequal size
 ``embedding``  ``x + rows[tokens]``                               its gradient needs no input gradient
 ``norm``       a layer norm                                       small, and different under low precision
-``own``        ``x * (1 + sum(p) / 8)``                           a parameter of any shape, also of none or no elements
-``idle``       ``tanh(x)``                                        has no parameters: a unit without anything
+``own``        ``x * (1 + sum(p) / 8)``                           a parameter of any shape, also 0-D or without elements
+``idle``       ``tanh(x)``                                        has no parameters, so its unit is empty
 ``unused``     ``x``                                              its parameter gets no gradient; it returns its input
-``one_sided``  ``x + a``, and ``+ b`` if the tokens say so        ``b`` has a gradient on some ranks only
-``chain``      its parts one after the other
-``sum``        a half of ``x`` and of all its parts of ``x``      several branches end in one node of autograd
-``detach``     ``x`` and its parts, from which no gradient comes  a recorded forward that no backward follows
-``blind``      the same, its parts run without grad               a forward that is not recorded inside one that is
+``one_sided``  ``x + a``, and ``+ b`` depending on the tokens     ``b`` has a gradient on some ranks only
+``chain``      its parts, one after the other
+``sum``        half of ``x`` and of all its parts applied to x    several branches end in one autograd node
+``detach``     ``x`` and its parts, which get no gradient         a recorded forward without a backward
+``blind``      the same, its parts run without grad               an unrecorded forward inside a recorded one
 =============  =================================================  ======================================================
 
-A *door* is who shards: ``fsdp1`` and ``fully_shard`` are ours, ``torch_fsdp1`` and ``torch_fully_shard`` torch's, for
-asking whether a finding is ours alone. ``careless`` is ours with a mistake put in; the hunt must find it.
+A *front end* (``door``) is an API that shards: ``fsdp1`` and ``fully_shard`` are minifsdp's. ``torch_fsdp1`` and
+``torch_fully_shard`` are torch's and show whether torch also fails. ``careless`` has a defect that the hunt must find.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 LOW = torch.bfloat16
-# By name: what is given to MixedPrecision.
+# By name: the arguments of `MixedPrecision`.
 PRECISIONS: dict[str, dict[str, torch.dtype]] = {
     "full": {},
     "low": {"param_dtype": LOW},
@@ -66,15 +66,15 @@ Groups = dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]]
 
 
 class Bang(Exception):
-    """The error that a piece raises on purpose."""
+    """The error that a piece raises intentionally."""
 
 
 class Clock:
-    """What pieces look at.
+    """State that all pieces of a model read.
 
     Attributes:
-        step: the number of the step.
-        bomb: where to break off: ``("forward", 3)`` is the forward of the third leaf.
+        step: number of the current step.
+        bomb: where to raise an error: ``("forward", 3)`` is the forward of the third leaf.
     """
 
     def __init__(self) -> None:
@@ -82,10 +82,10 @@ class Clock:
         self.bomb: tuple[str, int] | None = None
 
     def tick(self, number: int, y: Tensor) -> None:
-        """Called by a leaf with its number and its result.
+        """Each leaf calls this with its number and its result.
 
         Raises:
-            Bang: now, or from a hook in backward, if the bomb is here.
+            Bang: here, or in a backward hook, if ``bomb`` names this leaf.
         """
         if self.bomb == ("forward", number):
             raise Bang
@@ -103,7 +103,7 @@ def _halve_inputs(_: nn.Module, of_inputs: Any, of_outputs: Any) -> Any:
 
 
 class Piece(nn.Module):
-    """A node come to life; see the table above."""
+    """The module of a node; see the table above."""
 
     def __init__(self, node: Node, width: int, clock: Clock, leaves: list[Piece]) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def _call(part: nn.Module, node: Node, x: Tensor, tokens: Tensor) -> Tensor:
 
 
 def plain_model(description: Description) -> Piece:
-    """The model on this rank's device, unsharded; equal descriptions give equal values."""
+    """The unsharded model on this rank's device; equal descriptions give equal values."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(description.seed)
         leaves: list[Piece] = []
@@ -219,27 +219,27 @@ def _first_slot(leaf: Piece) -> tuple[nn.Module, str]:
 
 
 def output_of(node: Node, model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor:
-    """What the model, sharded or not, makes of a batch; not in low precision, for the loss."""
+    """The output of the model, sharded or not, for a batch; cast to full precision for the loss."""
     return _UNPACKED[node.returns](model(*inputs)).to(torch.get_default_dtype())
 
 
 def batch(description: Description, step: int, index: int, rank: int) -> tuple[Tensor, Tensor]:
-    """What a rank sees in a step's forward number ``index``."""
+    """The batch of a rank in the forward ``index`` of a step."""
     x, tokens = batch_on_cpu(description, step, index, rank)
     return x.to(device()), tokens.to(device())
 
 
 def batch_on_cpu(description: Description, step: int, index: int, rank: int) -> tuple[Tensor, Tensor]:
-    """The same, before anybody has moved it."""
+    """The same batch before it is moved to the device."""
     dice = torch.Generator().manual_seed(description.seed + 1000 * step + 100 * index + rank + 1)
     x = torch.randn(description.samples, description.width, generator=dice)
     return x, torch.randint(0, 9, (description.samples,), generator=dice)
 
 
 def units_of(model: Piece) -> dict[str, tuple[Node, list[str]]]:
-    """Of a plain model: each unit's path, its node, and its parameters' names in the order in which they are laid out.
+    """Path, node and parameter names of each unit of a plain model; the names are in the order of the flat layout.
 
-    A unit without parameters is there, too, with none.
+    The result includes units without parameters.
     """
     paths = {path: m.node for path, m in model.named_modules() if isinstance(m, Piece) and (m.node.unit or not path)}
     units: dict[str, tuple[Node, list[str]]] = {path: (node, []) for path, node in paths.items()}
@@ -249,11 +249,11 @@ def units_of(model: Piece) -> dict[str, tuple[Node, list[str]]]:
     return units
 
 
-# --- doors ---
+# --- front ends ---
 
 
 def _wrap_all(model: Piece, wrap: Callable[[Piece], Any]) -> Any:
-    """``wrap(unit)`` for each unit, inner ones first, each once; its result takes the unit's place."""
+    """Calls ``wrap(unit)`` once for each unit, inner ones first; the result replaces the unit."""
     done: dict[nn.Module, nn.Module] = {}
 
     def visit(module: nn.Module) -> None:
@@ -296,7 +296,7 @@ def _fsdp1(library: Any, policies: Any, d: Description, model: Piece, groups: Gr
 
 
 def pair_of_groups(d: Description, groups: Groups) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's (sharding group, replication group). All ranks must ask, in the same order."""
+    """This rank's (shard group, replicate group). All ranks must call it in the same order."""
     if d.num_replicas not in groups:
         size = d.num_ranks // d.num_replicas
         rows = [list(range(start, start + size)) for start in range(0, d.num_ranks, size)]
@@ -343,7 +343,7 @@ def _torchs(d: Description, model: Piece, groups: Groups) -> nn.Module:
 
 
 def _careless(d: Description, model: Piece, groups: Groups) -> nn.Module:
-    """Ours, except that a unit around an embedding gets half of its gradient if it is called twice."""
+    """minifsdp with a defect: a unit around an embedding gets half of its gradient if it is called twice."""
     wrapped = _ours(d, model, groups)
     for module in wrapped.modules():
         unit = getattr(module, "_unit", None)
@@ -375,19 +375,19 @@ DOORS: dict[str, Callable[..., nn.Module]] = {
 
 
 def is_per_parameter(description: Description) -> bool:
-    """Whether the door shards each parameter for itself."""
+    """Whether the front end shards each parameter separately."""
     return "fully_shard" in description.door
 
 
 def sharded(description: Description, model: Piece, groups: Groups, **others: Any) -> nn.Module:
-    """The plain model, sharded. Every rank must call it. The clock of the plain model goes on being looked at.
+    """Shards the plain model. Every rank must call it. The sharded model uses the clock of the plain model.
 
     Args:
-        description, model, groups: what, and who.
-        others: options of the door that descriptions have no word for.
+        description, model, groups: the run, its plain model and this rank's process groups.
+        others: options of the front end that are not part of a description.
     """
     with warnings.catch_warnings():
-        # Frozen parameters among trained ones; a root that has none; what torch thinks of its older strategies.
+        # Expected: frozen next to trained parameters, a root without parameters, and torch's deprecated strategies.
         warnings.simplefilter("ignore")
         wrapped = DOORS[description.door](description, model, groups, **others)
     _lay_hook(description.hook, wrapped)
@@ -407,7 +407,7 @@ def _lay_hook(kind: str, model: Any) -> None:
                 parameter.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.div_(2))
 
 
-# Its name since torch 2.13, where the old one warns.
+# Its name since torch 2.13, in which the old name warns.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -420,6 +420,6 @@ def _combine_and_halve(_: Any, gradient: Tensor, piece: Tensor | None = None) ->
 
 
 def parameters_here(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """What the optimizer owns, by the plain name of the parameter, or of the unit if it is a flat one."""
+    """The optimizer's parameters, by the plain name of the parameter, or of the unit if it has a flat one."""
     for name, parameter in model.named_parameters():
         yield clean_name(name), parameter

@@ -1,14 +1,14 @@
 """One training run as plain data.
 
-A description says everything: two runs with equal descriptions do the same operations on the same numbers. It is a tree
-of frozen dataclasses with numbers, words and tuples in it, so that it can be compared, sent to a rank and printed. As
-JSON, what has its default is left out, and a minimal failure fits on one line::
+A description is complete: two runs with equal descriptions do the same operations on the same numbers. It is a tree of
+frozen dataclasses that contain numbers, strings and tuples, so it can be compared, sent to a rank and printed. The JSON
+form omits fields that have their default, so a minimal failure fits on one line::
 
     {"model":{"kind":"chain","children":[{"kind":"linear","unit":true}]},"num_ranks":2}
 
-Not every combination is meaningful. A parameter cannot be tied across two units; a flat parameter is trained as a whole
-or not at all. `legal` replaces what is not meaningful by the nearest thing that is. Who draws or shrinks a description
-need not know these rules, he only calls it afterwards.
+Not every combination is meaningful: a parameter cannot be tied across two units, and a flat parameter is trained
+either completely or not at all. `legal` replaces a combination by the nearest meaningful one. Functions that draw or
+reduce a description do not need these rules; they call `legal` afterwards.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ __all__ = [
 
 CONTAINERS = ("chain", "sum", "detach", "blind")
 LEAVES = ("linear", "mlp", "embedding", "norm", "own", "idle", "unused", "one_sided")
-# Parameters that modules register themselves, by number: a scalar, one element, an odd row, a matrix, and nothing.
+# Shapes of parameters that modules register themselves, by number: a scalar, one element, an odd row, a matrix, empty.
 OWN_SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (3,), (2, 5), (0,), (7, 1, 3))
 
 
 @dataclass(frozen=True)
 class Node:
-    """One module; every one of them maps ``(x, tokens)`` to a tensor like ``x``.
+    """One module, which maps ``(x, tokens)`` to a tensor like ``x``.
 
     Attributes:
         kind: one of `LEAVES` or `CONTAINERS`; see ``build.py`` for what they compute.
         size: hidden features, rows of an embedding, or a number in `OWN_SHAPES`.
-        unit: whether it is sharded as a unit of its own.
-        frozen: its own parameters are not trained.
-        times: how often its parent calls it in a row.
-        checkpoint: its parent computes it again in backward: ``"reentrant"`` or ``"nonreentrant"``.
-        returns: what its forward returns: a ``"tensor"``, or one inside a ``"tuple"``, ``"dict"`` or ``"nested"``.
-        keywords: its parent calls it with keyword arguments.
-        every: takes part in every so many-th step only; else its parent passes by.
-        same_as: at a leaf: the very module of that leaf, counted from 0 in a walk, instead of one of its own.
-        strategy: another strategy than that of the model, for a unit.
-        children: the modules inside, of a container.
+        unit: whether it is a unit.
+        frozen: whether its own parameters are frozen.
+        times: how often its parent calls it, one call after the other.
+        checkpoint: whether its parent recomputes it in backward: ``"reentrant"`` or ``"nonreentrant"``.
+        returns: the type of its output: a ``"tensor"``, or one inside a ``"tuple"``, ``"dict"`` or ``"nested"``.
+        keywords: whether its parent calls it with keyword arguments.
+        every: its parent calls it only in every n-th step, and skips it otherwise.
+        same_as: for a leaf: the number of an earlier leaf, in traversal order from 0, whose module is used again.
+        strategy: for a unit: a strategy that differs from that of the model.
+        children: for a container: the modules inside.
     """
 
     kind: str = "linear"
@@ -78,40 +78,40 @@ class Description:
 
     Attributes:
         model: the outermost module, always a unit.
-        num_ranks: ranks in all.
-        door: who shards; see ``build.py``.
-        width: features of what modules hand on.
+        num_ranks: total number of ranks.
+        door: the front end that shards; see ``build.py``.
+        width: number of features of inputs and outputs.
         strategy: name of a sharding strategy.
-        num_replicas: with a hybrid strategy, copies of the model; they divide ``num_ranks``.
+        num_replicas: with a hybrid strategy, the number of replicas; must divide ``num_ranks``.
         originals: ``use_orig_params``.
         precision: a name in ``build.PRECISIONS``.
         backward_prefetch: ``"BACKWARD_PRE"``, ``"BACKWARD_POST"`` or ``""``.
-        forward_prefetch: whether forward asks for the next unit.
+        forward_prefetch: whether forward prefetches the next unit.
         limits: ``limit_all_gathers``.
-        offload: whether shards live on the CPU.
-        by_policy: units are named by an auto-wrap policy instead of being wrapped one by one.
+        offload: whether shards are on the CPU.
+        by_policy: whether an auto-wrap policy selects the units, instead of one call per unit.
         ties: pairs of leaves, by number, that share their first parameter.
-        steps: optimizer steps.
-        micro_batches: of each step, whether each one's backward is synchronised; the last is.
-        forwards: how many forwards precede each backward.
-        samples: samples of a rank in each forward.
-        momentum: whether the optimizer has any.
+        steps: number of optimizer steps.
+        micro_batches: for each micro-batch of a step, whether its backward synchronizes; the last one does.
+        forwards: number of forwards before each backward.
+        samples: number of samples of a rank in each forward.
+        momentum: whether the optimizer has momentum.
         clears: ``set_to_none`` of ``zero_grad()``.
-        evaluates: a forward without grad ``"between"`` forward and backward, or ``"after"`` each step; or one *with*
-            grad that no backward follows, right before the optimizer's step: ``"forgotten"``; or never.
-        clips: whether ``clip_grad_norm_`` is asked for the norm, with a limit that is never reached.
-        bomb: before each step comes a micro-batch that breaks off in ``"forward"`` or ``"backward"``, if not ``""``.
-        bomb_at: at the leaf of this number.
-        edits: between steps the user halves all parameters.
+        evaluates: an evaluation without grad: ``"between"`` forward and backward, or ``"after"`` each step. Or, right
+            before the optimizer step, a forward *with* grad and without a backward: ``"forgotten"``. Or ``""``.
+        clips: whether to call ``clip_grad_norm_``, with a limit that is never reached.
+        bomb: if not ``""``, a micro-batch before each step raises an error in ``"forward"`` or ``"backward"``.
+        bomb_at: number of the leaf that raises it.
+        edits: whether the user halves all parameters between steps.
         saves: whether the state dict is compared at the end.
-        tracks_input: the batch wants a gradient, too.
-        adam: Adam is the optimizer, instead of SGD.
-        hook: a hook of the user's halves gradients: ``"communication"``, in place of what combines them, or after it;
-            ``"accumulated"``, on each parameter of the optimizer; ``"backward"``, on the inputs of each leaf; or none.
-        resumes: at the end model and optimizer are saved in this form, see ``saving.py``, and loaded into
-            others; both do one step more, and are compared. Or ``""``.
-        apart: number of a unit among the root's parts that runs alone, without grad, before each step; or -1.
-        seed: of initial values and batches.
+        tracks_input: whether the batch requires a gradient.
+        adam: whether the optimizer is Adam instead of SGD.
+        hook: a user hook that halves gradients: ``"communication"``, instead of the reduction or after it;
+            ``"accumulated"``, on each parameter of the optimizer; ``"backward"``, on inputs of each leaf; or ``""``.
+        resumes: the form in which model and optimizer are saved at the end and loaded into others (see ``saving.py``);
+            both then run another step and are compared. Or ``""``.
+        apart: index of a unit among the root's parts that runs alone, without grad, before each step; or -1.
+        seed: seed of initial values and batches.
     """
 
     model: Node = field(default_factory=lambda: Node("chain"))
@@ -149,7 +149,7 @@ class Description:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether there are copies of shards."""
+        """Whether shards are replicated."""
         return "HYBRID" in self.strategy
 
 
@@ -157,7 +157,7 @@ class Description:
 
 
 def to_json(description: Description) -> str:
-    """One line, without what has its default."""
+    """One line of JSON without fields that have their default."""
     return json.dumps(_plain(description), separators=(",", ":"))
 
 
@@ -172,10 +172,10 @@ def _plain(value: Any) -> Any:
 
 
 def from_json(text: str) -> Description:
-    """The description that `to_json` has written.
+    """The description from the output of `to_json`.
 
     Raises:
-        TypeError: it has a field that is not known.
+        TypeError: if a field is unknown.
     """
     fields = json.loads(text)
     model = _node(fields.pop("model", {"kind": "chain"}))
@@ -195,7 +195,7 @@ def _tuples(value: Any) -> Any:
 
 
 def walk(node: Node, unit: Node | None = None) -> Iterator[tuple[Node, Node]]:
-    """Every node with the innermost unit around it, itself included; the outermost is always a unit."""
+    """Every node with the innermost unit that contains it, which can be itself; the outermost node is always a unit."""
     unit = node if unit is None or node.unit else unit
     yield node, unit
     for child in node.children:
@@ -203,16 +203,16 @@ def walk(node: Node, unit: Node | None = None) -> Iterator[tuple[Node, Node]]:
 
 
 def legal(description: Description) -> Description:
-    """The description itself, or the nearest one that is meaningful."""
+    """The description, or the nearest meaningful one."""
     d = _legal_options(description)
     d = replace(d, model=_Rules(d).mended(d.model, None, "root"))
     d = replace(d, ties=tuple(pair for pair in d.ties if _may_tie(d, *pair)))
     if num_uses(d) > 2:
-        # Low precision rounds each use by a percent, and the order of many decides; repeated norms blow that up.
+        # Low precision rounds each use by about one percent, and the order of many uses matters; norms amplify this.
         d = replace(d, precision="full")
     parts = d.model.children
     if not (0 <= d.apart < len(parts) and parts[d.apart].unit):
-        # Only a unit can gather itself.
+        # Only a unit can all-gather its own parameters.
         d = replace(d, apart=-1)
     return d
 
@@ -227,21 +227,21 @@ def _legal_options(d: Description) -> Description:
     else:
         changes["num_replicas"] = 1
     if "fully_shard" in d.door:
-        # What this door has no word for. Original parameters stay visible in any case.
+        # Options that this front end does not have. Original parameters are always visible.
         changes.update(originals=True, by_policy=False, limits=True, forward_prefetch=False, backward_prefetch="")
         changes.update(clips=False, apart=-1)
     if any(node.every > 1 for node, _ in walk(d.model)):
-        # A flat gradient has zeros where the single process has nothing, and momentum can tell the difference.
+        # With momentum, zeros in a flat gradient differ from the missing gradients of the single process.
         changes.update(momentum=False, adam=False)
     if d.resumes:
-        # Whoever has been loaded is edited by nobody, and when he trains, the oracle is a step ahead.
+        # An edit would not reach the loaded model, and when it trains, the oracle is already one step ahead.
         changes["edits"] = False
         if d.evaluates == "between":
             changes["evaluates"] = "after"
         if d.resumes not in forms_of(d.door):
             changes["resumes"] = "full"
         if "fully_shard" in d.door and any(node.same_as >= 0 for node, _ in walk(d.model)):
-            # torch.distributed.checkpoint does not send whole values to a module that is found in two places.
+            # torch.distributed.checkpoint does not send full values to a module that occurs twice.
             changes["resumes"] = "own"
     if not _may_hook(d):
         changes["hook"] = ""
@@ -249,7 +249,7 @@ def _legal_options(d: Description) -> Description:
 
 
 def forms_of(door: str) -> tuple[str, ...]:
-    """In which forms a state can be saved there; see ``saving.py``."""
+    """The forms in which this front end can save a state; see ``saving.py``."""
     if "fully_shard" in door:
         return ("full", "rank0", "sharded", "own")
     return ("full", "rank0", "sharded", "dtensor", "local")
@@ -260,24 +260,24 @@ def _may_hook(d: Description) -> bool:
     if d.hook == "communication":
         return "fully_shard" in d.door or not d.is_hybrid
     if d.hook == "accumulated":
-        # Who is reduced more than once halves each time what was there before, which the oracle does not know of. With
-        # fully_shard that happens, in torch as well, where gradients wait for a backward through several uses.
+        # A hook that runs after several reductions halves earlier results again; the oracle does not model this.
+        # With fully_shard, as in torch, it happens if gradients wait for a backward through several uses.
         is_reused = "fully_shard" in d.door and len(d.micro_batches) > 1 and any(node.times > 1 for node in nodes)
         is_reentrant = any(node.checkpoint == "reentrant" for node in nodes)
         return not any(d.micro_batches[:-1]) and not is_reentrant and not is_reused
-    # Autograd looks for inputs and outputs no further than this.
+    # Autograd searches for tensors only in these types of inputs and outputs.
     return all(node.returns in ("tensor", "tuple") and not node.keywords for node in nodes)
 
 
 class _Rules:
-    """Mends a tree of nodes, from the outside to the inside, leaf after leaf."""
+    """Corrects a tree of nodes, from the outside to the inside, leaf by leaf."""
 
     def __init__(self, description: Description) -> None:
         self.description = description
-        self.leaves: list[tuple[Node, str]] = []  # with the name of the unit that has taken its parameters
+        self.leaves: list[tuple[Node, str]] = []  # with the name of the unit that owns its parameters
         self.frozen_units: dict[str, bool] = {}
-        # A flat parameter cannot be half frozen. Originals can, but then autograd takes the frozen ones for trained.
-        # Reentrant checkpointing, which asks whether some input wants a gradient, can tell the difference.
+        # A flat parameter cannot be partly frozen. Original parameters can, but autograd treats the frozen ones as
+        # trained. Reentrant checkpointing detects this, because it checks whether any input requires a gradient.
         is_reentrant = any(node.checkpoint == "reentrant" for node, _ in walk(description.model))
         self.is_uniform = "fully_shard" not in description.door and (is_reentrant or not description.originals)
 
@@ -301,7 +301,7 @@ class _Rules:
             if "fully_shard" in self.description.door:
                 leaf = _for_each_parameter(leaf)
             if self.is_uniform and leaf.kind != "idle":
-                # Trained as a whole or not at all: the first one decides.
+                # Trained completely or not at all: the first leaf of the unit decides.
                 leaf = replace(leaf, frozen=self.frozen_units.setdefault(unit, leaf.frozen))
         self.leaves.append((leaf, unit))
         return leaf
@@ -310,14 +310,14 @@ class _Rules:
         if not 0 <= node.same_as < len(self.leaves) or node.unit:
             return False
         other, its_unit = self.leaves[node.same_as]
-        # A shared module must be found gathered by both of its callers.
+        # Both callers of a shared module must find it unsharded.
         return other.same_as < 0 and other.returns == node.returns and (other.unit or its_unit == unit)
 
 
 def _for_each_parameter(leaf: Node) -> Node:
-    """Where parameters are reduced one by one, all ranks must have a gradient of it; and a scalar has no rows to cut.
+    """With per-parameter reduction, each parameter needs a gradient on all ranks, and a scalar has no rows to split.
 
-    PyTorch refuses to put a gradient without elements among others, too.
+    PyTorch also refuses gradients without elements among others.
     """
     if leaf.kind == "one_sided":
         leaf = replace(leaf, kind="own")
@@ -332,14 +332,14 @@ def _may_tie(d: Description, first: int, second: int) -> bool:
         return False
     (a, unit), (b, other) = leaves[first], leaves[second]
     alike = (a.kind, a.frozen, a.size) == (b.kind, b.frozen, b.size) and a.kind != "idle"
-    # Equal nodes are equal, but units are the same only if they are the same object.
+    # Equal nodes compare equal, but two units are the same only if they are the same object.
     return alike and unit is other and a.same_as < 0 and b.same_as < 0
 
 
 def num_uses(description: Description) -> int:
-    """How often, at most, one parameter is used in one backward.
+    """The largest number of uses of one parameter in one backward.
 
-    With two uses their sum has no order. With more the order in which they are added decides the last bits.
+    The sum of two uses does not depend on their order. With more uses, the order changes the last bits.
     """
     uses: dict[int, int] = {}
     leaves = 0

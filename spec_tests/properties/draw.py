@@ -1,7 +1,7 @@
-"""Where descriptions come from: hypothesis draws them.
+"""Draws random descriptions with hypothesis.
 
-Only its generator is used. A description costs a few milliseconds on a warm pool of ranks and most of a second on a
-cold one, so they are drawn first, all of them, and run in batches; what fails is made smaller in ``hunt.py``.
+Only its generator is used. A description takes a few milliseconds on a warm pool of ranks and most of a second on a
+cold one. So all descriptions are drawn first and then run in batches; ``hunt.py`` reduces failing ones.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _nodes(draw: st.DrawFn, depth: int) -> Node:
 
 @st.composite
 def descriptions(draw: st.DrawFn, num_ranks: int, door: str) -> Description:
-    """Meaningful descriptions for so many ranks and this door."""
+    """Meaningful descriptions for this number of ranks and this front end."""
     micro_batches = draw(
         st.sampled_from([(True,), (True,), (True,), (False, True), (True, True), (False, False, True)])
     )
@@ -94,12 +94,12 @@ def descriptions(draw: st.DrawFn, num_ranks: int, door: str) -> Description:
 
 
 def drawn(num: int, number: int, num_ranks: int, door: str) -> list[Description]:
-    """``num`` descriptions, the same for the same seed ``number``."""
+    """``num`` descriptions; the same ``number`` (seed) gives the same ones."""
     return collected(descriptions(num_ranks, door), num, number)
 
 
 def resuming(num: int, number: int, num_ranks: int, door: str) -> list[Description]:
-    """The same, with what a longer life has: other optimizers, hooks on gradients, a state that is saved and loaded."""
+    """Descriptions with more options: other optimizers, gradient hooks, a state that is saved and loaded."""
     strategy = st.builds(
         lambda d, adam, hook, form: legal(replace(d, adam=adam, hook=hook, resumes=form)),
         descriptions(num_ranks, door),
@@ -111,7 +111,7 @@ def resuming(num: int, number: int, num_ranks: int, door: str) -> list[Descripti
 
 
 def collected(strategy: st.SearchStrategy[T], num: int, number: int) -> list[T]:
-    """``num`` examples, the same for the same seed ``number``."""
+    """``num`` examples; the same ``number`` (seed) gives the same ones."""
     found: list[T] = []
 
     @seed(number)

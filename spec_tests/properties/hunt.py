@@ -1,9 +1,9 @@
-"""Hands descriptions to the ranks, and makes a failing one smaller.
+"""Sends descriptions to the ranks, and reduces a failing one.
 
-A batch of descriptions is one errand to the pool. If it fails, its descriptions are tried one by one, and of the first
-that fails every simpler neighbour is tried: a node less, a node in place of its parent, an option at its default. As
-long as some neighbour still fails, it takes the place of the description. What remains is a failure from which nothing
-can be left out, and a line that shows it again.
+A batch of descriptions is one task of the pool. If it fails, its descriptions are tried one by one. For the first that
+fails, all simpler neighbours are tried: one node less, a node in place of its parent, an option at its default. As long
+as a neighbour fails, it replaces the description. The result is a failure from which nothing can be removed, and the
+command line that replays it.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from spec_tests.properties.description import Description, Node, legal, to_json
 __all__ = ["failure_of", "first_failure", "hunt", "replay_line", "report", "simplest"]
 
 BATCH = 25
-SMALL_BATCH = 8  # while shrinking: one of the first few will usually do
-LIMIT = 30.0  # seconds until a description that hangs is given up
+SMALL_BATCH = 8  # during reduction: usually one of the first few fails
+LIMIT = 30.0  # seconds until a description counts as hanging
 
 Findings = list[str | None]
 
 
 def hunt(descriptions: list[Description]) -> str | None:
-    """Trains all descriptions, which must be for equally many ranks.
+    """Trains all descriptions, which must have the same number of ranks.
 
     Returns:
-        The first failure, made as simple as possible, with the line that replays it; ``None`` if all went well.
+        The first failure, reduced as far as possible, with the command that replays it; ``None`` if there is none.
     """
     found = first_failure(descriptions, BATCH)
     return None if found is None else report(simplest(found))
 
 
 def first_failure(descriptions: list[Description], batch_size: int = SMALL_BATCH) -> Description | None:
-    """The first one of them that fails."""
+    """The first description that fails."""
     for start in range(0, len(descriptions), batch_size):
         batch = descriptions[start : start + batch_size]
         findings = findings_of(batch)
@@ -52,7 +52,7 @@ def first_failure(descriptions: list[Description], batch_size: int = SMALL_BATCH
 
 
 def findings_of(descriptions: list[Description]) -> Findings:
-    """For each description what the ranks have found, ``None`` where all is well; one errand if nobody hangs."""
+    """The findings of the ranks for each description, or ``None``; one task of the pool unless a description hangs."""
     try:
         return _errand(descriptions, LIMIT * (1 + len(descriptions) / BATCH))
     except pool.Failure as failure:
@@ -77,31 +77,31 @@ def _joined(of_ranks: tuple[str | None, ...]) -> str | None:
 
 
 def failure_of(description: Description) -> str | None:
-    """What the ranks say about this one; ``None`` if all is well."""
+    """The findings of the ranks for this description; ``None`` if there are none."""
     return findings_of([description])[0]
 
 
 def replay_line(description: Description) -> str:
-    """What to type to see it again."""
+    """The command that runs the description again."""
     return f"python -m spec_tests.properties.replay {shlex.quote(to_json(description))}"
 
 
 def report(description: Description) -> str:
-    """What a failing description ends in."""
+    """The report of a failing description."""
     return f"{failure_of(description)}\n\nTo see it again:\n{replay_line(description)}"
 
 
-# --- smaller ---
+# --- reduction ---
 
 
 def simplest(
     description: Description, failing: Callable[[list[Description]], Description | None] = first_failure
 ) -> Description:
-    """From a failing description, by leaving out whatever can be left out, to one from which nothing can.
+    """Reduces a failing description until no part can be removed.
 
     Args:
-        description: one that fails.
-        failing: the first one of several that fails.
+        description: a failing one.
+        failing: returns the first one of several that fails.
     """
     while True:
         simpler = by_ranks(neighbours(description), failing)
@@ -113,7 +113,7 @@ def simplest(
 def by_ranks(
     candidates: Iterable[Description], failing: Callable[[list[Description]], Description | None]
 ) -> Description | None:
-    """The first failing one; those for equally many ranks are tried together."""
+    """The first failing candidate; candidates with the same number of ranks are tried together."""
     for _, together in itertools.groupby(candidates, key=lambda d: d.num_ranks):
         found = failing(list(together))
         if found is not None:
@@ -122,7 +122,7 @@ def by_ranks(
 
 
 def neighbours(description: Description) -> Iterator[Description]:
-    """All descriptions that are simpler by one step, the boldest steps first; legal, and different."""
+    """All descriptions that are one step simpler, largest steps first; all are legal and different."""
     seen = {description}
     for candidate in _steps(description):
         candidate = legal(candidate)
@@ -132,7 +132,7 @@ def neighbours(description: Description) -> Iterator[Description]:
 
 
 def _weight(description: Description) -> int:
-    # Two descriptions may each be a neighbour of the other, and a walk must come to an end.
+    # Two descriptions can be neighbours of each other. A decreasing weight makes the reduction terminate.
     return len(to_json(description))
 
 

@@ -1,20 +1,20 @@
-"""The same run in one process, rank after rank.
+"""The reference: the same run in one process, rank after rank.
 
-What N ranks do at once, one process can do one after the other: it computes the batches of rank 0, then those of rank
-1, keeps each rank's gradient apart, and takes the mean where the ranks would have met. That is training on the
-concatenated batch, except for rounding; and it rounds where the ranks round, so that a comparison can be bit by bit.
+One process can do sequentially what N ranks do in parallel. It computes the batches of rank 0, then those of rank 1 and
+so on, keeps the gradients of each rank separate, and averages them where the ranks would reduce. Except for rounding,
+this is training on the concatenated batch. It rounds at the same places as the ranks, so comparisons can be bitwise.
 
-Worked example, two ranks, three micro-batches of which the second and the third are synchronised (``gmr`` is the
+Worked example, two ranks, three micro-batches of which the second and the third are synchronized (``gmr`` is the
 gradient of micro-batch m on rank r)::
 
-    (g00 + g10 + g01 + g11) / 2     the first two meet once
-    + (g20 + g21) / 2               the third for itself
+    (g00 + g10 + g01 + g11) / 2     the first two are reduced together
+    + (g20 + g21) / 2               the third is reduced separately
 
-Where N processes want to know, each computes the batches of its own rank, and they tell each other: these are sums that
-nobody else takes part in, of a model that is whole everywhere.
+If N processes need the result, each computes the batches of its own rank, and they exchange their gradients. This is
+independent of the library under test, and the model is unsharded in every process.
 
-Low precision is a copy of the model in that dtype, made anew for each step. Its gradients are widened, or narrowed, to
-the dtype of the sum; the mean is brought to the default dtype.
+For low precision, the model is copied to that dtype in each step. Its gradients are cast to the dtype of the reduction;
+the mean is cast to the default dtype.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from spec_tests.properties.description import Description
 
 __all__ = ["LEARNING_RATE", "Oracle", "loss_of", "optimizer_for"]
 
-# Powers of two: a product with them is exact, so it does not matter whether a kernel fuses it with a sum.
+# Powers of two: multiplication by them is exact, so it does not matter whether a kernel fuses it with an addition.
 LEARNING_RATE, MOMENTUM = 1 / 32, 0.5
-# Adam divides by the size of a gradient. That of a tiny one is mostly rounding, which must not become a whole step.
+# Adam divides by the size of a gradient. A tiny gradient is mostly rounding error, which must not cause a full step.
 EPSILON = 1 / 8
 
 
 def optimizer_for(description: Description, model: nn.Module) -> torch.optim.Optimizer | None:
-    """The optimizer of both sides; ``None`` if there is nothing to optimise."""
+    """The optimizer of both sides; ``None`` if the model has no parameters."""
     parameters = list(model.parameters())
     if not parameters:
         return None
-    # List operators, which PyTorch uses by default on a GPU, do not increase the version of a DTensor.
+    # List operators, which PyTorch uses by default on a GPU, do not increase the version counter of a DTensor.
     foreach = description.seed % 2 == 0
     if description.adam:
         return torch.optim.Adam(parameters, lr=LEARNING_RATE, eps=EPSILON, foreach=foreach)
@@ -56,13 +56,13 @@ def optimizer_for(description: Description, model: nn.Module) -> torch.optim.Opt
 
 
 def loss_of(outputs: list[Tensor]) -> Tensor:
-    """One number from the outputs of all forwards before a backward."""
+    """The loss of the outputs of all forwards before a backward."""
     return torch.stack([torch.tanh(output).square().mean() for output in outputs]).sum()
 
 
 @dataclass
 class _Part:
-    """What the batches of one rank have given; they travel as numbers, which are exact, and pickled in no time."""
+    """Results of the batches of one rank. They are pickled as numbers, which is exact and fast."""
 
     losses: list[float]
     gradients: list[Tensor | None]
@@ -83,12 +83,12 @@ class Oracle:
     """Trains the model of a description in this process.
 
     Args:
-        description: of the run.
-        rank: whose batches to compute here, if there is a process for each rank; then all of them must train. ``None``
-            computes the batches of all.
+        description: the run.
+        rank: the rank whose batches this process computes; all ranks must then train together. ``None`` computes the
+            batches of all ranks.
 
     Attributes:
-        model: the plain model in full precision; ``.grad`` holds the last step's mean gradients.
+        model: the plain model in full precision; ``.grad`` holds the mean gradients of the last step.
         units: its units.
         input_gradients: of the last step, by rank and number of the forward.
     """
@@ -106,7 +106,7 @@ class Oracle:
         self.model.zero_grad(set_to_none=to_none)
 
     def backward(self, step: int) -> list[list[float]]:
-        """All forwards and backwards of a step, of all ranks; the losses by rank and micro-batch."""
+        """All forwards and backwards of a step for all ranks. Returns the losses by rank and micro-batch."""
         d = self.description
         self.model.clock.step = step
         self._clear(d.clears)
@@ -128,9 +128,9 @@ class Oracle:
 
     @torch.no_grad()
     def _computing_copy(self) -> Piece:
-        """A model with the values of now, in the dtype of the compute and without gradients; the same one every time.
+        """A model with the current values in the compute dtype and without gradients; always the same object.
 
-        To copy values costs a fiftieth of what a deep copy does, and pieces have no buffers.
+        Copying values costs a fiftieth of a deep copy, and pieces have no buffers.
         """
         for computing, parameter in zip(self._copy.parameters(), self.model.parameters(), strict=True):
             computing.copy_(parameter)
@@ -145,7 +145,7 @@ class Oracle:
         return copied.to(PRECISIONS[self.description.precision].get("param_dtype", torch.get_default_dtype()))
 
     def _parts(self, step: int, segment: list[int]) -> list[_Part]:
-        """What each rank contributes to a segment."""
+        """The contribution of each rank to a segment."""
         computing = self._computing_copy()
         if self.rank is None:
             return [self._part(computing, step, segment, rank) for rank in range(self.description.num_ranks)]
@@ -183,7 +183,7 @@ class Oracle:
         return x.to(PRECISIONS[self.description.precision].get("param_dtype", torch.get_default_dtype())), tokens
 
     def _meet(self, gradients: list[list[Tensor | None]]) -> None:
-        """Adds the mean of the ranks' gradients to the model's."""
+        """Adds the mean of the ranks' gradients to the model's gradients."""
         for parameter, of_ranks in zip(self.model.parameters(), zip(*gradients, strict=True), strict=True):
             there = [gradient for gradient in of_ranks if gradient is not None]
             if not there:
@@ -200,7 +200,7 @@ class Oracle:
                 parameter.grad = parameter.grad / 2
 
     def _fill_up(self) -> None:
-        """In a flat gradient, whoever has none counts as zero."""
+        """In a flat gradient, a parameter without a gradient counts as zero."""
         parameters = dict(self.model.named_parameters())
         for _, names in self.units.values():
             if any(parameters[name].grad is not None for name in names):
@@ -209,19 +209,19 @@ class Oracle:
                         parameter.grad = torch.zeros_like(parameter)
 
     def gradient_norm(self) -> float:
-        """The norm of all gradients, seen as one vector."""
+        """The norm of all gradients as one vector."""
         return float(
             torch.stack([p.grad.norm() for p in self.model.parameters() if p.grad is not None] or [_ZERO]).norm()
         )
 
     def optimize(self) -> None:
-        """The optimizer's step."""
+        """Runs the optimizer step."""
         if self._optimizer is not None:
             self._optimizer.step()
 
     @torch.no_grad()
     def evaluate(self, step: int, index: int, rank: int, part: int | None = None) -> Tensor:
-        """The output for a batch of one rank, of the model or of one of its parts alone, with the values of now."""
+        """The output for a batch of one rank, of the model or of one part alone, with the current values."""
         computing = self._computing_copy()
         if part is None:
             return self._forward(computing, step, index, rank)
@@ -230,7 +230,7 @@ class Oracle:
 
     @torch.no_grad()
     def edit(self) -> None:
-        """What a user does between steps."""
+        """An edit of the parameters by a user between steps."""
         for parameter in self.model.parameters():
             parameter.mul_(0.5)
 

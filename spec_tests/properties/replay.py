@@ -1,7 +1,7 @@
 """Runs one description again: ``python -m spec_tests.properties.replay '<json>'``, from the root of the repository.
 
-With ``--door torch_fsdp1`` the same run is torch's, which tells whether a finding is ours alone. Returns 0 if the ranks
-agree with one process, else prints what differs and returns 1.
+With ``--door torch_fsdp1``, torch runs the same description, which shows whether torch also fails. Returns 0 if the
+ranks agree with one process; otherwise prints the difference and returns 1.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns its exit status."""
-    # Late: ranks import this module, too, as the main one of their parent.
+    """Runs the command; returns its exit status."""
+    # Imported here, because ranks import this module too, as their parent's main module.
     from spec_tests.harness import pool
     from spec_tests.properties.description import from_json, legal
     from spec_tests.properties.hunt import failure_of

@@ -1,20 +1,20 @@
-"""What a rank does: train each description, and compare with one process after every half step.
+"""The program of a rank: trains each description, and compares with one process after every half step.
 
-A difference is noted down and not raised: the other ranks know nothing of it and go on, and so must this one. After
-each description the ranks ask each other whether anybody has found anything. If only an exception on one rank keeps it
-from this question, the others hang, and the pool ends them.
+A difference is recorded and not raised, because the other ranks do not see it and continue, so this rank must continue
+as well. After each description the ranks exchange whether any of them found a difference. If an exception on one rank
+prevents this exchange, the others hang, and the pool terminates them.
 
-Pieces are compared where they lie, and nothing is gathered: from the oracle's whole tensors each rank cuts, by
-arithmetic of its own, what it should hold. So a library that cut wrongly and joined equally wrongly would be noticed,
-and a comparison costs no communication.
+Shards are compared locally, without an all-gather: each rank computes its expected shards from the oracle's full
+tensors with its own code. This detects a library that splits tensors wrongly and concatenates them equally wrongly,
+and a comparison needs no communication.
 
-How equal is equal? With at most two ranks, and no parameter used more than twice in a backward, every sum has one or
-two terms, which have no order: bit by bit. Reentrant checkpointing runs a backward inside the backward, after which a
-unit may be reduced although more is to come; then two uses are two sums over ranks, and one is the limit, or none where
-unreduced gradients have been waiting. Else everything is float64, where what is left of a sum's order is far below any
-mistake, however deep the model: within `DOUBLE` of ``oracles/compare.py``. With mixed precision it is float32 and
-`LOW_PRECISION`. The absolute part is in units of the largest element: in a sum the rounding of a large term also hits a
-small result.
+Tolerances: with at most two ranks, and no parameter used more than twice in a backward, every sum has one or two terms,
+which do not depend on their order: bitwise. Reentrant checkpointing runs a backward inside the backward, after which a
+unit may be reduced before its gradient is complete. Two uses are then two sums over ranks, so the limit is one use, or
+none if there are unreduced gradients. All other runs use float64, where the effect of the order is far below that of
+any defect, also in a deep model: `DOUBLE` of ``oracles/compare.py``. Mixed precision uses float32 and `LOW_PRECISION`.
+The absolute tolerance is relative to the largest element, because the rounding of a large term in a sum also affects
+small results.
 """
 
 from __future__ import annotations
@@ -52,26 +52,26 @@ from spec_tests.properties.saving import load, save
 
 __all__ = ["tolerance_of", "train_all"]
 
-# The number of the batch of an evaluation, beyond those of the micro-batches.
+# The number of the batch of an evaluation, which is larger than those of the micro-batches.
 EVALUATION = 50
-# PyTorch's word on a reentrant checkpoint around what has no gradient, in the plain model; such a run ends there.
+# PyTorch's error for a reentrant checkpoint around modules without gradients, in the plain model; the run ends there.
 MEANINGLESS = "this checkpoint() is not necessary"
-# A unit that runs in every other step only confounds a prefetch; the next three are in ``pyproject.toml``, too.
+# A unit that runs in every other step only confuses a prefetch. The next three are also in ``pyproject.toml``.
 EXPECTED_WARNINGS = (
     "rank .*: forward_prefetch expects the units to run in the order",
     "None of the inputs have requires_grad=True",
     "The .grad attribute of a Tensor that is not a leaf Tensor",
     "Please use DTensor instead",
-    # The first module, whose input is the batch.
+    # From the first module, whose input is the batch.
     "Full backward hook is firing when gradients are computed with respect to module outputs",
     "clip_grad_norm_ was called on rank . with no gradients",
 )
 
 
 def train_all(texts: list[str], folder: str) -> None:
-    """Trains and compares each of these descriptions, given as JSON. Every rank must call it with the same ones.
+    """Trains and compares these descriptions, given as JSON. Every rank must call it with the same ones.
 
-    Afterwards ``folder`` has a file for each rank, named by its number: for each description ``null`` or what is wrong.
+    Writes a file for each rank to ``folder``, named by its number. It has ``null`` or the failure for each description.
     """
     groups: Groups = {}
     found: list[str | None] = []
@@ -80,7 +80,7 @@ def train_all(texts: list[str], folder: str) -> None:
         failed = torch.tensor([0.0 if finding is None else 1.0], device=device())
         dist.all_reduce(failed)
         if float(failed):
-            # What is left of the failed run must not be found by the next one.
+            # Objects of the failed run must not affect the next one.
             gc.collect()
         found.append(finding or ("" if float(failed) else None))
     pathlib.Path(folder, str(dist.get_rank())).write_text(json.dumps(found))
@@ -95,7 +95,7 @@ def _try_out(text: str, groups: Groups) -> str | None:
                 warnings.filterwarnings("ignore", f".*{expected}")
             findings = _Run(description, groups).train()
     except Exception:
-        # Printed as well: if the other ranks go on and hang, this is all that will be seen of it.
+        # Also printed: if the other ranks continue and hang, this is the only output.
         traceback.print_exc()
         return traceback.format_exc()
     return findings[0] if findings else None
@@ -110,21 +110,21 @@ def _default_dtype(tolerance: Tolerance) -> Any:
         torch.set_default_dtype(torch.float32)
 
 
-# The pool looks for the undecorated body of a test under this name.
+# The pool finds the undecorated function of a test under this name.
 train_all.body_on_a_rank = train_all  # type: ignore[attr-defined]
 
 
 def tolerance_of(description: Description) -> Tolerance:
-    """How equal both runs must be."""
+    """The tolerance for comparing both runs."""
     most = 2
     if any(node.checkpoint == "reentrant" for node, _ in walk(description.model)):
         most = 1 if all(description.micro_batches) else 0
-    # One by one, gradients wait in the dtype in which they will travel, and the oracle's in that of the compute.
+    # Per-parameter gradients wait in the dtype of the reduction, those of the oracle in the compute dtype.
     waits = is_per_parameter(description) and not all(description.micro_batches)
     rounds = waits and "summed" in description.precision
     if waits:
-        # They are reduced when the inputs of the last call are reached, what the others add a second time; in torch,
-        # too.
+        # They are reduced when the inputs of the last call are reached; the other calls add a second reduction. This is
+        # the same in torch.
         most = min(most, 0 if description.forwards > 1 else 1)
     if description.num_ranks <= 2 and num_uses(description) <= most and not rounds:
         return BIT_EQUAL
@@ -142,16 +142,16 @@ class _Run:
         self._make(description)
 
     def _make(self, description: Description) -> None:
-        """A sharded model, and its optimizer."""
+        """Creates a sharded model and its optimizer."""
         plain = plain_model(description)
         self.clock = plain.clock
         self.model: Any = sharded(description, plain, self.groups)
         self.optimizer = optimizer_for(description, self.model)
-        # Between forward and backward a module may show something else in their places.
+        # Between forward and backward, modules may have other parameters.
         self.owned = dict(parameters_here(self.model))
 
     def train(self) -> list[str]:
-        """What differs, in the order in which it was noticed."""
+        """Trains. Returns the differences in the order in which they were found."""
         d = self.d
         self._compare_values("before the first step")
         for step in range(d.steps):
@@ -164,7 +164,7 @@ class _Run:
         return self.findings
 
     def _step(self, step: int) -> bool:
-        """One step, here and in one process; whether there was anything to train."""
+        """One step, sharded and in one process. Returns whether there was anything to train."""
         d = self.d
         self.clock.step = step
         if d.apart >= 0:
@@ -182,14 +182,14 @@ class _Run:
         losses = self._micro_batches(step)
         self._compare(f"losses of step {step}", torch.tensor(losses), torch.tensor(expected))
         if not self.is_trained:
-            # No gradient comes from here at all, and what strategies keep for a backward, they keep.
+            # No parameter gets a gradient here, and units that strategies keep for a backward stay unsharded.
             return False
         self._compare_gradients(f"in step {step}")
         self._compare_input_gradients(f"in step {step}")
         if d.clips:
             norm = self.model.clip_grad_norm_(1e9)
             norm_here = torch.tensor(self.oracle.gradient_norm())
-            # Norms of pieces are added up in another order than norms of parameters.
+            # Norms of shards are added in another order than norms of parameters.
             self._compare(f"norm in step {step}", norm.cpu().to(norm_here.dtype), norm_here, self._at_least(FLOAT))
         if d.evaluates == "forgotten":
             self._evaluate(step, is_recorded=True)
@@ -205,14 +205,14 @@ class _Run:
         return True
 
     def _compare_with_resumed(self, step: int, optimizer: torch.optim.Optimizer) -> None:
-        """One step of this model, and the same step of one that was loaded with what had been saved before it.
+        """Compares a step of this model with the same step of a model loaded from a state saved before it.
 
-        In this order: had the saved state shared memory with the model, it would have been trained along.
+        This order matters: if the saved state shared memory with the model, the step would change it.
         """
         missing = {p for p in self.model.parameters() if p.requires_grad} - optimizer.state.keys()
         if is_per_parameter(self.d) and (missing or not optimizer.state):
-            # torch's functions insist on a state for each trained parameter, also for one without a gradient ever, and
-            # do not send the states of an optimizer that has none.
+            # torch's functions require a state for each trained parameter, even for one that never had a gradient, and
+            # they do not send the states of an optimizer without states.
             self.d = replace(self.d, resumes="own")
         saved = save(self.d, self.model, optimizer)
         if not self._step(step):
@@ -231,7 +231,7 @@ class _Run:
     def _break_off(self, step: int) -> None:
         d = self.d
         self.clock.bomb = (d.bomb, d.bomb_at)
-        # One by one, gradients that wait are out of sight, where zero_grad() does not find them; in torch, too.
+        # Per-parameter gradients that wait for reduction are hidden from `zero_grad()`; the same is true in torch.
         synchronises = d.micro_batches[0] or is_per_parameter(d)
         try:
             with contextlib.suppress(Bang), contextlib.nullcontext() if synchronises else self._no_sync():
@@ -239,7 +239,7 @@ class _Run:
                 if loss.requires_grad:
                     loss.backward()
         except RuntimeError as error:
-            # Then the step that follows finds out in the plain model.
+            # The following step detects this in the plain model.
             if MEANINGLESS not in str(error):
                 raise
         self.clock.bomb = None
@@ -249,7 +249,7 @@ class _Run:
         self.oracle.edit()
         for module in self.model.modules():
             if is_per_parameter(self.d) and hasattr(module, "reshard"):
-                # After a forward without a backward the whole parameters may still be in sight.
+                # After a forward without a backward, the modules may still have unsharded parameters.
                 module.reshard()
         with self.model.summon_full_params(self.model) if not is_per_parameter(self.d) else contextlib.nullcontext():
             for parameter in self.model.parameters():
@@ -268,7 +268,7 @@ class _Run:
         return self.tolerance if self.tolerance is LOW_PRECISION else tolerance
 
     def _micro_batches(self, step: int) -> list[float]:
-        """Forward and backward of each; their losses."""
+        """Forward and backward of each micro-batch. Returns their losses."""
         return [self._micro_batch(step, number) for number in range(len(self.d.micro_batches))]
 
     def _micro_batch(self, step: int, number: int) -> float:
@@ -310,13 +310,13 @@ class _Run:
         node = d.model if part is None else d.model.children[part]
         x, tokens = batch(d, step, EVALUATION, self.rank)
         if part is not None:
-            # Only the outermost unit is asked to cast its inputs.
+            # Only the outermost unit casts its inputs.
             x = x.to(PRECISIONS[d.precision].get("param_dtype", x.dtype))
         self.model.eval()
         with torch.set_grad_enabled(is_recorded):
             ours = output_of(node, model, (x, tokens))
         self.model.train()
-        # While a micro-batch is under way the oracle is where it was at the end of the step before: as are we.
+        # During a micro-batch, the values of the oracle are those after the previous step, as in the sharded model.
         before, self.oracle.model.clock.step = self.oracle.model.clock.step, step
         expected = self.oracle.evaluate(step, EVALUATION, self.rank, part)
         self.oracle.model.clock.step = before
@@ -329,7 +329,7 @@ class _Run:
         chosen = tolerance or self.tolerance
         ours, expected = ours.detach(), expected.detach()
         if ours.dtype == expected.dtype and torch.equal(ours, expected):
-            return  # nearly always, and a tenth of the time that the next lines take
+            return  # the usual case; takes a tenth of the time of the lines below
         try:
             largest = float(expected.abs().max()) if expected.numel() else 0.0
             torch.testing.assert_close(ours, expected, rtol=chosen.rtol, atol=chosen.atol * max(1.0, largest))
@@ -370,10 +370,10 @@ class _Run:
             self._compare(f"gradient of input {index} {when}", ours, theirs)
 
     def _without_gradient(self, is_absent: dict[str, bool]) -> set[str]:
-        """Names under which no gradient may be found.
+        """Names that must not have a gradient.
 
-        Parameters of a flat tensor have a gradient, zeros, as soon as one of them has. If some are frozen, they take
-        part in the computation as if they were not, and that one may be anybody.
+        All parameters of a flat tensor have a gradient, possibly zeros, if one of them has. If some are frozen,
+        autograd treats them as trained, so any of them may cause this.
         """
         if is_per_parameter(self.d):
             return {name for name, absent in is_absent.items() if absent}
@@ -382,10 +382,10 @@ class _Run:
         units = {unit: names for unit, names in units.items() if len({trained[name] for name in names}) == 1}
         return {name for names in units.values() for name in names} if self.d.originals else set(units)
 
-    # --- what should be on this rank ---
+    # --- expected values on this rank ---
 
     def _expected(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's pieces of whole tensors, by the names under which they are found; 1-D, or per parameter."""
+        """This rank's shards of full tensors, by the names of the parameters; 1-D, or per parameter."""
         pieces: dict[str, Tensor] = {}
         for unit, (node, names) in self.oracle.units.items():
             num, index = self._sharers(node)
@@ -397,7 +397,7 @@ class _Run:
         return pieces
 
     def _sharers(self, node: Node) -> tuple[int, int]:
-        """How many pieces a unit is cut into, and the number of this rank's."""
+        """The number of shards of a unit, and the index of this rank's shard."""
         if (node.strategy or self.d.strategy) == "NO_SHARD" and not is_per_parameter(self.d):
             return 1, 0
         num = self.d.num_ranks // self.d.num_replicas
@@ -414,7 +414,7 @@ def _chunk(tensor: Tensor, num: int, index: int) -> Tensor:
 
 
 def _cut(tensors: list[Tensor], num: int, index: int) -> list[Tensor]:
-    """Laid end to end and cut into ``num`` pieces: of piece ``index``, the part of each tensor, and the padding."""
+    """Concatenates and splits the tensors: the part of each tensor that shard ``index`` contains, and its padding."""
     lengths = [tensor.numel() for tensor in tensors]
     piece = -(-sum(lengths) // num)
     padding = tensors[0].new_zeros(piece * num - sum(lengths))

@@ -1,14 +1,14 @@
-"""Saving model and optimizer, and loading them into others, in each form that a door has.
+"""Saves model and optimizer, and loads them into others, in each form that a front end supports.
 
 ===========  ==================================================  ===================================================
-form         the wrapper                                         the function, by torch's functions for state dicts
+form         the wrapper                                         `fully_shard`, by torch's functions for state dicts
 ===========  ==================================================  ===================================================
-``full``     the whole on each rank                              the same
-``rank0``    the whole on the CPU of rank 0, nothing elsewhere   the same; loaded by a broadcast
+``full``     full values on each rank                            the same
+``rank0``    full values on the CPU of rank 0, else nothing      the same; loaded by a broadcast
 ``sharded``  ``ShardedTensor``                                   ``DTensor``
 ``dtensor``  ``DTensor``
-``local``    this rank's part, and the optimizer's own dict
-``own``                                                          what ``state_dict()`` of both gives, copied
+``local``    this rank's shard, and the optimizer's own dict
+``own``                                                          a copy of both objects' ``state_dict()``
 ===========  ==================================================  ===================================================
 
 All ranks must call both functions.
@@ -37,12 +37,12 @@ from spec_tests.properties.description import Description
 
 __all__ = ["Saved", "load", "save"]
 
-# The model's part and the optimizer's.
+# The states of the model and of the optimizer.
 Saved = tuple[dict[str, Any], dict[str, Any]]
 
 
 def save(description: Description, model: nn.Module, optimizer: torch.optim.Optimizer) -> Saved:
-    """What there is to be saved; it shares no memory with what is trained."""
+    """The state to save; it shares no memory with the model and the optimizer."""
     form = description.resumes
     if form == "own":
         return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -50,22 +50,22 @@ def save(description: Description, model: nn.Module, optimizer: torch.optim.Opti
         return copy.deepcopy(get_state_dict(model, optimizer, options=_options(form)))
     with _chosen(model, form):
         if form == "local":
-            # There is no transformed state of the optimizer in this form (OSD-07).
+            # This form has no transformed optimizer state (OSD-07).
             return model.state_dict(), copy.deepcopy(optimizer.state_dict())
         return model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)
 
 
 def load(description: Description, model: nn.Module, optimizer: torch.optim.Optimizer, saved: Saved) -> None:
-    """Puts what was saved into another model of the same kind, and into its optimizer."""
+    """Loads a saved state into another model of the same kind and into its optimizer."""
     form, (weights, states) = description.resumes, saved
     if form != "own" and is_per_parameter(description):
         options = _options(form, loads=True)
-        # Not both at once: `set_state_dict` takes an empty part for one that is not to be loaded, on that rank alone.
+        # Two calls: `set_state_dict` does not load an empty part, and a part is empty on some ranks only.
         set_model_state_dict(model, weights, options=options)
         set_optimizer_state_dict(model, optimizer, states, options=options)
         return
     if form == "rank0":
-        # The optimizer's part is sent by the wrapper, the model's by the user.
+        # The wrapper sends the optimizer's state, the user the model's.
         sent = [weights]
         dist.broadcast_object_list(sent, src=0)
         weights = sent[0]
@@ -84,7 +84,7 @@ def _options(form: str, *, loads: bool = False) -> StateDictOptions:
 
 
 def _chosen(model: nn.Module, form: str) -> AbstractContextManager[Any]:
-    """The wrapper's settings for a form; nothing for a model of the function."""
+    """The wrapper's settings for a form; does nothing for a model of `fully_shard`."""
     kind, options = {
         "full": ("Full", {}),
         "rank0": ("Full", {"rank0_only": True, "offload_to_cpu": True}),

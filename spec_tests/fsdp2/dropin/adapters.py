@@ -1,4 +1,4 @@
-"""Adapters beside a frozen model, half of it cut by columns; a head run in pieces, generation, a moving average."""
+"""Adapters next to a frozen, column-sharded model; a head that runs outside forward, generation, an averaged copy."""
 
 import json
 import math
@@ -26,7 +26,7 @@ WIDTH, RANK, CLASSES = 8, 2, 6
 
 
 class Adapted(nn.Module):
-    """A frozen layer, and two thin trained ones beside it."""
+    """A frozen layer plus a trained low-rank adapter."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +101,7 @@ def main():
         handle.wait()
         loss = nn.functional.cross_entropy(model(x), target)
         loss.backward()
-        # Nobody averages the gradient of what was ignored.
+        # FSDP does not average the gradients of ignored parameters.
         dist.all_reduce(model.temperature.grad)
         model.temperature.grad /= dist.get_world_size()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Complex filters in the frequency domain, a model that names other entrances than forward, and a trailing average."""
+"""Complex filters in the frequency domain, forward methods other than ``forward``, and an averaged copy of a model."""
 
 import json
 
@@ -66,7 +66,7 @@ def main():
     dice = torch.Generator().manual_seed(rank)
     for step in range(STEPS):
         x = torch.randn(4, WIDTH, generator=dice).to(device).requires_grad_()
-        # Every other step goes in by one entrance and out by another.
+        # Every other step calls `encode` and `decode` instead of `forward`.
         half = {"of": (torch.tensor(0.5, device=device),)}
         made = model(x) if step % 2 else model.decode(model.encode(x, scale=half))
         loss = (made - x.detach()).square().mean()

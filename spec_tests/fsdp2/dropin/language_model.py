@@ -1,4 +1,4 @@
-"""A small language model in bfloat16: accumulation, explicit prefetch, clipping, a schedule, an evaluation."""
+"""A small language model in bfloat16: accumulation, explicit prefetching, clipping, a schedule, an evaluation."""
 
 import json
 

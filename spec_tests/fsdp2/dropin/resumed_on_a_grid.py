@@ -1,4 +1,4 @@
-"""Built on the meta device, sharded over two axes, saved as a distributed checkpoint, and resumed from it."""
+"""A model is built on the meta device, sharded on a 2-D mesh, saved as a distributed checkpoint, and resumed."""
 
 import json
 import os
@@ -43,7 +43,7 @@ class Regressor(nn.Module):
 
 
 class Training(Stateful):
-    """What is saved: model and optimizer, through torch's state-dict functions."""
+    """The state to save: model and optimizer, through torch's state-dict functions."""
 
     def __init__(self, model, optimizer):
         self.model, self.optimizer = model, optimizer
@@ -67,7 +67,7 @@ def build(mesh, kind):
 
 
 def initialise(model):
-    """Rank 0 draws the values, everybody gets a share."""
+    """Rank 0 draws the values and distributes them to all ranks."""
     values = {}
     if dist.get_rank() == 0:
         torch.manual_seed(3)
