@@ -1,6 +1,6 @@
-"""A headless Chromium, spoken to through a pipe: no driver, no package, no port.
+"""Controls a headless Chromium through pipes. Needs no driver, no package and no port.
 
-Chromium reads commands of its own protocol from file descriptor 3 and answers on 4, JSON with a zero byte behind each.
+Chromium reads commands of the DevTools protocol from file descriptor 3 and answers on 4, as JSON with a zero byte.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def find_chromium() -> str | None:
 
 
 class Browser:
-    """The running program."""
+    """A running Chromium process."""
 
     def __init__(self, command: str, profile: str) -> None:
         to_child, own_write = os.pipe()
         own_read, from_child = os.pipe()
 
         def place_pipes() -> None:
-            # First out of the way: either end could be 3 or 4 itself.
+            # Move both ends to other descriptors first: either of them could be 3 or 4 itself.
             high_in, high_out = os.dup(to_child), os.dup(from_child)
             os.dup2(high_in, 3)
             os.dup2(high_out, 4)
@@ -62,7 +62,7 @@ class Browser:
         self.events: list[dict[str, Any]] = []
 
     def send(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
-        """A command, and its result; events that arrive meanwhile are kept."""
+        """Sends a command and returns its result. Keeps events that arrive in the meantime."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
         if session:
@@ -71,7 +71,7 @@ class Browser:
         end = time.monotonic() + 60
         mine: dict[str, Any] | None = None
         while mine is None and time.monotonic() < end:
-            # All of what arrived together, for an event may stand behind the answer.
+            # Read all messages that arrived together: an event can follow the answer.
             for answer in self._messages(1.0):
                 if answer.get("id") == self._number:
                     mine = answer
@@ -84,7 +84,7 @@ class Browser:
         raise TimeoutError(f"the browser did not answer {method}")
 
     def wait(self, seconds: float) -> None:
-        """Collects events for a while."""
+        """Collects events for the given number of seconds."""
         self.events += self._messages(seconds)
 
     def _messages(self, seconds: float) -> list[dict[str, Any]]:
@@ -96,7 +96,7 @@ class Browser:
         return [json.loads(one) for one in whole]
 
     def close(self) -> None:
-        """Ends the program."""
+        """Ends the process."""
         os.close(self._write)
         os.close(self._read)
         self.process.terminate()
@@ -108,7 +108,7 @@ class Browser:
 
 
 class Tab:
-    """One page of the browser, and all that it complained about or asked for."""
+    """One page of the browser, with the errors that it reported and the requests that it made."""
 
     def __init__(self, browser: Browser) -> None:
         self.browser = browser
@@ -122,7 +122,7 @@ class Tab:
         return self.browser.send(method, self.session, **params)
 
     def resize(self, width: int, height: int) -> None:
-        """The size of the window, in pixels."""
+        """Sets the size of the window, in pixels."""
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def open(self, address: str) -> None:
@@ -135,13 +135,13 @@ class Tab:
             self.browser.wait(0.2)
 
     def look(self, expression: str) -> Any:
-        """The value of a JavaScript expression on the page."""
+        """Evaluates a JavaScript expression on the page and returns its value."""
         result = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
     def wait_for(self, expression: str, seconds: float = 20) -> Any:
-        """Until an expression is true."""
+        """Waits until a JavaScript expression is true."""
         end = time.monotonic() + seconds
         while not (value := self.look(expression)):
             assert time.monotonic() < end, f"never true: {expression}"
@@ -149,18 +149,18 @@ class Tab:
         return value
 
     def press(self, key: str) -> None:
-        """A key, down and up."""
+        """Presses and releases a key."""
         facts = {"key": key, "code": KEYS.get(key, key), "windowsVirtualKeyCode": CODES.get(key, 0)}
         text = {"text": " "} if key == " " else {}
         self.send("Input.dispatchKeyEvent", type="keyDown", **facts, **text)
         self.send("Input.dispatchKeyEvent", type="keyUp", **facts)
 
     def type(self, text: str) -> None:
-        """Text into what has the focus."""
+        """Inserts text into the focused element."""
         self.send("Input.insertText", text=text)
 
     def click(self, selector: str) -> None:
-        """The left button of the mouse, in the middle of an element."""
+        """Clicks the left mouse button in the middle of an element."""
         box = self.look(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
             " e.scrollIntoView({block: 'center'});"
@@ -170,7 +170,7 @@ class Tab:
             self.send("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
 
     def choose(self, selector: str, value: str) -> None:
-        """An option of a list, as a user's choice."""
+        """Selects an option of a list as a user does, with input and change events."""
         self.look(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.value = {json.dumps(value)};"
             " e.dispatchEvent(new Event('input', {bubbles: true}));"
@@ -179,7 +179,7 @@ class Tab:
         )
 
     def complaints(self) -> list[str]:
-        """Errors on the console and exceptions, since the page was opened."""
+        """Errors on the console and exceptions since the page was opened."""
         found = []
         for event in self.browser.events:
             params = event.get("params", {})
@@ -192,7 +192,7 @@ class Tab:
         return found
 
     def requests(self) -> list[str]:
-        """Addresses that were asked for since the page was opened."""
+        """Addresses that were requested since the page was opened."""
         return [
             e["params"]["request"]["url"] for e in self.browser.events if e.get("method") == "Network.requestWillBeSent"
         ]
@@ -200,7 +200,7 @@ class Tab:
 
 @contextmanager
 def chromium(command: str, profile: str) -> Iterator[Tab]:
-    """A browser with one page, for a while."""
+    """Context manager: starts a browser with one page, and closes it at the end."""
     browser = Browser(command, profile)
     try:
         yield Tab(browser)

@@ -1,8 +1,8 @@
-"""Tests that build the whole site, or open it in a browser, run only when asked for.
+"""Fixtures that build the site and open it in a browser. Tests marked ``docs`` run only on request:
 
 ``python -m pytest spec_tests/docs -m docs``
 
-The site is built once for all of them, and one browser opens it.
+The site is built once per session, and one browser opens it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def build(folder: Path, environment: Mapping[str, str], *before: str) -> Path:
-    """The site; a build with a warning fails here. ``before`` are words of the command before Python's."""
+    """Builds the site; fails if the build has a warning. ``before`` is put in front of the Python command."""
     told = {**environment, "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true", "OMP_NUM_THREADS": "1"}
     command = [*before, sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
     done = offline.run(command, ROOT, told)

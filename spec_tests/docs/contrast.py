@@ -1,4 +1,4 @@
-"""How well texts of a page can be read: the contrast of each with what lies behind it, as WCAG counts it."""
+"""Contrast of the texts on a page with their backgrounds, by the formula of WCAG."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from spec_tests.docs.browser import Tab
 
 __all__ = ["contrasts"]
 
-# A canvas turns every notation of a colour into numbers. An SVG has no ground, only shapes that were drawn before.
+# A canvas converts every notation of a colour into numbers. An SVG has no background, only shapes drawn earlier.
 _CODE = """((selector) => {
     // A link changes its colour slowly; what counts is what it becomes.
     document.head.insertAdjacentHTML('beforeend', '<style>* { transition: none !important; }</style>');
@@ -55,5 +55,5 @@ _CODE = """((selector) => {
 
 
 def contrasts(tab: Tab, selector: str) -> list[tuple[float, str]]:
-    """Of all elements that have a text of their own and are shown: contrast and class, the smallest contrast first."""
+    """Contrast and class of every visible element that contains text of its own, the lowest contrast first."""
     return [(ratio, name) for ratio, name in tab.look(f"{_CODE}({json.dumps(selector)})")]

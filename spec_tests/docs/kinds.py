@@ -1,4 +1,4 @@
-"""One page of each kind: what is looked at where looking at all pages would take too long."""
+"""One page of each kind, for checks that would take too long on all pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a command where there is no network but the loopback of its own."""
+"""Runs a command without network access, except for a loopback interface of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 __all__ = ["can_cut", "run"]
 
-# In a new network namespace even the loopback is down, and ranks need it to find each other.
+# In a new network namespace even the loopback interface is down. Ranks need it to connect to each other.
 _UP = """
 import fcntl, os, socket, struct, sys
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
@@ -20,13 +20,13 @@ os.execvp(sys.argv[1], sys.argv[1:])
 
 
 def can_cut() -> bool:
-    """Whether this machine lets a user make a network namespace."""
+    """Whether this machine allows a user to create a network namespace."""
     if shutil.which("unshare") is None:
         return False
     return subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode == 0
 
 
 def run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """The command, cut off from the network if that is possible here."""
+    """Runs the command, without network access if this machine allows that."""
     prefix = ["unshare", "-rn", sys.executable, "-c", _UP] if can_cut() else []
     return subprocess.run([*prefix, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False)

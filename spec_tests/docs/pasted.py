@@ -1,6 +1,6 @@
-"""What people paste: our messages as they come out of a program, and lines that torch and its launchers print.
+"""Texts that users paste: messages of minifsdp as a program prints them, and output of torch and its launchers.
 
-Texts of torch are cut down to what is needed to know them again; names, shapes and ranks in them are made up.
+The texts of torch are shortened to the part that identifies them. Names, shapes and ranks in them are made up.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from minifsdp.engine.messages import COMMAND, MORE, PAGE, texts
 
 __all__ = ["OF_TORCH", "spoken", "traceback"]
 
-# Plausible values, by the names of the braces; for all others the last line.
+# Plausible values for the placeholders, by their names. All others get the default in `spoken`.
 VALUES: dict[str, object] = {
     "path": "layers.3.attention.query.weight",
     "other": "embed.weight",
@@ -36,7 +36,7 @@ VALUES: dict[str, object] = {
 
 
 def spoken(message: Message, has_address: bool) -> str:
-    """A message with values in its braces, as the program prints it."""
+    """Formats a message with values for its placeholders, as the program prints it."""
     template = texts()["message"][message.id.removeprefix("E-")]
     parts = []
     for words, field, spec, conversion in Formatter().parse(template):
@@ -61,7 +61,7 @@ def traceback(last: str, prefix: str = "") -> str:
     return "\n".join(prefix + line for line in lines)
 
 
-# By the entry that must come first.
+# By the ID of the entry that must be found first.
 OF_TORCH = {
     "E-flat-loss": "HINT: The optimizer does not seem to reference any FSDP parameters. Create it after the model",
     "E-watchdog": "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=600, "

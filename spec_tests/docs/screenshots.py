@@ -1,10 +1,10 @@
-"""Pictures of pages, for eyes: one of each kind, at the width of a desk, a tablet and a phone, light and dark.
+"""Takes screenshots of one page of each kind, at desktop, tablet and phone width, in light and dark mode.
 
     python -m mkdocs build -d /tmp/site
     python -m spec_tests.docs.screenshots /tmp/site /tmp/pictures                         all kinds
     python -m spec_tests.docs.screenshots /tmp/site /tmp/pictures index.html --far 1500   one page, scrolled down
 
-Nothing is compared: what is broken in a way that no test knows is seen by looking.
+Nothing is compared automatically: a person looks at the pictures and finds errors that no test checks for.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ SCHEMES = {"light": "default", "dark": "slate"}
 
 
 def take(tab: Tab, page: str, far: int, out: Path) -> None:
-    """All pictures of a page."""
+    """Takes all screenshots of a page."""
     tab.open(page)
-    # What changes slowly would be shown half-way.
+    # Without this, elements with a transition would be shown half-way through it.
     tab.look("document.head.insertAdjacentHTML('beforeend', '<style>* { transition: none !important; }</style>'); true")
     for size, (width, height) in SIZES.items():
         tab.resize(width, height)

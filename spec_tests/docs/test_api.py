@@ -1,4 +1,4 @@
-"""The API's page has every name that a program can import."""
+"""The API page lists every name that a program can import."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 import minifsdp
 from docs_build.order import ROOT
 
-# What the package offers is in its modules of the first level; ``arguments`` only checks what they are given,
-# and ``__main__`` is a command.
+# The public modules are those of the first level, without ``arguments``, which only checks arguments of public calls,
+# and ``__main__``, which is a command.
 MODULES = ["minifsdp", *(f"minifsdp.{m.name}" for m in pkgutil.iter_modules(minifsdp.__path__) if not m.ispkg)]
 PUBLIC = [name for name in MODULES if name not in ("minifsdp.arguments", "minifsdp.__main__")]
 
 
 def names_of(name: str) -> list[str]:
-    """What a module offers: its ``__all__``; without one, what can be imported from it and is the package's."""
+    """The public names of a module: its ``__all__``, or else the names in it that the package defines."""
     module = importlib.import_module(name)
     found = [one for one in vars(module) if not one.startswith("_")]
     own = [one for one in found if getattr(vars(module)[one], "__module__", "").startswith("minifsdp")]

@@ -1,4 +1,4 @@
-"""When the data of a collective is there, though nobody has waited for it yet: what the pictures turn pale at."""
+"""The time at which the data of a collective arrives, even if no rank has waited for it yet. The timelines show it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from spec_tests.harness import ranks
 
 # Seconds. Rank 1 comes late, and both wait much later.
 LATE, MUCH_LATER = 0.3, 1.0
-MESSAGES, COLLECTIVES = 2**18, 2**10  # numbers of four bytes: of a piece that is sent by itself, and of a small one
+MESSAGES, COLLECTIVES = 2**18, 2**10  # numbers of four bytes: a shard that is sent by itself, and a small one
 
-# Given a size: what is promised, where it comes to, and what that will be.
+# Given a size, returns the handle, the output tensor, and the values that the output must have.
 Issue = Callable[[int], tuple[Any, torch.Tensor, torch.Tensor]]
 
 
@@ -48,7 +48,7 @@ def test_data_has_arrived_when_the_other_rank_has_sent_it_and_not_when_it_is_wai
     monkeypatch.setenv("MINIFSDP_TRANSPORT", "messages")
     recorder, rank = trace.Recorder(), dist.get_rank()
     transport = Group.of(dist.group.WORLD).transport
-    # Small pieces by gloo's collectives, as they are sent by default.
+    # Send small shards by gloo's collectives, which is the default.
     monkeypatch.setattr(transport, "_least_bytes", 4 * MESSAGES)
     with arrivals.noted(recorder):
         dist.barrier()
@@ -61,7 +61,7 @@ def test_data_has_arrived_when_the_other_rank_has_sent_it_and_not_when_it_is_wai
     assert torch.equal(found, expected), "what was put into the memory is gone"
     assert event.arrived is not None
     waited = event.arrived - event.start
-    # The one that is late finds the other's data there, or nearly so.
+    # For the late rank, the other rank's data is there at once or nearly so.
     assert (0.5 * LATE if rank == 0 else 0.0) < waited < MUCH_LATER - 0.5 * LATE
 
 

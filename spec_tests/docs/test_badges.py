@@ -1,4 +1,4 @@
-"""A badge promises no more than was seen."""
+"""A badge claims no more than the tests have shown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CPU, SIMULATED, CUDA = "cpu-gloo", "simulated", "cuda-nccl"
 
 
 def row(how_to_observe: str, **proofs: str):  # type: ignore[no-untyped-def]
-    """A row that was proven, as in ``cpu="text"``."""
+    """A requirement with recorded results, for example ``cpu="text"``."""
     from docs_build.results import SpecRow
 
     backends = {"cpu": CPU, "simulated": SIMULATED, "cuda": CUDA}
@@ -22,7 +22,7 @@ def row(how_to_observe: str, **proofs: str):  # type: ignore[no-untyped-def]
 
 
 def shown(one) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped-def]
-    """Tone, words and place of each badge."""
+    """Tone, text and backend of each badge."""
     from docs_build.badges import badges
 
     return re.findall(r'badge-([a-z]+)">(.*?)<i>(.*?)</i>', badges(one))

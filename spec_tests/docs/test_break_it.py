@@ -1,4 +1,4 @@
-"""The section "Break it" of the learning pages: what it says to change is there, and the tests that it names notice."""
+"""The section "Break it" of the learning pages: the lines to change exist, and the named tests detect the change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXAMPLE = (
 
 
 def broken() -> list[tuple[str, str, str, str, str]]:
-    """Module, line, what to write instead, file of the test, test: the worked example, then the rows of the table."""
+    """Module, line, replacement, test file and test: the worked example first, then the rows of the table."""
     row = re.compile(r"^\| `(.+)` \| `(.+)` \| `(.+)` \| `(.+)`, `(.+)` \|$", re.MULTILINE)
     return [EXAMPLE, *(found.groups() for found in row.finditer(PAGE))]  # type: ignore[list-item]
 

@@ -1,4 +1,4 @@
-"""The page's calculator computes what ``minifsdp.cost`` computes, on a grid of jobs, and refuses what it cannot."""
+"""The page's calculator computes the same as ``minifsdp.cost`` on a grid of jobs, and refuses invalid input."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_llama_3_has_its_true_shapes(
     import transformers
 
     config = transformers.LlamaConfig(
-        num_hidden_layers=2,  # all are alike
+        num_hidden_layers=2,  # all layers are alike
         hidden_size=hidden,
         num_attention_heads=heads,
         num_key_value_heads=8,
@@ -191,7 +191,7 @@ def test_llama_3_has_its_true_shapes(
     assert sorted(found["root"]) == sorted(
         [*shapes_of(model.model.embed_tokens), *shapes_of(model.model.norm), *shapes_of(model.lm_head)]
     )
-    # The numbers that their publisher gives.
+    # The parameter counts that the publisher gives.
     assert sum(prod(shape) for unit in [*found["units"], found["root"]] for shape in unit) == total
 
 
@@ -203,7 +203,7 @@ def test_the_smaller_gpt_has_its_true_shapes() -> None:
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config())
     found = preset("GPT, 124 M")
     ours = sorted(sorted(shape) for unit in [*found["units"], found["root"]] for shape in unit)
-    # Its matrices are stored the other way round, and the scores are tied to the embedding.
+    # GPT-2 stores its matrices transposed, and the output matrix is tied to the embedding.
     assert ours == sorted(sorted(p.shape) for p in model.parameters())
 
 
@@ -291,7 +291,7 @@ def test_an_address_keeps_all_inputs_and_nothing_that_is_as_at_the_beginning(cha
         console.log(JSON.stringify([texts, address, inputs.fromAddress("#" + address)]))"""
     texts, address, back = in_script(code, changed)
     assert back == texts
-    # A model of one's own has no name to be told.
+    # A custom model has no name, so the address does not contain one.
     assert {part.partition("=")[0] for part in address.split("&") if part} == {*changed} - {"preset"}
 
 
@@ -306,7 +306,7 @@ def test_an_address_names_a_model_and_what_is_unknown_in_it_is_left_out() -> Non
 
 
 def test_the_answers_are_those_of_the_package() -> None:
-    """Llama-3 70B on 8 machines: all that is sent is nearly the same, what leaves a machine is not."""
+    """Llama-3 70B on 8 machines: the strategies send similar amounts in total, but not between machines."""
     code = """const { read } = inputs.readAll(inputs.fromAddress("#preset=Llama-3+70B&ranks=64&machines=8"));
         console.log(JSON.stringify([read.model, inputs.answer(read).strategies]))"""
     model, answers = in_script(code, None)

@@ -1,4 +1,4 @@
-"""The calculator in a browser: what it shows, what it refuses and where it says so, and what its address keeps."""
+"""The calculator in a browser: its results, its error messages and their places, and the inputs kept in its address."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ VERDICT = "document.querySelector('.calc-verdict').textContent"
 
 @pytest.fixture
 def page(address: str, tab: Tab) -> Tab:
-    """The page as it begins."""
+    """The page in its initial state."""
     tab.resize(*SIZES["desk"])
     return at(tab, address, "")
 
 
 def at(tab: Tab, address: str, hash_: str) -> Tab:
-    # Another page first: from one part of a page to another a browser loads nothing.
+    # Open another page first: a browser does not reload a page if only the anchor changes.
     tab.open("about:blank")
     tab.open(address + PAGE + hash_)
     return tab
@@ -38,7 +38,7 @@ def value(tab: Tab, field: str) -> Any:
 
 
 def errors(tab: Tab) -> dict[str, str]:
-    """What stands beside the fields, by field."""
+    """The error messages next to the fields, by field."""
     code = """Object.fromEntries([...document.querySelectorAll('.calc-error')].filter(e => e.textContent)
         .map(e => [e.id.slice(5, -6), e.textContent]))"""
     return dict(tab.look(code))
@@ -137,7 +137,7 @@ def test_an_error_stands_beside_its_field_and_is_read_with_it(page: Tab, field: 
             e.closest('.calc-field').contains(document.getElementById('calc-{field}-error'))]; }})()"""
     invalid, described, beside = page.look(code)
     assert (invalid, described[-1], beside) == ("true", says, True)
-    # Nothing that was computed before is left to be believed.
+    # Earlier results are removed.
     assert page.look("document.querySelector('.calc-result').childElementCount") == 0
     assert page.look("document.querySelectorAll('[aria-invalid=true]').length") == 1
     page.choose(f"#calc-{field}", {"lines": "4 * 1000"}.get(field, "1"))
@@ -162,7 +162,7 @@ def test_the_address_keeps_all_inputs_over_a_reload_and_for_others(page: Tab, ad
         assert page.look(VERDICT) == verdict
         assert page.look("document.getElementById('calc-offload').checked") is True
         assert page.look("location.hash") == said
-        # A link that is opened while the page is there.
+        # Follow a link to other inputs while the page is open.
         page.look("location.hash = '#ranks=2'")
         page.wait_for("document.getElementById('calc-ranks').value === '2'")
         assert value(page, "preset") == "Llama-3 8B"
@@ -193,7 +193,7 @@ def test_every_field_is_reached_by_the_keyboard_in_its_order(page: Tab) -> None:
         reached.append(page.look("document.activeElement.id"))
     assert reached == shown
     assert page.look("getComputedStyle(document.activeElement).outlineStyle") == "solid"
-    # Behind the fields: the link, the table that can be scrolled, the sums.
+    # After the fields: the link, the scrollable table, the sums.
     behind = []
     for _ in range(3):
         page.press("Tab")
@@ -226,7 +226,7 @@ def test_the_parts_of_a_bar_differ_without_colour(page: Tab) -> None:
     code = """[0, 1, 2].map((i) => getComputedStyle(document.querySelector('.calc-bar .calc-part-' + i)).backgroundImage
         .replace(/rgba?\\([^)]*\\)/g, 'colour'))"""
     assert len(set(page.look(code))) == 3
-    # And who is chosen is marked by a sign.
+    # The chosen strategy is also marked by a symbol.
     assert page.look("document.querySelector('.calc-chart .is-chosen .calc-name').textContent").startswith("▸ ")
 
 

@@ -1,4 +1,4 @@
-"""Whether texts can be read: on one page of each kind, in light and in dark, whatever is folded unfolded."""
+"""Texts have enough contrast: on one page of each kind, in light and dark mode, with all folded parts open."""
 
 from __future__ import annotations
 

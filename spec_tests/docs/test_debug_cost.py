@@ -1,4 +1,4 @@
-"""The table of what the checks of ``minifsdp.debug()`` cost, made from the record that the measurement writes."""
+"""The table of the cost of the checks of ``minifsdp.debug()``, generated from the recorded measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A link to a place of a page shows that place: below the header, with nothing over it, on a desk and on a phone."""
+"""A link to an anchor shows its target below the header and not covered, at desktop and phone width."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.docs, pytest.mark.needs("mkdocs")]
 
 SIZES = [(1440, 900), (820, 1180), (390, 844)]
 
-# Whether an element is on the screen, below the header and what else stays there, with nothing over its beginning.
+# Whether an element is on the screen, below the header and other fixed elements, and its beginning is not covered.
 IN_SIGHT = """((id) => {
     const e = document.getElementById(id), b = e.getBoundingClientRect();
     const header = document.querySelector('.md-header').getBoundingClientRect();
@@ -29,12 +29,12 @@ IN_SIGHT = """((id) => {
 
 
 def some(names: list[str]) -> list[str]:
-    """The first, the last and some between."""
+    """The first and the last name, and three between them."""
     return [names[number * (len(names) - 1) // 4] for number in range(5)]
 
 
 def terms(site: Path, page: str) -> list[str]:
-    """Places of a page that somebody would link to: of headlines, definitions and documented names."""
+    """Anchors that a user may link to: headings, definitions and documented names."""
     html = (site / page).read_text(encoding="utf-8").partition("<article")[2]
     return re.findall(r'<(?:h[2-5]|dt|tr|a|section)\b[^>]*\bid="([^"]+)"', html)
 
@@ -52,7 +52,7 @@ def test_what_a_link_names_is_in_sight(site: Path, address: str, tab: Tab, width
     tab.resize(width, height)
     hidden = []
     for page, id in places_of(site):
-        # From another page, or nothing but the address would change.
+        # Open another page first; otherwise only the address would change.
         tab.open("about:blank")
         tab.open(f"{address}{page}#{id}")
         try:
@@ -85,7 +85,7 @@ def test_the_specs_filter_is_used_by_keyboard(address: str, tab: Tab) -> None:
     tab.open("about:blank")
     tab.open(address + "spec.html")
     everything = tab.look(SHOWN)
-    # The first stop of a page is the way past its navigation.
+    # The first Tab stop of a page is the link that skips the navigation.
     tab.press("Tab")
     assert tab.look("document.activeElement.matches('.md-skip')")
     press(tab, "Enter", 13, text="\r")
@@ -94,7 +94,7 @@ def test_the_specs_filter_is_used_by_keyboard(address: str, tab: Tab) -> None:
         if tab.look(FOCUS) == "spec-section":
             break
     assert tab.look(FOCUS) == "spec-section"
-    # Where the focus is can be seen.
+    # The focus is visible.
     look = "(({ outlineStyle, boxShadow }) => [outlineStyle, boxShadow])(getComputedStyle(document.activeElement))"
     assert tab.look(look) != ["none", "none"]
     press(tab, "ArrowDown", 40)

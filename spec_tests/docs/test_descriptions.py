@@ -1,4 +1,4 @@
-"""Each page has a sentence about itself."""
+"""Each page has a description of one sentence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def heads() -> dict[str, tuple[dict[str, Any], str]]:
-    """What stands at the head of each page, also of those that nobody wrote by hand, and its headline."""
+    """Metadata and title of each page, including generated pages."""
     from mkdocs.utils.meta import get_data
 
     from docs_build import descriptions, lessons

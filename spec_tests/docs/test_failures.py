@@ -1,4 +1,4 @@
-"""The pages of the failure lab, and the record that they show."""
+"""The pages of the failure lab, and the recorded output that they show."""
 
 from __future__ import annotations
 

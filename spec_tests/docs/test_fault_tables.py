@@ -1,4 +1,4 @@
-"""The tables of what was tried to end a training, made from the records that the commands write."""
+"""The tables of the fault tests, generated from the records that the commands write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a newcomer's eyes and keys meet: the first page without scrolling, and the words that are explained."""
+"""What a new visitor sees and reaches by keyboard: the first page without scrolling, and terms with a tooltip."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_command_start_and_picture_are_seen_without_scrolling(address: str, tab:
     tab.open(address + "index.html")
     for selector in (".home-words .command", ".home-words .md-button--primary", ".home-picture svg"):
         assert 0 < tab.look(BOTTOM.format(selector)) < 900, selector
-    # The whole command, in as many lines as it takes.
+    # The whole command is visible, on as many lines as it needs.
     code = "document.querySelector('.command code')"
     assert tab.look(f"{code}.scrollWidth <= {code}.clientWidth")
     tab.resize(1280, 900)
@@ -54,7 +54,7 @@ def test_a_word_is_explained_to_the_tab_key(site: Path, tab: Tab) -> None:
         tab.press("Tab")
         if tab.look("document.activeElement.tagName") == "ABBR":
             break
-    # The tooltip of what had the focus before it may still fade.
+    # The tooltip of the previously focused element may still be fading out.
     texts = "[...document.querySelectorAll('.md-tooltip2--active')].map(tip => tip.textContent.trim())"
     tab.wait_for(f"{texts}.some(text => {json.dumps(shown)}.includes(text))")
 

@@ -1,4 +1,4 @@
-"""What builds the site can be replaced: one module knows it."""
+"""The site generator can be replaced: only one module imports it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ THEIRS = {"mkdocs", "mkdocstrings", "material", "zensical"}
 
 
 def imported(text: str) -> set[str]:
-    """The packages that a module imports, anywhere in it."""
+    """The packages that a module imports, including imports inside functions."""
     found = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):

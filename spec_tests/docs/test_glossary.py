@@ -1,4 +1,4 @@
-"""The glossary, and its words on other pages."""
+"""The glossary, and its terms on other pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plots of what grows with the work."""
+"""The plots that show how costs grow with the number of units, ranks and so on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_plot_is_drawn_from_the_record_and_needs_nothing_from_elsewhere(
     recorded(growth.RECORD, (100.0, 10.0))
     html = growth.figure("calls units", "Calls.")
     assert "Recorded today, on the fake backend; a machine." in html
-    # From the upper left to the lower right: 100 and 10, of 10 to 100.
+    # From the upper left to the lower right: values 100 and 10 on an axis from 10 to 100.
     left, right = growth.LEFT, growth.LEFT + growth.WIDTH
     top, bottom = growth.TOP, growth.TOP + growth.HEIGHT
     assert html.count("<polyline") == 2
@@ -62,7 +62,7 @@ def test_the_page_draws_what_is_recorded_of_every_axis_and_of_the_large_model() 
     assert {axis for _, axis in plots} == set(growth.AXES)
     assert {cost for cost, _ in plots} == set(growth.COSTS)
     built = directives.put_back(directives.expand(page, "benchmarks.html"))
-    # What has been measured since the record was made is not drawn yet.
+    # A measurement that is newer than the record is not drawn yet.
     drawn = [(cost, axis) for cost, axis in plots if growth.figure(f"{cost} {axis}", "")]
     assert {("overhead", axis) for axis in growth.AXES} >= set(plots) - set(drawn)
     assert built.count('class="growth"') == len(drawn)
@@ -92,7 +92,7 @@ def test_the_readme_the_page_and_the_tests_count_the_same_calls() -> None:
     for said, figures in zip(lines, (in_a_small_unit, in_gpt), strict=True):
         torchs, ours = [float(number) for number in said[:2]], [float(number) for number in said[2:]]
         for (low, high), found in ((torchs, figures["torch"]), (ours, figures["minifsdp"])):
-            # "About" is within a twentieth.
+            # "About" means within 5 %.
             assert low == pytest.approx(min(found), rel=0.05)
             assert high == pytest.approx(max(found), rel=0.05)
 
@@ -103,7 +103,7 @@ def test_the_record_counts_the_calls_of_the_engine_as_it_is() -> None:
     from spec_tests.engine.test_growth import counted
 
     record = json.loads(growth.RECORD.read_text(encoding="utf-8"))
-    # Another torch may call a little more or less.
+    # Another version of torch may make slightly more or fewer calls.
     apart = 0.01 if f"torch {torch.__version__}" in record["circumstances"][-1] else 0.05
     for name in OURS:
         today = dict(zip(UNITS, counted(2)[name]["units"], strict=True))

@@ -1,4 +1,4 @@
-"""The first page, and the page on evidence: figures come from records, a repository from whoever publishes the site."""
+"""The home page and the page on evidence: numbers come from records; the builder of the site sets the repository."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No page has two elements of one name: a link to the second would lead to the first."""
+"""Every ID is unique on its page. Otherwise a link to the second element would lead to the first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a new user reads before the first command."""
+"""The installation instructions."""
 
 from __future__ import annotations
 

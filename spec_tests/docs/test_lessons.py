@@ -1,4 +1,4 @@
-"""Every tutorial is a page with the record of a run."""
+"""Every tutorial has a page with the recorded output of a run."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_what_a_lesson_needs_is_what_the_list_of_scripts_says() -> None:
     }
 
 
-# What the essays say, with the seconds that may be meant by it on a machine that does nothing else.
+# Phrases of the tutorials for a running time, with the seconds that each may stand for on an otherwise idle machine.
 WORDS = {
     "a few seconds": range(2, 11),
     "some seconds": range(5, 21),
@@ -80,7 +80,7 @@ def test_the_time_that_an_essay_says_is_that_of_the_recorded_run(lesson: Lesson)
     said = re.search(r"^It takes (.+?) on two CPU cores", (ROOT / lesson.name).read_text(), re.MULTILINE)
     run = recorded()[lesson.name]
     assert said
-    # A run on a machine that others took wholly says nothing about the time.
+    # If other programs used a whole core during the run, its time is not meaningful.
     assert run["others"] < 1
     assert run["seconds"] in WORDS[said[1]]
 
@@ -96,7 +96,7 @@ def test_others_are_those_who_work_beside_us(tmp_path: Path, monkeypatch: pytest
     stat.write_text(f"cpu {50 * ticks} 0 0 {99 * ticks} 0 0 0 0 0 0\n")
     others = busy.Others()
     stat.write_text(f"cpu {60 * ticks} 0 {7 * ticks} {999 * ticks} 0 0 0 0 0 0\n")
-    # The cores have worked 17 seconds of these ten, we 12.
+    # In these ten seconds the cores worked 17 seconds in total, of which 12 were ours.
     assert others.cores() == 0.5
 
 
@@ -139,7 +139,7 @@ def test_a_watched_script_runs_as_if_it_were_started_and_its_recordings_are_told
     command = [sys.executable, "-m", "docs_build.watched", str(script), "--folder", "x"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    # The second thread looks when data arrive.
+    # The second thread looks up a module when data arrives.
     assert done.stdout.split() == ["__main__", "found", "--folder", "x", "2", "Recorder"], done.stderr
 
 
@@ -160,7 +160,7 @@ def test_a_tutorials_page_names_itself_and_its_neighbours_as_people_do() -> None
         page = lesson_page(lesson.name)
         assert f'<h1 id="top">{lesson.title} <code class="sbs-file">{Path(lesson.name).name}</code></h1>' in page
         ways = {rel: re.findall(rf'rel="{rel}" href="[^"]*">(.*?)</a>', page) for rel in ("prev", "next")}
-        # Above the script and below it.
+        # The links are above the script and below it.
         assert ways["prev"] == [f"&larr; {title}" for title in titles[:number][-1:]] * 2
         assert ways["next"] == [f"{title} &rarr;" for title in titles[number + 1 :][:1]] * 2
 

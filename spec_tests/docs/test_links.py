@@ -1,4 +1,4 @@
-"""The check of links must find what is broken; otherwise a green build means nothing."""
+"""The link checker must find broken links; otherwise a successful build means nothing."""
 
 from __future__ import annotations
 

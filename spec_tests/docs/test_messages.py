@@ -1,6 +1,6 @@
 """Every message of the package ends with the address of its entry on the page "Troubleshoot".
 
-That each address leads to an entry is seen on the built page, in ``test_site.py``.
+``test_site.py`` checks on the built page that each address leads to an entry.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def test_every_error_and_warning_gets_its_rank_and_its_address(path: Path) -> No
 
 
 def _speaking(path: Path) -> Iterator[ast.Call]:
-    """The calls that make an error or a warning with words."""
+    """The calls that create an error or a warning with a text."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and node.args:
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            # All warnings go through one place, which is given a text that has its ends.
+            # All warnings are issued in one place, which receives the complete text.
             is_the_place = ast.unparse(node).startswith("warnings.warn(text, category")
             if (name == "warn" or name.endswith(("Error", "Warning"))) and not is_the_place:
                 yield node

@@ -1,4 +1,4 @@
-"""The table of what comes after backward, made of a record; and the record, of everything that is measured."""
+"""The table of the time after backward, generated from a record, which must contain every measured case."""
 
 from __future__ import annotations
 

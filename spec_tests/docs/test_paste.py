@@ -1,4 +1,4 @@
-"""The box "Paste your traceback", and the search, over every message of ours and what people paste of torch's."""
+"""The box "Paste your traceback" and the search, for every message of minifsdp and for pasted output of torch."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def as_a_whole(text: str) -> str:
 
 
 def behind_a_prefix(text: str) -> str:
-    """As torchrun prints two ranks: line by line, mixed."""
+    """As torchrun prints two ranks: interleaved line by line."""
     ours, theirs = traceback(text, "[rank1]: ").splitlines(), traceback("SystemExit: 1", "[rank0]: ").splitlines()
     mixed = [line for both in zip(ours, theirs, strict=False) for line in both]
     return "\n".join(mixed + ours[len(theirs) :])
 
 
 def wrapped(text: str) -> str:
-    """As a narrow terminal breaks it: inside of words."""
+    """As a narrow terminal breaks lines: inside words."""
     return "\n".join(line[i : i + 47] for line in traceback(text).splitlines() for i in range(0, len(line), 47))
 
 
@@ -86,13 +86,13 @@ def page(address: str, tab: Tab) -> Tab:
 
 
 def found_in(tab: Tab, pasted: dict[str, str]) -> dict[str, list[str]]:
-    """The entries that are found in each text, best first."""
+    """The entries found for each text, the best first."""
     ask = "([id, text]) => [id, findTroubles(text).found.map((one) => one.entry.id)]"
     return dict(tab.look(f"Object.entries({json.dumps(pasted)}).map({ask})"))
 
 
 def share(what: str, found: dict[str, list[str]]) -> float:
-    """Prints how many find their entry first; what does not is named."""
+    """Share of texts whose entry is found first. Prints it with the texts for which it is not."""
     first = [id for id, ids in found.items() if ids[:1] == [id]]
     print(f"{what}: {len(first)} of {len(found)} first", {id: ids[:3] for id, ids in found.items() if id not in first})
     return len(first) / len(found)
@@ -175,7 +175,7 @@ def test_by_keyboard_from_a_disk(site: Path, tab: Tab) -> None:
     assert tab.wait_for(status) == "1 entry found: Cannot writeback when the parameter shape changes"
     assert "On rank 1." in tab.look("document.querySelector('.paste-why').textContent")
     assert "Cause." in tab.look("document.querySelector('.paste-body').textContent")
-    # Two buttons, then the entry's headline.
+    # Skip two buttons; then comes the heading of the entry.
     for _ in range(3):
         tab.press("Tab")
     assert tab.look("document.activeElement.getAttribute('href')") == "#E-writeback"

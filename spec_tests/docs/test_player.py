@@ -1,4 +1,4 @@
-"""The step player in a browser: what it shows of a recorded run, how it is moved, and recordings of one's own."""
+"""The step player in a browser: its view of a recorded run, its controls, and recordings that a user loads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZES = {"phone": (390, 844), "tablet": (820, 1180), "desk": (1440, 900)}
 
 
 def at(tab: Tab, address: str, hash_: str = "", size: str = "desk") -> Tab:
-    """The player, when its run is there. Another page first: to another part of a page a browser loads nothing."""
+    """Opens the player and waits for its run. Opens another page first, because an anchor alone reloads nothing."""
     tab.resize(*SIZES[size])
     tab.open("about:blank")
     tab.open(address + PAGE + hash_)
@@ -49,7 +49,7 @@ def number(tab: Tab) -> int:
 
 
 def card(tab: Tab, rank: int) -> dict[str, str]:
-    """The amounts of bytes in a card, by name."""
+    """The sizes in a rank's card, by name."""
     texts = tab.look(
         f"[...document.querySelectorAll('.card')[{rank}].querySelectorAll('.card-bytes span')].map(e => e.textContent)"
     )
@@ -57,7 +57,7 @@ def card(tab: Tab, rank: int) -> dict[str, str]:
 
 
 def each_moment(tab: Tab, rank: int) -> Iterator[int]:
-    """Goes to a rank's moments one after the other; the first of all moments may be another rank's."""
+    """Steps through the moments of a rank. The first moment of the run can belong to another rank."""
     tab.press("Home")
     for n in range(len(recordings.find(KEY)["ranks"][rank]["moments"])):
         if n or not tab.look(NOW).startswith(f"Rank {rank}:"):
@@ -66,14 +66,14 @@ def each_moment(tab: Tab, rank: int) -> Iterator[int]:
 
 
 def size(num: int) -> str:
-    """As the page writes it."""
+    """Formats a number of bytes as the page does."""
     if num >= 1e6:
         return f"{num / 1e6:.2f} MB"
     return f"{num / 1e3:.0f} kB" if num >= 1e4 else f"{num / 1e3:.1f} kB" if num >= 1e3 else f"{num} B"
 
 
 def after(run: dict[str, Any], rank: int, n: int) -> dict[str, int]:
-    """What a rank holds after its moment: what was noted before the next one."""
+    """What a rank holds after a moment: the values recorded just before the next one."""
     moments = run["ranks"][rank]["moments"]
     *_, held, adam = moments[min(n + 1, len(moments) - 1)]
     units = run["units"]
@@ -108,7 +108,7 @@ def test_keys_are_the_players_before_anything_was_clicked(address: str, tab: Tab
     tab.wait_for(f"{CLOCK}.startsWith('3 /')")
     tab.press(" ")
     assert tab.look("document.querySelector('.player-play').textContent") == "Play"
-    # Nothing was focused, and the page has stayed where it was.
+    # No element got the focus, and the page did not scroll.
     assert tab.look("[document.activeElement.tagName, scrollY]") == ["BODY", 0]
     assert tab.complaints() == []
 
@@ -131,7 +131,7 @@ def test_it_moves_by_mouse_and_by_its_lanes(address: str, tab: Tab) -> None:
     for place in range(0, number(tab), 5):
         tab.choose(".player-slider", str(place))
         seen.add(card(tab, 0)["gathered"])
-    # The saw teeth: more than two amounts of gathered bytes in a step.
+    # The sawtooth: more than two different amounts of gathered bytes in a step.
     assert len(seen) > 2
     tab.choose(".player-slider", "0")
     tab.click(".player-lanes svg")
@@ -205,7 +205,7 @@ def test_the_address_keeps_run_and_moment(address: str, tab: Tab) -> None:
     tab.wait_for("location.hash.endsWith('-2/31')")
     tab.send("Page.reload")
     tab.wait_for(f"document.querySelector('.player-clock') && {CLOCK}.startsWith('31 /')")
-    # Another address while the page is there.
+    # Change the address while the page is open.
     tab.look(f"location.hash = '#{KEY}/7'")
     tab.wait_for(f"{CLOCK}.startsWith('7 /')")
     assert tab.look("document.getElementById('player-door').value") == "fsdp2"
@@ -233,7 +233,7 @@ def test_memory_is_shown_over_time_with_each_ranks_peak(address: str, tab: Tab, 
         assert drawn[rank] == f"peak {size(max(totals))}"
         tab.look(f"document.querySelectorAll('.card')[{rank}].querySelector('.card-button:last-child').click()")
         assert card(tab, rank)["together"] == size(max(totals))
-    # What is whole, and what is reduced, has an area of its own for each rank.
+    # Unsharded and reduced gradients have an area of their own for each rank.
     for part in ("shards", "optimizer", "gathered", "whole", "reduced"):
         shapes = tab.look(f"[...document.querySelectorAll('path.memory-{part}')].map(e => e.getBBox().height)")
         assert len(shapes) == len(run["ranks"])
@@ -249,7 +249,7 @@ def test_a_card_has_the_recorded_bytes_whole_gradients_among_them(address: str, 
         expected = after(run, 0, n)
         assert card(tab, 0) == {name: size(num) for name, num in expected.items()}
         whole.add(expected["whole gradients"])
-    # Two whole gradients at once: one is complete while the one before it is on its way.
+    # Two unsharded gradients at once: one is complete while the previous one is still being reduced.
     assert max(whole) > 2 * 66304
 
 
@@ -276,7 +276,7 @@ def test_the_axis_has_ticks_at_round_times(address: str, tab: Tab) -> None:
     assert len(steps) == 1
     assert str(steps.pop()).replace(".", "").strip("0")[0] in "125"
     assert places == sorted(places)
-    # The line stands where its moment's time is on the axis.
+    # The cursor is at the time of its moment on the axis.
     tab.press("End")
     ms = float(tab.look(CLOCK).split(" · ")[1].split()[0])
     x = float(tab.look("document.querySelector('.cursor').getAttribute('x')")) + 1
@@ -295,12 +295,12 @@ def test_the_line_that_runs_is_highlighted_on_the_page(address: str, tab: Tab) -
         if not run["ranks"][0]["moments"][n][6]:
             assert "training loop" in tab.look("document.querySelector('.source-way').textContent")
             continue
-        # In sight inside of its box, for which the page was not moved.
+        # The line is visible inside its box, and the page did not scroll to show it.
         inside = f"""(() => {{ const a = {line}.getBoundingClientRect();
             const b = document.querySelector('.source-box').getBoundingClientRect();
             return b.top <= a.top && a.bottom <= b.bottom; }})()"""
         assert tab.look(inside)
-    # Who called: another function, at its call.
+    # The caller: another function, at the line of its call.
     at(tab, address)
     tab.wait_for(f"!!{line}")
     tab.look("document.querySelectorAll('.source-frame')[1].click()")
@@ -324,7 +324,7 @@ def test_a_shard_is_drawn_where_it_lies(address: str, tab: Tab, key: str) -> Non
         of_group = [drawn[rank][unit] for rank in range(shards)]
         assert [len(pieces) for pieces in of_group] == [len(run["ranks"][r]["pieces"][unit]) for r in range(shards)]
         ends = sorted(end for pieces in of_group for end in pieces)
-        # Together they are all of the unit, and none lies over another.
+        # Together the shards cover the whole unit, and none overlaps another.
         assert ends[0][0] == pytest.approx(0, abs=0.05)
         assert ends[-1][1] == pytest.approx(1, abs=0.05)
         assert all(a[1] == pytest.approx(b[0], abs=0.02) for a, b in itertools.pairwise(ends))
@@ -376,13 +376,13 @@ def test_torch_stands_beside_this_package(address: str, tab: Tab) -> None:
     tab.press("End")
     shown = [card(tab, rank) for rank in range(4)]
     assert shown[:2] == shown[2:]
-    # Alone, it says why there is no source.
+    # A single torch run shows why it has no source.
     at(tab, address, "#" + torchs)
     assert "are not shown" in tab.look("document.querySelector('.source-title').textContent")
     assert tab.complaints() == []
 
 
-# --- eyes ---
+# --- visibility ---
 
 
 @in_browser
@@ -422,7 +422,7 @@ PIXELS = """(async (data) => {
 
 
 def lightness(tab: Tab, selector: str) -> list[float]:
-    """Of the pixels of the widest such element, as they are seen, from its middle."""
+    """Lightness of the pixels in the middle of the widest matching element, as they appear on the screen."""
     box = tab.look(
         f"(() => {{ const all = [...document.querySelectorAll('{selector}')].map(e => e.getBoundingClientRect());"
         " const b = all.sort((a, b) => b.width - a.width)[0]; return [b.x, b.y, b.width, b.height]; })()"
@@ -434,7 +434,7 @@ def lightness(tab: Tab, selector: str) -> list[float]:
 
 
 def contrast_within(pixels: list[float]) -> float:
-    """Between the darkest fifth and the lightest fifth."""
+    """Difference in lightness between the darkest and the lightest fifth."""
     in_order = sorted(pixels)
     return in_order[-len(pixels) // 5] - in_order[len(pixels) // 5]
 
@@ -451,10 +451,10 @@ def test_gathers_and_reductions_differ_for_the_colour_blind(address: str, tab: T
         gather, reduction = lightness(tab, "rect.span-AG"), lightness(tab, "rect.span-RS")
     finally:
         tab.send("Emulation.setEmulatedVisionDeficiency", type="none")
-    # One is plain, but for a mark upon it; the other has stripes that are light and dark.
+    # One is plain except for a mark on it; the other has light and dark stripes.
     assert contrast_within(gather) < 10
     assert contrast_within(reduction) > 35
-    # And each lane says what is in it.
+    # Each stream has a label.
     names = tab.look("[...document.querySelectorAll('.lane-name:not(.lane-peak)')].map(e => e.textContent)")
     assert names == ["compute", "gather", "reduce", "memory"] * 2
 
@@ -483,11 +483,11 @@ def test_every_control_has_a_name_and_no_id_is_there_twice(address: str, tab: Ta
     assert tab.look(twice) == []
 
 
-# --- a recording of one's own ---
+# --- a recording of the user's own ---
 
 
 def drop(tab: Tab, name: str, text: str, onto: str = ".player") -> None:
-    """Drops a file."""
+    """Drops a file on an element."""
     tab.look(
         f"""(() => {{ const files = new DataTransfer();
             files.items.add(new File([{json.dumps(text)}], {json.dumps(name)}));
@@ -500,7 +500,7 @@ def drop(tab: Tab, name: str, text: str, onto: str = ".player") -> None:
 
 @pytest.fixture(scope="module")
 def steps() -> str:
-    """What ``chrome_trace`` makes of real events."""
+    """The output of ``chrome_trace`` for recorded events."""
     return json.dumps(timeline.chrome_trace(pictures.events_of("fsdp1-full-pre-block-2-wide")))
 
 
@@ -511,21 +511,21 @@ def test_a_trace_is_dropped_and_plays(address: str, tab: Tab, steps: str) -> Non
     tab.wait_for(f"{STATUS}.includes('steps.json')")
     events = pictures.events_of("fsdp1-full-pre-block-2-wide")
     assert number(tab) == sum(1 + (event.end > event.start) for of_rank in events for event in of_rank)
-    # What is there: kinds, units, bytes, groups, lanes, and the memory of what is gathered.
+    # The trace has kinds, units, bytes, groups, streams, and the memory of gathered parameters.
     assert tab.look(NOW).startswith("Rank ")
     tab.press("1")
     assert re.fullmatch(r"Rank 1: all-gather of root is issued between ranks 0 and 1, [\d.]+ kB", tab.look(NOW))
     peak = max(num for _, num in timeline.gathered_bytes(events[1]))
     assert tab.look("document.querySelectorAll('.lane-peak')[1].textContent") == f"peak {size(peak)}"
     assert set(card(tab, 1)) == {"gathered"}
-    # What is not there is said, and not drawn.
+    # The page says which data is missing, and does not draw it.
     assert "no source lines" in tab.look("document.querySelector('.source-title').textContent")
     assert tab.look("document.querySelectorAll('.bar-shard').length") == 0
     tab.press(" ")
     tab.wait_for(f"Number({CLOCK}.split(' ')[0]) > 3")
     tab.press(" ")
     tab.wait_for("location.hash === ''")
-    # And back.
+    # Return to the recorded run.
     tab.click(".player-back")
     tab.wait_for(f"{STATUS} === '118 moments on 2 ranks, 5 units.'")
     assert tab.complaints() == []
@@ -554,7 +554,7 @@ def test_a_trace_is_chosen_by_keyboard_and_can_stand_beside_a_run(
     tab.wait_for(f"{STATUS}.includes('mine.json')")
     tab.click(".player-beside")
     tab.wait_for("document.querySelectorAll('.player-run').length === 2")
-    # Onto the second one: the other file.
+    # Drop the other file on the second run.
     drop(tab, "other.json", steps, ".player-run[data-slot='1']")
     tab.wait_for("document.querySelectorAll('.player-title')[1].textContent === 'other.json'")
     assert tab.look("document.querySelector('.player-title').textContent") == "mine.json"
@@ -593,7 +593,7 @@ def test_a_wrong_file_is_told_in_words_and_changes_nothing(address: str, tab: Ta
     remedy = "Needed is what train_gpt.py --trace writes, or minifsdp.timeline.chrome_trace."
     assert said.endswith(remedy) or "damaged" in said
     assert moment(tab) == 5
-    # Where a reader looks who has just opened it.
+    # The status is where a reader looks right after opening the page.
     assert 0 < tab.look("document.querySelector('.player-status').getBoundingClientRect().top") < 400
     assert tab.complaints() == []
 

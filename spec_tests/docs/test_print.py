@@ -1,4 +1,4 @@
-"""On paper nothing scrolls: pictures and code are whole, and what leads to other pages is left out."""
+"""Printed pages show pictures and code in full, and leave out the navigation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGES = (
     "moving/from-ddp.html",
     "benchmarks.html",
 )
-# A4, less 15 mm at each side, at 96 dots to the inch.
+# A4 without margins of 15 mm at each side, at 96 dots per inch.
 PAPER = round((210 - 30) / 25.4 * 96)
 NAVIGATION = (
     "in reading order",
@@ -38,12 +38,12 @@ NAVIGATION = (
 
 
 def squeezed(text: str) -> str:
-    # A line of a PDF may end anywhere, and some pairs of letters are one sign.
+    # A PDF can break a line anywhere, and can store a pair of letters as one character.
     return re.sub(r"\s+", "", unicodedata.normalize("NFKC", text))
 
 
 def printed(tab: Tab) -> str:
-    """The text of the opened page's PDF."""
+    """The text of the PDF of the open page."""
     from pypdf import PdfReader
 
     data = tab.send("Page.printToPDF", preferCSSPageSize=True, paperWidth=210 / 25.4, paperHeight=297 / 25.4)["data"]
@@ -71,8 +71,8 @@ def test_the_last_label_and_the_last_line_are_on_paper(site: Path, tab: Tab, pag
     assert [words for words in NAVIGATION if squeezed(words) in text] == []
 
 
-# Each box of the page whose content is larger than itself and does not show outside, and each text of a picture that
-# lies beside the paper.
+# Each box whose content is larger than the box and is hidden outside it, and each text of a picture that lies outside
+# the paper.
 CUT = """(() => {
   const hides = (one) => {
     const style = getComputedStyle(one);

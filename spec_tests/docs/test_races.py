@@ -1,4 +1,4 @@
-"""The pictures of the benchmarks, drawn from a record that was made up."""
+"""The pictures of the benchmarks, drawn from a made-up record."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_bar_is_as_long_as_its_median_and_its_line_as_long_as_the_quartiles_li
 
     html = races.figure("ratios", "Ratios.")
     assert "Recorded today; a machine." in html
-    # The scale goes from 0 to 1.5 in steps of a half.
+    # The scale goes from 0 to 1.5 in steps of 0.5.
     one = (races.WIDTH / 2 - races.LEFT - races.RIGHT) / 1.5
     bars = re.findall(
         r'<g><title>([^<]*)</title>.*?class="bar ([\w ]+)".*?width="([\d.]+)".*?M([\d.]+) [\d.]+H([\d.]+)', html

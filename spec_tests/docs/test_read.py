@@ -1,4 +1,4 @@
-"""The pages that show the code: notes, what only records, numbers of lines, and what turns red if a line is broken."""
+"""The pages that show the code: notes, recording code, line numbers, and the tests that fail if a line is broken."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_file_of_notes_belongs_to_a_module_and_has_some() -> None:
 
 
 def body_without_words(name: str) -> list[tuple[int, str]]:
-    """Of each row of a function, how many lines of its body there are, without what is folded, and its anchor."""
+    """For each row of a function, the number of its body lines that are not folded, and its anchor."""
     module = read_module(name)
     lines = module.text.splitlines()
     heads = {
@@ -96,11 +96,11 @@ def test_a_note_takes_nobodys_address() -> None:
     anchors = {row.anchor: row for row in read_module("engine/unit.py").rows}
     assert anchors["Unit.unshard-1"].comment.startswith("A unit of the user's")
     assert anchors["Unit.unshard-n1"].note.startswith("The rate limiter.")
-    # What was recorded before there was a note.
+    # A recording that is older than the note refers to the row's earlier anchor.
     assert read_module("engine/unit.py").anchor_of(anchors["Unit.unshard-n1"].lines[0]) == "Unit.unshard-1"
 
 
-# --- what only records ---
+# --- recording code ---
 
 
 def test_what_only_records_is_told_by_its_form() -> None:
@@ -146,10 +146,10 @@ def records(name: str) -> bool:
     return bool(recording_lines(ast.parse((PACKAGE / name).read_text(encoding="utf-8"))))
 
 
-# By the code alone: where a line is broken on purpose, its note may not find it, and the others are to be tried.
+# Selected by the code alone: if a line is broken on purpose, its note may not match, but other tests must still run.
 @pytest.mark.parametrize("name", [*filter(records, all_modules())])
 def test_the_rest_needs_nothing_of_what_only_records(name: str) -> None:
-    """No name or attribute that is given a value only there is read by a line that stays in sight."""
+    """No visible line reads a name or attribute that is only set in recording code."""
     module = read_module(name)
     for function in ast.walk(ast.parse(module.text)):
         if isinstance(function, ast.FunctionDef) and function.lineno not in module.recording:
@@ -170,7 +170,7 @@ def test_the_recorders_are_out_of_sight_in_the_core() -> None:
         assert seen == [], name
 
 
-# --- numbers of lines ---
+# --- line numbers ---
 
 
 def test_each_line_has_a_number_and_what_records_is_folded() -> None:
@@ -183,7 +183,7 @@ def test_each_line_has_a_number_and_what_records_is_folded() -> None:
     assert 'id="L7"' in after
 
 
-# --- what turns red, and Learn ---
+# --- tests that fail, and Learn ---
 
 
 def test_a_break_stands_at_a_line_of_its_function() -> None:
@@ -202,7 +202,7 @@ def test_the_break_of_the_limiter_stands_where_the_limiter_is_asked() -> None:
 
 
 def links_to_rows(html: str) -> dict[str, set[str]]:
-    """Of each row of a page the rows of the spec that stand below its prose."""
+    """For each row of a page, the requirements that are listed below its prose."""
     found: dict[str, set[str]] = {}
     for section in html.split("<section ")[1:]:
         anchor = section.partition('id="')[2].partition('"')[0]

@@ -1,4 +1,4 @@
-"""The pages that show the code, in a browser: a line's address, what is folded, keys, paper."""
+"""The pages that show the code, in a browser: the address of a line, folded lines, keys, printing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PAGE, MODULE = "read/engine/unit.html", read_module("engine/unit.py")
 LINES = MODULE.text.splitlines()
 PLAIN = next(n for n, line in enumerate(LINES, 1) if "self.layout.gather(" in line)
 FOLDED = next(n for n, line in enumerate(LINES, 1) if '"AG", self.name' in line)
-# Between it and the plain one nothing is in sight.
+# No line between this one and the plain one is visible.
 BEFORE = max(n for n in range(1, FOLDED) if n not in MODULE.recording)
-# In the docstring of `wait`, which stands on the left.
+# In the docstring of `wait`, which is shown on the left.
 PROSE = next(n for n, line in enumerate(LINES, 1) if "`unshard` was not called." in line)
 
 
@@ -27,13 +27,13 @@ def number(line: int) -> str:
 
 
 def open_at(tab: Tab, address: str, line: int) -> None:
-    # From another page, or nothing but the address would change.
+    # Open another page first; otherwise only the address would change.
     tab.open("about:blank")
     tab.open(f"{address}{PAGE}#L{line}")
 
 
 def in_sight(line: int) -> str:
-    """Whether a line is on the screen, below the header, with nothing over it."""
+    """Whether a line is on the screen, below the header, and not covered."""
     return f"""(() => {{
         const e = {number(line)}, b = e.getBoundingClientRect();
         if (!b.height || b.top < 60 || b.bottom > innerHeight) return false;
@@ -84,7 +84,7 @@ def test_arrows_go_from_line_to_line_and_tab_past_them(address: str, tab: Tab) -
     tab.wait_for(f"{stops}.join() === 'L{BEFORE}'")
     tab.look(f"{number(BEFORE)}.focus()")
     tab.press("ArrowDown")
-    # The lines behind it are folded.
+    # The lines after it are folded.
     assert tab.look("document.activeElement.id") == f"L{PLAIN}"
     assert tab.look(stops) == [f"L{PLAIN}"]
     tab.press("ArrowUp")

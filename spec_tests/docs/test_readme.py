@@ -1,4 +1,4 @@
-"""What the README counts is what can be counted; its other figures are compared where their records are."""
+"""The counts in the README are correct. Its other numbers are compared where their records are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recorded runs of the pages: calm ones, of this engine, on one axis where they are compared."""
+"""The recorded runs of the pages: undisturbed, made with the current engine, and compared on one axis."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_engine_does_what_was_recorded(door: str) -> None:
     for mine, of_record in zip(found["ranks"], recordings.find(run.key)["ranks"], strict=True):
         kinds = [(moment[0], moment[1], moment[2], moment[4], moment[6:8]) for moment in mine["moments"]]
         before = [(moment[0], moment[1], moment[2], moment[4], moment[6:8]) for moment in of_record["moments"]]
-        # As in the file, where tuples are lists.
+        # Compare as in the file, where tuples are lists.
         assert [str(kind).replace("(", "[").replace(")", "]") for kind in kinds] == [
             str(kind).replace("(", "[").replace(")", "]") for kind in before
         ], "the engine has changed: python -m docs_build.record --player"
@@ -80,7 +80,7 @@ def test_torchs_run_has_the_same_events_as_the_one_beside_it(generation: str, st
         assert ours["pieces"] == torchs["pieces"]
         counted = [Counter((m[0], m[1], m[2], m[4]) for m in rank["moments"]) for rank in (ours, torchs)]
         assert counted[0] == counted[1]
-        # At the end of both the optimizer sees the same gradients, and nothing else is left.
+        # At the end of both runs the optimizer sees the same gradients, and nothing else is left.
         left = [[held[2:] for held in rank["moments"][-1][7]] for rank in (ours, torchs)]
         assert left[0] == left[1]
 
@@ -126,7 +126,7 @@ def test_a_whole_gradient_is_counted_while_its_memory_is_held() -> None:
     gradient = torch.ones(8, 8)
     packed = gradient.view(64)
     whole.see([gradient, packed])
-    # One memory, seen twice.
+    # Two tensors share one storage.
     assert whole.whole_bytes() == 256
     del gradient, packed
     assert whole.whole_bytes() == 0
@@ -149,11 +149,11 @@ def test_timelines_of_one_page_share_an_axis() -> None:
 
 
 def begun_before_the_end_of(kind: str, key: str) -> list[list[bool]]:
-    """By rank: of each block of a recorded step but the first, whether its gather began while the one before computed.
+    """For each rank, whether the all-gather of each block except the first began while the previous block computed.
 
     Args:
         kind: ``F`` for forward, ``B`` for backward.
-        key: of the run.
+        key: key of the run.
     """
     found = []
     for events in pictures.events_of(key):
@@ -161,7 +161,7 @@ def begun_before_the_end_of(kind: str, key: str) -> list[list[bool]]:
         gathers = [event for event in events if event.kind == "AG"]
         begun = []
         for earlier, later in itertools.pairwise(blocks):
-            # Of its gathers the last one before it computes.
+            # The last all-gather of the block before it computes.
             gather = max(one.start for one in gathers if one.unit == later.unit and one.start < later.start)
             begun.append(gather < earlier.end)
         found.append(begun)
@@ -178,5 +178,5 @@ def test_the_pictures_of_prefetch_show_gathers_that_begin_while_the_unit_before_
     assert {pre, post, forward} <= set(shown)
     assert begun_before_the_end_of("B", pre) == ALL
     assert begun_before_the_end_of("F", forward) == ALL
-    # Where nothing is asked for ahead it would be seen, too.
+    # The check also detects a run without prefetching.
     assert begun_before_the_end_of("B", post) == begun_before_the_end_of("F", pre) == NONE

@@ -1,4 +1,4 @@
-"""Two builds give the same files, whatever else their machines do: nothing on a page is measured while it is built."""
+"""Two builds give the same files, whatever else the machine does: a build measures nothing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from spec_tests.docs.conftest import build
 
 pytestmark = [pytest.mark.docs, pytest.mark.needs("mkdocs")]
 
-# The dates of all pages stand in it, and nothing else.
+# They contain the dates of all pages, and nothing else.
 DATED = {"sitemap.xml", "sitemap.xml.gz"}
 
 
 @pytest.fixture
 def busy() -> Iterator[None]:
-    """Another program takes a core."""
+    """Another program uses one core."""
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as loop:
         yield
         loop.kill()
@@ -33,7 +33,7 @@ def contents(site: Path) -> dict[str, bytes]:
 
 @pytest.mark.usefixtures("busy")
 def test_a_build_beside_other_work_gives_the_same_files(site: Path, tmp_path: Path) -> None:
-    # As far from UTC as there is; sets of strings in another order; behind everything else that runs.
+    # A time zone far from UTC, another order of sets of strings, and the lowest priority.
     other = {**os.environ, "TZ": "Pacific/Kiritimati", "PYTHONHASHSEED": "20260", "LANG": "C"}
     again = contents(build(tmp_path / "again", other, "nice", "-n", "19"))
     first = contents(site)

@@ -1,4 +1,4 @@
-"""The record of the last results that the pages show."""
+"""The recorded test results that the pages show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search of all pages, asked for error messages: the entry of "Troubleshoot" is the first result."""
+"""The search over all pages, given an error message: its entry on "Troubleshoot" is the first result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spec_tests.docs.test_paste import share
 
 pytestmark = [pytest.mark.docs, pytest.mark.needs("mkdocs")]
 
-# What a person copies from a terminal into the search's one line.
+# What a user copies from a terminal into the one-line search field.
 OURS = {
     "the first 200 characters": lambda message: spoken(message, False)[:200],
     "the whole message": lambda message: " ".join(spoken(message, True).split()),
@@ -23,8 +23,8 @@ OURS = {
     "the end of the address": lambda message: message.id,
 }
 
-# Types a text into the theme's own field, and waits until the theme has drawn the answer. One at a time: an answer that
-# comes late must not be taken for that to the next.
+# Types a text into the search field and waits until the theme has drawn the answer. Search for one text at a time:
+# otherwise a late answer could be taken for the answer to the next text.
 ASK = """((text) => new Promise((done) => {
     const field = document.querySelector(".md-search__input");
     const list = document.querySelector(".md-search-result__list");
@@ -49,7 +49,7 @@ def page(address: str, tab: Tab) -> Tab:
 
 
 def found_in(tab: Tab, asked: dict[str, str]) -> dict[str, list[str]]:
-    """The first results for each text: the ends of their addresses, or pages."""
+    """The first results for each text: the anchors of their addresses, or pages."""
     return {id: tab.look(f"{ASK}({json.dumps(text)})") for id, text in asked.items()}
 
 

@@ -1,4 +1,4 @@
-"""What the search holds: what was written on a page, and neither the ways to other pages nor what pictures say."""
+"""The search index contains the text of a page, but neither its navigation nor the text of its pictures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spec_tests.docs.browser import Tab
 docs = pytest.mark.docs
 pytestmark = pytest.mark.needs("mkdocs")
 
-# Navigation; badges and what stands on them; chips of code; ticks, boxes and sources of pictures.
+# Navigation; badges and their labels; code chips; axis ticks, boxes and sources of pictures.
 NOT_TEXT = (
     r"in reading order|of \d+ tutorials|On this page:|[←→] (?:engine|fsdp)|¶",
     r"(?:never run|not run|open|passed|proven|in part|only)(?:CPU|simulated|CUDA)",

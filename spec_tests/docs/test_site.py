@@ -1,4 +1,4 @@
-"""The documentation as a reader meets it: built without a network, opened page by page in a browser."""
+"""The documentation as a reader sees it: built without network access, and opened page by page in a browser."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PHONE, DESK = (390, 800), (1280, 900)
 
 @pytest.fixture(scope="module")
 def survey(site: Path, address: str, tab: Tab) -> dict[str, tuple[list[str], list[str], int]]:
-    """Each page opened once: what it complained about, what it asked for, and how wide it is on a phone."""
+    """For each page, opened once: its errors, its requests, and its width on a phone."""
     found = {}
     for page in pages_of(site):
         tab.resize(*DESK)
@@ -75,7 +75,7 @@ def find_the_error_of_mixed_tensors(tab: Tab) -> None:
     tab.click(".md-search__input")
     tab.wait_for("document.querySelector('.md-search-result__meta').textContent.includes('Type to start')", 120)
     tab.type("mixed torch.Tensor and DTensor")
-    # The search listens for keys that go up; pasted text alone it would notice at the next one.
+    # The search field listens for keyup events. Without one, it would notice inserted text only at the next key.
     tab.press("End")
     tab.wait_for("!!document.querySelector('.md-search-result__link[href*=troubleshoot]')", 120)
     assert tab.complaints() == []

@@ -1,4 +1,4 @@
-"""The drawings of the learning pages say what the package computes, and can be read everywhere."""
+"""The drawings of the learning pages show what the package computes, and are readable on a phone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spec_tests.docs.browser import Tab
 from spec_tests.docs.contrast import contrasts
 
 GB = 10**9
-# Each drawing with the page on which it is.
+# The drawings of each page.
 PAGES = {
     "learn/why": ["weight", "holdings", "bars"],
     "learn/hooks": list(hooksteps.STEPS),
@@ -28,7 +28,7 @@ PAGES = {
 
 
 def bars_of(html: str, kind: str) -> list[tuple[float, float]]:
-    """Where each bar of a kind begins, and how wide it is."""
+    """Start and width of each bar of a kind."""
     found = re.findall(rf'<rect class="{kind}" x="([\d.]+)" y="[\d.]+" width="([\d.]+)"', html)
     return [(float(x), float(width)) for x, width in found]
 
@@ -45,7 +45,7 @@ def test_the_parts_of_all_ranks_put_together_are_the_whole() -> None:
     *_, last = draw("holdings", "Held.").split('class="sketch-panel"')
     for kind in "pgo":
         parts = bars_of(last, kind)
-        # Each rank's part begins, in its own room, where that of the rank before has ended in its own.
+        # Each rank's shard begins, in its own box, where the previous rank's shard ends in the previous box.
         assert parts == [(room + rank * 18, 18) for rank, (room, _) in enumerate(bars_of(last, "absent")[::3])]
 
 
@@ -53,7 +53,7 @@ def test_the_rows_of_the_drawn_weight_are_those_that_torch_would_cut() -> None:
     rows = torch.arange(4).chunk(oneweight.NUM_RANKS)
     assert [oneweight.rows_of(rank) for rank in range(4)] == [part.tolist() for part in rows]
     html = draw("weight", "A weight.")
-    # 64 MiB, a quarter of it, and what a ring sends of it.
+    # 64 MiB, a quarter of it, and what a ring all-gather sends of it.
     assert {"67.1 MB", "16.8 MB", "50.3 MB"} <= set(re.findall(r"[\d.]+ MB", html))
 
 
@@ -67,7 +67,7 @@ def test_the_links_of_a_drawing_carry_what_the_package_counts(strategy: str) -> 
 
 
 def test_full_shard_sends_more_through_the_network_than_a_hybrid_that_stores_more() -> None:
-    # Worked by hand, 4 GB: three times 3/4 around the ring, of which half crosses; twice a half of a half.
+    # Calculated manually for 4 GB: three times 3/4 around the ring, half of which crosses; twice half of a half.
     assert linkbytes.totals("FULL_SHARD") == (4.5 * GB, 4.5 * GB)
     assert linkbytes.totals("HYBRID_SHARD") == (6 * GB, 2 * GB)
     html = draw("links", "Links.")
@@ -80,12 +80,12 @@ def test_what_the_hybrid_tutorial_printed_is_drawn_link_by_link() -> None:
     found = {sent.strategy: sent for sent in linkbytes.sent_in(run["output"])}
     assert list(found) == linkbytes.STRATEGIES
     hybrid = found["HYBRID_SHARD"]
-    # A model of 100,224 bytes: three times a half of it inside, twice a half of a half across, for each rank.
+    # A model of 100,224 bytes. Each rank sends three times half of it within a machine and twice half of a half across.
     assert (hybrid.within, hybrid.between, hybrid.stored) == (150_336, 50_112, 50_112)
     for strategy, sent in found.items():
         crossing = sum(num_bytes for (a, b), num_bytes in sent.links.items() if a // 2 != b // 2)
         assert crossing == 4 * sent.between, strategy
-        # As the package computes it, but for the size of the model.
+        # The package computes the same, scaled to the size of the model.
         model = linkbytes.NUM_PARAMETERS * 4 / 100_224
         assert {link: num_bytes * model for link, num_bytes in sent.links.items()} == pytest.approx(
             linkbytes.links(strategy)
@@ -153,7 +153,7 @@ def test_drawings_can_be_read_on_a_phone_and_in_the_dark(site: Path, tab: Tab, p
     tab.open((site / f"{page}.html").as_uri())
     panels = "[...document.querySelectorAll('.sketch-panel svg')]"
     assert tab.look(f"{panels}.length") >= len(PAGES[page])
-    # No panel is wider than the window, and no letter smaller than 9 pixels.
+    # No panel is wider than the window, and no text is smaller than 9 pixels.
     assert tab.look(f"{panels}.every(e => e.getBoundingClientRect().right <= 390)")
     size = "parseFloat(getComputedStyle(t).fontSize) * t.getScreenCTM().a"
     assert tab.look(f"Math.min(...[...document.querySelectorAll('.sketch text')].map(t => {size}))") >= 9

@@ -1,4 +1,4 @@
-"""The pages that show the code: nothing of it may be lost, and nothing may have two addresses or none."""
+"""The pages that show the code contain every line of it, and each line has exactly one address."""
 
 from __future__ import annotations
 

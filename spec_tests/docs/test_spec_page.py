@@ -1,4 +1,4 @@
-"""The page of the spec in a browser: what its filter finds, what it keeps in the address, where a link lands."""
+"""The page of the spec in a browser: the results of its filter, the state in its address, and link targets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def with_tag(tag: str) -> list[str]:
 
 
 def visit(tab: Tab, address: str) -> None:
-    # A page that differs in its anchor alone is not loaded again.
+    # A browser does not reload a page if only the anchor changes.
     tab.open("about:blank")
     tab.open(address)
 
@@ -72,7 +72,7 @@ def test_the_row_that_an_address_names_lies_below_the_filter(address: str, tab: 
     tab.resize(width, 900)
     visit(tab, f"{address}spec.html#PREF-16")
     tab.wait_for(f"{top} >= {covered} && {top} < {covered} + 60")
-    # The same by a click inside of the page.
+    # The same for a click within the page.
     tab.look("location.hash = '#LIM-02'; true")
     tab.wait_for(f"{top.replace('PREF-16', 'LIM-02')} >= {covered}")
     tab.resize(1280, 900)

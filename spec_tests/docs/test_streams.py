@@ -1,4 +1,4 @@
-"""What the page about streams is made of."""
+"""The generated parts of the page about streams."""
 
 from __future__ import annotations
 

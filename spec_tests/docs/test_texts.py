@@ -1,4 +1,4 @@
-"""Rows of the spec that are promises about what the documentation says."""
+"""Requirements about statements in the documentation."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_calculator_gives_the_example_and_promises_no_gain() -> None:
     page = "tools/calculator.md"
     assert says(page, r"7 billion parameters in float32 with Adam.*\*\*112 GB\*\*.*\*\*14 GB\*\*", r"not promised")
     assert says(page, r"up to 4 times, about 30 %, 2 to 10 %, are its authors' observations")
-    # What is called stored is the same in the text and in the numbers: without gradients.
+    # "Stored" means the same in the text and in the numbers: without gradients.
     example = cost_of(Job(units=[[(7000, 1_000_000)]], num_shards=8))
     stored = f"{example.stored / 1e9:g} GB"
     assert says(page, rf"Of these, {stored} are stored between steps; the gradients, one quarter, are freed")

@@ -1,6 +1,6 @@
-"""What colours tell apart is told apart without them, or by colours that everybody sees.
+"""What colours distinguish is also distinguishable without them, or the colours are distinguishable for everybody.
 
-The step player has a test of its own.
+The step player has its own test.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spec_tests.docs.vision import KINDS, Colour, apart
 docs = pytest.mark.docs
 needs = pytest.mark.needs("mkdocs")
 
-# Of each box of each timeline: its lane, its kind, and the colours of its ground and its edge.
+# For each box of each timeline: its stream, its kind, and the colours of its fill and its border.
 BOXES = """[...document.querySelectorAll('article svg.minifsdp-timeline')].map((svg) => {
     const bands = [...svg.querySelectorAll('rect.band')].map((one) => one.getBoundingClientRect());
     return [...svg.querySelectorAll('g.box')].map((box) => {

@@ -1,4 +1,4 @@
-"""What a page costs a reader who comes for the first time, with nothing in the cache and nothing compressed."""
+"""Number of bytes that a page loads on a first visit, with an empty cache and without compression."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from spec_tests.docs.kinds import KINDS
 
 pytestmark = [pytest.mark.docs, pytest.mark.needs("mkdocs")]
 
-# A page with its styles and scripts; the theme's alone are a quarter of it. The spec has all its rows on one page.
+# A page with its styles and scripts; those of the theme are a quarter of it. The spec page has all requirements.
 MOST = {"spec.html": 1_200_000}
 ELSEWHERE = 800_000
 
@@ -30,13 +30,13 @@ def loaded(tab: Tab) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def cold(address: str, tab: Tab) -> dict[str, dict[str, int]]:
-    """One page of each kind, opened by a browser that has seen none of them."""
+    """One page of each kind, opened with the browser's cache disabled."""
     tab.send("Network.setCacheDisabled", cacheDisabled=True)
     found = {}
     for page in KINDS:
         tab.open("about:blank")
         tab.open(address + page)
-        # What scripts ask for comes after the page.
+        # Scripts send further requests after the page is loaded.
         for _ in range(3):
             tab.browser.wait(0.3)
         found[page] = {url.removeprefix(address): size for url, size in loaded(tab).items()}

@@ -1,8 +1,8 @@
-"""How far apart two colours are for people who lack a kind of cone.
+"""How different two colours look to people who lack one kind of cone.
 
-Colours are simulated as Machado, Oliveira and Fernandes did in 2009, for people who see nothing by the missing cone: a
-matrix for each kind, over linear light. How far apart they are is counted in Lab, where 2 is hardly to be seen side by
-side and 10 at a glance, apart.
+Simulates colours with the method of Machado, Oliveira and Fernandes (2009) for people who lack one kind of cone
+completely: one matrix for each kind, applied to linear light. Differences are distances in the Lab colour space. A
+distance of 2 is hardly visible side by side; a distance of 10 is visible at a glance.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WHITE = (0.9505, 1.0, 1.089)
 
 
 def apart(one: Colour, other: Colour, kind: str) -> float:
-    """How far apart two colours are for people with this kind of blindness."""
+    """How different two colours look to people with this kind of colour blindness."""
     return math.dist(_lab(one, KINDS[kind]), _lab(other, KINDS[kind]))
 
 

@@ -1,1 +1,1 @@
-"""Counting and drawing."""
+"""Tests of ``minifsdp.tools``: the calculator, ``explain`` and the timeline."""

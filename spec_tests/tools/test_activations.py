@@ -1,4 +1,4 @@
-"""The estimate of activations beside the bytes that live on the CPU, and operations beside those that are counted."""
+"""The estimate of activations, compared with live bytes on the CPU, and of operations, compared with counted ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENS = LENGTH * SEQUENCES
 
 
 class Checkpointed(nn.Module):
-    """A block that keeps what it was given, and no more."""
+    """A checkpointed block: only its inputs are saved for backward."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -51,13 +51,13 @@ def loss_of(model: Callable[[Tensor], Tensor], text: Tensor) -> Tensor:
 
 
 def activations_at_the_peak(model: nn.Module) -> int:
-    """Bytes beside the parameters and their gradients, at the worst moment of a step."""
+    """Peak bytes of a step in addition to the parameters and their gradients."""
     text = torch.randint(0, 256, (SEQUENCES, LENGTH))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     with LiveBytes() as live:
         loss_of(model, text).backward()
-    # With it the gradient of one matrix, before it is added: a few in a hundred of what many tokens keep.
+    # The peak includes the gradient of one matrix before it is accumulated: a few percent of all activations.
     return live.peak
 
 
@@ -72,7 +72,7 @@ def test_activations_of_the_small_gpt_are_estimated_within_a_quarter(
 ) -> None:
     model = gpt(width, num_blocks, checkpointing=checkpointing)
     estimated = activation_bytes(job_of(model), TOKENS, checkpointing=checkpointing)
-    # What it keeps beside: queries and keys a second time, turned, and on a CPU a copy of the attention's output.
+    # The estimate omits the rotated queries and keys, and on a CPU a copy of the attention's output.
     assert 1.0 <= activations_at_the_peak(model) / estimated < 1.25
 
 
@@ -114,7 +114,7 @@ def test_the_count_of_the_paper_about_activations_is_reproduced() -> None:
     block = [(3 * h, h), (3 * h,), (h, h), (4 * h, h), (h, 4 * h)]
     job = Job(units=[block] * 3, compute=torch.bfloat16)
     working = 2 * tokens * 5 * h
-    # 34 bytes for each token and h, less the two masks of dropout, a byte each.
+    # 34 bytes for each token and element of h, minus the two dropout masks of one byte each.
     assert activation_bytes(job, tokens) == (34 - 2) * tokens * h * 3 + working
     assert activation_bytes(job, tokens, checkpointing=True) == 2 * tokens * h * 3 + 32 * tokens * h + working
 

@@ -1,7 +1,7 @@
-"""The calculator, against the papers on one side and against what really lies in memory and travels on the other.
+"""The calculator, compared with the papers on one side and with measured memory and traffic on the other.
 
-On the CPU live storages are counted (``live_bytes.py``), on CUDA the allocator is asked. The threads of gloo let go of
-a tensor a moment late, so of several equal steps the smallest number is the right one.
+On the CPU, live storages are counted (``live_bytes.py``); on CUDA, the allocator's statistics are read. The threads of
+gloo release a tensor with a short delay, so the smallest number of several equal steps is the correct one.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ LOW, FULL = torch.bfloat16, torch.float32
 BILLION = 10**9
 WIDTH = 64
 UNIT = 2 * WIDTH * WIDTH * 4  # bytes of one unit in float32: 32 KiB
-# Activations, and numbers such as an optimizer's step: less than a tenth of a unit. Half a unit's shard would show.
+# Activations, and scalars such as an optimizer's step: less than a tenth of a unit. Half of a shard would exceed it.
 SLACK = UNIT // 9
-# Units. On an accelerator the CPU runs ahead, so in backward there may also be what communication streams still read:
-# the gradients of two units, which have been packed for their reduction, and what the last gather has brought.
+# In units. On an accelerator the CPU runs ahead, so in backward there may also be memory that communication streams
+# still read: the packed gradients of two units, and the output of the last all-gather.
 IN_FLIGHT = 3
 
 
 class Pair(nn.Module):
-    """One unit of two matrices. It computes on a single sample, so activations are next to nothing."""
+    """One unit of two matrices. It computes on a single sample, so its activations are very small."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def test_seven_billion_parameters_on_eight_ranks_store_an_eighth_and_need_more_t
     blocks = Job(units=[[(250_000, 1000)]] * 28, num_shards=8)
     priced = cost_of(blocks)
     assert priced.after_backward == 14 * BILLION
-    # Two gathered blocks of 1 GB, a gradient of 1 GB and what surrounds it: it does not end with the 14 GB.
+    # The peak adds two gathered blocks of 1 GB, a gradient of 1 GB and its reduction to the 14 GB.
     assert priced.peak > 14 * BILLION
     assert cost_of(replace(blocks, activations=BILLION)).peak_forward == priced.peak_forward + BILLION
 
@@ -141,7 +141,7 @@ def test_peak_parameter_memory_is_that_of_the_fsdp_paper() -> None:
     units = [[(n, 1000)] for n in (800, 1600, 3200, 800)]
     total, largest = 6400 * 1000, 3200 * 1000
     job = Job(units=units, num_shards=8, optimizer=0, backward_prefetch=False)
-    # Stored shards in full precision, the largest unit in the one that is computed in.
+    # Stored shards in full precision, and the largest unit in the compute dtype.
     assert cost_of(job).peak_forward == 4 * total / 8 + 4 * largest
     assert cost_of(replace(job, compute=LOW)).peak_forward == 4 * total / 8 + 2 * largest
 
@@ -169,7 +169,7 @@ def test_cross_host_bytes_of_the_fsdp_paper_are_reproduced_and_its_slip_is_shown
     sharded = formulas.ring_reduce_scatter_sends(model, num_ranks) + 2 * formulas.gather_sends(model, num_ranks)
     assert sharded == 2.8125
     assert formulas.hybrid_cross_host_as_printed(model, num_ranks, per_host) == pytest.approx(0.234, abs=5e-4)
-    # Between two hosts there are rings of two, not of sixteen.
+    # Each ring between the two hosts has two ranks, not sixteen.
     assert formulas.hybrid_cross_host(model, num_ranks, per_host) == 0.125
 
 
@@ -216,7 +216,7 @@ def test_one_unit_for_everything_has_the_whole_model_at_the_peak() -> None:
     model = 4 * 8_000_000
     priced = cost_of(whole)
     assert priced.peak_forward - priced.stored == model
-    # The parameters, and the gradient in pieces and as a row.
+    # The parameters, the gradients of the parameters, and the concatenated gradient.
     assert priced.peak_backward - priced.stored == 3 * model
 
 
@@ -247,11 +247,11 @@ def test_memory_is_printed_in_gigabytes_with_four_digits(capsys: pytest.CaptureF
     assert capsys.readouterr().out.startswith("rank 3: ")
 
 
-# ---- what is there --------------------------------------------------------------------------------------------------
+# ---- measured memory ------------------------------------------------------------------------------------------------
 
 
 def wrapped(job: Job) -> nn.Module:
-    """A `Tower` as the job says."""
+    """A `Tower`, sharded as the job says."""
     model = Tower(num_units=len(job.units), has_root=bool(job.root)).to(device())
     if job.per_parameter:
         return _with_overlap(_in_place(model, job), job)
@@ -278,12 +278,12 @@ def _in_place(model: Tower, job: Job) -> nn.Module:
     policy = minifsdp.MixedPrecisionPolicy(param_dtype=job.compute, reduce_dtype=job.reduce)
     for pair in model.pairs:
         minifsdp.fully_shard(pair, reshard_after_forward=job.rests_with or not job.keeps, mp_policy=policy)
-    # The root by its default: it stays for its backward.
+    # The root uses the default: it stays unsharded for its backward.
     return minifsdp.fully_shard(model, mp_policy=policy)
 
 
 def one_step(model: Any, optimizer: torch.optim.Optimizer, job: Job, weigh: Any) -> None:
-    """A step of training; ``weigh(name)`` is called where a phase ends."""
+    """A training step. Calls ``weigh(name)`` at the end of each phase."""
     optimizer.zero_grad()
     gc.collect()
     weigh("stored")
@@ -301,12 +301,12 @@ def one_step(model: Any, optimizer: torch.optim.Optimizer, job: Job, weigh: Any)
 
 
 def fused_adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """It needs no memory for its arithmetic."""
+    """An optimizer that needs no temporary memory."""
     return torch.optim.Adam(parameters, fused=True)
 
 
 def weighed(job: Job, steps: int = 4, make: Any = wrapped, optimize: Any = fused_adam) -> dict[str, float]:
-    """What a job needs, by the names in `Cost`: of each the smallest of several steps."""
+    """Measures what a job needs, by the names in `Cost`. Each value is the smallest of several steps."""
     found: dict[str, float] = {}
     with LiveBytes() as live:
         model = make(job)
@@ -315,20 +315,20 @@ def weighed(job: Job, steps: int = 4, make: Any = wrapped, optimize: Any = fused
             of_step: dict[str, float] = {}
 
             def weigh(phase: str, of_step: dict[str, float] = of_step) -> None:
-                # The threads of gloo let go of a tensor when they come to run, which on a busy machine takes a while.
+                # The threads of gloo release a tensor when they are scheduled, which takes a while on a busy machine.
                 time.sleep(0.01)
                 weight = live.peak if phase.startswith("peak") else live.now()
                 of_step[phase] = max(weight, of_step.get(phase, 0))
                 live.forget_peak()
 
             one_step(model, optimizer, job, weigh)
-            if step:  # the first one makes the optimizer's state
+            if step:  # the first one creates the optimizer's state
                 found = {phase: min(weight, found.get(phase, weight)) for phase, weight in of_step.items()}
     return found
 
 
 def assert_as_priced(found: dict[str, float], priced: Cost) -> None:
-    """Within activations, and never less than what was said."""
+    """Measured values are at least the predicted ones, and exceed them by no more than activations."""
     expected = {name: getattr(priced, name) for name in found}
     apart = {name: (found[name] - expected[name]) / UNIT for name in found}
     most = {"peak_backward": 0 if device().type == "cpu" else IN_FLIGHT}
@@ -363,7 +363,7 @@ def test_what_lies_in_memory_is_what_was_priced(strategy: str, micro_batches: in
 @pytest.mark.spec("COST-01")
 @ranks(2)
 def test_ddp_stores_what_no_sharding_is_priced_at() -> None:
-    """The oracle of the first row: torch's DDP itself."""
+    """The reference for ``NO_SHARD`` is torch's DDP."""
     replica = DistributedDataParallel(Tower().to(device()))
     optimizer = torch.optim.Adam(replica.parameters())
     replica(torch.ones(1, WIDTH, device=device())).sum().backward()
@@ -403,7 +403,7 @@ def test_reductions_that_do_not_overlap_cost_what_was_priced(choice: dict[str, A
     job = replace(job_for(**choice), overlaps=False, per_parameter=per_parameter)
     assert_as_priced(weighed(job), cost_of(job))
     saved = cost_of(replace(job, overlaps=True)).peak_backward - cost_of(job).peak_backward
-    # A flat gradient of several parameters is there twice when it is put together, which is as much.
+    # A flat gradient of several parameters exists twice while it is concatenated, which needs as much memory.
     assert saved > 0 if per_parameter else saved <= 0
 
 
@@ -430,7 +430,7 @@ def test_on_four_ranks_a_rank_stores_half_of_what_it_does_on_two() -> None:
 def test_the_example_of_four_ranks_at_the_head_of_the_peaks_is_right() -> None:
     one = Job(units=[[(1000,)]], num_shards=4)
     assert [peaks._reduction(replace(one, by_messages=sends), 4000) for sends in (False, True)] == [5000, 7000]
-    # With two ranks the other's piece comes to where the result will be; and what is not cut is all-reduced in place.
+    # With two ranks, the other rank's shard is received where the result will be. ``NO_SHARD`` all-reduces in place.
     assert peaks._reduction(replace(one, num_shards=2, by_messages=True), 4000) == 6000
     assert peaks._reduction(replace(one, strategy="NO_SHARD", by_messages=True), 4000) == 4000
 
@@ -440,10 +440,10 @@ def test_activations_of_later_units_are_gone_when_an_earlier_one_has_its_backwar
     plain = replace(JOB, root=(), backward_prefetch=False)
     none, whole = cost_of(plain), cost_of(replace(plain, activations=1111))
     assert (whole.peak_forward, whole.peak_backward) == (none.peak_forward + 1111, none.peak_backward + 1111)
-    # Before the first unit, of each of them, and after the last. At the end of forward all is there.
+    # Activations before the first unit, of each unit, and after the last unit. At the end of forward all of them exist.
     by_unit = cost_of(replace(plain, activations=[1, 10, 100, 0, 0, 1000 * UNIT]))
     assert by_unit.peak_forward == none.stored + 111 + 1000 * UNIT
-    # The worst moment of backward is the first unit's, when only its own are left, and what came before it.
+    # Backward has its peak in the first unit, when only its own activations and those before it still exist.
     assert by_unit.peak_backward == none.peak_backward + 11
     borrowed = replace(plain, strategy="NO_SHARD", activations=[1, 10, 100, 0, 0, 1000])
     assert cost_of(borrowed).peak_forward == cost_of(borrowed).stored + 1111
@@ -486,11 +486,11 @@ def test_what_lies_in_memory_of_fully_shard_is_what_was_priced(strategy: str, pr
     assert_as_priced(weighed(job), cost_of(job))
 
 
-# ---- what is sent ---------------------------------------------------------------------------------------------------
+# ---- sent bytes -----------------------------------------------------------------------------------------------------
 
 
 def sent_in(recorder: trace.Recorder) -> tuple[dict[str, float], dict[str, int]]:
-    """Bytes sent by this rank, and collectives, by kind: from the sizes that were recorded, by the rules of a ring."""
+    """Bytes sent by this rank and number of collectives, by kind. Computed for rings from the recorded sizes."""
     sent, num = dict.fromkeys(("AG", "RS", "AR"), 0.0), dict.fromkeys(("AG", "RS", "AR"), 0)
     for event in recorder.events:
         if event.kind in sent:
@@ -552,7 +552,7 @@ def test_what_fully_shard_sends_is_what_was_priced(strategy: str, precision: str
 @pytest.mark.spec("COST-06")
 @ranks(4)
 def test_across_hosts_a_hybrid_strategy_sends_what_was_counted_and_not_what_the_paper_prints() -> None:
-    """Four ranks on two hosts of two: only the all-reduces leave a host."""
+    """Four ranks on two hosts of two: only the all-reduces are between hosts."""
     job = replace(JOB, strategy="HYBRID_SHARD", num_replicas=2)
     model = wrapped(job)
     with trace.record() as recorder:
@@ -569,11 +569,11 @@ def test_across_hosts_a_hybrid_strategy_sends_what_was_counted_and_not_what_the_
 # ---- on an accelerator ----------------------------------------------------------------------------------------------
 
 MIB = 2**20
-WIDE = 1024  # a unit of 8 MiB: the allocator's rounding to 2 MiB does not blur it
+WIDE = 1024  # a unit of 8 MiB, so that the allocator's rounding to 2 MiB does not matter
 
 
 def memory() -> Any:
-    """Who counts an accelerator's bytes."""
+    """The device module that reports an accelerator's memory."""
     return torch.get_device_module(device())
 
 
@@ -597,7 +597,7 @@ def test_the_allocator_of_a_gpu_has_what_was_priced_between_steps(strategy: str)
     assert memory().memory_allocated() - before == pytest.approx(cost_of(job).stored, abs=4 * MIB)
 
 
-@pytest.mark.gpu  # how far the CPU runs ahead of it is a matter of real time
+@pytest.mark.gpu  # how far the CPU runs ahead of the device depends on real time
 @pytest.mark.spec("COST-03")
 @pytest.mark.parametrize("strategy", SHARDED)
 @ranks(2)
@@ -615,7 +615,7 @@ def test_the_peak_on_a_gpu_is_at_most_one_unit_above_what_was_priced(strategy: s
         _step_on_accelerator(model, optimizer)
     peak = memory().max_memory_allocated() - before
     unit = 2 * WIDE * WIDE * 4
-    # The CPU runs ahead: up to two units are in flight where the formula has one.
+    # The CPU runs ahead: up to two units are in flight where the formula counts one.
     assert cost_of(job).peak - unit / 2 <= peak <= cost_of(job).peak + unit + 4 * MIB
 
 
@@ -627,7 +627,7 @@ def test_a_unit_that_is_larger_than_the_memory_does_not_fit_and_its_parts_do() -
     total = torch.cuda.get_device_properties(device()).total_memory
     stored = unit
     torch.cuda.empty_cache()
-    # Room for the shard, its gradient and a few parts; not for the whole again, twice.
+    # Enough memory for the shard, its gradient and a few of the parts, but not for two more copies of the whole unit.
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2.6 * stored) / total)
     low = MixedPrecision(param_dtype=torch.float16)
     try:

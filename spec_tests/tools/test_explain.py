@@ -1,4 +1,4 @@
-"""``minifsdp.explain(model)``: the units, who owns what, the warnings, and how it is told."""
+"""``minifsdp.explain(model)``: the units, the shards of each rank, the warnings, and the output."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def by_label(found: Explanation) -> dict[str, UnitSummary]:
     return {unit.label: unit for unit in found.units}
 
 
-# ---- it asks nobody and changes nothing -----------------------------------------------------------------------------
+# ---- no communication, no changes -----------------------------------------------------------------------------------
 
 
 def losses(door: str, *, explains: bool) -> list[float]:
-    """Of two steps, explained by the first rank alone before, between and behind them."""
+    """Losses of two steps. The first rank alone calls `explain` before, between and after them."""
     model = DOORS[door](seeded())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found, said = [], []
@@ -77,7 +77,7 @@ def test_asking_does_not_look_for_the_root() -> None:
     explain(in_place)
     assert all(wrapper._tree is None for wrapper in Wrapper.fsdp_modules(model))
     assert all(state.tree is None for _, state in states_in(in_place))
-    # So another module may still become the outermost.
+    # Another module can therefore still become the root.
     outer = FullyShardedDataParallel(nn.Sequential(model))
     iterate(outer)
 
@@ -95,11 +95,11 @@ def test_full_parameters_in_sight_do_not_confuse_it() -> None:
         assert str(explain(flat)) == before
 
 
-# ---- who owns what --------------------------------------------------------------------------------------------------
+# ---- shards of each rank --------------------------------------------------------------------------------------------
 
 
 def local_sizes(model: nn.Module) -> list[int]:
-    """Elements that this rank has of each parameter."""
+    """Number of elements that this rank stores of each parameter."""
     found = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     return [p.numel() for p in found]
 
@@ -174,7 +174,7 @@ def test_a_parameter_may_be_cut_along_another_dim() -> None:
     found = explain(fully_shard(layer, shard_placement_fn=lambda parameter: Shard(1)))
     (parameter,) = found.units[0].parameters
     assert (parameter.shape, parameter.dim, parameter.owned) == ((3, 6), 1, {0: 9, 1: 9})
-    # Three rows would have needed padding.
+    # Sharding the three rows would have needed padding.
     assert found.units[0].gathered_bytes == found.job.sizes[0] == 4 * 18
 
 
@@ -204,7 +204,7 @@ def test_a_unit_prints_who_owns_which_elements() -> None:
     assert [line.split() for line in text.splitlines()[2:]] == [["weight", "9", "6"], ["bias", "3", "2"]]
 
 
-# ---- what is not there yet ------------------------------------------------------------------------------------------
+# ---- planned units --------------------------------------------------------------------------------------------------
 
 
 def told(unit: UnitSummary) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def test_without_ranks_a_model_can_be_planned_for_any_number() -> None:
     assert explain(model).job.num_shards == 1
     found = explain(model, num_shards=512)
     assert found.job.num_shards == len(found.units[0].ranks) == 512
-    # Fewer rows than ranks: padded to a row for each.
+    # Fewer rows than ranks: padded to one row for each rank.
     assert found.units[0].owned_bytes[0] > found.units[0].owned_bytes[511] == 0
 
 
@@ -292,7 +292,7 @@ def test_what_is_not_cut_is_not_gathered_and_not_warned_of() -> None:
 
 
 class Wide(nn.Module):
-    """Layers of the given numbers of elements, on the meta device."""
+    """Layers with the given numbers of elements, on the meta device."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__()
@@ -408,7 +408,7 @@ def test_a_batch_norm_that_a_policy_has_put_apart_is_not_warned_of_and_said_to_d
     assert "batch-norm" in kinds(explain(by_hand))
 
 
-# ---- what is assumed ------------------------------------------------------------------------------------------------
+# ---- assumptions ----------------------------------------------------------------------------------------------------
 
 
 def assumed(model: nn.Module) -> str:
@@ -435,7 +435,7 @@ def test_where_it_may_be_wrong_it_says_so() -> None:
     assert "blocks.0 has a different resharding after forward from most" in assumed(fully_shard(kept))
 
 
-# ---- how it is told -------------------------------------------------------------------------------------------------
+# ---- output ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.spec("EXPLAIN-12")
@@ -453,7 +453,7 @@ def test_the_text_fits_a_terminal_and_equal_units_share_a_line() -> None:
 
 
 class Reader(HTMLParser):
-    """Text of a page, and whether every tag is closed."""
+    """Collects the text of a page, and checks that every tag is closed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What ``explain`` predicts, against what lies in memory and travels: the measuring is that of ``test_cost.py``."""
+"""Predictions of ``explain``, compared with measured memory and traffic. Measured by the code of ``test_cost.py``."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from spec_tests.tools.test_cost import (
     wrapped,
 )
 
-# What was found too large is measured again, for on a busy machine the threads of gloo let go of tensors late. What is
-# found too small is wrong at once.
+# A value that is too large is measured again, because on a busy machine the threads of gloo release tensors late. A
+# value that is too small is an error at once.
 ATTEMPTS = 4
 
 
 def measured(job: Job, make: Any = wrapped, optimize: Any = fused_adam, **options: Any) -> Explanation:
-    """Compares what a step of the model that ``make`` builds stores, needs and sends with what was said before."""
+    """Compares the stored, needed and sent bytes of a step with the prediction, for the model that ``make`` builds."""
     found, said = weighed_and_explained(job, make, optimize, **options)
     assert_as_priced(found, said.cost)
     assert_model_sends(make(job), job, said.cost)
@@ -157,7 +157,7 @@ def test_resting_on_fewer_ranks_is_predicted_as_the_calculator_does() -> None:
     job = replace(JOB, num_shards=4, rests_with=2, per_parameter=True)
     model = wrapped(job)
     said = minifsdp.explain(model)
-    # Between CPUs it finds out that more is in flight.
+    # For CPUs, `explain` also detects ``by_messages``, with more memory in flight.
     assert said.cost == cost_of(replace(job, by_messages=said.job.by_messages))
     assert_model_sends(model, job, said.cost)
 
@@ -179,7 +179,7 @@ def test_buffers_are_counted_in_the_dtype_that_they_will_have() -> None:
 
 
 def partly_frozen(job: Job, *parts: str) -> nn.Module:
-    """A `Tower` of whose modules ``parts`` are frozen, sharded as the job says."""
+    """A `Tower` whose modules ``parts`` are frozen, sharded as the job says."""
     model = Tower().to(device())
     for part in parts:
         model.get_submodule(part).requires_grad_(False)
@@ -246,11 +246,11 @@ def test_in_a_flat_unit_frozen_parameters_beside_trained_ones_have_one() -> None
     if dist.get_rank() == 1:
         assert_as_priced(found, said.cost)
     else:
-        # The frozen halves are the first rank's. It keeps the gradient of the root alone.
+        # The first rank owns the frozen halves. The only gradient that it keeps is that of the root.
         assert found["after_backward"] - found["stored"] < said.gradient_bytes / 2
     assert [advice.kind for advice in said.warnings] == ["frozen"] * 4
     assert "16.4 kB of it are allocated" in said.warnings[0].cause
-    # All states are the second rank's, but for those of the root: the mean of both is told.
+    # The second rank owns all states except those of the root. The prediction is the mean of both ranks.
     with_states = explain_with_adam(job)
     assert with_states.optimizer_bytes == 2 * said.parameter_bytes * 5 / 9
 

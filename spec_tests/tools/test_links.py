@@ -1,4 +1,4 @@
-"""Which links the bytes take, counted hop by hop in recorded collectives, and how long a step is at least."""
+"""Bytes sent over each kind of link, counted hop by hop in recorded collectives, and the minimum time of a step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def hops(recorder: trace.Recorder) -> list[tuple[str, int, int, float]]:
 
 
 def measured(job: Job) -> dict[str, Sent]:
-    """The mean over all ranks of what is sent within machines and between them, by kind."""
+    """Bytes sent within machines and between them, by kind: the mean over all ranks."""
     model = wrapped(job)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with trace.record() as recorder:
@@ -64,7 +64,7 @@ def test_what_rests_within_a_machine_is_gathered_there_for_backward() -> None:
     job = job_on_four("FULL_SHARD", per_parameter=True, rests_with=2)
     found = sent_by_link(job, PER_MACHINE)
     assert measured(job) == found
-    # A half of the hops of a ring through both machines leaves one; those for backward stay at home.
+    # In a ring of both machines, half of the hops are between machines. All-gathers for backward stay within one.
     assert 0 < found["AG"].between < found["AG"].within
     assert found["RS"].between == found["RS"].within
 
@@ -91,7 +91,7 @@ def test_sharding_within_machines_sends_nearly_as_much_in_all_and_less_between_t
     assert sum(cost_of(hybrid).sent.values()) > 0.95 * sum(cost_of(full).sent.values())
     between = [sum(sent.between for sent in sent_by_link(job, 8).values()) for job in (full, hybrid)]
     model = 4 * 8_000_000
-    # Three rings through all 64, of which one hop in eight leaves a machine; and the all-reduce of an eighth among 8.
+    # Three rings of all 64 ranks, with one hop in eight between machines; and the all-reduce of an eighth by 8 ranks.
     assert between == pytest.approx([3 * model * 63 / 64 / 8, 2 * model / 8 * 7 / 8])
     assert between[1] < 0.6 * between[0]
 
@@ -101,11 +101,11 @@ SLOW = Cluster(per_machine=2, operations=1e6, within=1e4, between=1e3)
 
 @pytest.mark.spec("COST-18")
 def test_a_step_takes_at_least_the_slowest_of_its_parts_or_their_sum() -> None:
-    # Of 4000 bytes on 4 ranks each sends 3000 in a collective, half of it away: 1.5 seconds there, 0.15 at home.
+    # Of 4000 bytes on 4 ranks, each sends 3000 in a collective: half between machines in 1.5 s, half within in 0.15 s.
     job = Job(units=[[(1000,)]], num_shards=4)
     assert sent_by_link(job, 2)["RS"] == Sent(1500, 1500)
     time = step_time(job, 2e6, SLOW)
-    # Two gathers and one reduce-scatter.
+    # Two all-gathers and one reduce-scatter.
     assert (time.compute, time.communication) == pytest.approx((2.0, 4.5))
     assert (time.overlapped, time.apart) == pytest.approx((4.5, 6.5))
     busy = step_time(job, 9e6, SLOW)
@@ -114,7 +114,7 @@ def test_a_step_takes_at_least_the_slowest_of_its_parts_or_their_sum() -> None:
 
 @pytest.mark.spec("COST-18")
 def test_what_goes_over_different_links_overlaps_and_what_is_one_ring_does_not() -> None:
-    # A hybrid's gathers stay at home and its all-reduce leaves: 3 * 2000 bytes there, and 2 * 2000 / 2 between.
+    # A hybrid strategy sends 3 * 2000 bytes within a machine, and its all-reduce 2 * 2000 / 2 bytes between machines.
     job = Job(units=[[(1000,)]], strategy="HYBRID_SHARD", num_shards=2, num_replicas=2)
     time = step_time(job, 0.0, SLOW)
     assert time.communication == pytest.approx(0.6 + 2.0)

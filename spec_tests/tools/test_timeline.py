@@ -1,4 +1,4 @@
-"""Pictures and traces are pure functions of the events, so what they show can be computed and compared."""
+"""Pictures and traces are pure functions of the events, so their contents can be computed and compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MILLI = 1e-3
 
 
 def step_of_two_units(zero: float = 50.0) -> list[Event]:
-    """The root and one block, 100 ms long, in the order in which an FSDP with prefetch records it."""
+    """The root and one block, 100 ms long, in the order in which FSDP with prefetching records them."""
 
     def span(kind: str, unit: str, start: float, end: float, num_bytes: int = 0, lane: str = "compute") -> Event:
         ranks, dtype = ((0, 1), torch.float32) if lane != "compute" else ((), None)
@@ -44,7 +44,7 @@ def step_of_two_units(zero: float = 50.0) -> list[Event]:
 
 
 def boxes(picture: str) -> list[tuple[str, float, float, float, str]]:
-    """Kind, left, top, width and label of every box, in the order of the file."""
+    """Kind, left edge, top, width and label of every box, in the order of the file."""
     found = []
     for group in ET.fromstring(picture).iter(f"{SVG}g"):
         if not group.get("class", "").startswith("box "):
@@ -111,7 +111,7 @@ def test_there_is_a_free_mark_at_the_time_of_each_free() -> None:
     paths = ET.fromstring(svg([step_of_two_units()], width=1128)).iter(f"{SVG}path")
     starts = [path.get("d", "").split()[0] for path in paths if path.get("class") == "FREE"]
 
-    assert starts[1:] == ["M400.5", "M950.5", "M1000.5"]  # The first is the legend's; a mark is 7 pixels wide.
+    assert starts[1:] == ["M400.5", "M950.5", "M1000.5"]  # The first is in the legend; a mark is 7 pixels wide.
 
 
 def test_the_all_reduce_lane_and_its_legend_appear_only_where_one_was_recorded() -> None:
@@ -202,7 +202,7 @@ def test_the_picture_needs_nothing_from_outside_and_runs_nothing() -> None:
     assert "script" not in picture
     assert "href" not in picture
     assert "url(" not in picture
-    assert picture.count("http") == 1  # The name of the SVG language itself.
+    assert picture.count("http") == 1  # The namespace of SVG.
 
 
 def test_the_picture_knows_the_dark() -> None:

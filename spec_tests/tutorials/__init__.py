@@ -1,1 +1,1 @@
-"""Tests of the programs in ``tutorials/``: that what a visitor runs first works, and says what is true."""
+"""Tests of the programs in ``tutorials/``: they run, and their output is correct."""

@@ -1,15 +1,15 @@
 """Runs the tutorial on ranks that can be killed, and kills one at a chosen moment of a save.
 
-The pool of the harness is no use here, since nobody survives. But its fork server is: a rank is a copy of a process
-that has torch already, and a run of six steps takes a second.
+The worker pool of the test harness cannot be used, since no rank survives. Its fork server can: each rank is forked
+from a process that has already imported torch, so a run of six steps takes a second.
 
-**Named moments.** A save is a sequence of calls to the file system, and nothing but these calls can be seen by the
-next run. So a rank is watched by an audit hook, which Python calls *before* each of them, and by a wrapper around
-``os.fsync``, which has no audit event. Each call gets a label, such as ``rename step-000004``, and the rank kills
-itself by signal 9 when the chosen one comes. What is in the middle of a file is reached by a limit of the operating
-system: the write that would pass it is cut off there, to the byte.
+**Named moments.** A save is a sequence of file system calls, and only these calls have effects that the next run can
+see. So an audit hook observes a rank: Python calls it *before* each of these calls. ``os.fsync`` has no audit event
+and gets a wrapper instead. Each call gets a label, such as ``rename step-000004``, and the rank kills itself with
+signal 9 before the chosen call. A limit of the operating system covers the middle of a file: the write that would
+exceed the limit is cut off at exactly that byte.
 
-**Timed moments.** The rank says when a save begins, and the test kills it from outside, some milliseconds later.
+**Timed moments.** The rank reports the start of a save, and the test kills it from outside some milliseconds later.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
 STEPS, EVERY = 6, 2
 TINY = ["--device=cpu", "--blocks=1", "--width=16", "--heads=2", "--context=16", "--batch=2", "--sample=1", "--lr=0.1"]
 LIMIT = 90.0  # seconds for a run
-GRACE = 30.0  # seconds for the survivors to notice that one of them is gone
+GRACE = 30.0  # seconds for the survivors to notice that a rank is gone
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When to kill whom.
+    """When to kill which rank.
 
     Attributes:
-        name: for the test's name.
-        step: the save in which it happens.
-        label: a pattern for the call before which it happens.
-        nth: of the calls that match, counted from 0.
-        after_bytes: not before the call, but so many bytes into the file that it opens.
-        seconds: instead of all that, so long after the begin of the save, from outside.
-        victim: the rank.
-        full: in a save of which form.
+        name: used in the test's name.
+        step: the step of the save.
+        label: a regular expression for the label of a call. The rank is killed before this call.
+        nth: index of the call among those that match, counted from 0.
+        after_bytes: if not 0, kill after this many bytes of the file that the call opens, not before the call.
+        seconds: if given, kill from outside, this long after the start of the save. Replaces the previous three.
+        victim: the rank to kill.
+        full: whether the save writes a full checkpoint.
     """
 
     name: str
@@ -71,12 +71,12 @@ class Moment:
 
 @dataclass
 class Outcome:
-    """What became of a run.
+    """The result of a run.
 
     Attributes:
-        codes: exit code of each rank; ``None`` for one that had not ended when its time was over.
-        outputs: of each rank.
-        losses: what rank 0's ``train`` gave back, if it did.
+        codes: exit code of each rank; ``None`` for a rank that did not end in time.
+        outputs: output of each rank.
+        losses: return value of rank 0's ``train``, if it returned.
         calls: labels of all calls of each rank.
     """
 
@@ -95,15 +95,15 @@ def run(
     moment: Moment | None = None,
     options: Sequence[str] = (),
 ) -> Outcome:
-    """Trains for six steps, saving every second one and resuming if there is something to resume from.
+    """Trains for six steps. Saves at every second step, and resumes if there is a checkpoint.
 
     Args:
-        work: an empty folder for what the ranks have to say.
+        work: an empty folder for the output of the ranks.
         save: folder of the checkpoints.
-        num_ranks: how many ranks.
-        full: whether to save in the full form.
-        moment: when to kill whom.
-        options: more of the tutorial's.
+        num_ranks: number of ranks.
+        full: whether to save full checkpoints.
+        moment: when to kill which rank.
+        options: further options of the tutorial.
     """
     work.mkdir(parents=True)
     pool.start_early()
@@ -143,7 +143,7 @@ def _kill_later(process: Any, says: Any, seconds: float) -> None:
 
 
 def _wait(processes: list[Any], moment: Moment | None) -> None:
-    """All must end by themselves; where one is killed, the others have the grace period from then on."""
+    """All ranks must end by themselves. After a kill, the others have `GRACE` seconds."""
     deadline = time.monotonic() + LIMIT
     if moment is not None:
         processes[moment.victim].join(LIMIT)
@@ -151,7 +151,7 @@ def _wait(processes: list[Any], moment: Moment | None) -> None:
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
         if process.exitcode is None:
-            # Its output is to say where it hangs.
+            # The rank prints a traceback that shows where it hangs.
             os.kill(process.pid, signal.SIGUSR1)
             time.sleep(1.0)
 
@@ -204,20 +204,20 @@ def rank_main(
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        # Without saying good-bye: another rank is dead, and threads that wait for it may not want to end.
+        # Skip all cleanup: another rank is dead, and threads that wait for it may never end.
         os._exit(1)
     if rank == 0:
         (work / "losses").write_bytes(pickle.dumps(losses))
 
 
 def corpus(train_gpt: Any) -> Any:
-    """A text of 4096 bytes, the same on every rank. The real one takes longer to read than the training takes."""
+    """A text of 4096 bytes, the same on every rank. Reading the real one takes longer than the training."""
     text = torch.randint(32, 127, (4096,), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     return train_gpt.Corpus(text, text, 2, "a text for tests")
 
 
 def announcing(save: Any, step: int, says: Any) -> Any:
-    """The tutorial's ``save``, which tells the test when it begins to save this step."""
+    """The tutorial's ``save``, which also notifies the test at the start of the save of ``step``."""
 
     def announced(shelf: Any, training: Any, **options: Any) -> Any:
         if training.step == step:
@@ -228,7 +228,7 @@ def announcing(save: Any, step: int, says: Any) -> Any:
 
 
 def watch(save: Path, calls: Path, moment: Moment | None) -> None:
-    """From now on writes down each call that changes something below ``save``, and kills this process at ``moment``."""
+    """Logs each later call that changes something below ``save``, and kills this process at ``moment``."""
     log = os.open(calls, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     seen = 0
 
@@ -257,7 +257,7 @@ def watch(save: Path, calls: Path, moment: Moment | None) -> None:
 
 
 def label_of(event: str, arguments: tuple[Any, ...], save: Path) -> str | None:
-    """Names a call, or ``None`` if it changes nothing below ``save``."""
+    """The label of a call, or ``None`` if it changes nothing below ``save``."""
     if event == "open":
         path, mode, flags = arguments
         writes = ("w" in mode) if isinstance(mode, str) else bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
@@ -266,7 +266,7 @@ def label_of(event: str, arguments: tuple[Any, ...], save: Path) -> str | None:
         return f"rename {_below(arguments[1], save)}" if _below(arguments[1], save) else None
     if event in ("os.mkdir", "os.rmdir"):
         return f"{event[3:]} {_below(arguments[0], save)}" if _below(arguments[0], save) else None
-    # While a folder is emptied, names are relative to it.
+    # While a folder is emptied, file names are relative to it.
     if event == "os.remove":
         inside = _below(arguments[0], save) or ("a file" if arguments[1] != -1 else None)
         return f"remove {inside}" if inside else None
@@ -283,12 +283,12 @@ def _below(path: Any, save: Path) -> str | None:
 
 
 def die() -> None:
-    """Ends this process at once, without a word."""
+    """Kills this process immediately."""
     os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)  # Not reached; but if the signal could come late, nothing may happen until then.
+    time.sleep(60)  # Not reached. If the signal could come late, nothing must happen until then.
 
 
 def cut_off(num_bytes: int) -> None:
-    """The first write beyond ``num_bytes`` into any file is cut off there, and this process ends."""
+    """Limits every file to ``num_bytes``: the first write beyond is cut off there, and this process dies."""
     signal.signal(signal.SIGXFSZ, lambda *_: die())
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))

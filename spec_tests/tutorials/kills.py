@@ -1,8 +1,8 @@
-"""``python -m spec_tests.tutorials.kills``: kill -9 at 50 moments of a save through each door; ``--record`` keeps them.
+"""``python -m spec_tests.tutorials.kills``: kill -9 at 50 moments of a save, for each API. ``--record`` stores them.
 
-Each has two runs. In the first a rank is killed. Then the folder is looked at, with eyes of its own and not with those
-of the code under test; then the second run continues. Its curve must be that of a run that was never interrupted and
-never saved anything, to the last bit.
+Each moment needs two runs. In the first run, a rank is killed. Then the folder is checked, by code that is independent
+of the code under test. The second run continues. Its losses must be bitwise equal to those of a run that is never
+interrupted and never saves.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from spec_tests.tutorials.killing import EVERY, STEPS, Moment, Outcome
 
 RECORD = Path(__file__).resolve().parents[2] / "docs" / "data" / "kills.json"
 APIS = ("wrapper", "fully_shard")
-NUM_RECORDED = 50  # moments, through each door
-SLOWEST_SAVE = 0.12  # seconds; timed moments lie before
+NUM_RECORDED = 50  # moments, for each API
+SLOWEST_SAVE = 0.12  # seconds; timed moments are shorter
 
 
 def named_moments() -> list[Moment]:
-    """The moments that the protocol of `checkpoint` tells apart, in the order of a save."""
+    """The moments that the protocol of `checkpoint` distinguishes, in the order of a save."""
     part, file = r"\.step-{step}\.part", r"\.step-{step}\.part/(__\d_0\.distcp|full\.pt)"
     named = [
-        # Rank 1 has no file of its own in the full form.
+        # Rank 1 has no file of its own in a full checkpoint.
         Moment("before the folder beside", label=f"mkdir {part}"),
         Moment("before the first byte", label=f"open {part}/__1_0.distcp", victim=1),
         Moment("in the middle of a file", label=f"open {part}/__0_0.distcp", after_bytes=9_000),
@@ -54,13 +54,13 @@ def named_moments() -> list[Moment]:
 
 
 def at_step(moment: Moment) -> Moment:
-    # The pointer is written by every save; of those calls, the one of this save.
+    # Every save writes the pointer; select the call of this save.
     nth = moment.nth if "step" in moment.label or "remove" in moment.label else moment.step // EVERY - 1
     return Moment(**{**vars(moment), "label": moment.label.replace("{step}", f"{moment.step:06}"), "nth": nth})
 
 
 def drawn_moments(number: int, seed: int = 1) -> list[Moment]:
-    """Of every five: three named ones, one after some milliseconds, one before some call out of all calls."""
+    """Of every five moments, three are named, one is after some milliseconds, and one is before a random call."""
     chance = random.Random(seed)
     named: list[Moment] = []
     drawn: list[Moment] = []
@@ -71,7 +71,7 @@ def drawn_moments(number: int, seed: int = 1) -> list[Moment]:
             name = f"after {milliseconds:.1f} ms"
             drawn.append(Moment(name, step, seconds=milliseconds / 1000, victim=victim, full=full))
         elif index % 5 == 4:
-            # Rank 0 makes some twenty calls in a save, rank 1 three. Those of the first save are not counted.
+            # Rank 0 makes about twenty calls in a save, rank 1 three. The calls of the first save are skipped.
             nth = chance.randrange(20, 60) if victim == 0 and not full else chance.randrange(13, 40)
             nth = nth if victim == 0 else chance.randrange(5, 15)
             drawn.append(
@@ -84,7 +84,7 @@ def drawn_moments(number: int, seed: int = 1) -> list[Moment]:
 
 
 def uninterrupted(api: str, folder: Path) -> list[float]:
-    """The losses of a run that is never killed and saves nothing."""
+    """The losses of a run that is never killed and never saves."""
     outcome = killing.run(folder, save=None, options=[f"--api={api}"])
     assert outcome.codes == [0, 0], outcome.outputs
     assert len(set(outcome.losses)) == STEPS
@@ -92,23 +92,23 @@ def uninterrupted(api: str, folder: Path) -> list[float]:
 
 
 def kill(api: str, moment: Moment, losses: list[float], folder: Path) -> str:
-    """Kills a rank, and runs again; returns the name of the checkpoint from which that went on.
+    """Kills a rank and runs again. Returns the name of the checkpoint from which the second run resumed.
 
     Args:
-        api: the door.
-        moment: when to kill whom.
-        losses: of the run that was never interrupted.
-        folder: an empty one.
+        api: value of the option ``--api``.
+        moment: when to kill which rank.
+        losses: those of the uninterrupted run.
+        folder: an empty folder.
 
     Raises:
-        AssertionError: a checkpoint was lost or damaged, or the second run was not as if nothing had happened.
+        AssertionError: if a checkpoint was lost or damaged, or if the second run differs from the uninterrupted one.
     """
     shelf, options = folder / "shelf", [f"--api={api}"]
     first = killing.run(folder / "first", save=shelf, full=moment.full, moment=moment, options=options)
     assert first.codes[moment.victim] == -9, first.outputs
     assert None not in first.codes, f"a survivor hung: {first.outputs[1 - moment.victim]}"
 
-    # Whatever has its name is whole; and what was announced is there.
+    # Every folder with the name of a checkpoint is complete, and the announced checkpoint exists.
     whole = whole_checkpoints(shelf)
     announced = (shelf / "newest").read_text()
     assert announced in whole
@@ -120,8 +120,8 @@ def kill(api: str, moment: Moment, losses: list[float], folder: Path) -> str:
     assert f"{shelf / announced}: {int(announced[5:])} steps are done" in _resumed_from(second)
     assert second.losses == losses
 
-    # Nothing is left behind, and all that was to be kept is kept. Where the run was killed after its last save, there
-    # was no further one that would have removed what is too old.
+    # No temporary file remains, and all checkpoints to keep exist. If the run was killed after its last save, no later
+    # save has removed the oldest one.
     there = {path.name for path in shelf.iterdir()}
     spare = {"step-000002"} if announced == "step-000006" else set()
     assert there - spare == {"newest", "step-000004", "step-000006"}
@@ -130,7 +130,7 @@ def kill(api: str, moment: Moment, losses: list[float], folder: Path) -> str:
 
 
 def whole_checkpoints(folder: Path) -> list[str]:
-    """Names of those whose files are all there and unchanged."""
+    """Names of the checkpoints. Checks that the files of each are complete and unchanged."""
     found = []
     for checkpoint in sorted(folder.glob("step-*")):
         listed = json.loads((checkpoint / "manifest.json").read_text())["files"]
@@ -149,7 +149,7 @@ def _resumed_from(outcome: Outcome) -> str:
 
 
 def row_of(api: str, moment: Moment, losses: list[float]) -> dict[str, Any]:
-    """For the record."""
+    """An entry of the record."""
     form = "full" if moment.full else "sharded"
     row = {"door": api, "moment": moment.name, "save of step": moment.step, "rank": moment.victim, "form": form}
     with tempfile.TemporaryDirectory() as folder:
@@ -162,7 +162,7 @@ def row_of(api: str, moment: Moment, losses: list[float]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """How many were not as they should be."""
+    """Returns the number of kills with a wrong result."""
     parser = argparse.ArgumentParser(prog="python -m spec_tests.tutorials.kills")
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
     parser.add_argument("--number", type=int, default=NUM_RECORDED, help="moments, through each door")
@@ -175,7 +175,7 @@ def main() -> int:
         with ThreadPoolExecutor(options.at_once) as threads:
             rows += threads.map(partial(row_of, api, losses=losses), drawn_moments(options.number, seed))
     if options.record:
-        # Not at the beginning: ranks import this module, too, and have no use for the benchmarks.
+        # Imported here because ranks import this module too, and do not need the benchmarks.
         from spec_tests.benchmarks.page import circumstances
 
         lines = ",\n  ".join(map(json.dumps, rows))

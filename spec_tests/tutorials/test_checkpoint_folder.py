@@ -1,4 +1,4 @@
-"""The folder of checkpoints: what it keeps, what it believes, and what it refuses, on all ranks alike."""
+"""The folder of checkpoints: which ones it keeps, accepts and refuses. All ranks must agree."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tutorials.gpt.ranks import from_all_ranks, on_first_rank, together
 
 
 def write(folder: Path) -> None:
-    """A file by each rank: 1000 bytes of its own number."""
+    """Each rank writes one file: 1000 bytes with the value of its rank."""
     (folder / f"part-{dist.get_rank()}").write_bytes(bytes([dist.get_rank()]) * 1000)
 
 
@@ -37,12 +37,12 @@ def on_disk(root: Path) -> list[str]:
 
 
 def change(action: Callable[[], Any]) -> None:
-    """Rank 0 does something to the folder, and the others see it done."""
+    """Rank 0 changes the folder, and the other ranks wait until it is done."""
     on_first_rank(lambda: (action(), None)[1])
 
 
 def newest(shelf: Shelf) -> tuple[str, list[str]]:
-    """Which one is chosen, and what was said about others; the same on every rank, but for the rank's own number."""
+    """The chosen checkpoint, and the remarks about others. They must be the same on every rank, except its number."""
     said: list[str] = []
     name = shelf.newest(said.append).folder.name
     plain = [re.sub(r"^rank \d: ", "", text) for text in said]
@@ -104,8 +104,8 @@ def test_a_rank_that_cannot_write_stops_all_ranks_and_what_was_there_stays(tmp_p
     def write_badly(folder: Path) -> None:
         write(folder)
         if dist.get_rank() == 1:
-            os.remove(folder / "part-1")  # Some other program was here.
-            os.symlink("/proc/self/mem", folder / "part-1")  # A file, and no two bytes of it can be read.
+            os.remove(folder / "part-1")  # As another program could do.
+            os.symlink("/proc/self/mem", folder / "part-1")  # A file that cannot be read.
 
     with pytest.raises(RuntimeError, match=r"rank \d: OSError"):
         shelf.save(2, {}, write_badly)
@@ -143,7 +143,7 @@ def test_to_keep_nothing_is_refused() -> None:
         Shelf(Path("anywhere"), keep=0)
 
 
-# --- believing ---
+# --- checking ---
 
 
 def truncate(folder: Path) -> None:

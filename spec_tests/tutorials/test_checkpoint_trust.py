@@ -1,4 +1,4 @@
-"""Checkpoints from elsewhere, a second job in the folder, and limits of the machine."""
+"""Checkpoints from untrusted sources, a second job in the same folder, and limits of the machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gpt.resume import resume, save
 
 
 class Attack:
-    """Creates a file when it is loaded."""
+    """Runs a command when it is unpickled, here to create a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,7 +40,7 @@ class Attack:
 
 
 def sealed_again(folder: Path) -> None:
-    """The checksums that the writer of a checkpoint can always make right."""
+    """Updates the checksums, as everyone who can write a checkpoint is able to do."""
     path = folder / manifest.MANIFEST
     facts = json.loads(path.read_bytes())
     facts.pop("seal")

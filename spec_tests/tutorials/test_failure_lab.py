@@ -1,7 +1,7 @@
-"""The failure lab: each script fails as its page says, on both ranks and in time, and its mended form does not.
+"""The failure lab: each script fails as its page says, on both ranks and in time, and its corrected version does not.
 
-The ranks are copies of a process that has torch already (``spec_tests/harness/programs.py``), so the time that is
-measured is the script's own. One of the scripts is also started as a reader starts it.
+The ranks are forked from a process that has already imported torch (``spec_tests/harness/programs.py``), so the
+measured time is the script's own. One of the scripts is also started as a user starts it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ SCRIPTS = sorted(path.stem for path in LAB.glob("*.py") if path.stem != "lab")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 LIMIT = 10.0  # seconds
 
-# Who has waited for a collective of minifsdp.
+# The output of a rank that waited for a collective of minifsdp.
 WAITED = r"Where every rank is:(.|\n)*#E-(collective-failed|waits-in-vain)"
 HANGS = ("no_sync_on_one_rank", "raises_in_backward", "save_on_rank_0", "slow_rank", "uneven_batches")
-# What both ranks say, or each of them.
+# The expected output of both ranks, or of each rank.
 SAYS: dict[str, str | tuple[str, str]] = {
     "branch_on_the_data": r"rank 0: 'see', rank 1: 'read'.*\n.*#E-different-order",
     "clip_on_each_rank": r"gradients were scaled by 0\.\d+ instead of 0\.\d+",
@@ -63,7 +63,7 @@ SAYS: dict[str, str | tuple[str, str]] = {
 
 @pytest.fixture(autouse=True, scope="module")
 def _torch_is_imported() -> None:
-    # Before anything is timed.
+    # Import torch before anything is timed.
     process = pool.fork_server().Process(target=int)
     process.start()
     process.join()
@@ -71,7 +71,7 @@ def _torch_is_imported() -> None:
 
 @functools.cache
 def outcome(name: str, *arguments: str) -> tuple[list[tuple[int | None, str]], float]:
-    """Of each rank its status and its words, and how long it took."""
+    """Exit status and output of each rank, and the duration in seconds."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         environment = {**ENVIRONMENT, "MINIFSDP_LEDGER_DIR": folder}
@@ -98,7 +98,7 @@ def test_a_script_asks_at_its_head_is_broken_in_one_place_and_mended_at_its_end(
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     names = [node.name for node in functions if node.name in ("broken", "experiment", "mended")]
     assert names == ["broken", "experiment", "mended"]
-    # Nobody needs another argument than the one that is broken.
+    # The correction changes no arguments.
     broken, mended = (next(node for node in functions if node.name == name) for name in ("broken", "mended"))
     assert ast.dump(broken.args) == ast.dump(mended.args)
 
@@ -135,7 +135,7 @@ def test_a_mended_script_ends_well_on_both_ranks(name: str) -> None:
 @pytest.mark.parametrize("name", HANGS)
 def test_a_rank_that_has_waited_says_where_it_waited_and_where_the_other_is(name: str) -> None:
     ranks, seconds = outcome(name)
-    # An order that is new is compared before anything is sent.
+    # A new order is compared before any data is sent.
     assert seconds > 1.5 or name == "no_sync_on_one_rank"
     for rank, (_, words) in enumerate(ranks):
         if (name, rank) != ("raises_in_backward", 1):
@@ -173,7 +173,7 @@ def test_started_plainly_both_ranks_speak_one_after_the_other() -> None:
     command = [sys.executable, str(LAB / "raises_in_backward.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 1
-    # Rank 1 has failed seconds before rank 0, and would be shown alone.
+    # Rank 1 fails seconds before rank 0. Without waiting, only its output would be shown.
     first, second = done.stdout.index("rank 0 says:"), done.stdout.index("rank 1 says:")
     assert "rank 1: has ended, by ValueError: a gradient is not a number" in done.stdout[first:second]
     assert done.stdout[second:].rstrip().endswith("ValueError: a gradient is not a number")

@@ -1,6 +1,6 @@
-"""Kill -9 of any rank at any moment of a save: the earlier checkpoint is intact, and the run continues from it.
+"""Kill -9 of any rank at any moment of a save: the previous checkpoint is intact, and the run resumes from it.
 
-Six moments are drawn from a fixed seed, through both doors in turn. Fifty through each door:
+Tests six random moments from a fixed seed, alternating between the two APIs. For fifty moments with each API, run
 ``python -m spec_tests.tutorials.kills``.
 """
 
@@ -47,7 +47,7 @@ def test_fifty_kills_through_each_door_are_recorded_and_no_checkpoint_was_lost()
 
 
 def test_the_named_moments_are_those_of_a_real_save_and_come_in_this_order(tmp_path: Path) -> None:
-    """Else a moment that never comes would make the test above fail, but one at the wrong place would not."""
+    """The test above fails if a moment never occurs, but would not notice that a moment is in the wrong place."""
     outcome = killing.run(tmp_path / "work", save=tmp_path / "shelf")
     assert outcome.codes == [0, 0], outcome.outputs
     calls = outcome.calls[0]
@@ -70,9 +70,9 @@ def test_the_named_moments_are_those_of_a_real_save_and_come_in_this_order(tmp_p
     ]
     remaining = iter(save)
     assert all(call in remaining for call in order), save
-    # And no more often: a pointer that was also written too early would be as bad.
+    # Each occurs only once: a pointer that is also written too early would be an error.
     assert all(save.count(call) == 1 for call in ("rename step-000006", "rename newest", "rename .step-000002.old"))
-    # Every file, by some rank, and the manifest is renamed when all of them are on the disk.
+    # Some rank flushes every file, and the manifest is renamed only when all of them are on the disk.
     flushed = {call.removeprefix("fsync ") for rank in outcome.calls for call in rank if call.startswith("fsync ")}
     assert {
         f".step-000006.part/{name}" for name in ("__0_0.distcp", "__1_0.distcp", ".metadata", "progress.pt")

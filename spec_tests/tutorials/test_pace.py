@@ -1,4 +1,4 @@
-"""train_gpt tells how long it will take, as soon as it knows."""
+"""train_gpt prints an estimate of its running time as soon as it can."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.pure
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time that the report sees; the test sets it."""
+    """The time that the report reads. The test sets it."""
     monkeypatch.syspath_prepend(str(TUTORIALS))
     from gpt import report
 
@@ -22,7 +22,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def advance(clock: list[float], num_steps: int, num_done: int = 0) -> None:
-    """All steps: the first takes 10 seconds, each other half of one."""
+    """Runs all steps: the first takes 10 seconds, each other step half a second."""
     from gpt.report import Progress
 
     progress = Progress(num_steps, num_done, 100, shown=True)
@@ -40,7 +40,7 @@ def test_the_rest_is_estimated_once_without_the_slow_first_step(
     clock: list[float], capsys: pytest.CaptureFixture[str], num_done: int
 ) -> None:
     advance(clock, num_done + 86, num_done)
-    # 80 steps are left after 6.
+    # After 6 steps, 80 are left.
     (said,) = estimates(capsys.readouterr().out)
     assert said.startswith("about 40 seconds more, as fast as steps 2 to 6 of this run; longer if others")
 

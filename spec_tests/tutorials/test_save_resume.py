@@ -1,4 +1,4 @@
-"""Saving a training and taking it up again: the same curve to the last bit, and the same state on other rank counts."""
+"""Saving and resuming a training: bitwise the same losses, and the same state on other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from spec_tests.harness.programs import output_of_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "tutorials" / "train_gpt.py"
-# As the script finds its parts when it is started.
+# Python adds this folder to the path when it starts the script.
 sys.path.insert(0, str(SCRIPT.parent))
 
 import train_gpt  # noqa: E402
@@ -55,14 +55,14 @@ def corpus() -> Any:
 
 
 def losses_of(*more: str) -> list[float]:
-    """Of a run of the tutorial's ``train`` on the ranks that there are."""
+    """Losses of the tutorial's ``train`` on the current ranks."""
     losses: list[float] = train_gpt.train(parsed(*more), corpus(), place_here())
     return losses
 
 
 @contextmanager
 def lines_of_rank_0(capture: list[str]) -> Iterator[None]:
-    """What the tutorial reports goes to ``capture``."""
+    """Appends the lines that the tutorial reports to ``capture``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_gpt, "fact", lambda name, text: capture.append(f"{name}: {text}"))
         yield
@@ -75,7 +75,7 @@ def fresh(*more: str) -> Training:
 
 
 def same_step_everywhere(training: Training, step: int) -> float:
-    """A step on a batch that all ranks share, so that the mean over them is the same for any number of ranks."""
+    """Trains on a batch that all ranks share, so that the mean over them is the same for any number of ranks."""
     inputs, targets = train_gpt.batch_of(corpus().train, seed=0, rank=0, step=step, num_windows=2, context=16)
     loss = train_gpt.train_step(training.model, training.optimizer, inputs, targets).item()
     training.finish_step(loss)
@@ -83,7 +83,7 @@ def same_step_everywhere(training: Training, step: int) -> float:
 
 
 def whole(training: Training) -> dict[str, Tensor]:
-    """Every tensor of model and optimizer in full, on rank 0."""
+    """Every tensor of model and optimizer, unsharded, on rank 0."""
     state = training.door.state_of(training.model, training.optimizer, full=True)
     flat = {f"model.{name}": value for name, value in state["model"].items()}
     for name, values in state["optim"].get("state", {}).items():
@@ -183,7 +183,7 @@ def test_each_rank_gets_back_its_own_random_numbers(tmp_path: Path) -> None:
     draw()
     save(Shelf(tmp_path), fresh(), fixed=FIXED, noted=NOTED, full=False)
     expected = draw()
-    # A run that starts anew has seeds of its own.
+    # A new run has its own seeds.
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(0)
     resume(Shelf(tmp_path).newest(pytest.fail), fresh(), fixed=FIXED, noted=NOTED)
@@ -222,7 +222,7 @@ def test_in_the_full_form_all_ranks_collect_and_only_rank_0_writes(tmp_path: Pat
     assert written == (["full.pt"] if dist.get_rank() == 0 else [])
     assert sorted(path.name for path in folder.iterdir()) == ["full.pt", "manifest.json"]
     state = torch.load(folder / "full.pt", weights_only=True)
-    # A plain model reads it, and a plain optimizer could by the names.
+    # A plain model can load the state, and a plain optimizer could find its parameters by name.
     plain = train_gpt.build(parsed(), place_here())
     plain.load_state_dict(state["model"])
     assert state["optim"]["state"].keys() == dict(plain.named_parameters()).keys()
@@ -233,7 +233,7 @@ def test_in_the_full_form_all_ranks_collect_and_only_rank_0_writes(tmp_path: Pat
 
 @ranks(4)
 def train_on_four_ranks(folder: Path, reference: Path, full: bool) -> None:
-    """On four ranks: two steps, a checkpoint, and what was in it; then the losses of three more."""
+    """On four ranks: trains for two steps and saves a checkpoint and its state; then the losses of three more steps."""
     training = fresh()
     for step in range(2):
         same_step_everywhere(training, step)
@@ -245,7 +245,7 @@ def train_on_four_ranks(folder: Path, reference: Path, full: bool) -> None:
 
 
 def resume_and_compare(folder: Path, reference: Path, full: bool, step: int) -> None:
-    """On fewer ranks: the same tensors to the last bit and the same loss. Then a checkpoint of the next step."""
+    """On fewer ranks: checks bitwise equal tensors and the same loss. Then saves a checkpoint of the next step."""
     training = fresh()
     remarks = resume(Shelf(folder).newest(pytest.fail), training, fixed=FIXED, noted=NOTED)
     assert remarks == [f"ranks was {2 * dist.get_world_size()}, and is {dist.get_world_size()} now"]
@@ -285,7 +285,7 @@ def test_what_four_ranks_saved_two_ranks_resume_and_then_one(tmp_path: Path, ful
 @pytest.mark.spec("TRAIN-12")
 @ranks(4)
 def test_a_hybrid_run_saves_and_resumes_with_each_row_written_once(tmp_path: Path) -> None:
-    wide = "--width=64"  # Every tensor in a file has about a kilobyte of wrapping, which is not to matter.
+    wide = "--width=64"  # large, so that the kilobyte of metadata that a file has for each tensor does not matter
     before, after = fresh(wide, "--strategy=HYBRID_SHARD"), fresh(wide, "--strategy=FULL_SHARD")
     same_step_everywhere(before, 0)
     folder = save(Shelf(tmp_path), before, fixed=FIXED, noted=NOTED, full=False)
@@ -319,11 +319,11 @@ def test_torchs_own_fsdp_resumes_what_this_one_has_saved_and_the_other_way_round
     assert after.losses == uninterrupted
 
 
-# --- what does not fit ---
+# --- refused checkpoints ---
 
 
 def refused(training: Training, folder: Path, fixed: dict[str, Any] = FIXED) -> str:
-    """The refusal, which must be the same on every rank and leave the training as it was."""
+    """Checks that ``resume`` fails with the same error on every rank and changes nothing. Returns the message."""
     before = whole(training)
     numbers = (training.step, list(training.losses), training.scheduler.state_dict(), torch.get_rng_state().sum())
     groups = [{**group, "params": None} for group in training.optimizer.param_groups]
@@ -362,7 +362,7 @@ def test_a_checkpoint_whose_keys_or_shapes_differ_is_refused_although_its_notes_
     assert f"file {file}, key model.embedding.weight: expected (256, 32), found (256, 16) (rank 0, 1)" in wider
     deeper = refused(fresh("--blocks=2"), tmp_path)
     assert f"file {file}, key model.blocks.1.norm1.weight: expected (16,), found nothing" in deeper
-    # Also if it is not the first step of the one that refuses.
+    # The same when the refusing training has already taken a step.
     warm = fresh("--width=32")
     same_step_everywhere(warm, 0)
     assert "embedding.weight" in refused(warm, tmp_path)
@@ -424,7 +424,7 @@ def test_wrong_options_of_saving_are_explained(
 
 
 def output_of(*arguments: str, num_ranks: int = 2) -> str:
-    """What the whole program prints."""
+    """The output of the whole program."""
     return output_of_ranks(SCRIPT, *TINY, *arguments, num_ranks=num_ranks, environment={"OMP_NUM_THREADS": "1"})
 
 

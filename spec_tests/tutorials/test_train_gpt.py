@@ -1,4 +1,4 @@
-"""The main tutorial: its parts one by one, and the whole program as a visitor starts it."""
+"""The main tutorial: its parts one by one, and the whole program as a user starts it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tutorials.gpt.report import readable
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "tutorials" / "train_gpt.py"
 TINY = ["--device=cpu", "--steps=4", "--blocks=2", "--width=32", "--heads=2", "--context=32", "--batch=2", "--sample=8"]
-# Of the tiny model: 2 blocks of 12 * 32**2 + 4 * 32 parameters, and 256 * 32 + 2 * 32 in the root.
+# Number of parameters: 12 * 32**2 + 4 * 32 in each of the 2 blocks, and 256 * 32 + 2 * 32 in the root.
 BLOCK, ROOT = 12_416, 8_256
 WHOLE = 4 * (2 * BLOCK + ROOT)
 
@@ -96,7 +96,7 @@ def test_a_folder_without_source_is_refused(tmp_path: Path) -> None:
         read_standard_library(tmp_path)
 
 
-# --- who reads what ---
+# --- batches ---
 
 
 def windows(text: Tensor, *, seed: int = 0, rank: int = 0, step: int = 0) -> tuple[Tensor, Tensor]:
@@ -184,7 +184,7 @@ def test_the_blocks_are_equal_and_the_root_keeps_embedding_and_norm() -> None:
 
     assert [sum(p.numel() for p in block.parameters()) for block in model.blocks] == [BLOCK, BLOCK]
     assert sum(p.numel() for p in model.parameters()) == 2 * BLOCK + ROOT
-    assert dict(model.named_buffers()) == {}  # DDP would broadcast them in each step, and the comparison count that.
+    assert dict(model.named_buffers()) == {}  # DDP would broadcast buffers in each step, which would be counted.
 
 
 @pytest.mark.pure
@@ -257,7 +257,7 @@ def test_the_process_group_is_there_inside_and_gone_afterwards_also_after_an_err
     with pytest.raises(ZeroDivisionError):
         fail_inside()
     assert not dist.is_initialized()
-    # Nobody holds it any longer, so its threads have ended and cannot outlive the interpreter.
+    # No reference to the group is left, so its threads have ended and cannot outlive the interpreter.
     assert groups[0]() is None
 
 
@@ -272,18 +272,18 @@ def test_the_counter_knows_the_calls_the_bytes_and_the_peak_of_a_known_sequence(
         first = torch.empty(200)
         group._allgather_base(first, piece).wait()
         held = weakref.ref(first.untyped_storage())
-        del first  # Freed by dropping it, as DDP's and FSDP2's buffers are,
-        assert comes_true(lambda: held() is None)  # as soon as gloo's thread has let go of it, too.
+        del first  # Freed by dropping the last reference, like buffers of DDP and FSDP2,
+        assert comes_true(lambda: held() is None)  # including the reference that gloo's thread holds.
         second, third = torch.empty(200), torch.empty(100)
-        dist.all_gather(list(second.chunk(2)), piece)  # 800 bytes, as a list of views of one memory.
-        second.untyped_storage().resize_(0)  # Freed by shrinking it, as FSDP1's are.
+        dist.all_gather(list(second.chunk(2)), piece)  # 800 bytes, as a list of views of one tensor.
+        second.untyped_storage().resize_(0)  # Freed by resizing its storage to 0, as in FSDP1.
         group._allgather_base(third, torch.ones(50)).wait()
         group._reduce_scatter_base(torch.empty(100), torch.ones(200)).wait()
         group.broadcast([piece]).wait()
         dist.barrier()
 
     assert counter.num_calls == {"all-reduce": 1, "all-gather": 3, "reduce-scatter": 1, "broadcast": 1}
-    # Of what is broadcast one half on average: one of the two ranks sends all of it, the other one nothing.
+    # Of a broadcast, each rank sends half on average: one of the two ranks sends everything, the other nothing.
     sent = {"all-reduce": 400, "all-gather": 400 + 400 + 200, "reduce-scatter": 400, "broadcast": 200}
     assert counter.num_bytes == sent
     assert counter.bytes_sent == sum(sent.values())
@@ -356,7 +356,7 @@ def test_a_comparison_is_short_unless_asked_otherwise(monkeypatch: pytest.Monkey
 
 
 def output_of(*command: str) -> str:
-    """Runs a command as a visitor would, in an environment without any rank; returns what it printed."""
+    """Runs a command as a user would, without the environment variables of a rank. Returns what it printed."""
     launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     environment = {name: value for name, value in os.environ.items() if name not in launcher}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
@@ -393,13 +393,13 @@ def test_under_torchrun_two_ranks_train_and_one_of_them_reports(corpus: Corpus) 
 @pytest.mark.spec("TRAIN-01")
 def test_started_plainly_it_starts_its_own_ranks_and_draws_what_they_did(tmp_path: Path) -> None:
     trace, picture = tmp_path / "steps.json", tmp_path / "step.svg"
-    # A learning rate for four steps, so that "the loss goes down" can fail for a better reason than chance.
+    # A learning rate that suits four steps, so that the loss clearly goes down.
     output = output_of(sys.executable, str(SCRIPT), *TINY, "--lr=0.2", f"--trace={trace}", f"--timeline={picture}")
 
     assert "on 2 ranks (cpu, gloo)" in output
     assert losses(output)[-1] < losses(output)[0] - 0.3
     groups = [group.get("class") for group in ET.parse(picture).iter("{http://www.w3.org/2000/svg}g")]
-    # Two ranks; forward and backward of 3 units; 3 gathers in forward, and 2 in backward, since the root was kept.
+    # Two ranks; forward and backward of 3 units; 3 all-gathers in forward, and 2 in backward: the root stays unsharded.
     assert [groups.count(f"box {kind}") for kind in ("F", "B", "AG", "RS")] == [6, 6, 10, 6]
     events = json.loads(trace.read_text())["traceEvents"]
     assert sum(event.get("cat") == "RS" for event in events) == 2 * 2 * 3  # Two ranks, two steps, three units.
@@ -414,12 +414,12 @@ def test_the_comparison_finds_equal_losses_half_the_memory_and_the_same_traffic_
     final = [float(cell) for cell in rows["final loss"]]
     assert max(final) - min(final) < 1e-5
     assert rows["parameters"] == rows["gradients"] == [whole, whole, half, half, half, half]
-    # With two blocks, backward has the root, a block and the prefetched block whole at once, which is everything.
+    # In backward the root, a block and the prefetched block are unsharded at once: with two blocks, the whole model.
     assert rows["whole at once, bytes"] == [whole, whole, most, most, "-", "-"]
     assert rows["all-gathers"] == ["0", "0", "5", "5", "5", "5"]
     assert rows["reduce-scatters"] == ["0", "0", "3", "3", "3", "3"]
     assert rows["all-reduces"] == ["0", "1", "0", "0", "0", "0"]
-    # An all-reduce sends twice one half. FSDP sends one half of everything, and of each block one half more in backward
-    # for the gather that the root is spared, and one half for the reduction.
+    # An all-reduce sends two halves. FSDP sends half of everything in forward, half of each block in backward (the root
+    # needs no second all-gather), and half of everything in the reduce-scatters.
     sharded = f"{WHOLE // 2 + 4 * BLOCK + WHOLE // 2:,}"
     assert rows["bytes sent"] == ["0", whole, sharded, sharded, sharded, sharded]

@@ -1,9 +1,9 @@
-"""The lessons in ``tutorials/``: each runs on two ranks, and what it asserts holds.
+"""The lessons in ``tutorials/``: each runs on two ranks, and its assertions hold.
 
-A lesson that fails an assertion on any rank ends with a status other than 0, and with it every test here that looks at
-its output. Each script is run once with the same arguments, however many tests look; the first of them by torchrun, as
-a reader starts it, the others by ``spec_tests/harness/programs.py``, which costs less. Those that need packages beyond
-the test extra are marked, and reported as not run where these are missing.
+If an assertion fails on any rank, the lesson exits with a status other than 0, and every test here that uses its output
+fails. Each script runs only once with the same arguments, even if several tests use its output. The first is run by
+torchrun, as a reader would do; the others are run by ``spec_tests/harness/programs.py``, which takes less time. Tests
+that need packages beyond the test extra are marked, and reported as not run if these are missing.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLI
 
 @functools.cache
 def output_of(script: str, *arguments: str, num_ranks: int = 2) -> str:
-    """What the ranks printed together."""
+    """The combined output of the ranks."""
     return output_of_ranks(TUTORIALS / script, *arguments, num_ranks=num_ranks, environment=ENVIRONMENT)
 
 
 def output_started_plainly(script: str) -> str:
-    """The same, of a script that a reader starts without ranks: it starts its own, as torchrun would."""
+    """The output of a script that is started without a launcher and starts its own ranks."""
     launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     environment = {name: value for name, value in os.environ.items() if name not in launcher} | ENVIRONMENT
     command = [sys.executable, str(TUTORIALS / script)]
@@ -53,7 +53,7 @@ def output_started_plainly(script: str) -> str:
 
 @pytest.fixture(autouse=True)
 def scripts_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Python does the same for the folder of a script that it is given.
+    # Python adds the folder of a script to the path when it starts it.
     monkeypatch.syspath_prepend(str(TUTORIALS))
 
 
@@ -160,8 +160,8 @@ def t5_output(folder: Path) -> str:
 def test_a_t5_is_fine_tuned_with_a_unit_for_each_block_and_losses_of_examples(t5_folder: Path) -> None:
     output = t5_output(t5_folder)
 
-    # Two blocks in the encoder, two in the decoder, and the root. The means are checked by the lesson itself: 7 items
-    # for each rank are batches of 4 and of 3.
+    # Two blocks in the encoder, two in the decoder, and the root. The lesson itself checks the means: 7 items for each
+    # rank are batches of 4 and of 3.
     assert re.search(r"T5 of 189,312 parameters, 5 units, FULL_SHARD, no casting", output)
     assert "14 docstrings to learn from, 6 to validate with" in output
     assert len(re.findall(r"epoch \d: .* training loss \d+\.\d{4}, validation loss \d+\.\d{4}", output)) == 2
@@ -203,7 +203,7 @@ def test_only_rank_0_prints_and_shows_a_bar(t5_folder: Path) -> None:
     output = t5_output(t5_folder)
 
     assert output.count("a summary:") == 1
-    # Every bar is drawn when it begins; how often after that depends on how fast the machine is.
+    # Every bar is drawn at its start. The number of later updates depends on the speed of the machine.
     assert len(re.findall(r"epoch 1:\s+0%", output)) == 1
 
 
@@ -233,7 +233,7 @@ def test_a_t5_with_pre_trained_weights_trains_with_zero_2_in_bfloat16_with_check
 
     assert "3 units, SHARD_GRAD_OP, torch.bfloat16, gradients torch.bfloat16" in output
     assert "validation loss" not in output
-    # Nothing was compared, and the last epoch was saved; nothing was learned, so it holds what rank 0 has read.
+    # Without validation the last epoch is saved. With ``--lr=0`` it contains the weights that rank 0 has read.
     (saved,) = map(torch.load, tmp_path.glob("*.pt"))
     assert list(saved) == list(pretrained.state_dict())
     for name, value in pretrained.state_dict().items():
@@ -357,7 +357,7 @@ def test_accumulation_ends_where_a_single_process_does_also_with_a_window_that_i
     output = output_of("knobs.py")
 
     assert "7 batches in windows of 3: the weights of a single process, with and without no_sync" in output
-    # Three units; reduced after each of 7 batches, or at the end of each of 3 windows.
+    # Three units, reduced after each of 7 batches or at the end of each of 3 windows.
     assert "without it 21 reduce-scatters, each rank keeps 7,092" in output
     assert "with it    9 reduce-scatters, each rank keeps 14,184 of 14,184" in output
 
@@ -424,7 +424,7 @@ def test_the_lessons_call_a_scaled_learning_rate_a_recipe_for_large_batches() ->
         essay = " ".join((TUTORIALS / name).read_text().split('"""')[1].split())
         assert re.search(r"learning rate.*multiplied by the number of ranks", essay)
         assert "large batches" in essay
-    # And none of the scripts does it.
+    # None of the scripts scales the learning rate.
     for path in TUTORIALS.glob("*.py"):
         assert not re.search(r"lr=[^,)]*(num_ranks|world_size)", path.read_text()), path
 
@@ -526,7 +526,7 @@ def test_fully_shard_gathers_two_ahead_and_computes_in_bfloat16() -> None:
 def test_fully_shard_goes_on_from_a_distributed_checkpoint_with_another_number_of_ranks(tmp_path: Path) -> None:
     folder = f"--dcp={tmp_path / 'checkpoint'}"
     saved = output_of("fully_shard.py", folder)
-    # With 3 ranks the rows of a parameter do not divide evenly.
+    # With 3 ranks, the rows of a parameter do not divide evenly.
     went_on = output_of("fully_shard.py", folder, num_ranks=3)
 
     assert "saved after step 3" in saved
