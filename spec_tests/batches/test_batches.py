@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches end together; with different numbers of tokens they weigh them alike."""
+"""Ranks with different numbers of batches stop together, and every token has the same weight on every rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DOORS = ("wrapper", "function")
 def test_all_ranks_end_when_the_first_has_no_more() -> None:
     mine = range(3 if dist.get_rank() == 0 else 5)
     assert list(minifsdp.while_all_have_data(mine)) == [0, 1, 2]
-    # Nothing is left on its way: the next loop begins anew.
+    # No message is pending, so the next loop starts normally.
     assert list(minifsdp.while_all_have_data("ab")) == ["a", "b"]
     assert list(minifsdp.while_all_have_data([] if dist.get_rank() else [1])) == []
 
@@ -69,7 +69,7 @@ def test_the_next_batch_is_fetched_and_asked_for_before_the_one_in_hand_is_given
 @ranks(2)
 def test_the_watcher_sees_who_waits_for_an_accelerators_answer() -> None:
     talk, seen = batches._Talk(Group.of(dist.group.WORLD)), []
-    # As where the group has no CPU.
+    # As if the group had no CPU backend.
     talk._device, talk._lane = device(), Lane("batches", device())
     event = type(talk._lane.stream.record_event())
     with pytest.MonkeyPatch.context() as patch:
@@ -117,7 +117,7 @@ def net() -> nn.Module:
 
 
 def tokens_of(rank: int, part: int = 0) -> Tensor:
-    """Another number of them on each rank; the last rank has none in the first part."""
+    """A different number of tokens on each rank. The last rank has none in the first part."""
     number = 0 if rank == dist.get_world_size() - 1 and part == 0 else 3 * rank + part + 1
     return torch.randn(number, WIDTH, generator=torch.Generator().manual_seed(10 * rank + part)).to(device())
 
@@ -145,7 +145,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def expected(num_parts: int) -> dict[str, Tensor]:
-    """The gradients of one process that sees all tokens."""
+    """The gradients of a single process that sees all tokens."""
     model = net()
     tokens = torch.cat([tokens_of(rank, part) for rank in range(dist.get_world_size()) for part in range(num_parts)])
     (loss_sum(model, tokens) / len(tokens)).backward()
@@ -195,7 +195,7 @@ def test_without_any_token_the_scale_is_nothing() -> None:
 @pytest.mark.spec("BATCH-08")
 @ranks(2)
 def test_the_mean_of_means_is_wrong_by_what_the_page_says() -> None:
-    # One token with loss 8 on rank 0, three with 2, 2 and 2 on rank 1.
+    # One token with loss 8 on rank 0; three tokens with losses 2, 2 and 2 on rank 1.
     losses = [[8.0], [2.0, 2.0, 2.0]]
     mine = torch.tensor(losses[dist.get_rank()], device=device())
     mean = mine.mean().reshape(1)

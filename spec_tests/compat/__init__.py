@@ -1,1 +1,1 @@
-"""Older spellings, and names that frameworks look for."""
+"""Tests of older spellings and of names that frameworks use."""

@@ -1,4 +1,4 @@
-"""Private names of torch's ``fully_shard``, read as libraries read them, on torch's and on ours."""
+"""Private attributes of torch's ``fully_shard`` that libraries read, on torch's and on ours."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POLICIES: list[dict[str, Any]] = [
 
 
 def known_of(model: nn.Module) -> list[tuple[Any, ...] | None]:
-    """What a library reads, module by module."""
+    """The attributes that a library reads, for each module."""
     return [None if (s := _get_module_state(m)) is None else facts_of(s) for m in model.modules()]
 
 
@@ -46,7 +46,7 @@ def made_by(library: Any, policy: dict[str, Any]) -> nn.Module:
 @ranks(2)
 def check_same_as_torch(policy: dict[str, Any]) -> None:
     ours, theirs = made_by(minifsdp, policy), made_by(torch_fsdp, policy)
-    # torch finds the dtypes, and who is the root, when the first forward begins.
+    # torch determines the dtypes and the root when the first forward begins.
     assert {_get_module_state(ours)._is_root, _get_module_state(theirs)._is_root} == {None}
     for model in (ours, theirs):
         loss_of(model(batch())).backward()
@@ -76,7 +76,7 @@ def test_a_module_without_parameters_has_a_state_without_a_group() -> None:
 
 
 def meshes_of(model: nn.Module) -> list[Any]:
-    """For each state: the mesh of its group, and that after forward."""
+    """For each state: the mesh of its group, and the group's mesh after forward."""
     groups = [state._fsdp_param_group for m in model.modules() if (state := _get_module_state(m)) is not None]
     infos = [(group.mesh_info, group.post_forward_mesh_info) for group in groups]
     return [[None if info is None else facts_of_mesh(info) for info in both] for both in infos]
@@ -102,7 +102,7 @@ def check_meshes(shape: tuple[int, ...], choice: bool | int | None) -> None:
     for model in models:
         loss_of(model(batch())).backward()
     assert meshes_of(ours) == meshes_of(theirs)
-    # The root keeps its parameters after forward.
+    # The root keeps its unsharded parameters after forward.
     assert meshes_of(ours)[0][1] is None
     for model in models:
         model.set_reshard_after_forward(choice is False)

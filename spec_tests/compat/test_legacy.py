@@ -1,4 +1,4 @@
-"""Old spellings, each understood with one warning."""
+"""Old spellings, each of which works and warns once."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_one_group_means_what_it_meant_and_a_pair_means_a_hybrid() -> None:
 
 
 class Normed(nn.Module):
-    """A layer in low precision and a batch norm that is not."""
+    """A layer in low precision and a batch norm in full precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def test_batch_norms_are_left_out_of_mixed_precision_as_in_1_13_unless_told_othe
     low = torch.bfloat16
     precision = MixedPrecision(low)
     if ignored is not None:
-        # On the CPU a batch norm in low precision needs its statistics in low precision, too.
+        # On the CPU, a batch norm in low precision also needs its statistics in low precision.
         precision = MixedPrecision(low, buffer_dtype=low, _module_classes_to_ignore=ignored)
     plain = Normed().to(device())
     seen = {}
@@ -200,7 +200,7 @@ def test_optimizer_state_follows_offloaded_parameters_to_the_cpu() -> None:
     assert {tensor.device.type for tensor in kept} == {"cpu"}
 
 
-# --- the tutorial of 2022 ---
+# --- the 2022 tutorial ---
 
 
 @pytest.mark.spec("LEGACY-15", "PAR-07")

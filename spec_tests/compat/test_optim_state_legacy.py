@@ -1,4 +1,4 @@
-"""The older calls for optimizer states: what they give, what they send, and that they warn and name today's."""
+"""The older functions for optimizer states: their results, what they send, and their warnings."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def plain_trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def old(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls it; it must warn once, at this line's caller, and name today's function."""
+    """Calls the old function. It must warn once, at the line of its caller, and name the current function."""
     with caught_warnings() as caught:
         result = getattr(FSDP, name)(*args, **kwargs)
     messages = [str(w.message) for w in caught if "optim_input" not in str(w.message)]
@@ -192,7 +192,7 @@ def test_scattering_reads_the_first_ranks_dict_only_and_sends_pieces(keep: bool)
     own = optimizer.state_dict()
     assert found["param_groups"] == own["param_groups"]
     assert_same_state(found["state"], own["state"])
-    # Two moments for each of three units; rank 1 is only ever given its own piece.
+    # Two moments for each of three units. Rank 1 receives only its own shards.
     assert wire.kinds() == ["scatter_"] * 6
     wrong = {"anything": 1} if dist.get_rank() == 1 else full
     again = old("scatter_full_optim_state_dict", wrong, model)
@@ -292,7 +292,7 @@ def test_a_dict_that_does_not_fit_is_refused_by_whoever_looks_at_it(keep: bool) 
             call()
         assert f"rank {dist.get_rank()}: the state dict is refused{where}, and nothing" in str(caught.value)
 
-    # Nobody is asked, so it is up to each rank.
+    # This call does not communicate, so each rank checks its own dict.
     refused(lambda: FSDP.shard_full_optim_state_dict(full, model, optim=optimizer), "")
     given = full if dist.get_rank() == 0 else None
     refused(lambda: FSDP.scatter_full_optim_state_dict(given, model, optim=optimizer), " on every rank")
@@ -302,7 +302,7 @@ def test_a_dict_that_does_not_fit_is_refused_by_whoever_looks_at_it(keep: bool) 
 @flat_or_original
 @ranks(2)
 def test_parameters_outside_of_all_units_may_be_missing(keep: bool) -> None:
-    """Somebody else is in charge of them, and will add their states."""
+    """Other code is responsible for these parameters and adds their states."""
     model, optimizer = trained(keep)
     full = old("full_optim_state_dict", model, optimizer, rank0_only=False)
 

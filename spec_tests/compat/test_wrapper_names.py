@@ -1,4 +1,4 @@
-"""Private names of torch's wrapper, read as frameworks read them, on torch's wrapper and on ours."""
+"""Private attributes of torch's wrapper that frameworks read, on torch's wrapper and on ours."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KINDS = (FullyShardedDataParallel, torch_fsdp.FullyShardedDataParallel)
 
 
 def widen(wrappers: list[Any]) -> list[tuple[str, ...]]:
-    """What Accelerate does before training with mixed precision; the names that it would print."""
+    """What Accelerate does before mixed-precision training. Returns the names that it would print."""
     widened = []
     for wrapper in wrappers:
         if not wrapper._has_params:
@@ -139,7 +139,7 @@ def check_params(use_orig_params: bool) -> None:
         (mine,), (theirs,) = wrapper.params, other.params
         assert (mine.numel(), mine.shape) == (mine.data.numel(), mine.data.shape)
         if not use_orig_params:
-            # With original parameters torch's has gaps.
+            # With original parameters, torch's flat parameter has gaps.
             assert torch.equal(mine.data, theirs.data)
         assert isinstance(mine, nn.Parameter) is not use_orig_params
         assert wrapper._is_root is other._is_root is None
@@ -194,7 +194,7 @@ def check_model_part(use_orig_params: bool, form: str) -> None:
         assert all(torch.equal(state[name], whole[name]) for name in whole)
     else:
         assert state == {}
-    # What was set for the call is gone after it.
+    # After the call, its temporary settings are gone.
     assert FullyShardedDataParallel.get_state_dict_type(model).state_dict_type is StateDictType.FULL_STATE_DICT
     if form != "on rank 0":
         other = wrapped(Stack().to(device()), use_orig_params=use_orig_params)
@@ -253,7 +253,7 @@ def test_in_the_place_of_torchs_names_they_resume_a_training(use_orig_params: bo
     check_in_the_place_of_torchs_names(use_orig_params=use_orig_params, full=full)
 
 
-# --- gradient synchronization, and the end of a backward that has failed ---
+# --- gradient synchronization, and the end of a backward that fails ---
 
 
 @ranks(2)
@@ -279,7 +279,7 @@ def test_a_wrapper_says_whether_it_synchronizes_gradients(use_orig_params: bool)
 
 
 class OutOfMemoryError(RuntimeError):
-    """What a hook raises in the place of an allocator."""
+    """The exception that a hook raises in place of an allocator."""
 
 
 @ranks(2)
@@ -296,7 +296,7 @@ def check_retry(use_orig_params: bool) -> None:
 
 
 def fail_in_backward(model: Any) -> None:
-    """A backward that ends in an exception on all ranks, and what Composer does after it."""
+    """Runs a backward that raises on all ranks, and then what Composer does after it."""
 
     def fail(*_: Any) -> None:
         raise OutOfMemoryError("CUDA out of memory")

@@ -1,4 +1,4 @@
-"""The doors, and faults that are planted on one rank."""
+"""The APIs, and faults that are injected on one rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ each_door = pytest.mark.parametrize("door", DOORS)
 
 
 def through(door: str, model: nn.Module | None = None, **options: Any) -> Any:
-    """A `Stack` with each block a unit, through one of the doors."""
+    """A `Stack` in which each block is a unit, sharded with one of the APIs."""
     if door == FUNCTION:
         return sharded(model, **options)
     return wrapped(model, use_orig_params=door == ORIGINALS, **options)
@@ -29,7 +29,7 @@ def through(door: str, model: nn.Module | None = None, **options: Any) -> Any:
 
 @contextmanager
 def said() -> Iterator[list[str]]:
-    """The warnings that this rank gets inside the block."""
+    """The warnings that this rank receives inside the block."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -44,7 +44,7 @@ def on_rank(rank: int, spoil: Callable[[], Any]) -> None:
 
 
 class Spoiler:
-    """Puts a value into what a layer returns, or into the gradient of that, on one rank, while it is armed."""
+    """Replaces a value in a layer's output, or in the gradient of that output, on one rank, while it is armed."""
 
     def __init__(self, layer: nn.Module, rank: int, value: float, *, in_backward: bool) -> None:
         self.is_armed, self._is_here = True, dist.get_rank() == rank
@@ -66,7 +66,7 @@ class Spoiler:
 
 
 def local_values(model: Any, door: str, block: int) -> Tensor:
-    """What this rank stores of a block, or of its weight; not a copy."""
+    """This rank's shard of a block, or of the block's weight. Not a copy."""
     if door == FUNCTION:
         return model.blocks[block].linear.weight.to_local().detach()
     return model.module.blocks[block]._unit.layout.local_values()

@@ -1,4 +1,4 @@
-"""That the command which measures the checks does measure them."""
+"""The command that measures the cost of the checks measures each check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that nothing has set, after the meta device."""
+"""Values that are still not initialized after the meta device."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from spec_tests.models.values import assert_same, full_values
 
 
 class Rotary(nn.Module):
-    """A linear layer and a table of frequencies; whether ``reset_parameters`` sets the table is a choice.
+    """A linear layer and a table of frequencies. ``sets_table``: whether ``reset_parameters`` sets the table.
 
-    As with any table of its kind, its values are made where it is built, and no checkpoint has them.
+    As is usual for such tables, the constructor computes the values, and no checkpoint contains them.
     """
 
     def __init__(self, sets_table: bool) -> None:
@@ -47,7 +47,7 @@ class Rotary(nn.Module):
 
 
 class Model(nn.Module):
-    """Two rotary layers, of which the second may forget its table, in a root that owns nothing but a buffer."""
+    """Two rotary layers in a root that has only a buffer. The second layer can leave its table uninitialized."""
 
     def __init__(self, sets_table: bool) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Model(nn.Module):
 
 
 def made(door: str, sets_table: bool, **options: Any) -> Any:
-    """Built on the meta device, sharded, and made real by all modules' ``reset_parameters``."""
+    """Builds the model on the meta device, shards it, and initializes the parameters and buffers of all modules."""
     with torch.device("meta"):
         model = Model(sets_table)
     if door == FUNCTION:
@@ -83,7 +83,7 @@ def reset_all(model: nn.Module) -> None:
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, Rotary):
-                # The values of nn.init need not know of shards.
+                # Functions of nn.init need not support shards, so set the values directly.
                 module.weight.fill_(0.5)
                 module.position.fill_(3)
                 if module.sets_table:
@@ -150,7 +150,7 @@ def test_the_wrapper_lists_what_a_function_of_the_user_has_not_set(door: str) ->
 @pytest.mark.parametrize("door", [FLAT, ORIGINALS])
 @ranks(2)
 def test_what_rank_0_has_sent_is_set(door: str) -> None:
-    """As it is done so that one rank alone needs memory for the whole."""
+    """The setup in which only one rank needs memory for the unsharded model."""
     model = seeded()
     if dist.get_rank():
         model = model.to("meta")
@@ -184,7 +184,7 @@ def test_a_buffer_without_values_is_refused_on_every_rank_at_the_first_forward(d
 @each_door
 @ranks(2)
 def test_a_parameter_without_values_is_refused_on_every_rank(door: str) -> None:
-    """One row of the second layer is missing, and only on the rank that stores it."""
+    """One row of the second layer is not initialized, and only on the rank that stores it."""
     with torch.device("meta"):
         model = Model(door == FUNCTION)
     with minifsdp.debug("meta"):

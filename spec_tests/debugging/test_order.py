@@ -1,4 +1,4 @@
-"""An order of units that differs between ranks in a later iteration only."""
+"""An order of units that differs between ranks only in a later iteration."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def test_an_order_that_differs_later_is_told_on_both_ranks_with_both_names(door:
         iterate(model)
         with pytest.raises(RuntimeError, match=r"different units, rank 0: 'blocks\.1', rank 1: 'blocks\.2'"):
             model(batch(), order=ORDERS[dist.get_rank()])
-        # And on they go.
+        # Training continues.
         iterate(model, order=ORDERS[1])

@@ -1,4 +1,4 @@
-"""Turning checks on and off, and what is left of them when they are off: nothing."""
+"""Switching checks on and off: when they are off, nothing of them remains."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_step_makes_the_same_calls_after_it_was_on(door: str) -> None:
     with minifsdp.debug("values", "order"):
         iterate(model)
         during = calls()
-    # What follows a check's message, and then what comes in its place, is new: ranks ask each other once.
+    # The collective after a check's message, and later the one in that message's place, is new: ranks compare it once.
     iterate(model)
     iterate(model)
     assert calls() == before

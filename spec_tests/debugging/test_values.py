@@ -1,4 +1,4 @@
-"""The first value that is not finite, told on every rank."""
+"""The first value that is not finite is reported on every rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from spec_tests.models.values import assert_same, full_values
 
 
 def places(action: Callable[[], Any]) -> tuple[str, list[str]]:
-    """Runs what must fail on this rank; in what it failed, and the places it names."""
+    """Runs an action that must fail on this rank. Returns the phase that failed, and the places in the message."""
     with pytest.raises(RuntimeError, match="values that are not finite") as caught:
         action()
     text = str(caught.value)
@@ -44,7 +44,7 @@ def test_a_gradient_is_named_on_every_rank_before_it_is_reduced(door: str) -> No
         loss = loss_of(model(batch()))
         during, found = places(loss.backward)
     assert during == "backward"
-    # One value of the 3 x 6 that came back makes a row of the weight's gradient.
+    # One value of the 3 x 6 output gradient affects one row of the weight's gradient.
     place = "gradient of 'blocks.1.linear.weight' before it was reduced: 6 nan and 0 inf among 36 values"
     assert found == [f"rank 1: {place}"]
 

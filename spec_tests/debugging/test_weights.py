@@ -1,4 +1,4 @@
-"""Weights that are not the same on all ranks when a unit is cut."""
+"""Weights that differ between ranks when a unit is sharded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spec_tests.models.sharding import HYBRID_SHARD, NO_SHARD, column_mesh, grid
 
 
 def spoiled(rank: int) -> nn.Module:
-    """A model in which two values of one bias are exchanged on one rank, so that their sum is the same."""
+    """A model in which one rank reverses the values of one bias, so that their sum is the same."""
     model = seeded()
     bias = model.blocks[2].linear.bias
     on_rank(rank, lambda: bias.copy_(bias.flip(0)))

@@ -1,8 +1,8 @@
-"""What the engine costs in Python calls, counted in a process of its own and printed as one line of JSON.
+"""The engine's cost in Python calls, counted in a separate process and printed as one line of JSON.
 
-The fake process group sends nothing, so that one process is enough and no time is lost in waiting; but it must be the
-default group, hence the own process. There are 48 tiny units, so that what is done once for each iteration hardly
-shows. What the plain model costs is taken off. Nothing here is a time: calls are the same on every machine.
+The fake process group sends nothing, so one process is enough and no time is spent on waiting. It must be the default
+group, so it needs its own process. With 48 tiny units, the work that is done once per iteration hardly shows. The cost
+of the plain model is subtracted. Nothing here is a time: the number of calls is the same on every machine.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def step(model: nn.Module, x: torch.Tensor) -> None:
 
 
 def warmed_up(model: nn.Module) -> Callable[[], None]:
-    """One more step of a model that has made three."""
+    """Returns a function that runs one more step of a model after three steps."""
     x = torch.randn(4, 8)
     for _ in range(3):
         step(model, x)
@@ -61,7 +61,7 @@ def warmed_up(model: nn.Module) -> Callable[[], None]:
 
 
 def calls_by_file(action: Callable[[], None]) -> Counter[str]:
-    """Calls of Python functions while ``action`` runs, by the file that the function is in."""
+    """Calls of Python functions while ``action`` runs, by the file that defines the function."""
     counted: Counter[str] = Counter()
 
     def notice(frame: FrameType, event: str, argument: Any) -> None:
@@ -82,7 +82,7 @@ def per_unit(model: nn.Module) -> float:
 
 
 def of_the_ledger(action: Callable[[], None]) -> float:
-    """Calls for each unit of what is always on so that all ranks do the same."""
+    """Calls per unit of the collective log and of the check that all ranks issue the same collectives."""
     from minifsdp.engine import comparison, ledger
 
     counted = calls_by_file(action)
@@ -90,7 +90,7 @@ def of_the_ledger(action: Callable[[], None]) -> float:
 
 
 def costly_calls(action: Callable[[], None]) -> dict[str, int]:
-    """How often ``action`` does what a warm step has no need of."""
+    """How often ``action`` performs costly operations that a warm step does not need."""
     found: Counter[str] = Counter()
 
     def counting(name: str, real: Any) -> Any:
@@ -113,7 +113,7 @@ def costly_calls(action: Callable[[], None]) -> dict[str, int]:
 
 
 def probe() -> None:
-    """Does everything that is counted, once: a count of zero is worth something only if it can be another one."""
+    """Does everything that is counted, once. This shows that a count of zero is not a counter that never counts."""
     with torch.profiler.record_function("probe"):
         inspect.signature(probe)
     torch.ones(1, requires_grad=True).register_post_accumulate_grad_hook(lambda _: None)

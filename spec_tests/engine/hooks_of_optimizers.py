@@ -1,6 +1,6 @@
-"""A program that prints, at each stage, whether the hook for optimizer steps is installed; a process of its own.
+"""A program that prints, at each stage, whether the hook for optimizer steps is installed.
 
-Other tests leave units behind in the processes of the pool, and the hook stays as long as one of them is alive.
+It needs its own process: other tests leave units in the worker processes, and the hook stays while a unit is alive.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the tests of the engine do with a `chain` of blocks, and what they want to know afterwards.
+"""Helpers for the tests of the engine: a sharded `chain` of blocks, its state and its gradients.
 
-What the sharded model must come to is computed here by a plain model, on every rank alone: one backward for each rank's
-part of the batch, and the mean of the gradients.
+On each rank, a plain model computes the expected gradients of the sharded model. It runs one backward for each rank's
+part of the batch and averages the gradients.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Loss = Callable[[nn.Module, int], Tensor]
 
 
 def shard_each(model: nn.Module, **options: Any) -> FSDP:
-    """Each child becomes a unit, and the model around them the root."""
+    """Shards the model: each child becomes a unit, and the model itself becomes the root."""
     for name, child in list(model.named_children()):
         setattr(model, name, FSDP(child, device_id=device(), **options))
     return FSDP(model, device_id=device(), **options)
 
 
 def draw(rank: int, step: int = 0) -> Tensor:
-    """One rank's part of the batch of a step; another one for each of both."""
+    """One rank's part of the batch of a step. It differs between ranks and between steps."""
     return batch(step, rank, width=3)
 
 
 def square_loss(model: nn.Module, rank: int) -> Tensor:
-    """One forward and a loss of it."""
+    """Runs one forward and returns a loss."""
     return model(draw(rank)).square().mean()
 
 
@@ -45,14 +45,14 @@ def units_of(model: FSDP) -> list[Unit]:
 
 
 def is_open(unit: Unit) -> bool:
-    """Whether the memory of the unit's full parameters is there, whatever the unit believes."""
+    """Whether the unsharded parameters of the unit have memory, independently of the unit's own state."""
     layout: Any = unit.layout
     size: int = layout._now.leaf.untyped_storage().size()
     return size > 0
 
 
 def assert_at_rest(model: FSDP) -> None:
-    """Between two iterations: nobody computes, nobody is awaited, and what can be freed is."""
+    """Checks the state between two iterations: no unit computes or awaits a backward, and all memory is freed."""
     for unit in units_of(model):
         where = f"rank {dist.get_rank()}: unit {unit.name!r}"
         assert unit.phase is Phase.IDLE, f"{where} is in {unit.phase}"
@@ -62,7 +62,7 @@ def assert_at_rest(model: FSDP) -> None:
 
 
 def full_gradients(model: FSDP) -> dict[str, Tensor | None]:
-    """Every parameter's reduced gradient, put together from all ranks; ``None`` for a unit that has none here.
+    """The reduced gradient of every parameter, assembled from all ranks. ``None`` if the unit has no gradient here.
 
     All ranks must call it.
     """
@@ -103,7 +103,7 @@ def _put_together(layout: Any, piece: Tensor) -> list[Tensor]:
 
 
 def mean_gradients(plain: nn.Module, loss: Loss, ranks: range | None = None) -> dict[str, Tensor | None]:
-    """What the gradients should be: those of a model that nobody shards, averaged over the parts of all ranks."""
+    """The expected gradients: those of an unsharded model, averaged over the batches of all ranks."""
     ranks = ranks or range(dist.get_world_size())
     parts = []
     for rank in ranks:
@@ -121,7 +121,7 @@ def _mean(gradients: list[Tensor | None]) -> Tensor | None:
 
 
 def assert_gradients(model: FSDP, expected: dict[str, Tensor | None]) -> None:
-    """Whether the sharded model has these gradients; all ranks must call it."""
+    """Checks that the sharded model has these gradients. All ranks must call it."""
     found = full_gradients(model)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
@@ -132,5 +132,5 @@ def assert_gradients(model: FSDP, expected: dict[str, Tensor | None]) -> None:
 
 
 def train_once(model: FSDP, loss: Loss = square_loss) -> None:
-    """One forward and backward with this rank's part of the batch."""
+    """Runs one forward and backward with this rank's part of the batch."""
     loss(model, dist.get_rank()).backward()

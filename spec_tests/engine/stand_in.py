@@ -1,10 +1,10 @@
-"""Streams that only note who waits for whom, for code that asks an accelerator for streams.
+"""Simulated streams that only log which stream waits for which, for code that uses an accelerator's streams.
 
-Nothing is computed on them: tensors stay on the CPU, and every line of the log is an order that was given::
+They compute nothing, and tensors stay on the CPU. Each line of the log is one operation::
 
     reduce waits for compute, all_reduce waits for reduce, compute waits for all_reduce, CPU waits for compute
 
-The device is the second of its kind. Who asks for a stream without saying so would get that of the first.
+The device is the second of its type, so code that does not pass the device would get a stream of the first one.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Stream:
 
 
 class StandIn:
-    """What ``torch.get_device_module`` returns.
+    """Replaces the result of ``torch.get_device_module``.
 
     Attributes:
-        log: what was ordered, in order.
+        log: the operations, in the order in which they were issued.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class StandIn:
         return self._current[-1]
 
     def note(self, what: str) -> None:
-        """Something was issued, on the current stream."""
+        """Logs an operation on the current stream."""
         self.log.append(f"{self._current[-1].name}: {what}")
 
     def lanes(self) -> Lanes:
@@ -83,7 +83,7 @@ class StandIn:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A stand-in that is asked for the duration of the test."""
+    """A stand-in that replaces the device module during the test."""
     made = StandIn()
     monkeypatch.setattr(torch, "get_device_module", lambda device: made)
     return made

@@ -1,4 +1,4 @@
-"""A tensor with a shape and without values, and what it says when it is asked for them."""
+"""A placeholder parameter: a tensor with a shape but without values, and its errors when values are needed."""
 
 from __future__ import annotations
 

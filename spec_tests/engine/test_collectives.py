@@ -1,4 +1,4 @@
-"""The collectives do what their essay says, and the division makes a mean of the sum."""
+"""The collectives behave as their module docstring describes, and the division turns the sum into a mean."""
 
 from __future__ import annotations
 

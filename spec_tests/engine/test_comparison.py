@@ -1,4 +1,4 @@
-"""Ranks that have not sent the same are told at the end of the backward, before an optimizer steps."""
+"""Ranks that issued different collectives get an error at the end of backward, before the optimizer step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")
 
 
 class Pair(nn.Module):
-    """Two equal layers, which run in the order that it is told."""
+    """Two equal layers, which run in the order that ``order`` gives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,9 +60,9 @@ def step(model: Any, order: str = "ab") -> None:
 
 
 def parts_in(model: Any, train: Callable[[], None], then: Callable[[], None]) -> str:
-    """What is said to this rank, which must be said; the parameters are what they were.
+    """Returns the text of the error that this rank must raise, and checks that the parameters are unchanged.
 
-    An accelerator says it in the iteration that comes ``then``, when it has taken the step.
+    On an accelerator, the error occurs in the next iteration, ``then``, after the optimizer has taken the step.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = [copy.deepcopy(parameter.detach()) for parameter in model.parameters()]
@@ -92,7 +92,7 @@ def test_another_order_in_the_third_iteration_is_noticed_on_every_rank(door: str
     assert re.search(r"The ranks diverge at collective 0 of group", text)
     for rank, unit in enumerate("ab"):
         assert re.search(rf"rank {rank}: all-gather of '{unit}' in forward \(test_comparison.py:\d+\)", text)
-    # All ranks have begun anew, and may go on.
+    # All ranks have reset their state and can continue.
     model.zero_grad()
     step(model)
 
@@ -128,7 +128,7 @@ def test_what_the_last_iteration_has_found_is_said_before_anything_is_saved(door
     assert status == ([1] if what == "end" else [])
     assert "the ranks issued different collectives" in said.getvalue()
     assert "one step was taken since" in said.getvalue()
-    # Once is enough.
+    # The error is raised only once.
     SAVES["model"](model, optimizer)
 
 
@@ -155,14 +155,14 @@ def test_with_replicas_all_ranks_raise(door: str) -> None:
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(door, "HYBRID_SHARD", mesh)
     step(model)
-    # Rank 0 is in a group with 1 and in one with 2, and these two agree with it.
+    # Rank 0 shares one group with rank 1 and one with rank 2, and both issue the same collectives as rank 0.
     text = parts_in(model, lambda: step(model, "ba" if dist.get_rank() == 3 else "ab"), lambda: step(model))
     if dist.get_rank() in (1, 2, 3):
         assert "rank 3: all-gather of 'b'" in text or "rank 3: all-reduce of" in text
 
 
 class Experts(nn.Module):
-    """Two equal ones, of which each rank uses the one that it is told."""
+    """Two equal experts. Each rank uses the expert ``which``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def test_in_one_flat_unit_each_experts_gradient_has_its_place_and_nothing_is_ref
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model(torch.ones(2, WIDTH, device=device()), dist.get_rank()).sum().backward()
     optimizer.step()
-    # Of two ranks one has used it, on two lines of ones.
+    # One of the two ranks used each expert, on two rows of ones.
     for name, value in model.state_dict().items():
         assert torch.allclose(value, before[name] - 1.0)
 
@@ -217,10 +217,10 @@ def test_in_one_flat_unit_each_experts_gradient_has_its_place_and_nothing_is_ref
 @ranks(2)
 def test_what_is_right_is_not_refused(door: str, strategy: str) -> None:
     model = sharded(door, strategy)
-    step(model, "a")  # A unit is left out on all ranks.
+    step(model, "a")  # All ranks skip a unit.
     step(model)
     with pytest.raises(AttributeError):
-        step(model, "ac")  # An exception on all ranks.
+        step(model, "ac")  # All ranks raise an exception.
     step(model, "ba")
 
 

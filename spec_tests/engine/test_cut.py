@@ -23,7 +23,7 @@ def cuts_along_any_dim(draw: st.DrawFn) -> Cut:
 
 
 def whole_of(cut: Cut) -> torch.Tensor:
-    """Element i is i: every element is known by its value."""
+    """Element i is i, so every element can be identified by its value."""
     return torch.arange(cut.shape.numel()).view(cut.shape)
 
 

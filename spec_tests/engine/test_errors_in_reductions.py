@@ -1,4 +1,4 @@
-"""A hook of the user raises while gradients are reduced: no memory is released that a stream still reads."""
+"""A user's hook raises during gradient reduction: no memory is released that a stream still reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WIDTH = 16
 
 
 class Broken(Exception):
-    """What the hooks of this file raise."""
+    """The exception that the hooks of this file raise."""
 
 
 def layers() -> nn.Module:
@@ -45,10 +45,10 @@ def backward(model: nn.Module, step: int) -> None:
 
 
 def break_off(model: nn.Module) -> None:
-    """A backward that a hook breaks off; then kernels that may get the memory which the backward has released."""
+    """Runs a backward in which a hook raises, then kernels that may reuse the memory that the backward released."""
     with pytest.raises(Broken):
         backward(model, 0)
-    # Written at once, on the compute stream, with nothing that waits for another stream.
+    # Write at once on the compute stream, without waiting for another stream.
     for numel in (WIDTH * WIDTH + WIDTH, WIDTH * (WIDTH + 1) // 2, WIDTH * WIDTH, WIDTH):
         for _ in range(4):
             torch.full((numel,), 7.0, device=device())
@@ -75,7 +75,7 @@ def whole_gradients(model: Any) -> dict[str, Tensor]:
 
 
 def once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which raises after its second call, once."""
+    """Wraps ``function`` so that its second call raises after it has run."""
     calls = []
 
     def hook(*args: Any) -> Any:
@@ -150,7 +150,7 @@ def test_a_post_accumulate_grad_hook_raises(api: str, offload: bool) -> None:
         model = sharded(**({"offload_policy": CPUOffloadPolicy(pin_memory=pins)} if offload else {}))
     hook = once(lambda parameter: parameter.grad.mul_(1.0))
     for name, parameter in model.named_parameters():
-        # Each rank has a part of each of these.
+        # Each rank has a shard of each weight.
         if name.endswith("weight"):
             parameter.register_post_accumulate_grad_hook(hook)
     break_off(model)

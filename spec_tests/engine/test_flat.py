@@ -1,4 +1,4 @@
-"""Layout 1: one flat tensor, cut into slices, gathered without a copy, and shown as views."""
+"""The flat layout: one flat tensor, split into shards, all-gathered without a copy and shown as views."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def lay_out(
 
 def gather(layout: FlatLayout) -> None:
     lanes = Lanes(device())
-    lanes.gather.follow()  # as a root does, once in an iteration
+    lanes.gather.follow()  # like a root, once per iteration
     promise = layout.gather(lanes)
     if promise is not None:
         promise.wait()
 
 
 def values_of(module: nn.Module) -> list[Tensor]:
-    """What the modules show, in the order of the layout."""
+    """The parameters that the modules show, in the order of the layout."""
     layers = [m for m in module.modules() if isinstance(m, nn.Linear)]
     return [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
 
@@ -91,7 +91,7 @@ def test_padding_stays_zero_in_parameters_and_in_gradients_over_steps_of_an_opti
             assert shard.grad[-1].item() == 0
 
 
-# --- gather and free ---
+# --- all-gather and reshard ---
 
 
 @pytest.mark.spec("SHARD-13", "FWD-04")
@@ -140,7 +140,7 @@ def test_with_original_parameters_a_sharded_module_shows_its_own_part_of_each() 
     block = a_block()
     mine = list(block.parameters())
     layout = lay_out(block, keep_originals=True)
-    # 31 elements, 16 on each rank, of 12 + 4 + 12 + 3.
+    # 31 elements (12 + 4 + 12 + 3), 16 on each rank.
     expected = [[12, 4, 0, 0], [0, 0, 12, 3]][dist.get_rank()]
     for _ in range(2):
         assert [p.numel() for p in values_of(block)] == expected
@@ -193,7 +193,7 @@ def test_the_unsharded_parameters_have_the_compute_dtype_and_the_shard_keeps_its
     assert layout.owner.shard.dtype is torch.float32
 
 
-# --- a unit that nobody shares ---
+# --- a unit that is not shared between ranks ---
 
 
 @pytest.mark.spec("CTOR-14")
@@ -202,7 +202,7 @@ def test_a_unit_that_nobody_shares_is_computed_on_where_it_is_stored() -> None:
     block = a_block()
     layout = lay_out(block)
     with pytest.raises(RuntimeError, match="wrap"):
-        # Nobody would hear of the gradient.
+        # No callback is registered yet, so the gradient would go unnoticed.
         block(draw(0))
     layout.on_gradient(lambda: None)
     assert layout.gather(Lanes(device())) is None
@@ -237,7 +237,7 @@ def test_a_unit_that_nobody_shares_but_somebody_casts_has_a_copy_that_is_freed()
     assert view.untyped_storage().size() == 0
 
 
-# --- staleness ---
+# --- stale unsharded parameters ---
 
 
 @both_kinds
@@ -264,7 +264,7 @@ def test_a_layout_notices_that_its_shard_was_changed_since_the_gather(original: 
         assert layout.is_stale()
 
 
-# --- the whole, for the user ---
+# --- the unsharded values for the user ---
 
 
 @both_kinds
@@ -280,7 +280,7 @@ def test_the_full_row_is_the_parameters_end_to_end_in_the_stored_dtype_in_memory
     assert torch.equal(layout.owner.shard.detach(), before)
 
 
-# --- what may be in one unit ---
+# --- which parameters may share a unit ---
 
 
 @pytest.mark.spec("ORIG-12")

@@ -1,4 +1,4 @@
-"""One parameter for the whole unit, and gradients of two sizes under its ``.grad``."""
+"""One flat parameter for the whole unit, and gradients of two sizes in its ``.grad``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minifsdp.engine.layout import owned_parameters
 
 
 def owner(num: int = 2, **options: Any) -> FlatOwnership:
-    """A unit of two elements, of which this rank stores ``num``."""
+    """A unit with two elements, of which this rank stores ``num``."""
     home = nn.Linear(1, 1)
     parameters = owned_parameters([("", home)], set())
     options.setdefault("keep_reduce_dtype", False)

@@ -1,4 +1,4 @@
-"""What is sent between CPUs, how much, and when."""
+"""Collectives between CPUs: the messages, their size and their timing."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def world() -> Group:
 
 
 def values(number: int, rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Others on each rank, no two sums of which are the same in different orders."""
+    """Different values on each rank. Their sum depends on the order in which the ranks are added."""
     drawn = torch.randn(number, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
     return (drawn > 0) if dtype is torch.bool else drawn.to(dtype)
 
 
 def parts(number: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Of all ranks, what each gives for this rank's piece."""
+    """The contribution of each rank to this rank's shard."""
     size, rank = dist.get_world_size(), dist.get_rank()
     return [values(number * size, other, dtype).tensor_split(size)[rank] for other in range(size)]
 
@@ -69,7 +69,7 @@ def check_four(number: int, dtype: torch.dtype, least_bytes: int) -> None:
     check_values(number, dtype, least_bytes)
 
 
-# In messages of its own, and in gloo's thread.
+# As messages of the transport, and in gloo's thread.
 WAYS = pytest.mark.parametrize("least_bytes", [0, 2**30], ids=["large", "small"])
 
 
@@ -106,11 +106,11 @@ def test_a_group_of_some_ranks_sends_between_these_alone() -> None:
 
 
 class Counted:
-    """A backend whose messages are counted.
+    """A backend that counts its messages.
 
     Attributes:
-        sent: bytes that leave this rank, by the rank that they go to.
-        num_in_thread: how many collectives gloo's thread was given.
+        sent: bytes that this rank sends, by destination rank.
+        num_in_thread: number of collectives that run in gloo's thread.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -140,7 +140,7 @@ def test_each_rank_sends_a_piece_to_each_other_and_nothing_else() -> None:
     transport, others = gloo.Transport(backend, least_bytes=400), [rank for rank in range(4) if rank != group.rank]
     transport.all_gather_single(torch.empty(400), torch.ones(100), None).wait()
     assert backend.sent == dict.fromkeys(others, 400)
-    for number in (100, 99):  # in messages, and in gloo's thread
+    for number in (100, 99):  # as messages, and in gloo's thread
         backend.sent.clear()
         transport.reduce_scatter_single(torch.empty(number), torch.ones(4 * number), None).wait()
         assert backend.sent == dict.fromkeys(others, 4 * number)
@@ -163,11 +163,11 @@ def test_so_do_two_of_small_pieces(least_bytes: int) -> None:
 
 
 class Coming:
-    """A work of gloo's thread that looks are counted at, and waits.
+    """A work of gloo's thread that counts polls and waits.
 
     Args:
-        after: how many looks see it on its way.
-        error: how it ends.
+        after: the number of polls during which it is not complete.
+        error: the exception that `wait` raises, if any.
     """
 
     def __init__(self, after: int, error: Exception | None = None) -> None:
@@ -187,7 +187,7 @@ class Coming:
 @pytest.mark.spec("WIRE-11")
 @pytest.mark.pure
 def test_a_small_piece_is_looked_for_before_one_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Each look at the clock takes a tenth of the time.
+    # Each reading of the clock advances it by a tenth of the polling time.
     ticks = itertools.count()
     monkeypatch.setattr(gloo, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * gloo._SOON / 10))
     for after, num_looks in ((0, 1), (5, 6), (1000, 10)):
@@ -216,7 +216,7 @@ def test_so_are_all_that_go_in_gloos_thread(size: int) -> None:
 
 
 def memory_of(number: int) -> tuple[int, int]:
-    """Bytes that a gather and a reduce-scatter of ``number`` elements for each rank take beside what they are given."""
+    """Extra bytes that an all-gather and a reduce-scatter of ``number`` elements per rank allocate."""
     group = world()
     with LiveBytes() as live:
         output, piece = torch.zeros(group.size * number), torch.zeros(number)
@@ -254,7 +254,7 @@ def test_who_issues_goes_on_although_no_other_rank_has_come() -> None:
         gathered = collectives.gather(group, output, piece)
         return gathered, collectives.reduce_scatter(group, torch.empty_like(piece), torch.ones(2_000_000))
 
-    for promise in issue():  # the first time all ranks are asked whether they are about to send as much
+    for promise in issue():  # the first time, all ranks check that they are about to send the same amount
         promise.wait()
     dist.barrier()
     if group.rank == 1:
@@ -278,7 +278,7 @@ def test_several_are_under_way_at_once_beside_messages_of_the_program() -> None:
     sent = dist.isend(mine, 1 - rank)
     wholes = [torch.tensor([1.0 * i, 2.0 * i]) for i in range(3)]
     promises += [collectives.reduce_scatter(group, sums[i], wholes[i]) for i in range(3)]
-    # Waiting in another order than they were issued in.
+    # Wait in a different order from the order of issue.
     for promise in reversed(promises):
         promise.wait()
     for work in (received, sent):
@@ -360,7 +360,7 @@ HERE = pathlib.Path(__file__).parent
 
 @pytest.mark.spec("WIRE-08")
 def test_a_rank_that_dies_ends_the_wait_of_the_other() -> None:
-    # As if nobody had chosen.
+    # As if the user had set nothing.
     environment = {"MINIFSDP_TRANSPORT": ""}
     printed = output_of_ranks(HERE / "wire_ends.py", num_ranks=2, environment=environment, limit=60.0)
     assert "rank 0: RuntimeError" in printed
@@ -386,5 +386,5 @@ def test_a_rank_that_never_comes_ends_it_after_the_time_limit_of_the_group() -> 
         with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
             promise.wait()
         with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
-            # The first all-gather of a size goes in messages, too.
+            # The first all-gather of a size also uses messages.
             collectives.gather(new, torch.zeros(4), torch.zeros(2)).wait()

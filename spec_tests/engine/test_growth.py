@@ -1,6 +1,6 @@
-"""What must not grow with the work, and what may.
+"""Costs that must not grow with the model or the number of ranks, and costs that may.
 
-Counted in processes of their own, see ``count_growth.py``; in milliseconds, see ``spec_tests/benchmarks/growth``.
+Counted in separate processes, see ``count_growth.py``; in milliseconds, see ``spec_tests/benchmarks/growth``.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def test_a_step_makes_as_many_calls_on_1024_ranks_as_on_two(name: str) -> None:
 @pytest.mark.spec("COST-13")
 def test_further_parameters_of_a_flat_unit_cost_no_calls() -> None:
     calls = counted(2)["minifsdp flat"]["parameters"]
-    # The plain model, which is taken off, reads each of its parameters with one call of nn.Module's __getattr__; a view
-    # of a flat parameter is found without it. 2 units.
+    # The subtracted plain model calls nn.Module.__getattr__ once per parameter; a view of a flat parameter is found
+    # without that call. There are 2 units.
     assert [more + 2 * number for more, number in zip(calls, PARAMETERS, strict=True)] == 3 * [calls[0] + 8]
 
 
@@ -66,13 +66,13 @@ def test_what_is_made_on_meta_is_stored_in_the_bytes_of_its_shards(name: str, ra
 
 
 def by_unit(ranks: int) -> int:
-    """Each unit is padded once."""
+    """The bytes on rank 0 if each unit is padded once."""
     blocks, rest = numels()
     return sum(4 * -(-sum(unit) // ranks) for unit in [*blocks, rest])
 
 
 def by_parameter(ranks: int) -> int:
-    """Of each parameter, rank 0 has the first rows."""
+    """The bytes on rank 0 if rank 0 stores the first rows of each parameter."""
     shapes = [parameter.shape for parameter in decoder().parameters()]
     return sum(4 * -(-shape[0] // ranks) * shape[1:].numel() for shape in shapes)
 

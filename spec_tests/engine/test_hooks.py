@@ -1,7 +1,7 @@
-"""The cycle of a unit through forward and backward: how often it gathers, when it frees, and that it trains right.
+"""A unit in forward and backward: how often it all-gathers, when it frees memory, and that its gradients are correct.
 
-Collectives are counted on the wire, below everything that the package says of itself. Gradients are compared with
-those of a plain model that sees the parts of all ranks.
+Collectives are counted where PyTorch executes them, independently of what the package reports. Gradients are compared
+with those of a plain model that computes the batches of all ranks.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def left_plain(module: nn.Module) -> nn.Module:
     return module
 
 
-# --- how often a unit is gathered and reduced ---
+# --- how often a unit is all-gathered and reduced ---
 
 
 def from_an_input_with_gradient(model: nn.Module, rank: int) -> Tensor:
-    # Reentrant checkpointing is silent if nothing that goes in asks for a gradient.
+    # Reentrant checkpointing computes no gradients if no input requires a gradient.
     return model(draw(rank).requires_grad_()).square().mean()
 
 
@@ -72,7 +72,7 @@ def checkpointed(impl: CheckpointImpl, *, inside: bool) -> Callable[[Wrap], nn.M
 
 @dataclass(frozen=True)
 class Case:
-    """A way to use three units, and the gathers and reductions of one step of it."""
+    """A way to use three units, and the numbers of all-gathers and reductions in one step."""
 
     name: str
     build: Callable[[Wrap], nn.Module]
@@ -98,7 +98,7 @@ CASES = {
         Case("two forwards, one backward", in_a_row, of_two_forwards, (9, 3)),
         Case("checkpoint inside", checkpointed(NO_REENTRANT, inside=True), square_loss, (6, 3)),
         Case("checkpoint around", checkpointed(NO_REENTRANT, inside=False), square_loss, (6, 3)),
-        # torch gathers 9 times in these two.
+        # torch all-gathers 9 times in these two cases.
         Case("reentrant inside", checkpointed(REENTRANT, inside=True), from_an_input_with_gradient, (6, 3)),
         Case("reentrant around", checkpointed(REENTRANT, inside=False), from_an_input_with_gradient, (6, 3)),
     ]
@@ -155,11 +155,11 @@ def test_an_evaluation_gathers_each_unit_once_and_reduces_nothing(strategy: Shar
     assert_at_rest(model)
 
 
-# --- in which order ---
+# --- the order of events ---
 
 
 def with_own_layer(wrap: Wrap) -> nn.Module:
-    """Three blocks and a layer behind them that belongs to the root."""
+    """Three blocks, followed by a layer that belongs to the root."""
     blocks = [wrap(block) for block in chain()]
     layer = nn.Linear(3, 2).to(device())
     with torch.no_grad():
@@ -181,7 +181,7 @@ BACKWARDS = {
 
 
 def without_waits(recorder: trace.Recorder) -> list[str]:
-    """How far the CPU runs ahead of an accelerator is the rate limiter's business, and has tests of its own."""
+    """The order of events without waits. The waits depend on the rate limiter, which has its own tests."""
     return [word for word in recorder.order() if not word.startswith("WAIT")]
 
 
@@ -221,7 +221,7 @@ def test_forward_prefetch_asks_for_the_next_unit_from_the_second_iteration_on() 
         orders.append(", ".join(without_waits(recorder)))
     assert_gradients(model, expected)
     assert orders[0] == f"{FORWARD}, {BACKWARDS[BackwardPrefetch.BACKWARD_PRE]}"
-    # The backward is as early as without it: views are made when they are used, not when they are asked for.
+    # The backward order does not change: views are created when they are used, not when they are prefetched.
     assert orders[1] == (
         f"AG, AG 0, F, AG 1, F 0, FREE 0, AG 2, F 1, FREE 1, F 2, FREE 2, {BACKWARDS[BackwardPrefetch.BACKWARD_PRE]}"
     )
@@ -243,7 +243,7 @@ def test_prefetching_or_not_the_gradients_are_the_same_to_the_last_bit() -> None
             assert torch.equal(gradient, other[name]), name
 
 
-# --- trip wires ---
+# --- pre-backward hooks ---
 
 
 @dataclass
@@ -254,7 +254,7 @@ class Answer:
 
 
 class TwoOutputs(nn.Module):
-    """A block for each of two outputs, in a container of some kind."""
+    """A block for each of two outputs, which are returned in the container ``kind``."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -296,7 +296,7 @@ def test_a_backward_may_begin_at_any_tensor_of_a_nested_output(kind: str, index:
     expected = mean_gradients(build(left_plain), loss)
     unused = "right" if index == 0 else "left"
     for name, gradient in expected.items():
-        # A flat gradient is one tensor; what was not used counts as zero in it.
+        # A flat gradient is one tensor; the gradients of unused parameters are zero in it.
         if gradient is None:
             assert unused in name
             expected[name] = torch.zeros_like(dict(build(left_plain).named_parameters())[name])
@@ -341,7 +341,7 @@ def test_an_output_that_is_passed_on_unchanged_does_no_harm() -> None:
         assert_at_rest(model)
 
 
-# --- backwards of other kinds ---
+# --- other kinds of backward ---
 
 
 STRATEGIES = [FULL, KEEP, NONE]
@@ -395,7 +395,7 @@ def test_an_evaluation_between_forward_and_backward_changes_nothing(strategy: Sh
 
 
 class Branches(nn.Module):
-    """The middle block's output leads nowhere, unless it is asked for."""
+    """The output of the middle block is returned, and used only if the loss uses it."""
 
     def __init__(self, wrap: Wrap) -> None:
         super().__init__()
@@ -557,11 +557,11 @@ def test_a_unit_may_be_frozen_and_thawed_between_iterations() -> None:
         assert_at_rest(model)
 
 
-# --- activation checkpointing of parts ---
+# --- activation checkpointing of parts of a unit ---
 
 
 class Segments(nn.Module):
-    """One unit, two parts of it recomputed each on its own."""
+    """One unit with two parts, each of which is recomputed separately."""
 
     def __init__(self, *, use_reentrant: bool) -> None:
         super().__init__()
@@ -607,7 +607,7 @@ def test_a_recomputed_unit_is_freed_when_the_turn_of_the_next_one_has_come(name:
 
 
 class SegmentsAroundUnits(nn.Module):
-    """One unit with two parts that are recomputed each on its own, and in each part a unit, then a layer of its own."""
+    """One unit with two parts that are recomputed separately. Each part has an inner unit, then a layer of its own."""
 
     def __init__(self, wrap: Wrap) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""On the CPU a lane is a name, and a promise is the work itself."""
+"""On the CPU, a communication stream is only a name, and a handle is the work itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places of parameters: found once each, ties joined, and every place told."""
+"""Registrations of parameters: each parameter is found once, ties are joined, and every registration is updated."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A warm step stays small: few calls for each unit, nothing that is known to be slow, and no trace of the trace.
+"""A warm step stays cheap: few Python calls per unit, no slow operations, and no calls into the trace.
 
-Counted in a process of its own, see ``count_calls.py``.
+The counting runs in its own process, see ``count_calls.py``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def counted() -> dict[str, Any]:
     return answer
 
 
-# Measured on torch 2.13, for each unit and step above what the plain model costs, flat / original:
+# Measured on torch 2.13, per unit and step, without the cost of the plain model, flat / original:
 # FULL_SHARD 105 / 116, SHARD_GRAD_OP 88 / 94, NO_SHARD 81 / 91; torch's FULL_SHARD 734 / 896.
-# fully_shard, freed after forward / kept: 150 / 129, torch's 783 / 608. Seven of these are for the ledger.
+# fully_shard, freed after forward / kept: 150 / 129, torch's 783 / 608. Seven of these are for the collective log.
 MOST = {"flat": 106, "original": 117, "frees": 154, "keeps": 135}
 
 
@@ -56,7 +56,7 @@ def test_the_ledger_takes_few_of_them(key: str) -> None:
 @pytest.mark.parametrize("key", ["FULL_SHARD flat", "FULL_SHARD original", *IN_PLACE])
 def test_torch_needs_several_times_as_many(key: str) -> None:
     calls = counted()["calls"]
-    # In torch 2.11 fully_shard needed fewer than today: 689 and 510.
+    # In torch 2.11 fully_shard needed fewer calls than it does today: 689 and 510.
     assert calls[f"torch {key}"] > (3 if key in IN_PLACE else 4) * calls[f"minifsdp {key}"]
 
 
@@ -80,5 +80,5 @@ def test_with_tracing_off_no_function_of_the_trace_is_called(key: str) -> None:
 
 @pytest.mark.pure
 def test_with_tracing_on_its_functions_are_seen() -> None:
-    # Two spans of compute, two gathers and one reduction have a begin and an end each, two frees a begin.
+    # Two compute spans, two all-gathers and one reduction have a begin and an end each; two frees have only a begin.
     assert counted()["trace"]["recording"] >= 12 * 48

@@ -1,4 +1,4 @@
-"""A process that has done its work ends well, whatever threads of gloo are still doing."""
+"""A process that has finished its work exits normally, even if gloo's threads are still active."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 @pytest.mark.pure
 def test_ranks_that_leave_right_after_a_collective_end_with_status_0() -> None:
-    # Without the pause at exit about every fifth is ended by SIGABRT. Python must really shut down, which copies of the
-    # fork server never do.
+    # Without the pause at exit, about one exit in five ends with SIGABRT. Python must really shut down, and copies of
+    # the fork server never do that.
     done = subprocess.run(
         [sys.executable, "-m", "spec_tests.engine.leave", "8"],
         cwd=Path(__file__).parents[2],

@@ -1,4 +1,4 @@
-"""What is written down of each collective, and that it costs next to nothing."""
+"""What the collective log records of each collective, and that recording costs almost nothing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def gradients(model: Any) -> list[torch.Tensor]:
 
 
 def line_of(word: str) -> int:
-    """Where in this file a line ends in ``word``."""
+    """The number of the line in this file that ends with the comment ``word``."""
     lines = Path(__file__).read_text().splitlines()
     return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {word}"))
 
@@ -122,14 +122,14 @@ def test_who_looks_at_a_collective_that_is_over_keeps_no_tensor_alive() -> None:
     memory, sent = weakref.ref(large), []
 
     def send(tensor: torch.Tensor) -> Any:
-        # What it waits for reads the tensor, as the parts of a sum do.
+        # The wait reads the tensor, like the summation of shards does.
         return SimpleNamespace(wait=lambda: sent.append(tensor.sum()))
 
     waited_for = ledger.Collective("all-gather", group, 4, send, large)
     del large
     waited_for.wait()
     assert len(sent) == 1 and memory() is None
-    # Where the main thread is, is told while it goes on: so no frame with its tensors.
+    # The watchdog reports the main thread's position while the thread runs, so it must not keep frames with tensors.
     assert not any(isinstance(part, FrameType) for part in way_out_of_main_thread())
 
 
@@ -152,7 +152,7 @@ def test_a_unit_that_fails_on_one_rank_leaves_its_name_to_nothing_that_is_sent_l
     ledger.entries.clear()
     model.clip_grad_norm_(1.0)
     assert [(entry.kind, entry.unit) for entry in entries()] == [("all_reduce", None)]
-    # Which compares what was sent.
+    # This step compares what the ranks sent.
     train_once(model)
 
 
@@ -164,7 +164,7 @@ def test_a_backward_that_is_broken_off_leaves_no_unit_to_what_is_sent_later() ->
     def fail(*_: Any) -> None:
         raise LookupError("no such picture")
 
-    # The reductions of two units have been issued by then.
+    # By then, the reductions of two units have been issued.
     handle = model.module[0].register_full_backward_pre_hook(fail)
     with pytest.raises(LookupError):
         square_loss(model, dist.get_rank()).backward()
@@ -237,7 +237,7 @@ def test_while_a_rank_is_slow_no_file_is_written_and_no_list_sent_that_is_like_a
         model(torch.ones(2, 8)).sum().backward()
         dist.barrier()
     assert not any(told)
-    # One of the two that wait stands for both.
+    # One of the two waiting ranks reports for both.
     assert bool(listed) == (dist.get_rank() != 1)
     if dist.get_rank() == 2:
         assert not asked
@@ -267,7 +267,7 @@ def test_a_look_of_the_watcher_that_fails_is_not_its_last_one() -> None:
 @pytest.mark.pure
 def test_chains_may_come_and_go_while_a_rank_tells_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     class Group:
-        """Stands for a process group."""
+        """Replaces a process group."""
 
     monkeypatch.setattr(ledger, "chains", weakref.WeakKeyDictionary())
     monkeypatch.setattr(ledger, "_generations", Counter())
@@ -275,7 +275,7 @@ def test_chains_may_come_and_go_while_a_rank_tells_of_them(monkeypatch: pytest.M
     ledger.chain_of(groups[0], (0,))
 
     def make_one(frame: Any, *_: Any) -> Any:
-        # As another thread may between any two lines of Python.
+        # Another thread may do this between any two lines of Python.
         if frame.f_code.co_filename == weakref.__file__ and frame.f_code.co_name == "values" and len(groups) < 9:
             groups.append(Group())
             ledger.chain_of(groups[-1], (len(groups),))
@@ -377,7 +377,7 @@ def test_a_group_is_closed_also_where_torch_has_wrapped_it(level: Any) -> None:
         group = dist.new_group([0, 1], timeout=timedelta(seconds=20))
     finally:
         dist.set_debug_level(dist.DebugLevel.OFF)
-    # What is never sent.
+    # A message that is never sent.
     waits = dist.irecv(torch.zeros(1), 1 - dist.get_rank(), group)
     assert waits is not None
     dist.barrier()

@@ -1,4 +1,4 @@
-"""The rate limiter with a GPU that is slow on purpose: its releases are complete when somebody waits for them."""
+"""The rate limiter with a simulated slow GPU: a release completes only when the CPU waits for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spec_tests.models.modules import chain
 
 
 class SlowGPU:
-    """Runs behind the CPU: a unit that the CPU has freed is in use until the CPU waits for it."""
+    """Runs behind the CPU: a unit that the CPU has freed stays in use until the CPU waits for it."""
 
     def __init__(self) -> None:
         self.in_use = 0
@@ -44,7 +44,7 @@ class SlowEvent:
 
     def synchronize(self) -> None:
         self.num_waits += 1
-        # What was issued before it is done as well: it is one stream.
+        # Earlier releases complete too, because they are on the same stream.
         while not self.is_done:
             earlier = self.gpu.pending.popleft()
             earlier.is_done = True
@@ -52,7 +52,7 @@ class SlowEvent:
 
 
 def run_units(limiter: RateLimiter, gpu: SlowGPU, num_units: int) -> list[int]:
-    """Gathers and frees units one by one, as a forward does; the limiter's queue length after each step."""
+    """All-gathers and frees units one by one, as in forward. Returns the limiter's queue length after each step."""
     lengths = []
     for index in range(num_units):
         limiter.admit(str(index))
@@ -169,7 +169,7 @@ def test_a_release_leaves_the_tensor_and_its_views_and_takes_their_memory() -> N
 
 
 def with_slow_releases(model: Any, gpu: SlowGPU) -> Any:
-    """Lets the engine itself run against the slow GPU: it frees for real, and is told that it takes a while."""
+    """Runs the engine against the slow GPU: memory is really released, but the release completes late."""
     really_release = lifetime.release
 
     def slow_release(storage_owner: torch.Tensor) -> Any:

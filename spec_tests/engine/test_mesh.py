@@ -1,4 +1,4 @@
-"""Rows and columns of the table of ranks."""
+"""Shard groups and replicate groups: the rows and columns of the table of ranks."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ def test_a_group_is_seen_from_this_rank() -> None:
 @ranks(4)
 def test_a_group_of_others_is_refused_with_the_rank_in_the_message() -> None:
     front = dist.new_group([0, 1])
-    # Before any rank is done and its groups are torn down, all must have theirs.
+    # Wait until all ranks have created the group, before any rank finishes and its groups are destroyed.
     dist.barrier()
     if dist.get_rank() < 2:
         assert Group.of(front).ranks == (0, 1)
         return
-    # What torch.distributed hands to a rank that is no member is not even a group.
+    # For a rank that is not a member, torch.distributed returns an object that is not a group.
     with pytest.raises(ValueError, match=f"rank {dist.get_rank()}: this rank is not a member"):
         Group.of(front)
 
@@ -128,7 +128,7 @@ def test_a_group_that_torch_did_not_make_counts_its_ranks_from_0() -> None:
 
 
 def in_nodes_of(num_ranks: int) -> None:
-    # What torchrun would say on machines of that size. The pool destroys groups between tests, so none is remembered.
+    # The value that torchrun sets on such nodes. The pool destroys groups between tests, so clear the cached ones.
     os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
     mesh._node_groups.clear()
 
@@ -144,7 +144,7 @@ def test_ranks_of_one_node_are_a_row_and_equal_places_of_all_nodes_a_column() ->
     table = Mesh.hybrid(row, column)
     assert (table.num_shards, table.shard_index, table.num_ranks) == (2, rank % 2, 4)
     assert table.is_first is (rank == 0)
-    # They are real groups: what is summed over the row and then over the column is summed over all.
+    # The groups work: a sum over the row and then over the column is the sum over all ranks.
     total = torch.tensor([float(rank)], device=device())
     dist.all_reduce(total, group=row.process_group)
     dist.all_reduce(total, group=column.process_group)

@@ -1,4 +1,4 @@
-"""A message says which rank speaks, and where more is to be read."""
+"""A message names the rank and the page with more information."""
 
 from __future__ import annotations
 

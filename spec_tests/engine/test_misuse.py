@@ -1,4 +1,4 @@
-"""Mistakes that would train on in silence are noticed at the next step."""
+"""Mistakes that would otherwise go unnoticed are detected at the next step."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ except RuntimeError as error:
 @pytest.mark.pure
 @pytest.mark.spec("NOSYNC-10")
 def test_a_process_that_has_only_original_parameters_watches_its_optimizers_too(tmp_path: Path) -> None:
-    # The ranks of the pool have run other tests before, and whatever those have switched on is on.
+    # The worker processes have run other tests before, and everything that those tests switched on is still on.
     script = tmp_path / "new_process.py"
     script.write_text(A_NEW_PROCESS)
     said = output_of_ranks(script, num_ranks=1, environment={}, limit=120)
@@ -261,7 +261,7 @@ def test_a_parameter_that_is_tied_inside_one_unit_is_no_mistake(original: bool) 
 
 @ranks(2)
 def test_a_model_may_be_sharded_after_another_one_was_thrown_away() -> None:
-    # Addresses are used again: a new parameter at an old address must not be taken for the old one.
+    # Python reuses addresses: a new parameter at an old address must not be mistaken for the old parameter.
     for _ in range(4):
         model = shard_each(chain(2))
         model(draw(0)).sum().backward()

@@ -1,4 +1,4 @@
-"""Whether the process of a rank is over, as others on its machine see it."""
+"""Detects whether another rank's process on the same machine has ended."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.pure
 
 @pytest.fixture
 def other() -> Iterator[subprocess.Popen[str]]:
-    """A process that tells where it can be found, and sleeps."""
-    # The package itself would import torch.
+    """A process that prints its machine and process ID, and then sleeps."""
+    # Import the module alone, because the package would import torch.
     program = "import neighbours, time; print(*neighbours.this_process(), flush=True); time.sleep(60)"
     folder = Path(neighbours.__file__).parent
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=folder) as it:
@@ -34,7 +34,7 @@ def test_a_process_of_this_machine_is_over_as_soon_as_it_was_killed(other: subpr
     assert [machine, number] == [this_process()[0], str(other.pid)]
     assert not is_over([machine, number]) and not is_over(this_process())
     other.kill()
-    # Its parent has not asked for its end yet, so the system still lists it.
+    # The parent process has not read the exit status yet, so the system still lists the process.
     assert comes_true(lambda: is_over([machine, number]))
     assert other.returncode is None
     other.wait()
@@ -44,7 +44,7 @@ def test_a_process_of_this_machine_is_over_as_soon_as_it_was_killed(other: subpr
 @pytest.mark.spec("LEDGER-18")
 def test_nothing_is_said_of_a_process_of_another_machine() -> None:
     machine, _ = this_process()
-    nobody = str(2**22 + 1)  # Linux gives no process so high a number
+    nobody = str(2**22 + 1)  # Linux never assigns such a high process ID
     assert is_over([machine, nobody])
     assert not is_over([f"another {machine}", nobody])
 

@@ -1,4 +1,4 @@
-"""Ranks that are about to gather different units are told, before they get each other's weights."""
+"""Ranks that are about to all-gather different units get an error before they receive each other's weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spec_tests.models.running import Wire
 
 
 class Tower(nn.Module):
-    """Runs the block that it is told to run."""
+    """Runs one of two blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def test_each_unit_is_asked_for_once() -> None:
             issued.clear()
             train_once(model)
             counts.append(len(issued))
-    # Three units in the first iteration; the last one of each iteration compares what all have sent.
+    # Three units in the first iteration. The last check of each iteration compares what all ranks have sent.
     assert counts == [3 + 1, 1, 1]
 
 

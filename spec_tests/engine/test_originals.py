@@ -1,4 +1,4 @@
-"""The very parameters that the user made, each showing its part of the shard."""
+"""The user's original parameters, each of which shows its part of the local shard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minifsdp.engine.partition import Partition
 
 
 class Unit(nn.Module):
-    """The example of the essay: a weight of 2 x 3 and a bias of 3."""
+    """The example of the module docstring: a weight of 2 x 3 and a bias of 3."""
 
     def __init__(self) -> None:
         super().__init__()

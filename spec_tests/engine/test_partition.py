@@ -1,4 +1,4 @@
-"""The arithmetic of the flat layout, for any sizes and any number of pieces."""
+"""The arithmetic of the flat layout, for any sizes and any number of shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ partitions = st.builds(
 
 
 def row_of(partition: Partition) -> torch.Tensor:
-    """Element i is i + 1, and padding is 0: every element is known by its value."""
+    """Element i is i + 1 and padding is 0, so every element can be identified by its value."""
     row = torch.zeros(partition.padded_numel, dtype=torch.long)
     row[: partition.numel] = torch.arange(1, partition.numel + 1)
     return row

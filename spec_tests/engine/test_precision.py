@@ -1,4 +1,4 @@
-"""Casting reaches every tensor in nested inputs, and changes nothing else."""
+"""Casting changes every tensor in nested inputs and nothing else."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Frozen:
 
 
 class Output(OrderedDict):  # type: ignore[type-arg]
-    """A model's output class: a mapping with a constructor and attributes of its own."""
+    """A model output class: a mapping with its own constructor and attributes."""
 
     def __init__(self, logits: Any, *, origin: str) -> None:
         super().__init__(logits=logits)
@@ -64,7 +64,7 @@ nested = st.recursive(
 
 
 def skeleton(value: Any) -> Any:
-    """The structure without the tensors: types, keys, and everything that is no tensor."""
+    """The structure without the tensors: types, keys and all values that are not tensors."""
     if isinstance(value, torch.Tensor):
         return "tensor"
     if isinstance(value, dict):
@@ -84,7 +84,7 @@ def test_map_tensors_replaces_every_tensor_and_keeps_the_structure(value: Any) -
     assert len(after) == len(before)
     for old, new in zip(before, after, strict=True):
         assert torch.equal(new, old + 1)
-    # The caller's containers are not changed.
+    # The caller's containers do not change.
     assert all(a is b for a, b in zip(before, tensors_in(value), strict=True))
 
 

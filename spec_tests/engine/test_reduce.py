@@ -21,7 +21,7 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
 class Kept:
-    """The end of a layout where reduced gradients arrive."""
+    """The part of a layout that receives reduced gradients."""
 
     offloads = has_gradient_hooks = False
 
@@ -43,7 +43,7 @@ def reducer() -> Reducer:
 
 
 def reduced(plan: ReducePlan, whole: torch.Tensor) -> torch.Tensor:
-    """What arrives at the layout of one unit."""
+    """The gradient that the layout of one unit receives."""
     kept: Any = Kept()
     one = reducer()
     one.reduce("unit", kept, plan, Gradient([whole]))
@@ -67,7 +67,7 @@ def world() -> Group:
     return Group.of(default_group())
 
 
-# --- what comes out ---
+# --- the reduced gradients ---
 
 
 @pytest.mark.spec("SHARD-06")
@@ -141,7 +141,7 @@ def test_gradients_travel_and_arrive_in_the_dtype_of_the_plan(dtype: torch.dtype
 @pytest.mark.spec("MP-07")
 @ranks(2)
 def test_a_sum_in_float32_keeps_what_a_sum_in_bfloat16_loses() -> None:
-    # 256 and 1 have no sum in bfloat16: its next number after 256 is 258.
+    # bfloat16 cannot represent 256 + 1: the next number after 256 is 258.
     whole = full(256.0 if dist.get_rank() == 0 else 1.0, dtype=BF16)
     mesh = Mesh.sharded(world())
     assert reduced(ReducePlan.mean(mesh, F32), whole.clone()).tolist() == [128.5, 128.5]
@@ -241,7 +241,7 @@ def test_the_span_of_a_reduction_ends_when_it_was_waited_for() -> None:
     assert event.end > event.start
 
 
-# --- a hook of the user's ---
+# --- a user's hook ---
 
 
 @pytest.mark.spec("HOOK-02", "HOOK-03")

@@ -1,4 +1,4 @@
-"""One more gradient under way, or the least memory: what `set_reduction_overlap` chooses, through both doors."""
+"""`set_reduction_overlap` in both APIs: overlap a reduction with the next backward, or use the least memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = 4 * WIDTH * WIDTH  # bytes
 
 
 def sharded(door: str, overlaps: bool) -> Any:
-    """A tower of linear layers, each of them a unit."""
+    """A stack of linear layers, each of which is a unit."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_BLOCKS)))
     if door == "fully_shard":
@@ -42,9 +42,9 @@ def backward(model: Any) -> None:
 
 
 def peak_of_backward(model: Any) -> int:
-    """Bytes that a step takes beside what was there before.
+    """Extra bytes that a step allocates, at the peak.
 
-    Gloo's thread lets go of a tensor a moment after it has said that it is done, so a step may take more than another.
+    Gloo's thread releases a tensor shortly after it reports completion, so the result can differ between steps.
     """
     model.zero_grad()
     with LiveBytes() as live:

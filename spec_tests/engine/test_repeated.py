@@ -1,4 +1,4 @@
-"""The same training twice, among ranks that are early and late in other places: the same bits."""
+"""The same training twice, with ranks delayed at different places: the results are bitwise equal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONGEST_DELAY = 0.01  # seconds
 
 
 class Delayed(MLP):
-    """Waits a while in forward and in backward, drawn from a generator of this rank."""
+    """Sleeps in forward and in backward, for times drawn from this rank's generator."""
 
     delays = random.Random(0)
 
@@ -36,7 +36,7 @@ class Delayed(MLP):
 
 
 def trained(door: str, strategy: str, seed: int) -> list[Tensor]:
-    """This rank's shards after a few steps; ``seed`` changes nothing but who waits for whom."""
+    """This rank's shards after a few steps; ``seed`` changes only the delays."""
     rank = dist.get_rank()
     Delayed.delays = random.Random(100 * seed + rank)
     torch.manual_seed(0)
@@ -60,7 +60,7 @@ def trained(door: str, strategy: str, seed: int) -> list[Tensor]:
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
         drawn = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + rank))
-        # No two orders of a sum of these give the same bits.
+        # The bits of a sum of these values depend on the order of the summands.
         model((drawn * 3.0**rank).to(device())).square().sum().backward()
         optimizer.step()
     return [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]

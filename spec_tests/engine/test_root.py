@@ -1,4 +1,4 @@
-"""The tree: who is root, who is taken over, and that no iteration begins with what another one has left behind."""
+"""The root state: which unit is the root, how units join it, and that each iteration starts without leftover state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ each_strategy = pytest.mark.parametrize("strategy", [FULL, KEEP, NONE], ids=lamb
 
 
 def with_own_layer() -> nn.Sequential:
-    """Two blocks and a layer of the root's own."""
+    """Two blocks and a layer that belongs to the root."""
     layer = nn.Linear(3, 2)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -49,7 +49,7 @@ def sharded(**options: Any) -> Any:
     return FSDP(model, device_id=device(), **options)
 
 
-# --- the tree ---
+# --- the root state ---
 
 
 @pytest.mark.spec("CTOR-10")
@@ -98,7 +98,7 @@ def test_two_trees_in_one_loss_train_both() -> None:
             assert_at_rest(model)
 
 
-# --- a part that ran on its own first ---
+# --- a submodule that ran on its own first ---
 
 
 @pytest.mark.spec("CTOR-11")
@@ -174,7 +174,7 @@ def test_a_part_can_be_evaluated_between_forward_and_backward_of_the_whole() -> 
     assert_at_rest(model)
 
 
-# --- nothing stale ---
+# --- no stale weights ---
 
 
 def halve_all(model: nn.Module) -> None:
@@ -198,7 +198,7 @@ def step_all(model: nn.Module) -> None:
 
 
 def load_all(model: nn.Module) -> None:
-    """New values for full parameters, where the user has them in hands."""
+    """Changes the unsharded parameters inside ``summon_full_params``."""
     if not isinstance(model, FSDP):
         halve_all(model)
         return
@@ -218,7 +218,7 @@ def test_parameters_that_changed_after_a_forward_without_backward_are_new_in_the
     strategy: ShardingStrategy, change: str, original: bool
 ) -> None:
     if original and strategy is KEEP and change != "while summoned":
-        # What is in sight then are the gathered copies (ORIG-09), and a change to those is lost (FWD-05).
+        # The registered parameters are then the all-gathered copies (ORIG-09), and changes to them are lost (FWD-05).
         strategy = FULL
     model = sharded(sharding_strategy=strategy, use_orig_params=original)
     plain = with_own_layer()
@@ -250,7 +250,7 @@ def test_parameters_that_changed_under_no_sync_are_new_in_the_next_forward(chang
 
 
 class Detour(nn.Module):
-    """Three blocks; the one in the middle is left out on request, and a fuse comes before it."""
+    """Three blocks. A fuse precedes the middle block, which can be skipped."""
 
     def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
         super().__init__()
@@ -302,11 +302,11 @@ def test_what_was_not_changed_is_not_gathered_again(strategy: ShardingStrategy) 
 
 
 class OnPurpose(Exception):
-    """Raised by a `Fuse`."""
+    """The exception that a `Fuse` raises."""
 
 
 class Fuse(nn.Module):
-    """Passes everything on, until it is told to break."""
+    """Identity, until `breaks_in` is set. Then it raises."""
 
     breaks_in: str | None = None
 
@@ -335,7 +335,7 @@ class Fused(MLP):
 
 
 def with_fuses(wrap: Callable[[nn.Module], nn.Module]) -> nn.Sequential:
-    """Fuses before, between, inside and after three units, and a layer of the root's own at the end."""
+    """Fuses before, between, inside and after three units. A layer of the root follows at the end."""
     torch.manual_seed(8)
     blocks = [wrap(block.to(device())) for block in (MLP(3, 4), Fused(), MLP(3, 4))]
     layer = nn.Linear(3, 2).to(device())
@@ -367,7 +367,7 @@ def test_the_iteration_after_an_exception_is_right(strategy: ShardingStrategy, m
     model: Any = with_fuses(wrap)
     expected = mean_gradients(with_fuses(lambda module: module), from_input)
     fuse = fuse_at(model, place)
-    # Once in the first iteration, in which orders are recorded, and once in a later one.
+    # Once in the first iteration, which records the orders, and once in a later iteration.
     for _ in range(2):
         fuse.breaks_in = moment
         with pytest.raises(OnPurpose):
@@ -452,7 +452,7 @@ def test_an_evaluation_may_follow_an_exception_and_be_interrupted_by_one(strateg
         with torch.no_grad():
             torch.testing.assert_close(model(draw(4)), plain(draw(4)))
         if strategy is not ShardingStrategy.SHARD_GRAD_OP:
-            # That strategy keeps the parameters for the next evaluation (FRESH-03).
+            # SHARD_GRAD_OP keeps the parameters for the next evaluation (FRESH-03).
             assert_at_rest(model)
     fuse.breaks_in = "forward"
     with torch.no_grad(), pytest.raises(OnPurpose):

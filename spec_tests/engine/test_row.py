@@ -1,4 +1,4 @@
-"""The memory of the per-parameter layout: what is sent, how it is sorted, and when it is there."""
+"""The buffers of the per-parameter layout: what each bucket sends, how it is sorted, and when it has memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPES = [torch.Size([3, 2]), torch.Size([5]), torch.Size([1, 4])]
 
 
 def values() -> list[torch.Tensor]:
-    """The same on every rank, and every element another number."""
+    """The same values on every rank. Every element is different."""
     numbers = torch.arange(sum(shape.numel() for shape in SHAPES), dtype=torch.float32, device=device())
     return [part.view(shape) for part, shape in zip(numbers.split([s.numel() for s in SHAPES]), SHAPES, strict=True)]
 
@@ -36,7 +36,7 @@ def row_of(group: Group | None, dims: tuple[int, ...] = (0, 0, 0), dtype: torch.
 
 def gathered(row: Row) -> None:
     lane = Lanes(device()).gather
-    lane.follow()  # as a root does, once in an iteration
+    lane.follow()  # like a root, once per iteration
     for promise in row.gather(lane):
         promise.wait()
     row.arrive()
@@ -169,7 +169,7 @@ def test_new_pieces_are_taken_into_the_same_memory_under_the_same_leaves() -> No
 
 
 def pair_of_rows() -> tuple[nn.Sequential, PerParameterLayout]:
-    """Two layers that are one unit, computed in bfloat16."""
+    """Two layers that form one unit, computed in bfloat16."""
     layers = nn.Sequential(nn.Linear(4, 4, device=device()), nn.Linear(4, 4, device=device()))
     fully_shard(layers, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     state = state_of(layers)
@@ -220,7 +220,7 @@ LARGE = [torch.Size([1200, 900]), torch.Size([3]), torch.Size([0, 4]), torch.Siz
 
 
 def large_row(dtype: torch.dtype | None = None, first_dim: int = 0) -> tuple[Row, list[torch.Tensor]]:
-    """Pieces of more than 256 KiB on average, an uneven one and an empty one among them; and the whole values."""
+    """A bucket whose shards are larger than 256 KiB on average, one uneven and one empty; and the unsharded values."""
     group = world()
     wholes = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(LARGE)]
     cuts = [Cut(shape, dim, group.size) for shape, dim in zip(LARGE, (first_dim, 0, 0, 0), strict=True)]
@@ -236,7 +236,7 @@ def test_large_parameters_arrive_in_their_places(dtype: torch.dtype | None, monk
     row, wholes = large_row(dtype)
     chain = world().chain
     chain.begin_epoch()
-    gathered(row)  # the first time all ranks are asked whether they are about to send as much
+    gathered(row)  # the first time, all ranks check that they are about to send the same amount
     row.free()
     for _ in range(2):
         chain.begin_epoch()

@@ -1,4 +1,4 @@
-"""Who is next: the order logic alone, with units that have a name and nothing else."""
+"""Which unit runs next: the ordering logic alone, with units that only have a name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minifsdp.engine.schedule import Schedule
 
 
 class Named:
-    """A unit as a schedule sees it."""
+    """A unit with only the attribute that a schedule uses."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -27,7 +27,7 @@ def units(num: int) -> list[Any]:
 
 
 def iterate(schedule: Schedule, *order: Any) -> None:
-    """One iteration in which the units run one after the other."""
+    """Runs one iteration in which the units run one after the other."""
     for unit in order:
         schedule.enter(unit)
         schedule.leave(unit)

@@ -1,4 +1,4 @@
-"""Gradients keep their memory, their dtype and their imaginary parts."""
+"""Gradients keep their own memory, their dtype and their imaginary part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, Shard
 
 
 class Add(nn.Module):
-    """Adds a parameter to its input, so autograd gives both of them one gradient tensor."""
+    """Adds a parameter to its input, so autograd passes the same gradient tensor to both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def batch(rank: int, number: int = 0) -> Tensor:
 
 
 def gradients_of_plain(counts: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The mean over ranks of the sum over micro-batches, in one process."""
+    """Gradients of a single process: the mean over ranks of the sum over micro-batches."""
     model = Model().to(device(), dtype)
     for rank in range(dist.get_world_size()):
         for number in range(counts):
@@ -121,7 +121,7 @@ def test_a_gradient_that_a_hook_keeps_is_not_changed_by_the_reduction() -> None:
 
 
 class SeveralDtypes(nn.Module):
-    """Weights in bfloat16 before a norm in float32 and a complex phase."""
+    """Weights in bfloat16, followed by a norm in float32 and a complex phase."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class SeveralDtypes(nn.Module):
 
 
 class InPlace(torch.autograd.Function):
-    """Identity. Its backward writes to the gradient tensor that autograd passes on, as some programs do."""
+    """Identity in forward. Its backward writes to the gradient tensor in place, as some programs do."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def by_a_hook(x: Tensor) -> Tensor:
 def test_other_code_may_write_to_the_gradient_of_the_input_while_that_of_the_unit_is_sent(
     change: Any, strategy: ShardingStrategy, dtype: torch.dtype, overlaps: bool
 ) -> None:
-    # Large enough that on CPUs it is sent from the memory where it lies.
+    # Large enough that on CPUs it is sent directly from its own memory.
     unit = Add()
     unit.weight = nn.Parameter(torch.ones(1024, 1024, dtype=dtype))
     model = FSDP(unit, sharding_strategy=strategy, device_id=device())
@@ -196,7 +196,7 @@ def test_gradients_of_several_dtypes_in_one_unit_lose_nothing(reduce_dtype: torc
 
 
 class Phase(nn.Module):
-    """One complex parameter."""
+    """A module with one complex parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,5 +270,5 @@ def test_after_a_hook_that_raises_no_memory_is_reused_that_a_stream_still_reads(
     with pytest.raises(LookupError):
         model(torch.ones(1, 64, device=device())).sum().backward()
     for _ in range(3):
-        # The simulated accelerator reports memory that is reused before its readers are done.
+        # The simulated accelerator reports memory that is reused while a stream still reads it.
         torch.zeros(64 * 65, device=device())

@@ -1,4 +1,4 @@
-"""No forward computes with weights from before an optimizer step, and only steps of its own optimizers count."""
+"""No forward uses weights from before an optimizer step, and only steps of the model's own optimizers count."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Parameters = Iterable[nn.Parameter]
 
 
 class OwnStep(torch.optim.SGD):
-    """An optimizer with a step of its own, by a list operator."""
+    """An optimizer with its own `step`, which uses a list operator."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -32,7 +32,7 @@ class OwnStep(torch.optim.SGD):
 
 
 class NoOptimizer:
-    """An update by hand; not derived from PyTorch's class."""
+    """A manual update, not derived from PyTorch's optimizer class."""
 
     def __init__(self, parameters: Parameters) -> None:
         self.parameters = list(parameters)
@@ -135,7 +135,7 @@ def trained(model: nn.Module, optimizer: Any, between: str) -> list[Tensor]:
 @pytest.mark.spec("FRESH-04")
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
-    # PyTorch has no fused SGD for DTensors.
+    # PyTorch has no fused SGD for DTensor parameters.
     [(kind, one) for kind in KINDS for one in OPTIMIZERS if one != "SGD fused" or "SHARD" in kind],
 )
 @ranks(2)
@@ -175,7 +175,7 @@ def test_parameters_that_are_set_from_a_vector_are_noticed(kind: str) -> None:
     model(batch())
     parameters = [parameter for parameter in model.parameters() if parameter.is_leaf and parameter.numel()]
     if kind == "SHARD_GRAD_OP originals":
-        # Between a forward and its backward this strategy shows unsharded parameters.
+        # Between a forward and its backward, this strategy shows the unsharded parameters.
         evaluate(model)
         parameters = [parameter for parameter in model.parameters() if parameter.numel()]
     vector = nn.utils.parameters_to_vector(parameters).detach()
@@ -237,7 +237,7 @@ def test_the_hook_is_installed_with_the_first_unit_and_removed_with_the_last() -
 @pytest.mark.spec("FRESH-06")
 @ranks(1)
 def test_a_model_that_ends_during_a_step_does_not_disturb_it() -> None:
-    """PyTorch iterates over the hooks then."""
+    """PyTorch iterates over the hooks during a step."""
     plain = tiny()
     models = [in_place(tiny())]
     optimizer = torch.optim.SGD(plain.parameters(), 0.1)
@@ -281,7 +281,7 @@ def test_replicas_take_local_steps_and_the_program_averages_them(originals: bool
             dist.all_reduce(parameter.data)
             parameter.data /= 2
     assert torch.allclose(evaluate(model), evaluate(plain), atol=1e-5)
-    # A backward that reduces is right afterwards.
+    # A later backward that reduces computes correct gradients.
     for one in (model, plain):
         one.zero_grad()
         one(x).square().mean().backward()

@@ -1,4 +1,4 @@
-"""Who waits for whom on an accelerator, as far as streams that only take notes can show it."""
+"""Which stream waits for which on an accelerator, as far as simulated streams that only record calls can show."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from spec_tests.fsdp2.int8_shards import Int8Shards
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import chain
 
-# Stand-ins take the places of streams and groups; on an accelerator spec_tests/streams asks real ones.
+# Stand-ins replace streams and groups. On an accelerator, the tests in spec_tests/streams use real ones.
 pytestmark = pytest.mark.cpu
 
 __all__ = ["machine"]
@@ -44,11 +44,11 @@ PAIR = Group(ANYTHING, 2, 0, (0, 1))
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-# --- a backend that returns nothing, and one that returns a Work ---
+# --- a backend whose collectives return nothing, and one whose collectives return a Work ---
 
 
 class Quiet:
-    """A group whose collectives are complete, and return nothing, as NCCL's look to who issues them."""
+    """A group whose collectives complete at once and return nothing. To the caller, NCCL's look the same."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -134,7 +134,7 @@ def test_every_stream_is_asked_for_by_its_device(machine: StandIn) -> None:
 
 
 class Kept:
-    """The end of a layout where reduced gradients arrive."""
+    """The part of a layout that receives reduced gradients."""
 
     offloads = reads_gradient = has_gradient_hooks = False
 
@@ -153,7 +153,7 @@ class Kept:
 
 
 class Noted(Scaling):
-    """A division that says on which stream it runs."""
+    """A division that logs the stream on which it runs."""
 
     machine: StandIn
 
@@ -163,7 +163,7 @@ class Noted(Scaling):
 
 @pytest.fixture
 def plan(machine: StandIn, monkeypatch: pytest.MonkeyPatch) -> Callable[[Mesh], ReducePlan]:
-    """Makes plans whose stages are noted."""
+    """Creates plans whose stages are logged."""
 
     def noted(what: str) -> Any:
         return lambda *_: machine.note(what) or NOTHING
@@ -175,7 +175,7 @@ def plan(machine: StandIn, monkeypatch: pytest.MonkeyPatch) -> Callable[[Mesh], 
 
 
 def reduce_once(machine: StandIn, plan: ReducePlan, **facts: Any) -> list[str]:
-    """One reduction, from its issue to the end of backward; what was ordered."""
+    """Runs one reduction, from its issue to the end of backward. Returns the log."""
     kept = Kept(machine)
     vars(kept).update(facts)
     one, target = Reducer(machine.lanes(), kept.offloads), cast(Any, kept)
@@ -185,7 +185,7 @@ def reduce_once(machine: StandIn, plan: ReducePlan, **facts: Any) -> list[str]:
 
 
 def on_hook(*_: Any) -> None:
-    """Combines nothing."""
+    """A hook that does nothing."""
 
 
 @pytest.mark.pure
@@ -264,7 +264,7 @@ def test_a_hook_with_a_stream_of_its_own_runs_between_the_division_and_the_compu
     machine: StandIn, plan: Callable[[Mesh], ReducePlan]
 ) -> None:
     one = plan(Mesh.sharded(PAIR))
-    machine.lanes()  # Three names are taken, the fourth is the user's stream.
+    machine.lanes()  # This call uses three stream names; the fourth is for the user's stream.
     one.after, one.after_lane = lambda _: machine.note("after"), machine.Stream(device=DEVICE, priority=0)
     machine._names = iter(["gather", "reduce", "all_reduce"])
     log = reduce_once(machine, one)
@@ -319,9 +319,9 @@ def test_gradients_are_copied_to_the_host_on_the_stream_that_reduced_them_with_o
     assert not [line for line in machine.log if line.startswith("CPU")]
     reducer.finish()
     assert [line for line in machine.log if line.startswith("CPU")] == ["CPU waits for compute"]
-    # By then that stream has waited for all of them.
+    # By then the compute stream has waited for all reductions.
     assert machine.log[-6:-3] == ["compute waits for reduce", "compute waits for gather", "CPU waits for compute"]
-    # A backward that breaks off before leaves nothing in .grad that is still on its way.
+    # If a backward fails before this point, no `.grad` holds a tensor that is still being copied.
     assert machine.log[-3:] == ["compute: accept"] * 3
     assert machine.log.count("compute: accept") == 3
 
@@ -392,7 +392,7 @@ def units_of_two(layer: nn.Module) -> Any:
 
 
 class Following(Lane):
-    """A lane that counts how often it was told to follow."""
+    """A communication stream that counts the calls of `follow`."""
 
     num = 0
 
@@ -495,7 +495,7 @@ def test_gaps_between_the_leaves_of_one_rank_stay_where_they_are_when_values_are
 
 
 class Strict:
-    """A parameter on the CPU that takes no gradient of another device, as torch's does not."""
+    """A parameter on the CPU that rejects a gradient on another device, like torch's parameters."""
 
     def __init__(self, data: Tensor) -> None:
         self.data, self._grad = data, data
@@ -525,7 +525,7 @@ def test_a_gradient_of_the_same_shape_on_another_device_is_assigned() -> None:
 
 
 class Copies(TorchDispatchMode):
-    """Counts copies between devices, by the device they go to, and those that nobody waits for."""
+    """Records the target device of each copy between devices, and counts the asynchronous copies."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The state machine alone: a layout that only writes down what it was asked for."""
+"""The state machine of a unit, with a layout that only records its calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Log:
-    """Stands where a layout, its promises and the limiter would be, and does nothing but remember."""
+    """Replaces a layout, its handles and the limiter. It only records the calls."""
 
     offloads = False
     gather_group: Any = None
@@ -45,7 +45,7 @@ class Log:
         self.calls.append("free")
         return "event" if self.has_memory else None
 
-    # promise
+    # handle
     def wait(self) -> None:
         self.calls.append("wait")
 
@@ -80,7 +80,7 @@ def brought_to(state: State, log: Log) -> Unit:
     return unit
 
 
-# from, verb, to, what was asked of layout, promise and limiter, in this order
+# state before, method, state after, and the calls of layout, handle and limiter in this order
 TABLE = [
     (State.SHARDED, "unshard", State.GATHERING, ["admit", "gather"]),
     (State.SHARDED, "wait", RuntimeError, []),
@@ -135,7 +135,7 @@ def test_a_prefetch_that_was_wrong_is_waited_for_before_it_is_freed() -> None:
     log = Log()
     unit = brought_to(State.GATHERING, log)
     unit.reshard()
-    # Other ranks take part in that gather, so to free under it would be to have the wire write into freed memory.
+    # Other ranks take part in that all-gather. If the unit freed the memory first, the all-gather would write into it.
     assert log.calls.index("wait") < log.calls.index("free")
 
 

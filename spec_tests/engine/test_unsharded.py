@@ -1,4 +1,4 @@
-"""The tensor that autograd owns: resized and never replaced, written to without autograd noticing."""
+"""The tensor that autograd uses: it is resized but never replaced, and written to without autograd noticing."""
 
 from __future__ import annotations
 

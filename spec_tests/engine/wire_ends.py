@@ -1,4 +1,4 @@
-"""Two ranks of which one ends in the middle of a gather; the other says how its wait has ended.
+"""Two ranks, one of which exits in the middle of an all-gather. The other one prints how its wait ended.
 
 torchrun --nproc-per-node 2 spec_tests/engine/wire_ends.py
 """
@@ -15,7 +15,7 @@ from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Group
 
 if __name__ == "__main__":
-    # Where this process is a copy of another, torch has read the environment before.
+    # If this process is a copy of another one, torch has already read the environment.
     dist.set_debug_level_from_env()
     dist.init_process_group("gloo")
     group = Group.of(dist.group.WORLD)
@@ -30,5 +30,5 @@ if __name__ == "__main__":
     except RuntimeError as error:
         print(f"rank 0: {type(error).__name__}")
     sys.stdout.flush()
-    # Else the group would wait for the other rank once more.
+    # Exit at once. Otherwise the group would wait for the other rank again.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Difficult by how units are arranged, by who uses them how often, and by who has a gradient."""
+"""Models with difficult units: how they are arranged, how often they are used, and which parameters have gradients."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from spec_tests.models.modules import MLP, Nested, Scale, Twice
 
 # --- how units are arranged ---
 
-# Nothing but equal units, and a root that owns no parameter at all: it must not gather, and must not be missed.
+# Only equal units, and a root without parameters. Training must work although the root never all-gathers.
 keep("blocks", lambda: nn.Sequential(MLP(), MLP(), MLP()), MLP)
 
 
-# The usual shape: equal units between layers of the root, which is in use from the first moment to the last.
+# The usual shape: equal units between layers of the root, which is in use from the beginning to the end.
 def _mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), MLP(), MLP(), MLP(), MLP(), nn.Linear(8, 3))
 
@@ -22,7 +22,7 @@ def _mlp() -> nn.Module:
 keep("mlp", _mlp, MLP)
 
 
-# No size is a multiple of anything, and `Scale` has fewer elements than there are ranks: somebody owns only padding.
+# The sizes do not divide evenly, and `Scale` has fewer elements than there are ranks: some rank stores only padding.
 def _uneven() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 5), nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 7)), Scale(1))
 
@@ -30,15 +30,15 @@ def _uneven() -> nn.Module:
 keep("uneven", _uneven, nn.Sequential, Scale)
 
 
-# Units inside of units: the outer one's parameters are needed before and after the inner one's whole life.
+# Units inside units: the outer unit's parameters are needed before and after the inner unit runs.
 keep("nested", lambda: nn.Sequential(Nested(), nn.Tanh(), Nested()), Nested, MLP)
 
 
-# --- who uses a unit, and how often ---
+# --- how often a unit is used ---
 
 
 class LanguageModel(nn.Module):
-    """A language model without a middle to speak of: the embedding is also the output matrix."""
+    """A minimal language model, in which the embedding is also the output matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,16 +49,16 @@ class LanguageModel(nn.Module):
         return F.cross_entropy(self.head(self.block(self.embedding(tokens[:, :-1]))).transpose(1, 2), tokens[:, 1:])
 
 
-# One parameter under two names, used at both ends; its gradient is complete only at the very end of backward.
+# One parameter under two names, used at both ends. Its gradient is complete only at the end of backward.
 keep("tied", LanguageModel, MLP, batch=tokens, loss=lambda output: output)
 
 
-# One forward of the root is two of each unit, and the gradient is complete only after the second backward of it.
+# One forward of the root runs each unit twice, and a unit's gradient is complete only after its second backward.
 keep("called_twice", lambda: Twice(MLP() for _ in range(3)), MLP)
 
 
 class Alias(nn.Module):
-    """One unit under two names, with another in between."""
+    """One unit under two names, with another unit in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,10 +69,10 @@ class Alias(nn.Module):
         return self.last(self.middle(self.first(x)))
 
 
-# Whoever wraps name by name makes two units out of one, and backward meets the two uses far apart.
+# Code that wraps by name would create two units from one, and in backward the two uses are far apart.
 keep("shared_module", Alias, MLP)
 
-# Two forwards of everything, then one backward: all units are used once more before the first one is done.
+# Two forwards of the whole model, then one backward: all units run again before the first one is finished.
 keep("several_forwards", lambda: nn.Sequential(MLP(), MLP(), MLP()), MLP, num_forwards=2)
 
 
@@ -88,7 +88,7 @@ class Detour(nn.Module):
         return self.last(self.side(x) if detour else x)
 
 
-# The order of the first iteration is not that of the second: a prefetch by recorded order gathers the wrong unit.
+# The second iteration has another order than the first: a prefetch by recorded order all-gathers the wrong unit.
 keep(
     "sometimes",
     Detour,
@@ -98,7 +98,7 @@ keep(
 )
 
 
-# --- who has a gradient ---
+# --- which parameters have a gradient ---
 
 
 def _frozen() -> nn.Module:
@@ -108,12 +108,12 @@ def _frozen() -> nn.Module:
     return model
 
 
-# Frozen units: the first never sees a backward, the third must be there in backward without a gradient of its own.
+# Frozen units: the first has no backward; the third must be unsharded in backward without a gradient of its own.
 keep("frozen", _frozen, MLP)
 
 
 class Spare(MLP):
-    """A block with a layer that nobody calls."""
+    """A block with a layer that is never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ keep("unused", lambda: nn.Sequential(Spare(), nn.Linear(8, 8), Spare()), Spare, 
 
 
 class OneSided(nn.Module):
-    """Two blocks; the first has a layer that is called only if the batch says so."""
+    """Two blocks. The first one has a layer that runs only if ``with_extra`` is true."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class OneSided(nn.Module):
 
 
 class Skipping(MLP):
-    """A block with a layer that it can do without."""
+    """A block with an optional layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Skipping(MLP):
         return super().forward(self.extra(x) if with_extra else x)
 
 
-# A gradient on even ranks and none on odd ones: all must reduce the same number of elements nevertheless.
+# A gradient on even ranks and none on odd ones: all ranks must still reduce the same number of elements.
 keep(
     "one_sided",
     OneSided,

@@ -1,4 +1,4 @@
-"""Difficult to call: by what goes in, by what comes out, and by a forward that runs again in backward."""
+"""Models that are difficult to call: by their inputs, their outputs, or a forward that runs again in backward."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from spec_tests.models.info import SAMPLES, WIDTH, Batch, dice, floats, keep
 from spec_tests.models.modules import MLP
 
-# --- what a forward takes and returns ---
+# --- inputs and outputs of forward ---
 
 
 class ByName(nn.Module):
-    """Takes nothing but keywords, some of them nested."""
+    """Takes only keyword arguments, some of them nested."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class ByName(nn.Module):
 
 
 class ByNameModel(nn.Module):
-    """Calls its units by keyword only, like itself."""
+    """Calls its units with keyword arguments only, and takes only keyword arguments itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,12 +49,12 @@ def _nested_batch(seed: int, step: int, rank: int) -> Batch:
     return (), {"batch": {"x": left, "more": {"x": right, "name": "right", "nothing": None}}}
 
 
-# No positional argument: whoever looks for input tensors in the first position finds none.
+# No positional argument: code that looks for input tensors in the first position finds none.
 keep("keywords", ByNameModel, ByName, batch=_nested_batch)
 
 
 class Bundle(MLP):
-    """Returns its result among things that are not tensors."""
+    """Returns its result together with values that are not tensors."""
 
     def forward(self, x: Tensor) -> Any:
         y = super().forward(x)
@@ -62,7 +62,7 @@ class Bundle(MLP):
 
 
 class Bundles(nn.Module):
-    """Unpacks one bundle, returns another."""
+    """Passes the value of one `Bundle` to another one, and returns that one's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Bundles(nn.Module):
         return self.last(self.first(x)[0]["value"])
 
 
-# The tensors to watch for backward hang deep in the output, and one of them needs no gradient.
+# The output tensors that need backward hooks are deeply nested, and one of them requires no gradient.
 keep(
     "nested_outputs",
     Bundles,
@@ -82,7 +82,7 @@ keep(
 
 
 class Updates(nn.Module):
-    """Takes a dictionary and returns a longer one."""
+    """Takes a dictionary and returns one with another item."""
 
     def __init__(self, source: str, target: str) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Updates(nn.Module):
         return {**record, self.target: self.block(record[self.source])}
 
 
-# One positional argument, a dictionary; what comes out holds tensors of the units before as well.
+# The only positional argument is a dictionary. The output also contains tensors of the earlier units.
 keep(
     "dict_input",
     lambda: nn.Sequential(Updates("x", "y"), Updates("y", "z")),
@@ -103,7 +103,7 @@ keep(
 
 
 class View(nn.Module):
-    """Returns a view of the left half of what it computed."""
+    """Returns a view of the left half of its result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,12 +113,12 @@ class View(nn.Module):
         return self.linear(x)[:, :8]
 
 
-# What a unit returns is a view; what it was computed with must not be freed as long as the view is needed.
+# The output of a unit is a view. The tensors that it was computed from must not be freed while the view is needed.
 keep("view_output", lambda: nn.Sequential(View(), nn.Tanh(), View()), View)
 
 
 class Overwrites(nn.Module):
-    """Changes what its units returned, in place."""
+    """Changes the outputs of its units in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,11 +128,11 @@ class Overwrites(nn.Module):
         return self.last(self.first(x).mul_(2.0).tanh_())
 
 
-# Outputs are changed in place by the caller, the root's by the loss: hooks that were laid on them must survive that.
+# The caller changes outputs in place, and the loss changes the root's output. Hooks on the outputs must survive this.
 keep("overwritten_output", Overwrites, MLP, loss=lambda output: output.add_(1.0).square().mean())
 
 
-# A unit begins with an in-place ReLU, so what enters it is overwritten: it must not have been wrapped into a view.
+# A unit begins with an in-place ReLU, which overwrites the input. The input must not have been replaced by a view.
 def _writes_input() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), *(nn.Sequential(nn.ReLU(inplace=True), MLP()) for _ in range(3)))
 
@@ -146,10 +146,10 @@ def _checkpointed(implementation: CheckpointImpl) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(*(checkpoint_wrapper(MLP(), checkpoint_impl=implementation) for _ in range(3)))
 
 
-# Checkpointing inside the unit: what runs again is the inside of a unit that backward has gathered already.
+# Checkpointing inside the unit: backward recomputes the inside of a unit that it has already all-gathered.
 keep("checkpoint_inside", _checkpointed(CheckpointImpl.NO_REENTRANT), CheckpointWrapper)
 
-# The same by the older implementation, which runs a backward inside of backward. It needs an input with a gradient.
+# The same with the older implementation, which runs a backward inside backward. Its input must require a gradient.
 keep(
     "checkpoint_inside_reentrant",
     _checkpointed(CheckpointImpl.REENTRANT),
@@ -171,10 +171,10 @@ class Recomputing(nn.Module):
         return x
 
 
-# Checkpointing around the unit: its whole forward, hooks and all, is entered again in the middle of backward.
+# Checkpointing around the unit: the unit's whole forward, including its hooks, runs again in the middle of backward.
 keep("checkpoint_outside", lambda: Recomputing(use_reentrant=False), MLP)
 
-# The same by the older implementation: the unit's backward is a backward of its own, inside the large one.
+# The same with the older implementation: the unit's backward is a separate backward inside the outer one.
 keep(
     "checkpoint_outside_reentrant",
     lambda: Recomputing(use_reentrant=True),

@@ -1,4 +1,4 @@
-"""What is told of a model in `MODELS`, and how it gets there."""
+"""The description of a model in `MODELS`, and how to add one."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ SAMPLES, WIDTH = 4, 8
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model, and all that is needed to train it.
+    """A model and everything that is needed to train it.
 
     Attributes:
         name: its key in `MODELS`.
-        build: makes it, with the same values in every process; leaves the global random state alone.
+        build: builds the model, with the same values in every process. Does not change the global random state.
         unit_classes: modules of these classes become units, and the model itself becomes the root.
-        batch: from seed, step and rank to the arguments of ``forward``.
-        loss: from the output of ``forward`` to a scalar. It may change the output in place.
-        num_forwards: forwards before the one backward; each draws the batch of a step of its own.
-        leaves_some_out: whether a parameter may end a backward without a gradient.
+        batch: returns the arguments of ``forward`` for a seed, a step and a rank.
+        loss: computes a scalar from the output of ``forward``. It may change the output in place.
+        num_forwards: number of forwards before the one backward. Each forward uses the batch of a different step.
+        leaves_some_out: whether a parameter may have no gradient after a backward.
     """
 
     name: str
@@ -46,12 +46,12 @@ MODELS: dict[str, ModelInfo] = {}
 
 
 def dice(seed: int, step: int, rank: int) -> torch.Generator:
-    """The source of all chance in a rank's part of a batch."""
+    """The random generator for a rank's part of a batch."""
     return torch.Generator().manual_seed((seed * 1009 + step) * 1009 + rank)
 
 
 def floats(*shape: int, requires_grad: bool = False) -> Callable[[int, int, int], Batch]:
-    """The batch is one tensor, normally distributed."""
+    """Batches that consist of one tensor, normally distributed."""
 
     def batch(seed: int, step: int, rank: int) -> Batch:
         return (torch.randn(*shape, generator=dice(seed, step, rank)).requires_grad_(requires_grad),), {}
@@ -60,7 +60,7 @@ def floats(*shape: int, requires_grad: bool = False) -> Callable[[int, int, int]
 
 
 def tokens(seed: int, step: int, rank: int) -> Batch:
-    """The batch is sequences of five out of eleven tokens."""
+    """A batch of sequences of five tokens, from a vocabulary of eleven."""
     return (torch.randint(11, (SAMPLES, 5), generator=dice(seed, step, rank)),), {}
 
 
@@ -76,7 +76,7 @@ def keep(
     loss: Callable[[Any], Tensor] = mean_square,
     **rest: Any,
 ) -> None:
-    """Puts a model into `MODELS`; see `ModelInfo` for the arguments."""
+    """Adds a model to `MODELS`. See `ModelInfo` for the arguments."""
 
     made = functools.partial(seeded, build, zlib.crc32(name.encode()))
     MODELS[name] = ModelInfo(name, made, unit_classes, batch, loss, **rest)

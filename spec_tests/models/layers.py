@@ -1,4 +1,4 @@
-"""Difficult by a layer that keeps something besides its parameters, or reaches for them in a way of its own."""
+"""Models with a difficult layer: it stores more than parameters, or accesses its parameters in an unusual way."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch.nn import functional as F
 from spec_tests.models.info import SAMPLES, floats, keep, tokens
 from spec_tests.models.modules import MLP
 
-# --- layers with a will of their own ---
+# --- layers with special behavior ---
 
 
-# Buffers that forward writes: running statistics are neither sharded nor averaged, every rank keeps its own.
+# Forward writes to buffers: running statistics are neither sharded nor averaged, and every rank keeps its own.
 def _batch_norm() -> nn.Module:
-    # Without the first Tanh the second norm would take out a bias of the first: its gradient would be the noise of
-    # rounding, which Adam makes as large as any other.
+    # Without the first Tanh, the second norm would remove a bias of the first. Its gradient would be rounding noise,
+    # which Adam makes as large as any other gradient.
     unit = nn.Sequential(nn.Tanh(), nn.Linear(6, 9, bias=False), nn.BatchNorm1d(9), nn.Tanh())
     return nn.Sequential(nn.Linear(8, 6, bias=False), nn.BatchNorm1d(6), unit, nn.Linear(9, 3))
 
@@ -22,7 +22,7 @@ def _batch_norm() -> nn.Module:
 keep("batch_norm", _batch_norm, nn.Sequential)
 
 
-# Chance: each rank draws its own mask, and gathering must not draw from the same generator.
+# Randomness: each rank draws its own mask, and the all-gather must not draw from the same generator.
 def _dropout() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(MLP(), nn.Dropout(0.5)) for _ in range(3)))
 
@@ -30,7 +30,7 @@ def _dropout() -> nn.Module:
 keep("dropout", _dropout, nn.Sequential)
 
 
-# Four-dimensional weights and odd channels: cuts go through the middle of a kernel.
+# Four-dimensional weights and odd channel counts: a shard can end in the middle of a kernel.
 def _conv() -> nn.Module:
     conv = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Tanh(), nn.Conv2d(5, 7, 2, bias=False))
     return nn.Sequential(conv, nn.Flatten(), nn.Linear(7 * 3 * 2, 3))
@@ -40,7 +40,7 @@ keep("conv", _conv, nn.Sequential, nn.Linear, batch=floats(SAMPLES, 3, 6, 5))
 
 
 class Transformer(nn.Module):
-    """Two encoder layers over tokens; returns the loss itself."""
+    """Two encoder layers over tokens. Returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ class Transformer(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).transpose(1, 2), tokens[:, 1:])
 
 
-# Attention reads the weight of its output layer without calling that layer. The root's output is a number.
+# Attention reads the weight of its output layer without calling that layer. The root's output is a scalar.
 keep("transformer", Transformer, nn.TransformerEncoderLayer, batch=tokens, loss=lambda output: output)
 
 
 class Recurrent(nn.Module):
-    """Two layers of LSTM between linear ones; the samples are the steps of one sequence."""
+    """Two LSTM layers between linear layers. The samples are the steps of one sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,5 +72,5 @@ class Recurrent(nn.Module):
         return self.leave(out + hidden[-1])
 
 
-# An LSTM keeps its weights in a list besides, which only its own `__setattr__` brings up to date.
+# An LSTM also stores its weights in a list, which only its own `__setattr__` updates.
 keep("lstm", Recurrent, nn.LSTM)

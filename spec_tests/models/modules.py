@@ -1,4 +1,4 @@
-"""What test models are made of, the models that many tests share, and how they are made the same everywhere."""
+"""The layers of the test models, the models that many tests share, and how they get the same values everywhere."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SIZES = (2, 4, 6, 8)
 
 
 def seeded(build: Callable[[], nn.Module] | None = None, seed: int = 11) -> nn.Module:
-    """What ``build`` makes, or a `Stack`, with the same values in every process and in every call.
+    """Returns the result of ``build``, or a `Stack`, with the same values in every process and in every call.
 
-    The global random state is left alone.
+    The global random state does not change.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -25,7 +25,7 @@ def seeded(build: Callable[[], nn.Module] | None = None, seed: int = 11) -> nn.M
 
 
 class Block(nn.Module):
-    """The smallest unit: one linear layer and a bypass. 42 parameters with the usual width."""
+    """The smallest unit: one linear layer with a residual connection. 42 parameters with the default width."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -36,10 +36,10 @@ class Block(nn.Module):
 
 
 class MLP(nn.Module):
-    """A unit of two linear layers around a ``tanh``, and a bypass. 280 parameters with the usual sizes.
+    """A unit of two linear layers around a ``tanh``, with a residual connection. 280 parameters with the default sizes.
 
-    With sizes 3 and 4 it has 12 + 4 + 12 + 3 = 31 parameters, so that two ranks and four need an element of padding.
-    Blocks of different sizes can be told apart by the number of elements that they gather and reduce.
+    With sizes 3 and 4 it has 12 + 4 + 12 + 3 = 31 parameters, so two ranks and four ranks need one element of padding.
+    Blocks of different sizes can be identified by the number of elements that they all-gather and reduce.
     """
 
     def __init__(self, width: int = 8, hidden: int = 16) -> None:
@@ -51,13 +51,13 @@ class MLP(nn.Module):
 
 
 class Stack(nn.Module):
-    """Four blocks between two layers of the root: the model that most tests speak of.
+    """Four blocks between two layers of the root: the model that most tests use.
 
     The root has 42 + 14 = 56 parameters of its own, which are used first and last.
 
     Args:
-        width: of the blocks.
-        hidden: makes the blocks `MLP`s of these sizes.
+        width: width of the blocks.
+        hidden: if given, the blocks are `MLP`s with these hidden sizes.
     """
 
     def __init__(self, width: int = WIDTH, hidden: Iterable[int] = ()) -> None:
@@ -80,12 +80,12 @@ def wide() -> nn.Module:
 
 
 def chain(num_blocks: int = 3) -> nn.Sequential:
-    """Blocks of 31 parameters in a root that has none of its own: it must not gather, and must not be missed."""
+    """Blocks of 31 parameters in a root without parameters. Training must work although the root never all-gathers."""
     return seeded(lambda: nn.Sequential(*(MLP(3, 4) for _ in range(num_blocks))))
 
 
 class Nested(nn.Module):
-    """A unit around a unit: its own parameters are needed before and after the inner one's whole life."""
+    """A unit around a unit: the outer unit's parameters are needed before and after the inner unit runs."""
 
     def __init__(self, width: int = 8, hidden: int = 16) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Nested(nn.Module):
 
 
 class Tied(nn.Module):
-    """One weight in the first layer and in the last, and a block between them: two names for one parameter."""
+    """One weight in the first layer and in the last, with a block in between: two names for one parameter."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Tied(nn.Module):
 
 
 class Twice(nn.Module):
-    """Each block is called twice in a row, and its gradient is complete only after the second backward of it."""
+    """Calls each block twice in a row, so a block's gradient is complete only after its second backward."""
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -121,9 +121,9 @@ class Twice(nn.Module):
 
 
 class Uneven(nn.Module):
-    """For saving and loading: two units inside the root, the second of which can be left out.
+    """For saving and loading: two units inside the root, the second of which can be skipped.
 
-    Five rows do not divide by two, and ``scale`` has fewer elements than there are ranks.
+    Five rows are not divisible by two, and ``scale`` has fewer elements than there are ranks.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class Uneven(nn.Module):
 
 
 class NormedBlock(Block):
-    """A block with a batch norm: it has buffers that forward writes, one of them an integer."""
+    """A block with a batch norm, which has buffers that forward writes. One of them is an integer."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__(width)
@@ -150,7 +150,7 @@ class NormedBlock(Block):
 
 
 class Scale(nn.Module):
-    """One parameter of any shape, also of no dimension, times the input: there are fewer elements than ranks."""
+    """Multiplies the input by one parameter of any shape, possibly 0-D, with fewer elements than there are ranks."""
 
     def __init__(self, *shape: int, value: float = 0.5) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Batches for the models, an iteration, and what was seen of it: in words, on the wire, and in memory.
+"""Batches for the models, one iteration, and what it did: its events, its collectives and its memory.
 
-Orders are written the way one would say them aloud: ``AG2`` is the gather of block 2, ``FREER`` is the root being
-freed, and a bar stands between forward and backward::
+Events are written as short words: ``AG2`` is the all-gather of block 2, ``FREER`` frees the root's unsharded memory,
+and a bar separates forward from backward::
 
     AGR AG0 F0 FREE0 AG1 F1 FREE1 | AG1 B1 AG0 FREE1 RS1 B0 FREE0 RS0 FREER RSR
 """
@@ -35,7 +35,7 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 def iterate(model: nn.Module, step: int = 0, optimizer: torch.optim.Optimizer | None = None, **arguments: Any) -> float:
-    """Forward and backward of one batch and, with an optimizer, its step; the loss."""
+    """Runs forward and backward of one batch and, with an optimizer, its step. Returns the loss."""
     loss = loss_of(model(batch(step), **arguments))
     loss.backward()
     if optimizer is not None:
@@ -45,9 +45,9 @@ def iterate(model: nn.Module, step: int = 0, optimizer: torch.optim.Optimizer | 
 
 
 def said(events: Iterable[trace.Event], *, waits: bool = False) -> str:
-    """The events as words. The forward and the backward of the root are left out: they surround everything.
+    """The events as words, without the forward and the backward of the root, which surround everything.
 
-    Where the limiter holds the CPU back depends on the pace of the device, and is told if ``waits`` asks for it.
+    Where the limiter makes the CPU wait depends on the speed of the device. Set ``waits`` to include these events.
     """
     words = [(event.kind, event.unit.removeprefix("blocks.") or "R") for event in events]
     left_out = [("F", "R"), ("B", "R")]
@@ -55,7 +55,7 @@ def said(events: Iterable[trace.Event], *, waits: bool = False) -> str:
 
 
 def recorded_iteration(model: nn.Module, step: int = 0, **arguments: Any) -> str:
-    """Forward and backward, in words, with a bar in between and ``keepR`` where the root stays gathered."""
+    """Forward and backward as words, with a bar in between, and ``keepR`` if the root stays unsharded."""
     with trace.record() as forward:
         loss = loss_of(model(batch(step), **arguments))
     with trace.record() as backward:
@@ -65,23 +65,23 @@ def recorded_iteration(model: nn.Module, step: int = 0, **arguments: Any) -> str
 
 
 def of_unit(recorder: trace.Recorder, unit: str, *kinds: str) -> list[str]:
-    """The kinds of one unit's events, in order; only the given ones, or all but those of the limiter (see `said`)."""
+    """The kinds of one unit's events, in order: only ``kinds``, or all except those of the limiter (see `said`)."""
     kept = [event.kind for event in recorder.events if event.unit == unit]
     return [kind for kind in kept if (kind in kinds if kinds else kind != "WAIT")]
 
 
 class Wire(TorchDispatchMode):
-    """Sees every collective that PyTorch executes, whoever asked for it: a second witness beside the tracer.
+    """Records every collective that PyTorch executes, from any caller and independently of the tracer.
 
     Attributes:
-        sent: of every collective the kind, and how many elements were gathered or reduced: the larger of what goes in
-            and what comes out.
-        values: those among them that carried parameters or gradients. The others carry integers: before the first
-            gather of a unit, ranks make sure that all of them mean the same one (NEW-19).
-        dtypes: by kind, those of the values.
+        sent: the kind of every collective and the number of elements that it all-gathers or reduces: the larger of its
+            input and its output.
+        values: the ones in ``sent`` that carry parameters or gradients. The others carry integers: before the first
+            all-gather of a unit, the ranks check that they are about to all-gather the same unit (NEW-19).
+        dtypes: the dtypes of the values, by kind.
     """
 
-    # On the CPU torch's own wrapper gathers into a list of tensors.
+    # On the CPU, torch's own wrapper all-gathers into a list of tensors.
     KINDS = {"_allgather_base_": "AG", "allgather_": "AG", "_reduce_scatter_base_": "RS", "allreduce_": "AR"}
 
     def __init__(self) -> None:
@@ -105,24 +105,23 @@ class Wire(TorchDispatchMode):
             self.dtypes[seen[0]] |= dtypes
 
     def kinds(self) -> list[str]:
-        """The kinds of those that carried values."""
+        """The kinds of the collectives that carried values."""
         return [kind for kind, _ in self.values]
 
     def calls(self, *kinds: str) -> list[str]:
-        """The kinds of all, or of those that are of one of ``kinds``."""
+        """The kinds of all collectives, or only the ones in ``kinds``."""
         return [kind for kind, _ in self.sent if not kinds or kind in kinds]
 
 
 class Watch:
-    """Looks over the shoulder of each unit's layer while it computes. To be made before wrapping.
+    """Observes each unit's layer while it computes. Create it before wrapping.
 
-    It keeps the *storage* of the weight that the layer computes with, and can therefore say later whether that memory
-    is still there. It sees the middle of a unit's forward, and of its backward: the moment when the gradient of the
-    layer's output is known and that of its weight is not.
+    It keeps the *storage* of the weight that the layer computes with, so it can check later whether this memory is
+    still allocated. It observes the middle of a unit's forward and of its backward. In backward, this is the moment
+    when the gradient of the layer's output is known, and the gradient of its weight is not.
 
     Attributes:
-        storages: by unit, the storage of what was computed with last.
-        computed: by unit, the sizes of the weights seen in forward.
+        storages: by unit, the storage that the unit last computed with.
         in_forward: called with the unit's name in the middle of its forward.
         in_backward: the same in the middle of its backward.
     """
@@ -145,7 +144,7 @@ class Watch:
         layer.register_forward_hook(seen)
 
     def alive(self) -> list[str]:
-        """The units, the root's included, whose unsharded memory is there now."""
+        """The units, including the root, whose unsharded memory is allocated now."""
         return sorted(unit for unit, storage in self.storages.items() if storage.nbytes() > 0)
 
     def alive_blocks(self) -> list[str]:

@@ -1,8 +1,8 @@
-"""Through either door: the wrapper, or ``fully_shard`` in place; and the groups and meshes of four ranks.
+"""Sharding with either API: the wrapper, or ``fully_shard`` in place. The groups and meshes of four ranks.
 
 ::
 
-    wrapped()     FullyShardedDataParallel: each block a unit, the rest the root's
+    wrapped()     FullyShardedDataParallel: each block is a unit, the rest belongs to the root
     sharded()     fully_shard: the same units
     as_torch()    torch's own wrapper: the same units
 """
@@ -32,7 +32,7 @@ HYBRID_STRATEGIES = (HYBRID_SHARD, HYBRID_SHARD_ZERO2)
 
 
 def wrapped(model: nn.Module | None = None, **options: Any) -> FullyShardedDataParallel:
-    """Each block a unit, the rest the root's. A strategy that needs two groups gets those of a 2 x 2 `grid`."""
+    """Wraps each block as a unit; the rest belongs to the root. Hybrid strategies use the groups of a 2 x 2 `grid`."""
     if options.get("sharding_strategy") in HYBRID_STRATEGIES:
         options.setdefault("process_group", grid())
     options.setdefault("auto_wrap_policy", ModuleWrapPolicy({Block, MLP}))
@@ -40,7 +40,7 @@ def wrapped(model: nn.Module | None = None, **options: Any) -> FullyShardedDataP
 
 
 def sharded(model: nn.Module | None = None, *, blocks: Iterable[int] = range(4), **options: Any) -> Any:
-    """Each block a unit, the rest the root's; in place, and returned."""
+    """Shards each block as a unit; the rest belongs to the root. Works in place and returns the model."""
     model = seeded() if model is None else model
     for index in blocks:
         fully_shard(model.blocks[index], **options)
@@ -48,7 +48,7 @@ def sharded(model: nn.Module | None = None, *, blocks: Iterable[int] = range(4),
 
 
 def as_torch(model: nn.Module, **options: Any) -> torch_fsdp.FullyShardedDataParallel:
-    """The other oracle: the same model in torch's own wrapper, with the same units."""
+    """The second oracle: the same model in torch's own wrapper, with the same units."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         policy = torch_policies.ModuleWrapPolicy({Block, MLP})
@@ -56,7 +56,7 @@ def as_torch(model: nn.Module, **options: Any) -> torch_fsdp.FullyShardedDataPar
 
 
 def grid() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Four ranks: 0 and 1 shard, 2 and 3 shard; 0 and 2 are replicas, 1 and 3 are replicas."""
+    """Four ranks. Shard groups: 0 and 1, 2 and 3. Replicate groups: 0 and 2, 1 and 3."""
     assert dist.get_world_size() == 4, f"a grid of 2 x 2 needs 4 ranks, there are {dist.get_world_size()}"
     return kept("grid", _make_grid)
 
@@ -73,12 +73,12 @@ def line_mesh() -> DeviceMesh:
 
 
 def grid_mesh() -> DeviceMesh:
-    """Four ranks: 0 and 1 shard, 2 and 3 shard; 0 and 2 are replicas, 1 and 3 are replicas."""
+    """Four ranks. Shard groups: 0 and 1, 2 and 3. Replicate groups: 0 and 2, 1 and 3."""
     return _mesh_with_replicas(2, 2)
 
 
 def column_mesh() -> DeviceMesh:
-    """All ranks are replicas, and each has the whole."""
+    """All ranks are replicas, and each one stores the unsharded parameters."""
     return _mesh_with_replicas(dist.get_world_size(), 1)
 
 
@@ -92,7 +92,7 @@ def _mesh_with_replicas(*sizes: int) -> DeviceMesh:
 
 
 def all_connected() -> None:
-    """To be called after new groups were made: a rank whose test ends closes its groups, and if another one is still
-    connecting to it at that time, that one fails.
+    """Call this after creating new groups. A rank whose test ends closes its groups. If another rank is still
+    connecting to it at that time, that rank fails.
     """
     dist.all_reduce(torch.zeros(1, device=device()))

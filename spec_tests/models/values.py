@@ -1,8 +1,8 @@
-"""Values and gradients: what they must be, and what the sharded model has.
+"""Parameters and gradients: the expected values, and those of the sharded model.
 
-The oracle is the same model, not sharded, in the same process: it computes the batches of all ranks one after the other
-and averages the gradients. Two ranks add two numbers, and a sum of two has no order, so there the comparison is bit by
-bit.
+The oracle is the same model, not sharded, in the same process. It computes the batches of all ranks one after the other
+and averages the gradients. With two ranks, a sum of two numbers does not depend on their order, so the comparison is
+bitwise.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from spec_tests.models.modules import WIDTH
 from spec_tests.models.running import batch, loss_of
 from spec_tests.oracles.gathering import clean_name
 
-# --- what they must be ---
+# --- the expected values ---
 
 
 def own_names(model: nn.Module) -> dict[str, list[str]]:
-    """Parameter names of the unwrapped model by unit, in the order in which a unit lays them out."""
+    """Parameter names of the unwrapped model by unit, in the order in which the unit stores them."""
     units: dict[str, list[str]] = {}
     for name, _ in model.named_parameters():
         unit = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
@@ -34,7 +34,7 @@ def own_names(model: nn.Module) -> dict[str, list[str]]:
 def mean_gradients(
     model: nn.Module, steps: Iterable[int] = (0,), num_ranks: int | None = None, width: int = WIDTH
 ) -> dict[str, Tensor]:
-    """The gradients, by name, of the sum over ``steps`` and the mean over all ranks; ``model.grad`` stays empty."""
+    """The gradients by name: the sum over ``steps``, averaged over all ranks. The ``grad`` of ``model`` stays empty."""
     num_ranks = dist.get_world_size() if num_ranks is None else num_ranks
     total: dict[str, Tensor] = {}
     for rank in range(num_ranks):
@@ -44,7 +44,7 @@ def mean_gradients(
 
 
 def local_gradients(model: nn.Module, steps: Iterable[int], rank: int, width: int = WIDTH) -> dict[str, Tensor]:
-    """The gradients of the sum over ``steps``, by name, of one rank's batches."""
+    """The gradients by name: the sum over ``steps`` for one rank's batches."""
     model.zero_grad()
     for step in steps:
         loss_of(model(batch(step, rank, width))).backward()
@@ -54,13 +54,13 @@ def local_gradients(model: nn.Module, steps: Iterable[int], rank: int, width: in
 
 
 def flattened(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By unit: the unit's tensors, end to end. A unit that is not among ``tensors`` is left out."""
+    """By unit: the unit's tensors, concatenated. A unit that is not among ``tensors`` is left out."""
     units = {unit: names for unit, names in own_names(model).items() if names[0] in tensors}
     return {unit: torch.cat([tensors[name].detach().reshape(-1) for name in names]) for unit, names in units.items()}
 
 
 def chunked(model: nn.Module, tensors: Mapping[str, Tensor], num: int, index: int) -> dict[str, Tensor]:
-    """By unit: the ``index``-th of ``num`` equal pieces of the unit's tensors, filled up with zeros at the end."""
+    """By unit: the ``index``-th of ``num`` equal shards of the unit's tensors, padded with zeros at the end."""
     pieces = {}
     for unit, row in flattened(model, tensors).items():
         size = -(-row.numel() // num)
@@ -73,26 +73,26 @@ def named(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-# --- what the sharded model has ---
+# --- the values of the sharded model ---
 
 
 def flat_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By unit: what the optimizer owns. For our wrapper and for torch's."""
+    """By unit: the parameter that the optimizer updates. Works for our wrapper and for torch's."""
     return {clean_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 def flat_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """By unit, what the optimizer will find; a unit without a gradient is left out."""
+    """By unit: the gradient that the optimizer uses. A unit without a gradient is left out."""
     return {unit: p.grad for unit, p in flat_parameters(model).items() if p.grad is not None}
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor; every rank of its mesh must call it."""
+    """The unsharded tensor. Every rank of its mesh must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def full_values(model: nn.Module) -> dict[str, Tensor]:
-    """The whole parameters by name, for either door. Every rank must call it."""
+    """The unsharded parameters by name, for either API. Every rank must call it."""
     if FullyShardedDataParallel.fsdp_modules(model):
         with FullyShardedDataParallel.summon_full_params(model, writeback=False):
             return named(model)
@@ -101,12 +101,12 @@ def full_values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """The whole gradients by name, of the parameters that have one."""
+    """The unsharded gradients by name, of the parameters that have one."""
     return {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_same(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, bitwise: bool | None = None) -> None:
-    """Equal names, shapes, dtypes and values; bit by bit on two ranks, within float tolerance elsewhere."""
+    """Checks for equal names, shapes, dtypes and values: bitwise on two ranks, within float tolerance elsewhere."""
     bitwise = dist.get_world_size() == 2 if bitwise is None else bitwise
     assert sorted(ours) == sorted(expected)
     for name, tensor in expected.items():

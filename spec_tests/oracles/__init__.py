@@ -1,20 +1,20 @@
-"""Other ways to train the same model, to compare with.
+"""Reference trainers for the same model, to compare with.
 
-Nobody can say by looking at it whether a gradient is right. But there are four trainers that other people trust: one
-process without any of this, `DistributedDataParallel`, and torch's own FSDP1 and FSDP2. Each of them gets the same
-model (see ``spec_tests/models``) and the same `Recipe`, and returns a `Record`; two records can be compared::
+Whether a gradient is right cannot be seen by looking at it. But there are four trainers that other people trust: a
+single process without sharding, `DistributedDataParallel`, and torch's own FSDP1 and FSDP2. Each of them gets the same
+model (see ``spec_tests/models``) and the same `Recipe`, and returns a `Record`. Two records can be compared::
 
     recipe = Recipe(steps=3, optimizer=adamw, accumulate=2, no_sync=True)
     ours = train_fsdp1(minifsdp.FullyShardedDataParallel, info, recipe, sharding_strategy="FULL_SHARD")
     assert_same_training(ours, train_single(info, 2, recipe, flat_units=True), tolerance_for(2))
 
-A record holds the losses of all ranks, the full parameters and the full gradients of the last step, by the names that
-they have in the plain model. Nothing in it is sharded, so it does not matter who cut what where.
+A record contains the losses of all ranks, and the full parameters and full gradients of the last step, by their names
+in the plain model. Nothing in a record is sharded, so it does not depend on how the model was sharded.
 
-How equal must two records be? With two ranks the only sum over ranks is ``a + b``, which has no order, and dividing by
-two is exact. So there all of the trainers agree *bit by bit*, and what is bit-equal cannot be subtly wrong. With four
-ranks a sum depends on its order, and the last bits are nobody's fault. ``compare.py`` has the tolerances, and
-`tolerance_for` chooses.
+How equal must two records be? With two ranks, the only sum over ranks is ``a + b``, which does not depend on the order,
+and dividing by two is exact. All trainers therefore agree *bitwise* there, so a subtle error cannot go unnoticed. With
+four ranks a sum depends on its order, and the last bits can differ without an error. ``compare.py`` has the tolerances,
+and `tolerance_for` selects one.
 
 Reading order: ``recipe`` -> ``training`` -> ``gathering`` -> ``compare`` -> ``counting``.
 """

@@ -1,8 +1,8 @@
-"""How equal is equal. The tolerances of the suite are stated here, once.
+"""The tolerances for comparisons. All tests use the ones defined here.
 
-Rounding in float32 is relative, about ``6e-8`` for each operation, and absolute where large numbers have cancelled each
-other. Hence both numbers in a `Tolerance`: two elements ``a`` (ours) and ``b`` (the oracle's) agree if
-``|a - b| <= atol + rtol * |b|``. NaN agrees with nothing, itself included.
+Rounding errors in float32 are relative, about ``6e-8`` per operation, and absolute where large numbers cancel. A
+`Tolerance` therefore has two numbers: elements ``a`` (ours) and ``b`` (the oracle's) agree if
+``|a - b| <= atol + rtol * |b|``. NaN never agrees, not even with NaN.
 """
 
 from __future__ import annotations
@@ -29,49 +29,49 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far two elements may be apart."""
+    """The largest allowed difference between two elements."""
 
     name: str
     rtol: float
     atol: float
 
 
-# The same operations on the same numbers in the same order, or in one that cannot matter: two ranks, one sum each.
+# The same operations on the same numbers in the same order, or in one that does not matter: two ranks, one sum each.
 BIT_EQUAL = Tolerance("BIT_EQUAL", rtol=0.0, atol=0.0)
-# The same operations on the same numbers, but a kernel may take another path through them: memory that is aligned
-# differently, a vector's tail that is computed by scalar instructions. A few last bits after a few steps.
+# The same operations on the same numbers, but a kernel may compute them in another way: memory is aligned differently,
+# or scalar instructions compute the tail of a vector. After a few steps, a few of the last bits differ.
 SAME_MATH = Tolerance("SAME_MATH", rtol=2e-6, atol=2e-7)
-# Sums over ranks or micro-batches in another order: more ranks, other accumulation.
+# Sums over ranks or micro-batches in a different order: more ranks, or a different accumulation.
 FLOAT = Tolerance("FLOAT", rtol=1e-5, atol=1e-6)
-# The same in float64. What a deep model makes of the last bits is still far below what any mistake makes of a result.
+# The same in float64. The effect of the last bits in a deep model is still far below the effect of any mistake.
 DOUBLE = Tolerance("DOUBLE", rtol=1e-9, atol=1e-10)
-# Against float32, where parameters or gradients went through bfloat16 (8 bits) for a few steps. Finds a wrong factor
-# or a lost gradient, not a wrong rounding.
+# Comparison with float32 if parameters or gradients were in bfloat16 (8 bits) for a few steps. Detects a wrong factor
+# or a lost gradient, but not wrong rounding.
 LOW_PRECISION = Tolerance("LOW_PRECISION", rtol=0.05, atol=0.02)
 
 
 def tolerance_for(num_ranks: int) -> Tolerance:
-    """What float32 training on so many ranks can be held to.
+    """The tolerance for float32 training on ``num_ranks`` ranks.
 
-    Measured: on the CPU every model and every trainer is bit-equal to the single process on one rank and on two, and
-    within `SAME_MATH` on four (``test_oracles.py``). A GPU chooses its kernels by the alignment of what it is given.
+    Measured: on the CPU, every model and every trainer is bitwise equal to the single process on one rank and on two,
+    and within `SAME_MATH` on four (``test_oracles.py``). A GPU selects kernels by the alignment of their inputs.
     """
     return BIT_EQUAL if num_ranks <= 2 and device().type == "cpu" else FLOAT
 
 
 def assert_same_training(ours: Record, oracle: Record, tolerance: Tolerance, *, buffers: bool = False) -> None:
-    """The two runs had the same losses, the same last gradients and ended with the same parameters.
+    """Checks that two runs have the same losses, the same gradients in the last step and the same final parameters.
 
-    A gradient that one side does not have counts as zero: a flat parameter has a gradient for all of its elements.
+    A missing gradient counts as zero, because a flat parameter has a gradient for all of its elements.
 
     Args:
-        ours: the run to judge.
-        oracle: the run to believe.
-        tolerance: how equal they must be.
-        buffers: whether to compare the buffers too. Both records must be those of the same rank.
+        ours: the run to check.
+        oracle: the reference run.
+        tolerance: the allowed difference.
+        buffers: whether to compare the buffers too. Both records must be from the same rank.
 
     Raises:
-        AssertionError: naming the first thing that differs, and the largest difference in it.
+        AssertionError: if the runs differ. Names the first tensor that differs, and its largest difference.
     """
     if ours.losses.shape != oracle.losses.shape:
         raise AssertionError(
@@ -110,7 +110,7 @@ def _assert_close(what: str, ours: Tensor, oracle: Tensor, tolerance: Tolerance)
     wrong = ~torch.isclose(ours, oracle, rtol=tolerance.rtol, atol=tolerance.atol)
     if not wrong.any():
         return
-    # A NaN is the largest difference of all.
+    # NaN counts as the largest difference.
     apart = (ours.double() - oracle.double()).abs().nan_to_num(nan=torch.inf).reshape(-1)
     worst = int(apart.where(wrong.reshape(-1), -torch.ones_like(apart)).argmax())
     place = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), ours.shape))

@@ -1,9 +1,9 @@
 """Counting collectives.
 
-Counting must not depend on *who* calls *which* of PyTorch's functions: FSDP1 on the CPU gathers into a list of tensors,
-FSDP2 into one tensor, DDP all-reduces from C++, and ours calls the process group itself. All of them end up in the same
-few operators of the dispatcher, and a dispatch mode sees every one. It sees backward as well: on the CPU autograd runs
-in the thread that called it, and where it has threads of its own it hands the caller's modes on to them.
+Counting must not depend on which of PyTorch's functions a library calls. FSDP1 on the CPU all-gathers into a list of
+tensors, FSDP2 into one tensor, DDP all-reduces from C++, and ours calls the process group itself. All of them reach the
+same few operators of the dispatcher, and a dispatch mode sees all calls. It also sees backward: on the CPU, autograd
+runs in the calling thread, and where it has its own threads, it passes the caller's modes to them.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ KINDS = {
 
 @dataclass
 class Counts:
-    """What one rank has taken part in.
+    """The collectives that one rank took part in.
 
     Attributes:
-        calls: how many collectives, by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, or the
+        calls: number of collectives, by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, or the
             operator's own name for others.
-        num_bytes: by the same kinds, bytes of the whole: of what a gather puts out, of what a reduce-scatter takes in,
-            of what an all-reduce changes. A ring sends ``(N - 1) / N`` of that from each of N ranks, for an all-reduce
-            twice that.
+        num_bytes: bytes of the unsharded tensor, by the same kinds: the output of an all-gather, the input of a
+            reduce-scatter, the tensor of an all-reduce. In a ring, each of N ranks sends ``(N - 1) / N`` of that, and
+            twice that for an all-reduce.
         order: the kinds in the order of the calls, each with its bytes.
     """
 
@@ -67,7 +67,7 @@ class Counts:
 
     @property
     def gathers_and_reductions(self) -> tuple[int, int]:
-        """The two numbers that say most about a sharded step."""
+        """The numbers of all-gathers and reduce-scatters, which say most about a sharded step."""
         return self.calls["all_gather"], self.calls["reduce_scatter"]
 
 
@@ -78,7 +78,7 @@ class _Witness(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional") and func._opname != "wait_tensor":
-            # Of what goes in and what comes out the larger one is the whole.
+            # The larger of the input and the output is the unsharded tensor.
             num_bytes = max(sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, Tensor)) for arg in args)
             self.counts.note(KINDS.get(func._opname, func._opname), num_bytes)
         return func(*args, **(kwargs or {}))
@@ -86,6 +86,6 @@ class _Witness(TorchDispatchMode):
 
 @contextmanager
 def count_collectives() -> Iterator[Counts]:
-    """Counts every collective that this rank starts inside the block, whichever library does."""
+    """Counts every collective that this rank starts inside the block, from any library."""
     with _Witness() as witness:
         yield witness.counts

@@ -1,11 +1,11 @@
-"""From the pieces that ranks hold back to whole parameters, without asking the library that cut them.
+"""Assembles full parameters from the shards of all ranks, without the library that created the shards.
 
-A test of a sharding library that lets the library itself put the pieces together again proves only that it is
-consistent. So here pieces are collected by hand. A wrapper of the FSDP1 kind, torch's or ours, shows one of two things
-in ``named_parameters()``:
+If a test of a sharding library lets the library itself assemble the shards, it only checks that the library is
+consistent. This module therefore collects the shards manually. A wrapper of the FSDP1 kind, torch's or ours, has one of
+two kinds of entries in ``named_parameters()``:
 
-* one ``_flat_param`` for each unit: this rank's piece of all parameters of the unit, end to end, padded at the end;
-* with ``use_orig_params=True`` the original names, each with the elements of it that lie on this rank, 1-D, maybe none.
+* one ``_flat_param`` per unit: this rank's shard of all parameters of the unit, concatenated and padded at the end;
+* with ``use_orig_params=True`` the original names, each with its elements on this rank, 1-D and possibly empty.
 
 Worked example, a unit with ``weight`` of shape (2, 2) and ``bias`` of shape (1), two ranks::
 
@@ -14,9 +14,9 @@ Worked example, a unit with ``weight`` of shape (2, 2) and ``bias`` of shape (1)
     rank 1       w b .                   weight: w        bias: b
     gathered     w w w w b .             weight: w w w w  bias: b
 
-In both cases the pieces, one after the other in the order of ranks, are what was cut. It remains to know which elements
-belong to whom. The order is that of a walk over the unit's modules, shared parameters once, parameters of inner units
-left out, and a *plain* copy of the model can be walked just as well.
+In both cases, concatenating the shards in the order of ranks gives the tensor that was sharded. To assign the elements
+to parameters, the order of the parameters must be known. It is the order of a walk over the unit's modules: shared
+parameters count once, and parameters of inner units are left out. A *plain* copy of the model gives the same walk.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ FLAT_NAME = "_flat_param"
 
 
 def clean_name(name: str) -> str:
-    """The name that a parameter has in the plain model, or for a flat parameter the name of its unit."""
+    """The name of a parameter in the plain model. For a flat parameter, the name of its unit."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name.removesuffix(FLAT_NAME).removesuffix(".") if name.endswith(FLAT_NAME) else name
 
 
 def wrap_units(model: nn.Module, unit_classes: tuple[type[nn.Module], ...], wrap: Callable[[nn.Module], Any]) -> Any:
-    """Replaces each unit inside the model by ``wrap(unit)``, inner ones first and each once, and last the model."""
+    """Replaces each unit inside the model by ``wrap(unit)``, inner units first and each once, then wraps the model."""
     wrapped: dict[nn.Module, nn.Module] = {}
 
     def visit(module: nn.Module) -> None:
-        # Not named_children(): that leaves out the second name of a shared module, which must be replaced too.
+        # named_children() leaves out the second name of a shared module, which must be replaced too.
         for name, child in list(module._modules.items()):
             if child is None:
                 continue
@@ -74,11 +74,11 @@ def wrap_units(model: nn.Module, unit_classes: tuple[type[nn.Module], ...], wrap
 
 
 def units_of(model: nn.Module, unit_classes: tuple[type[nn.Module], ...]) -> dict[str, Shapes]:
-    """By unit: the names and shapes of its parameters in the order in which they are laid out; the root is ``""``.
+    """By unit: the names and shapes of its parameters in the order in which they are stored. The root is ``""``.
 
     Args:
         model: the plain model.
-        unit_classes: what will be wrapped.
+        unit_classes: the classes of the modules that become units.
     """
     paths = {
         clean_name(name + ".").removesuffix(".") for name, m in model.named_modules() if isinstance(m, unit_classes)
@@ -93,9 +93,9 @@ def units_of(model: nn.Module, unit_classes: tuple[type[nn.Module], ...]) -> dic
 
 
 def flat_chunks(model: nn.Module) -> Chunks:
-    """What this rank holds, values and gradient, both 1-D and on the CPU.
+    """This rank's values and gradients, both 1-D and on the CPU.
 
-    The keys are the names of units, or the names of parameters if the wrapper shows those.
+    The keys are the names of units, or the names of parameters if the wrapper shows original parameters.
     """
     return {
         clean_name(name): (_row(p), None if p.grad is None else _row(p.grad)) for name, p in model.named_parameters()
@@ -107,17 +107,17 @@ def _row(tensor: Tensor) -> Tensor:
 
 
 def gather_chunks(chunks: Chunks, group: dist.ProcessGroup | None) -> Chunks:
-    """The chunks of all ranks of the group, one after the other; every rank of it must call this.
+    """The concatenated chunks of all ranks of the group. Every rank of the group must call this.
 
-    A gradient that only some ranks have is zero on the others; one that nobody has stays absent.
+    A gradient that only some ranks have is zero on the others. A gradient that no rank has stays absent.
 
     Args:
-        chunks: what this rank holds.
-        group: those who share; ``None`` if nobody does, and what this rank holds is the whole.
+        chunks: the chunks of this rank.
+        group: the ranks that share the parameters. ``None`` if this rank stores all of them.
     """
     if group is None:
         return chunks
-    # As lists of numbers, which are exact: to pickle so many small tensors takes ten times as long.
+    # Lists of numbers are exact, and pickling so many small tensors would take ten times as long.
     everybody: list[Any] = [None] * group.size()
     dist.all_gather_object(
         everybody, {key: [as_numbers(row) for row in rows] for key, rows in chunks.items()}, group=group
@@ -126,12 +126,12 @@ def gather_chunks(chunks: Chunks, group: dist.ProcessGroup | None) -> Chunks:
 
 
 def as_numbers(tensor: Tensor | None) -> Any:
-    """All of a tensor as what is pickled quickly; numbers are exact."""
+    """A tensor in a form that is quick to pickle. The numbers are exact."""
     return None if tensor is None else (tensor.tolist(), tensor.dtype, tensor.shape)
 
 
 def from_numbers(numbers: Any, device: torch.device | str = "cpu") -> Tensor | None:
-    """The reverse."""
+    """The inverse of `as_numbers`."""
     return None if numbers is None else torch.tensor(numbers[0], dtype=numbers[1], device=device).view(numbers[2])
 
 
@@ -146,8 +146,8 @@ def split_by_name(chunks: Chunks, units: dict[str, Shapes]) -> tuple[dict[str, T
     """The full parameters, and the full gradients of those that have one, by name.
 
     Args:
-        chunks: gathered ones.
-        units: how the plain model is divided, from `units_of`.
+        chunks: the chunks of all ranks, from `gather_chunks`.
+        units: the units of the plain model, from `units_of`.
     """
     every_shape = {name: shape for shapes in units.values() for name, shape in shapes.items()}
     values: dict[str, Tensor] = {}
@@ -165,6 +165,6 @@ def _split(row: Tensor, shapes: Shapes) -> Iterable[tuple[str, Tensor]]:
     padding = row.numel() - sum(sizes)
     if padding < 0:
         raise AssertionError(f"{row.numel()} elements cannot hold {dict(shapes)}, {sum(sizes)} elements")
-    # What is left over at the end is padding.
+    # The remaining elements at the end are padding.
     pieces = row.split([*sizes, padding])
     return [(name, piece.view(shape)) for (name, shape), piece in zip(shapes.items(), pieces, strict=False)]

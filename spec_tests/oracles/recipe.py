@@ -1,11 +1,11 @@
-"""What is trained, for how long and with what; and what is left of it afterwards.
+"""What is trained, for how long and with which optimizer; and the record of the result.
 
-The numbers of a run depend on the recipe, on the rank and on nothing else: batches are drawn from seed, step and rank,
-and before each micro-batch the global generator is set from the same three, so that dropout draws one mask on rank 1
-and in the single process that plays rank 1.
+The numbers of a run depend only on the recipe and on the rank. Batches are drawn from the seed, the step and the rank.
+Before each micro-batch, the global generator is seeded from the same three, so dropout draws the same mask on rank 1
+and in the single process that simulates rank 1.
 
-Two ways to accumulate ``g`` over micro-batches 0 and 1, on ranks a and b, differ in the order of the sums and hence in
-the last bits; every trainer here follows the recipe in that, the single process too::
+There are two ways to accumulate ``g`` over micro-batches 0 and 1 on ranks a and b. They differ in the order of the sums
+and therefore in the last bits. Every trainer, including the single process, uses the way that the recipe selects::
 
     no_sync=True     ((a0 + a1) + (b0 + b1)) / 2            reduced once
     no_sync=False    (a0 + b0) / 2 + (a1 + b1) / 2          reduced in each micro-batch
@@ -28,12 +28,12 @@ __all__ = ["USUAL", "Recipe", "Record", "adamw", "forward_backward", "sgd"]
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Momentum makes every later step remember a wrong gradient. `foreach=True` is PyTorch's default on a GPU."""
+    """SGD with momentum, so a wrong gradient affects every later step. `foreach=True` is PyTorch's default on a GPU."""
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, foreach=True)
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The step size hardly depends on the size of the gradient, so a wrong *scale* of gradients goes unnoticed: use
+    """The step size hardly depends on the size of the gradient, so a wrong *scale* of gradients goes unnoticed. Use
     `sgd` as well. The large epsilon keeps rounding errors in tiny gradients from growing into whole steps."""
     return torch.optim.AdamW(parameters, lr=0.01, eps=1e-4, weight_decay=0.01, foreach=True)
 
@@ -44,10 +44,10 @@ class Recipe:
 
     Attributes:
         steps: optimizer steps.
-        optimizer: makes the optimizer.
-        accumulate: micro-batches in each step; each one's loss is divided by their number.
-        no_sync: whether all micro-batches but the last leave their gradients unreduced.
-        seed: of the batches and of dropout.
+        optimizer: creates the optimizer.
+        accumulate: micro-batches in each step. The loss of each one is divided by this number.
+        no_sync: whether only the last micro-batch of a step reduces gradients.
+        seed: seed of the batches and of dropout.
     """
 
     steps: int = 3
@@ -62,12 +62,12 @@ USUAL = Recipe()
 
 @dataclass(frozen=True)
 class Record:
-    """What a training leaves behind; everything is on the CPU.
+    """The result of a training run. Everything is on the CPU.
 
     Attributes:
-        losses: shape (micro-batches, ranks): the loss of each rank in each micro-batch of each step, undivided.
+        losses: shape (micro-batches, ranks): the loss of each rank in each micro-batch of each step, not divided.
         parameters: the full parameters after the last step, by their names in the plain model.
-        gradients: the full gradients of the last step, by the same names; without the parameters that have none.
+        gradients: the full gradients of the last step, by the same names. Parameters without a gradient are left out.
         buffers: this rank's buffers after the last step, by the same names.
     """
 
@@ -80,13 +80,13 @@ class Record:
 def forward_backward(
     model: nn.Module, info: ModelInfo, recipe: Recipe, rank: int, step: int, micro_batch: int = 0
 ) -> Tensor:
-    """One micro-batch of one rank: its forwards and the one backward.
+    """Runs one micro-batch of one rank: its forwards and its one backward.
 
     Returns:
         The loss of the micro-batch, detached and not divided by the number of micro-batches.
     """
     index = step * recipe.accumulate + micro_batch
-    # For dropout; the batch has a generator of its own.
+    # For dropout. The batch has its own generator.
     torch.manual_seed((recipe.seed * 4001 + index) * 4001 + rank)
     losses = []
     for forward in range(info.num_forwards):

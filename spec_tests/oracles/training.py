@@ -1,10 +1,10 @@
 """The trainers.
 
-All of them run `forward_backward` on the same batches in the same order. They differ in who averages the gradients, in
-how that is put off during accumulation, and in how one gets at the whole parameters afterwards. On the distributed
-ones every rank must call the trainer; all ranks get the same record, except for ``buffers``.
+All of them run `forward_backward` on the same batches in the same order. They differ in how gradients are averaged, in
+how this is deferred during accumulation, and in how the full parameters are collected afterwards. Every rank must call
+the distributed trainers. All ranks get the same record, except for ``buffers``.
 
-`train_fsdp1` and `train_fsdp2` take the library as an argument: torch's and ours are trained by the same lines.
+`train_fsdp1` and `train_fsdp2` take the library as an argument: the same code trains with torch's and with ours.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ Named = dict[str, Tensor]
 # --- one process ---
 
 
-@functools.lru_cache(maxsize=64)  # Tests that follow each other ask for the same one, and none changes the record.
+@functools.lru_cache(maxsize=64)  # Consecutive tests use the same record, and none changes it.
 def train_single(info: ModelInfo, world_size: int, recipe: Recipe = USUAL, *, flat_units: bool = False) -> Record:
-    """One process that plays all ranks in turn. Needs no process group.
+    """Trains in a single process that simulates all ranks in turn. Needs no process group.
 
     Args:
         info: what to train.
-        world_size: how many ranks to play.
+        world_size: how many ranks to simulate.
         recipe: how to train it.
-        flat_units: whether a parameter without gradient counts as one with gradient zero if its unit has any
-            gradient. With one flat parameter for each unit it does, and the optimizer can tell the difference.
+        flat_units: whether a parameter without a gradient gets a zero gradient if its unit has any gradient. This is
+            the case with one flat parameter per unit, and it makes a difference to the optimizer.
 
     Returns:
         The record; its buffers are those of rank 0.
@@ -64,7 +64,7 @@ def train_single(info: ModelInfo, world_size: int, recipe: Recipe = USUAL, *, fl
     model = info.build().to(device())
     units = units_of(model, info.unit_classes) if flat_units else {}
     optimizer = recipe.optimizer(model.parameters())
-    # Each rank has running statistics of its own.
+    # Each rank has its own running statistics.
     buffers = [[buffer.clone() for buffer in model.buffers()] for _ in range(world_size)]
     losses: list[Tensor] = []
     together = [list(range(recipe.accumulate))] if recipe.no_sync else [[i] for i in range(recipe.accumulate)]
@@ -125,7 +125,7 @@ def _train(
     no_sync: Callable[[], AbstractContextManager[Any]],
     full: Callable[[nn.Module], tuple[Named, Named]],
 ) -> Record:
-    """The loop that the distributed trainers share; ``full`` returns whole parameters and gradients."""
+    """The loop that the distributed trainers share. ``full`` returns the full parameters and gradients."""
     optimizer = recipe.optimizer(model.parameters())
     losses = []
     gradients: Named = {}
@@ -136,7 +136,7 @@ def _train(
             with no_sync() if puts_off else contextlib.nullcontext():
                 losses.append(forward_backward(model, info, recipe, dist.get_rank(), step, i))
         if step == recipe.steps - 1:
-            # Now, because an optimizer is free to change gradients.
+            # Before the step, because an optimizer may change gradients.
             gradients = full(model)[1]
         optimizer.step()
     mine = torch.stack(losses)
@@ -163,29 +163,29 @@ def _plain(model: nn.Module) -> tuple[Named, Named]:
 
 
 def train_ddp(info: ModelInfo, recipe: Recipe = USUAL) -> Record:
-    """`DistributedDataParallel`: every rank holds everything, gradients are all-reduced."""
+    """Trains with `DistributedDataParallel`: every rank stores everything, and gradients are all-reduced."""
     model = info.build().to(device())
-    # Without this DDP sends rank 0's running statistics to everybody, which FSDP does not do.
+    # By default, DDP broadcasts rank 0's running statistics to all ranks, which FSDP does not do.
     ddp = DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=info.leaves_some_out)
     record = _train(ddp, info, recipe, ddp.no_sync, lambda _: _plain(model))
     return replace(record, buffers=_buffers(model))
 
 
 def train_torch_fsdp1(info: ModelInfo, recipe: Recipe = USUAL, **options: Any) -> Record:
-    """torch's `FullyShardedDataParallel`; see `train_fsdp1`.
+    """Trains with torch's `FullyShardedDataParallel`; see `train_fsdp1`.
 
-    It runs every model on the CPU. Two things it cannot do there or anywhere, seen in 2.13, so ask another oracle:
+    It runs every model on the CPU. In torch 2.13 two cases fail on every device. Use another oracle for them:
 
-    * accumulate without ``no_sync`` in a unit of one element (``uneven``): it tells a sharded gradient from an
-      unsharded one by its size, which is the same here, and reduces once more what is reduced already. The result is
+    * accumulation without ``no_sync`` in a unit of one element (``uneven``): it distinguishes sharded from unsharded
+      gradients by their size, which is the same here, and reduces an already reduced gradient again. The result is
       silently wrong;
-    * reduce a unit that ran inside ``no_sync`` but not in the last micro-batch (``sometimes``): it raises.
+    * reduction of a unit that ran inside ``no_sync`` but not in the last micro-batch (``sometimes``): it raises.
     """
     return train_fsdp1(torch_fsdp.FullyShardedDataParallel, info, recipe, **options)
 
 
 def train_fsdp1(library: Any, info: ModelInfo, recipe: Recipe = USUAL, **options: Any) -> Record:
-    """A wrapper of the FSDP1 kind, with each unit wrapped by hand.
+    """Trains with a wrapper of the FSDP1 kind. Each unit is wrapped manually.
 
     Args:
         library: the class ``FullyShardedDataParallel``, torch's or ours.
@@ -204,17 +204,17 @@ def train_fsdp1(library: Any, info: ModelInfo, recipe: Recipe = USUAL, **options
 
 
 def shard_fsdp1(library: Any, info: ModelInfo, **options: Any) -> Any:
-    """The model with each of its units wrapped, and then itself.
+    """Wraps each unit of the model, and then the model itself.
 
     Args:
         library: the class ``FullyShardedDataParallel``, torch's or ours.
-        info: whose model to wrap.
-        **options: for the constructor. Since each library has enums and records of its own, ``sharding_strategy`` and
+        info: the model to wrap.
+        **options: for the constructor. Since each library has its own enums and dataclasses, ``sharding_strategy`` and
             ``backward_prefetch`` may be given by the name of a member, and ``mixed_precision`` as a dictionary.
     """
     chosen = {"device_id": device(), **_in_words_of(library, options)}
     with warnings.catch_warnings():
-        # That NO_SHARD, and FSDP1 as such, are not the future is not what is compared here.
+        # Ignore deprecation warnings about NO_SHARD and FSDP1, which are not the subject of this comparison.
         warnings.simplefilter("ignore")
         return wrap_units(info.build(), info.unit_classes, lambda module: library(module, **chosen))
 
@@ -239,12 +239,12 @@ def _shard_group(options: dict[str, Any]) -> dist.ProcessGroup | None:
 
 
 def train_torch_fsdp2(info: ModelInfo, recipe: Recipe = USUAL, **options: Any) -> Record:
-    """torch's `fully_shard`; see `train_fsdp2`."""
+    """Trains with torch's `fully_shard`; see `train_fsdp2`."""
     return train_fsdp2(torch_fsdp.fully_shard, info, recipe, **options)
 
 
 def train_fsdp2(library: Any, info: ModelInfo, recipe: Recipe = USUAL, **options: Any) -> Record:
-    """A function of the FSDP2 kind, applied to each unit and to the model.
+    """Trains with a function of the FSDP2 kind, which is applied to each unit and to the model.
 
     Args:
         library: the function ``fully_shard``, torch's or ours.
@@ -264,13 +264,13 @@ def train_fsdp2(library: Any, info: ModelInfo, recipe: Recipe = USUAL, **options
 
 
 def shard_fsdp2(library: Any, info: ModelInfo, **options: Any) -> Any:
-    """The model with ``library(unit, **options)`` applied to each of its units, and then to itself."""
+    """Applies ``library(unit, **options)`` to each unit of the model, and then to the model itself."""
     model = info.build().to(device())
     return wrap_units(model, info.unit_classes, lambda module: library(module, **options))
 
 
 def _joined(model: nn.Module) -> tuple[Named, Named]:
-    """Whole values and gradients from dim-0 chunks: end to end they are the elements of the whole in their order."""
+    """Full values and gradients from dim-0 shards. Concatenated, the shards have all elements in their order."""
     values, gradients = _plain(model)
     chunks = {
         name: (_local_row(value), _local_row(gradients[name]) if name in gradients else None)
