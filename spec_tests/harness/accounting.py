@@ -63,7 +63,7 @@ def read_rows(path: pathlib.Path = ROOT / "docs" / "spec.md") -> dict[str, str]:
 
 
 def rows_of_accelerators(path: pathlib.Path = ROOT / "docs" / "spec.md") -> set[str]:
-    """The requirements marked ``[cuda]``, which need an accelerator to be tested fully, and the section SIM on streams."""
+    """The requirements marked ``[cuda]``, which a CPU does not test fully, and the section SIM on streams."""
     matches = [match for match in map(ROW.match, path.read_text(encoding="utf-8").splitlines()) if match]
     return {match[1] for match in matches if "[cuda]" in match[2] or section_of(match[1]) == "SIM"}
 

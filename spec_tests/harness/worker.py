@@ -332,7 +332,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def _apply_filter(text: str) -> None:
-    """Applies ``action:message:category:module`` as in ``filterwarnings`` of pytest; message and module are patterns."""
+    """Applies ``action:message:category:module`` as in pytest's configuration; message and module are patterns."""
     action, message, category, module = [part.strip() for part in (text.split(":") + [""] * 3)[:4]]
     kind: Any = Warning
     if category:
