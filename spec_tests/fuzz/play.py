@@ -163,7 +163,7 @@ class Player:
         }
 
     def _take_over(self) -> None:
-        """Copies the ranks' values to the reference model: later comparisons are more exact than the rounding so far."""
+        """Copies the ranks' values to the reference model, because later comparisons are more exact."""
         shards: dict[str, Any] = {name: mine for name, (mine, _) in self.side.parameters_against(self.twin).items()}
         everybody: list[Any] = [shards, shards]
         dist.all_gather_object(everybody, shards)
@@ -310,7 +310,7 @@ def play_all(texts: list[str], folder: str) -> None:
     """
     results = []
     if any(from_json(text).is_apart for text in texts):
-        # Without a transport, a rank cannot check with the others before it sends a new size, and gloo ends the process.
+        # Without a transport, no rank can check with the others before it sends a new size, and gloo ends the process.
         os.environ["MINIFSDP_TRANSPORT"] = "messages"
     for text in texts:
         result = _result_of(from_json(text))
