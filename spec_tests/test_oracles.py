@@ -185,7 +185,7 @@ def test_a_flat_parameter_decays_what_has_no_gradient_and_ddp_does_not() -> None
         assert_same_training(plain, flat, FLOAT)
 
 
-# --- gathering ---
+# --- full tensors ---
 
 
 @pytest.mark.parametrize(

@@ -334,7 +334,7 @@ def test_the_record_of_restarts_has_every_job_and_each_has_gone_on() -> None:
     assert all(0 < job["seconds"] < restarts.LIMIT for job in jobs)
 
 
-# --- what the documentation shows ---
+# --- the record in the documentation ---
 
 
 @pytest.mark.spec("LEDGER-09", "FAULT-01", "FAULT-02", "FAULT-03")

@@ -64,7 +64,7 @@ class Composed(Side):
     def net(self) -> Any:
         return self.model
 
-    # --- pieces ---
+    # --- shards ---
 
     def parameters_against(self, twin: Twin) -> Pieces:
         return {

@@ -205,7 +205,7 @@ class Programs(RuleBasedStateMachine):
     def load_optimizer(self, index: int) -> None:
         self.call("load_optimizer", together=True, index=index)
 
-    # --- wrong by itself ---
+    # --- wrong calls ---
 
     @rule(data=st.data())
     def wrong(self, data: st.DataObject) -> None:

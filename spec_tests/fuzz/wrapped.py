@@ -93,7 +93,7 @@ class Wrapped(Side):
     def net(self) -> Any:
         return self.model.module
 
-    # --- pieces ---
+    # --- shards ---
 
     def _pieces(self, twin: Twin, which: str) -> Pieces:
         mine: dict[str, list[Tensor]] = {}

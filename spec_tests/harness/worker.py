@@ -169,7 +169,7 @@ def _redirect_output(path: pathlib.Path) -> None:
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), write_through=True)
 
 
-# ---- pytest's eyes --------------------------------------------------------------------------------------------------
+# ---- pytest's assertion rewriting -----------------------------------------------------------------------------------
 
 
 def _inside_pytest(serve_tests: Callable[[], None]) -> None:
@@ -211,7 +211,7 @@ def _explain_comparisons(config: pytest.Config) -> None:
     util._reprcompare = explain
 
 
-# ---- one test after the other ---------------------------------------------------------------------------------------
+# ---- running tests --------------------------------------------------------------------------------------------------
 
 
 def _answer_until_closed(seat: Seat, pipe: multiprocessing.connection.Connection) -> None:

@@ -48,7 +48,7 @@ def run(tmp_path: Path) -> Iterator[Kit]:
     made.progress.close()
 
 
-# ---- what there is --------------------------------------------------------------------------------------------------
+# ---- devices and stages ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.spec("KIT-01")
@@ -159,7 +159,7 @@ def test_nothing_is_started_after_a_vital_stage_that_has_failed_but_all_after_an
     assert list(run.progress.outcomes) == ["suite/x", "smoke/x", "races/x"]
 
 
-# ---- chunks that do not end well ------------------------------------------------------------------------------------
+# ---- chunks that fail -----------------------------------------------------------------------------------------------
 
 # A rank writes to the output file of the pool, and has its own session, like the workers of torchrun.
 RANK = """
@@ -239,7 +239,7 @@ def test_a_crash_names_the_test_in_which_it_came_and_keeps_what_was_proven_befor
     assert found["tests"] == {"passed": 1, "failed": 0, "skipped": 0}
 
 
-# ---- to go on -------------------------------------------------------------------------------------------------------
+# ---- resuming -------------------------------------------------------------------------------------------------------
 
 # Records its name. "b" sleeps in its first run. In its second run it checks whether its first process still exists.
 DIARIST = """

@@ -172,7 +172,7 @@ def test_no_rank_survives_its_session_that_is_killed(tmp_path: pathlib.Path) -> 
     assert comes_true(lambda: not any(map(is_running, processes)), 20)
 
 
-# ---- the accounting by itself ---------------------------------------------------------------------------------------
+# ---- the accounting -------------------------------------------------------------------------------------------------
 
 
 def test_the_spec_has_all_its_rows_and_each_once() -> None:

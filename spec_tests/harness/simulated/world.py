@@ -65,7 +65,7 @@ class World:
         self.is_strict = False
         self.look_at(PROGRAM)
 
-    # --- where the program is ---
+    # --- lines of the program ---
 
     def look_at(self, *parts: str) -> None:
         """Until the next test, reports show lines of files whose names contain one of these parts."""

@@ -284,7 +284,7 @@ def evaluated(model: nn.Module) -> Tensor:
 
 
 def saving_in_a_thread(api: str) -> None:
-    """A thread writes a state dict to a file while training goes on."""
+    """A thread writes a state dict to a file while training continues."""
     training = Training(api)
     training.step(0)
     expected = {name: value.clone() for name, value in training.plain.state_dict().items()}
