@@ -49,7 +49,7 @@ SAYS = {
     "is stopped": "no answer: it is stopped",
     "is slow": r"STAGE\.py:1, iteration \d+; (waits for|last sent: )",
 }
-# The collective that the other ranks wait for. What the faulty rank has sent just before its fault can be lost.
+# The collective that the other ranks wait for. The faulty rank's last messages before its fault can be lost.
 WAITED_FOR = {
     "first forward": "all-gather of '2'",
     "gather": "all-gather of '0'",

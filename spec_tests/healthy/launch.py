@@ -38,7 +38,7 @@ class Launch:
 
 
 def complaint(launch: Launch) -> str:
-    """What is wrong with the end of a program; empty if nothing is."""
+    """Describes what is wrong with the end of a program. Empty if nothing is."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "spec_tests.healthy", launch.program, launch.api]
         if launch.launcher == "plain":

@@ -1,4 +1,4 @@
-"""What a message may report about a healthy program.
+"""Checks that no message reports an error in a healthy program.
 
 A check may print a line about a rank that is late, with the collective that each rank waits for. It must not report an
 error of a rank.
