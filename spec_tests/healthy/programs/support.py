@@ -1,4 +1,4 @@
-"""Shared code of the healthy programs: the implementation, a small model, its batches, and plain training to compare with.
+"""Shared code of the healthy programs: the implementation, a small model, its batches, and plain training.
 
 `Training` holds a sharded model and a plain copy. `Training.step` trains both on the same batches: the sharded model on
 the batch of this rank, the plain model on the batches of all ranks. `Training.check` compares all parameters.
