@@ -1,4 +1,4 @@
-"""What runs on which device, the end of the pools, and where the spec accounting is fed."""
+"""Selects the tests for each device, closes the pools, and reports results to the accounting of requirements."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ pytest.register_assert_rewrite(*worker.REWRITTEN)
 
 ACCOUNTING = pytest.StashKey[Accounting]()
 
-# Assertions are rewritten here, once, and not again by each rank and each program, also where nothing should be kept.
+# Assertions are rewritten here once, and not again by each rank and program. So bytecode is always written.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Folders whose tests start processes, which would compute on the CPU.
+# Folders whose tests start processes that would compute on the CPU.
 STARTS_PROGRAMS = ("tutorials", "docs", "harness_tests")
 
 
@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[ACCOUNTING] = Accounting(device, config.rootpath)
 
 
-# Before the others take tests out: also a test that is not run today must name rows that exist.
+# Before other hooks deselect tests: the requirement IDs of a test that does not run must be valid, too.
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     whole_files = not any("::" in argument for argument in config.args) and not config.getoption("lf", False)
@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def choose_rows(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """``--spec PREF-03``: only the tests that carry this row."""
+    """``--spec PREF-03``: only the tests of this requirement."""
     chosen = set(config.getoption("--spec") or [])
     if not chosen:
         return
@@ -64,7 +64,7 @@ def choose_rows(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def leave_out_by_device(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What a device cannot show, or need not show again."""
+    """Deselects tests that a device cannot run, or need not run again."""
     device = config.getoption("--device")
     here = f"--device {device}"
     if device == "cpu":
@@ -104,17 +104,17 @@ def is_marked(item: pytest.Item) -> bool:
 
 
 def rows_proven_by(item: pytest.Item) -> list[str]:
-    """The rows that a test carries."""
+    """The requirements that a test checks."""
     return [row for marker in item.iter_markers("spec") for row in marker.args]
 
 
 def reasons_of(item: pytest.Item) -> list[str]:
-    """Why a test is not run on the simulated device; none if it is."""
+    """The reasons why a test does not run on the simulated device; empty if it runs."""
     return [marker.args[0] for marker in item.iter_markers("not_simulated")]
 
 
 def needs_of(item: pytest.Item) -> list[str]:
-    """The packages that a test cannot do without."""
+    """The packages that a test needs."""
     return [marker.args[0] for marker in item.iter_markers("needs")]
 
 
@@ -126,7 +126,7 @@ def leave_out(
     *,
     in_need: bool = False,
 ) -> None:
-    """Takes tests out of the session, and says so at its end: what cannot run here must not look like passed."""
+    """Deselects tests and reports them at the end of the session, so that they do not count as passed."""
     left_out = [item for item in items if concerned(item)]
     items[:] = [item for item in items if item not in left_out]
     config.stash[ACCOUNTING].not_run([item.nodeid for item in left_out], why, in_need=in_need)

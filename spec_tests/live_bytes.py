@@ -1,21 +1,20 @@
-"""How many bytes of tensors are alive on the CPU: now, and at most.
+"""Counts the bytes of living tensors on the CPU: the current number and the peak.
 
-A GPU's allocator counts its bytes and the CPU's does not. But every operator of PyTorch passes a dispatch mode, also
-those of a backward, and an operator's results are where new storages come from. So the mode remembers each storage that
-it sees by a weak reference, and adds up the sizes of those that are still alive before and after each operator::
+A GPU's allocator counts its bytes, and the CPU's does not. But a dispatch mode sees every operator of PyTorch, also
+in a backward, and new storages come from the results of operators. So the mode keeps a weak reference to each storage
+that it sees, and sums the sizes of the living ones before and after each operator::
 
     with LiveBytes() as live:
-        model = build()             # what is made inside is known from the beginning
+        model = build()             # tensors made inside are counted from the beginning
         live.forget_peak()
         model(batch)
     live.now(), live.peak
 
-Two things make the sum right. A storage is counted once, however many tensors look into it. And its size is asked
-again each time: the unsharded storage of a unit is resized to nothing and back without any operator.
+A storage is counted once, even if several tensors use it. Its size is read each time, because the unsharded storage of
+a unit is resized to zero and back without an operator.
 
-What it does not see: memory that C++ code takes for itself, such as gloo's copy of what it reduces. What it sees of
-such a copy is that somebody looks into it, so results that are views of something else are no news. Neither is it fast;
-models here are small.
+It does not count memory that C++ code allocates itself, such as gloo's copy of a tensor that it reduces. Operators can
+return views of such memory, so views are not counted as new storages. It is slow, so use it for small models only.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ __all__ = ["LiveBytes"]
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operators inside the block have made.
+    """Counts the bytes of the storages that operators inside the block have created.
 
     Attributes:
-        peak: bytes at the worst moment since the block began, or since `forget_peak`.
+        peak: the largest number of bytes since the block began, or since `forget_peak`.
     """
 
     def __init__(self) -> None:
@@ -58,11 +57,11 @@ class LiveBytes(TorchDispatchMode):
             leaf = leaf._local_tensor
         if isinstance(leaf, Tensor):
             reference = StorageWeakRef(leaf.untyped_storage())
-            # A number that was another storage's may come again: the newer reference is the right one.
+            # The ID of a deleted storage can be reused; the newer reference is the correct one.
             self._storages[reference.cdata] = reference
 
     def now(self) -> int:
-        """Bytes that are alive."""
+        """Bytes of all living storages."""
         total = 0
         for key, reference in list(self._storages.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
@@ -73,5 +72,5 @@ class LiveBytes(TorchDispatchMode):
         return total
 
     def forget_peak(self) -> None:
-        """The worst moment is looked for from here on."""
+        """Restarts the measurement of the peak."""
         self.peak = self.now()

@@ -1,4 +1,4 @@
-"""Rows of the spec that are promises about what the documentation says."""
+"""Requirements on statements in the documentation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the house promises its readers: short files, a complete map, one vocabulary, and no more code than there is.
+"""Rules for the package: short files, a complete list of modules, one vocabulary, and limits on the code size.
 
-A number here is a limit. Whoever makes the house smaller lowers it; whoever needs more says in the same commit why.
+A number here is a limit. Lower it if the package becomes smaller. If you raise it, give the reason in the commit.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 
 pytestmark = pytest.mark.pure
 
-# Code lines of the rooms, by the folder; "story" are the modules that docs/modules.md names as the story. What carries
-# tensors between CPUs has a room of its own, and "house" is all the rest.
+# Limits on code lines by folder. "story" are the modules listed under "story" in docs/modules.md. The transport between
+# CPUs has its own limit. "house" is everything that has no limit of its own.
 TRANSPORT, DEBUGGING, ARGUMENTS = "engine/gloo.py", "debugging/", "arguments.py"
-# What counts and draws is called by nothing in the house; what explains a model is a room in it, of modules that begin
-# with that name.
+# No other module calls the tools, which count and draw. The modules whose names begin with the second prefix explain
+# a given model.
 TOOLS, EXPLAIN = "tools/", "tools/explain"
 # The command line counts as a tool: no module imports it.
 COMMAND = "__main__.py"
-# What makes sure that all ranks do the same has rooms of its own as well, so has what is off by default, and so has the
-# table of what public calls may be given.
+# These also have limits of their own: the checks that all ranks do the same, the parts that are off by default, and the
+# table of argument types of the public API.
 APART = (
     TRANSPORT,
     DEBUGGING,
@@ -42,33 +42,33 @@ APART = (
     "ledger/",
 )
 BUDGETS = {
-    # Names of torch that other programs read: 34 lines. The state of a module after an evaluation, and steps that are
-    # counted for each tree: 44. Gradients that share memory, and their dtypes: 50. The order check of each unit: 12.
+    # Names of torch that other programs read: 34 lines. The state of a module after an evaluation, and a count of steps
+    # per root: 44. Gradients that share memory, and their dtypes: 50. The order check of each unit: 12.
     "house": 6396,
     "story": 3078,
-    # Messages of a new order have tags of their own: 9 lines.
+    # Messages of a new order have their own tags: 9 lines.
     TRANSPORT: 160,
     DEBUGGING: 380,
     ARGUMENTS: 166,
     "batches.py": 100,
     # Units are identified by their parameters, not by their names in a message: 35 lines. An all-gather never waits for
-    # other ranks when it is issued, and chains do not keep their groups: 25.
+    # other ranks when it is issued, and chains do not keep their groups alive: 25.
     "engine/ledger.py": 186,
     # A warning about uneven steps: 6 lines.
     "engine/comparison.py": 76,
-    # With it: where a program failed that is about to end, haste after a question, and who was killed on this machine.
-    # It ends with its process group, restores what it has replaced, and writes private files: 80 lines.
+    # Includes the location of the error in a program that is about to end, fast answers after a query, and ranks killed
+    # on this machine. It ends with its process group, restores what it replaced, and writes private files: 80 lines.
     "ledger/": 586,
     "checkpoint/": 1436,
     "compat/": 280,
-    # The calculator knows what is in flight between CPUs, and when a unit's activations are gone.
+    # The calculator includes data in flight between CPUs, and the time at which a unit's activations are freed.
     TOOLS: 523,
     # The list of tools, and the explanation of an error message.
     COMMAND: 48,
-    # It says of a given model who sends between CPUs, and whether reductions overlap.
+    # For a given model it reports which ranks send between CPUs, and whether reductions overlap.
     EXPLAIN: 572,
 }
-LONGEST_FILE = 300  # with prose
+LONGEST_FILE = 300  # including prose
 LONGER = {
     "engine/flat.py": 359,
     "engine/hooks.py": 310,
@@ -85,12 +85,12 @@ LONGER_FUNCTIONS = {
     ("engine/ledger.py", "__init__"): 46,
     ("engine/root.py", "__init__"): 39,
 }
-# Names for things that have others in PyTorch, and persons where there are ranks, users and modules.
+# Words for which PyTorch has other terms, and words for people where ranks, users and modules are meant.
 BANNED = (
     r"\b(main road|trouble|loan|lent|roll call|roll_call|sentence|own code|own_code|animal|"
     r"somebody|nobody(?!-to-shard-with)|his|he)\b"
 )
-# What is only an import path has nothing to say about torch.
+# A module that is only an import path has no comparison with torch.
 PATHS = {"api.py", "checkpoint_wrapper.py", "cost.py", "sharded_grad_scaler.py", "timeline.py", "wrap.py"}
 
 
@@ -103,7 +103,7 @@ def num_code_lines(module: str) -> int:
 
 
 def code_lines(module: str) -> set[int]:
-    """Lines with code on them: neither blank, nor a comment, nor a docstring."""
+    """Numbers of lines with code: not blank, not a comment, not a docstring."""
     text = text_of(module)
     prose: set[int] = set()
     for node in ast.walk(ast.parse(text)):
@@ -117,12 +117,12 @@ def code_lines(module: str) -> set[int]:
     return lines - prose
 
 
-# Code lines of all that is imported for `fully_shard` itself, without what is attached to it.
+# Code lines of all modules that `fully_shard` imports, without the parts attached to it.
 FULLY_SHARD = 2647
 
 
 def imported_for(module: str) -> set[str]:
-    """The modules of the package that are imported, directly or not, when ``module`` is."""
+    """The modules of the package that ``module`` imports, directly or indirectly."""
     found: set[str] = set()
     waiting = [module]
     while waiting:

@@ -1,7 +1,7 @@
-"""The oracles agree with each other, and the instruments show what is there.
+"""The oracles agree with each other, and the instruments are correct.
 
-Nothing here is about minifsdp. A test that compares minifsdp with an oracle is worth as much as the oracle, and as the
-scales that the two are weighed on: so both are tested first, on things of which the answer is known.
+Nothing here is about minifsdp. A comparison of minifsdp with an oracle is only as good as the oracle and the
+comparison functions. So both are tested first, on cases with a known answer.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def test_a_flat_parameter_decays_what_has_no_gradient_and_ddp_does_not() -> None
         assert_same_training(plain, flat, FLOAT)
 
 
-# --- gathering ---
+# --- full tensors ---
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The tools of ``spec_tests/properties``: descriptions, the oracle, shrinking and replaying.
 
-A hunt that finds nothing proves something only if it would have found something. So one of its doors, ``careless``, has
-a mistake in it.
+A hunt without findings means something only if it would have found an error. So one of its API variants, ``careless``,
+contains an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ quick = settings(max_examples=30, deadline=None, derandomize=True, database=None
 
 
 def has(kind: str, **fields: object) -> object:
-    """A question to a description: is there such a node?"""
+    """A predicate on a description: whether it contains such a node."""
 
     def ask(candidates: list[Description]) -> Description | None:
         for d in candidates:
@@ -70,10 +70,10 @@ def test_every_neighbour_is_meaningful_and_shorter(description: Description) -> 
 @quick
 @given(descriptions(2, "fsdp1"))
 def test_the_oracle_trains_as_one_process_does_on_the_concatenated_batch(description: Description) -> None:
-    """The oracle goes rank by rank. Here is the same gradient from one backward through one large batch."""
+    """The oracle computes rank by rank. Here the same gradient comes from one backward of one large batch."""
     d = replace(description, precision="full", micro_batches=(True,), forwards=1, clears=True)
     if any(node.kind == "one_sided" or node.checkpoint == "reentrant" for node, _ in walk(d.model)):
-        return  # they look at the batch as a whole, or refuse what has no gradient
+        return  # these use the batch as a whole, or raise without a gradient
     oracle, model = Oracle(d), plain_model(d)
     losses = oracle.backward(0)
     parts = [batch(d, 0, 0, rank) for rank in range(d.num_ranks)]
@@ -144,11 +144,11 @@ def test_a_mistake_is_found_made_small_and_can_be_seen_again() -> None:
     small = from_json(shlex.split(line)[-1])
     assert small.model == Node("chain", children=(Node("embedding", unit=True, times=2),))
     assert line == replay_line(small)
-    # That the line can be typed as it stands is seen below.
+    # The command below checks that the line works as it is.
     _, _, module, *arguments = shlex.split(line)
     again = run_module(module, *arguments, folder=ROOT, environment=_surroundings())
     assert again.returncode == 1, again.stderr
-    # The very same numbers.
+    # Exactly the same numbers.
     assert [text for text in report.splitlines() if text.startswith("here")] == [
         text for text in again.stdout.splitlines() if text.startswith("here")
     ]
@@ -169,7 +169,7 @@ def test_a_replay_of_what_is_right_says_so() -> None:
 
 @pytest.mark.ranks
 def test_torchs_wrapper_passes_where_ours_does() -> None:
-    """The oracle is nobody's friend."""
+    """The oracle agrees with torch's own FSDP."""
     chosen = [d for d in drawn(12, 5, 2, "fsdp1") if not d.offload and not d.clips]
     assert findings_of([replace(d, door="fsdp1") for d in chosen]) == [None] * len(chosen)
     model = Node("chain", children=(Node("linear", unit=True), Node("mlp", unit=True, times=2), Node("norm")))

@@ -1,4 +1,4 @@
-"""The recorder: what it keeps, in which order, and that it costs nothing while it is off."""
+"""The recorder: the events that it keeps, their order, and that it costs nothing while it is off."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_two_recordings_have_lists_of_their_own() -> None:
     assert Event("F", "", 0.0, 0.0) == Event("F", "", 0.0, 0.0)
 
 
-# --- what the engine writes ---
+# --- the events of the engine ---
 
 
 @ranks(2)
@@ -147,7 +147,7 @@ def test_a_recording_that_begins_or_ends_in_the_middle_of_a_step_does_no_harm() 
             loss = model(draw(dist.get_rank())).sum()
         with trace.record() as backward:
             loss.backward()
-        # The CPU may run ahead of an accelerator, and waits for it then.
+        # The CPU can run ahead of an accelerator, and then waits for it.
         assert {event.kind for event in forward.events} - {"WAIT"} == {"AG", "F", "FREE"}
         assert {event.kind for event in backward.events} - {"WAIT"} == {"AG", "B", "FREE", "RS"}
         loss = model(draw(dist.get_rank())).sum()

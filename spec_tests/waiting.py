@@ -1,8 +1,8 @@
-"""What comes true only a moment later.
+"""Waits for conditions that become true a moment later.
 
-A thread or another process is not done at the very moment at which this one goes on: gloo's thread lets go of a tensor
-after it has said that it is done, and a process that was killed is listed until its end is over. So a test that looks
-at once fails now and then, on a busy machine more often; one that looks until a limit fails if it never comes true.
+Another thread or process is not finished when this one continues: gloo's thread releases a tensor after it has
+reported completion, and a killed process is listed until it has ended. A test that checks at once sometimes fails,
+more often on a busy machine. A test that checks until a limit fails only if the condition never becomes true.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["comes_true"]
 
 
 def comes_true(condition: Callable[[], object], limit: float = 10.0) -> bool:
-    """Whether it does within ``limit`` seconds."""
+    """Whether the condition becomes true within ``limit`` seconds."""
     until = time.monotonic() + limit
     while not condition():
         if time.monotonic() > until:

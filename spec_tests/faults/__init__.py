@@ -1,5 +1,5 @@
-"""Every fault of a rank at every stage of a training, and what the other ranks say then.
+"""Every fault of a rank at every stage of a training, and the reports of the other ranks.
 
-`job` is the program that trains until its fault, `cells` runs it on ranks and judges what the survivors said, and
-``python -m spec_tests.faults`` runs all cells, prints them as a table and keeps it for the documentation.
+`job` is a program that trains until its fault. `cells` runs it on several ranks and checks the survivors' reports.
+``python -m spec_tests.faults`` runs all cells, prints a table and records it for the documentation.
 """

@@ -1,7 +1,7 @@
-"""``python -m spec_tests.faults``: runs all cells and prints them; with ``--record`` the documentation keeps them.
+"""``python -m spec_tests.faults``: runs all cells and prints them. ``--record`` records them for the documentation.
 
-That takes a while. So each outcome is a line of ``build/faults.jsonl`` at once, and a recording that was broken off
-goes on, if it is started again, with the cells that are not good yet.
+This takes long, so each outcome is written to ``build/faults.jsonl`` at once. If a recording is interrupted, the next
+one continues with the cells that have not passed yet.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Rows = dict[str, dict[str, dict[str, float | None]]]
 
 
 def kind_of(cell: Cell) -> str:
-    """In words. What has its own store is one kind for each victim: there doors and shardings take turns."""
+    """The kind of training in words. With the store on rank 0 each victim is one kind; APIs and shardings alternate."""
     if cell.store == "of rank 0":
         return f"{cell.victim}, the store on rank 0"
     return f"{cell.victim}, {cell.door}, {cell.sharding}"
 
 
 def rows_of(outcomes: Iterable[Outcome]) -> Rows:
-    """The seconds until all others had ended; ``None`` if something is wrong."""
+    """The seconds until all other ranks had ended; ``None`` if the cell has a complaint."""
     rows: Rows = {}
     for outcome in outcomes:
         cell, seconds = outcome.cell, None if outcome.complaint else round(outcome.seconds, 1)
@@ -41,18 +41,18 @@ def rows_of(outcomes: Iterable[Outcome]) -> Rows:
 
 
 def rows_at(rows: Rows, stage: str) -> list[dict[str, float | None]]:
-    """Of all kinds of training."""
+    """The entries of all kinds of training at a stage."""
     return [of_kind[stage] for of_kind in rows.values()]
 
 
 def cell_text(seconds: list[float | None]) -> str:
-    """The span of the seconds, or that something is wrong."""
+    """The range of the seconds, or WRONG if a cell has a complaint."""
     known = [each for each in seconds if each is not None]
     return f"{min(known):.1f} - {max(known):.1f}" if len(known) == len(seconds) else "WRONG"
 
 
 def written(told: dict[str, Any], rows: Rows) -> str:
-    """As JSON, a line for each kind and stage."""
+    """The record as JSON, with one line for each kind and stage."""
     kinds = [
         f'"{kind}": {{\n' + ",\n".join(f"  {json.dumps(stage)}: {json.dumps(row)}" for stage, row in of_kind.items())
         for kind, of_kind in rows.items()
@@ -61,20 +61,20 @@ def written(told: dict[str, Any], rows: Rows) -> str:
 
 
 def keep(outcome: Outcome) -> None:
-    """Adds a line."""
+    """Appends the outcome to the file."""
     with LINES.open("a") as file:
         file.write(json.dumps(asdict(outcome)) + "\n")
 
 
 def kept() -> dict[Cell, Outcome]:
-    """What was good when a recording was broken off."""
+    """The cells that passed before a recording was interrupted."""
     told = [json.loads(line) for line in LINES.read_text().splitlines()] if LINES.exists() else []
     outcomes = [Outcome(Cell(**each["cell"]), each["seconds"], each["complaint"]) for each in told]
     return {outcome.cell: outcome for outcome in outcomes if not outcome.complaint}
 
 
 def main() -> int:
-    """How many cells are not as they should be."""
+    """Runs the command. Returns the number of cells with a complaint."""
     parser = argparse.ArgumentParser(prog="python -m spec_tests.faults")
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
     parser.add_argument("--turns", action="store_true", help="half of them: the victims take turns")

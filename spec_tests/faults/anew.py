@@ -1,9 +1,9 @@
-"""A program whose ranks go wrong, catch it, and begin anew in other process groups.
+"""A program whose ranks fail, catch the error, and start again with other process groups.
 
     python -m spec_tests.faults.anew FOLDER
 
-Prints for each of its lives how many watchdogs there are, how many ends of pipes were opened, and how many of both are
-left when the process group was destroyed.
+For each of its lives it prints the number of watchdogs and of open pipe ends, and the number of both that are
+left after the process group was destroyed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spec_tests.faults.ends import ends_as_python_does
 
 
 def num_pipes() -> int:
-    """Ends of pipes that the process has open."""
+    """The number of pipe ends that the process has open."""
     return sum(os.readlink(end).startswith("pipe:") for end in Path("/proc/self/fd").iterdir() if end.is_symlink())
 
 
@@ -40,7 +40,7 @@ def main() -> None:
         threads = [thread for thread in threading.enumerate() if thread.name == "minifsdp watchdog"]
         print(len(threads), num_pipes() - before, flush=True)
         try:
-            # One leaves out a unit, and each waits for what the other does not send.
+            # One rank skips a unit, so each rank waits for a collective that the other does not issue.
             model(x, "b" if rank else "ab").sum().backward()
         except RuntimeError:
             print("caught", bool(ledger.verdict), flush=True)

@@ -1,12 +1,12 @@
-"""Runs cells of the matrix, and judges them.
+"""Runs and checks cells of the matrix.
 
-A cell is good if
+A cell passes if
 
-* every rank but the faulty one ends in time, with a status that is not 0, after an error that tells where every rank is
-  and what has become of the faulty one;
-* every checkpoint that was there is whole, and the newest is the one that it should be;
-* the job, started again as torchrun starts it again, goes on from it, and has the losses of a job in which nothing has
-  happened, to the last bit.
+* every rank except the faulty one ends in time with a nonzero status, after an error that reports the position of every
+  rank and the state of the faulty one;
+* every existing checkpoint is complete, and the newest is the expected one;
+* the job, restarted as torchrun restarts it, continues from that checkpoint, and its losses are bitwise equal to those
+  of a job without a fault.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from spec_tests.harness import pool
 from spec_tests.harness.programs import start_module
 from spec_tests.waiting import comes_true
 
-# The group's time-out, the answers of other ranks, last words, and a machine that does other things as well.
+# The group's time-out, the answers of other ranks, exit records, and a busy machine.
 LIMIT = TIMEOUT + 16.0
-# On a busy machine a rank may come to its fault later than others wait for it. Then nothing was tried.
+# On a busy machine a rank can reach its fault after the others have timed out. Then the cell is tried again.
 ATTEMPTS = 3
 ROOT = Path(__file__).resolve().parents[2]
 VICTIMS = ("last rank", "rank 0")
-# Where the store of `torch.distributed` lives: torchrun's agent has it, or rank 0, which takes it along when it ends.
+# The host of the store of `torch.distributed`: torchrun's agent, or rank 0, with which the store ends.
 STORES = ("of torchrun", "of rank 0")
-# What the report says of the faulty rank.
+# The report's text on the faulty rank.
 SAYS = {
     "raises": "has ended, by ValueError: a bad batch",
     "exits": "has ended, at the end of its program",
@@ -49,7 +49,7 @@ SAYS = {
     "is stopped": "no answer: it is stopped",
     "is slow": r"STAGE\.py:1, iteration \d+; (waits for|last sent: )",
 }
-# What the others wait for then, or have sent in vain; what the faulty rank has sent just before may be lost on its way.
+# The collective that the other ranks wait for. The faulty rank's last messages before its fault can be lost.
 WAITED_FOR = {
     "first forward": "all-gather of '2'",
     "gather": "all-gather of '0'",
@@ -86,12 +86,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a cell.
+    """The result of a cell.
 
     Attributes:
-        cell: which.
+        cell: the cell.
         seconds: from the fault until the last survivor had ended.
-        complaint: what is not as it should be; empty if all is.
+        complaint: what is wrong; empty if nothing is.
     """
 
     cell: Cell
@@ -100,7 +100,7 @@ class Outcome:
 
 
 def every_cell() -> Iterator[Cell]:
-    """All of them with torchrun's store; with rank 0's one of each victim and stage, the rest in turn."""
+    """All cells with torchrun's store. With the store on rank 0, one per victim and stage; the other axes alternate."""
     for door, sharding, victim, stage, fault in itertools.product(DOORS, SHARDINGS, VICTIMS, STAGES, FAULTS):
         yield Cell(door, sharding, victim, fault, stage)
     kinds = itertools.cycle(itertools.product(DOORS, SHARDINGS))
@@ -109,7 +109,7 @@ def every_cell() -> Iterator[Cell]:
 
 
 def in_turns() -> Iterator[Cell]:
-    """Half of those with torchrun's store: every fault at every stage of every kind of training, victims in turn."""
+    """Half of the cells with torchrun's store: every fault, stage and kind of training. Victims alternate."""
     for cell in every_cell():
         axes = ((DOORS, cell.door), (SHARDINGS, cell.sharding), (FAULTS, cell.fault), (STAGES, cell.stage))
         number = sum([*names].index(name) for names, name in axes)
@@ -118,7 +118,7 @@ def in_turns() -> Iterator[Cell]:
 
 
 def run_all(cells: Iterable[Cell], at_once: int = 6, tell: Callable[[Outcome], object] | None = None) -> list[Outcome]:
-    """Their outcomes, in order. Ranks that wait take no time of the processor, so some cells are run at once."""
+    """The outcomes of cells, in order. Waiting ranks use no CPU time, so some cells run at once."""
     pool.start_early()
     cells = list(cells)
     with ThreadPoolExecutor(at_once) as threads:
@@ -128,7 +128,7 @@ def run_all(cells: Iterable[Cell], at_once: int = 6, tell: Callable[[Outcome], o
 
 
 def undisturbed(door: str, sharding: str) -> list[float]:
-    """The losses of a job in which nothing happens."""
+    """The losses of a job without a fault."""
     with tempfile.TemporaryDirectory() as folder:
         losses: list[float] = _told(Cell(door, sharding, "last rank", "none", ""), Path(folder))
         assert len({*losses}) == STEPS, losses
@@ -136,12 +136,12 @@ def undisturbed(door: str, sharding: str) -> list[float]:
 
 
 def run(cell: Cell, losses: list[float], tell: Callable[[Outcome], object] | None = None) -> Outcome:
-    """Runs one cell, and the job once more.
+    """Runs one cell, and then the job again without a fault.
 
     Args:
-        cell: which.
-        losses: those of an undisturbed job.
-        tell: is told at once.
+        cell: the cell.
+        losses: those of a job without a fault.
+        tell: called with the outcome at once.
     """
     for attempt in range(ATTEMPTS):
         with tempfile.TemporaryDirectory() as kept:
@@ -170,7 +170,7 @@ def _first_life(cell: Cell, folder: Path) -> tuple[float, str]:
 
 
 def _told(cell: Cell, folder: Path) -> Any:
-    """The losses that the job tells which is started in ``folder`` and in which nothing happens; or its last words."""
+    """The losses of the job when it is restarted in ``folder`` without a fault, or the end of its error output."""
     again = folder / "again"
     again.mkdir()
     with _Ranks(cell, "none", folder, again) as processes:
@@ -182,10 +182,10 @@ def _told(cell: Cell, folder: Path) -> Any:
 
 
 class _Ranks:
-    """The processes of a life of the job; in the end they are gone."""
+    """The processes of one run of the job. They are killed at the end of the block."""
 
     def __init__(self, cell: Cell, fault: str, folder: Path, outputs: Path | None = None) -> None:
-        # Every life has a store of its own, as under torchrun.
+        # Every run has its own store, as under torchrun.
         hosts = cell.store == "of torchrun"
         self.store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), False) if hosts else None
         arguments = (cell.door, cell.sharding, fault, cell.stage, str(cell.faulty), str(folder))
@@ -206,14 +206,14 @@ class _Ranks:
 def start_ranks(
     program: str, *arguments: str, num_ranks: int, folder: Path, port_of_store: int | None = None
 ) -> list[Any]:
-    """The processes of a program of this folder, each with an output in ``folder``, by its rank.
+    """Starts a program of this folder on several ranks. Each rank writes its output to a subfolder of ``folder``.
 
     Args:
         program: its name.
         arguments: its command line.
         num_ranks: how many ranks.
-        folder: for their outputs, and for what the ledger writes.
-        port_of_store: of a store that lives outside of the ranks, as torchrun's does; else rank 0 has it.
+        folder: for the outputs, and for the files of the collective log.
+        port_of_store: of a store outside the ranks, like that of torchrun; by default rank 0 hosts the store.
     """
     processes, port = [], port_of_store or pool.free_port()
     for rank in range(num_ranks):
@@ -245,14 +245,14 @@ def _complaint(cell: Cell, codes: list[int | None], folder: Path) -> str:
 
 
 def _is_told_by_torch(cell: Cell, said: str) -> bool:
-    """What a rank raises while all of them write or read files is gathered by torch, and raised on every rank."""
+    """Whether torch raised the error. It collects errors of writing and reading files and raises them on all ranks."""
     cause = {"raises": "ValueError: a bad batch", "exits": "SystemExit: 0"}.get(cell.fault)
     ranks = f"CheckpointException ranks:dict_keys([{cell.faulty}])"
     return cell.stage.startswith("inside") and cause is not None and ranks in said and cause in said
 
 
 def _says_what_has_become(cell: Cell, said: str) -> bool:
-    """Whether a survivor's last words say it of the faulty rank, and name the unit that the others wait for."""
+    """Whether a survivor's error reports the state of the faulty rank, and the unit that the others wait for."""
     takes_store_along = (
         cell.store == "of rank 0" and cell.victim == "rank 0" and cell.fault in ("is killed", "is stopped")
     )
@@ -264,7 +264,7 @@ def _says_what_has_become(cell: Cell, said: str) -> bool:
 
 
 def complaint_about_disk(runs: Path, newest: str) -> str:
-    """Whether something that is complete by its name is not so by its contents, or the newest is not this one."""
+    """A complaint if a checkpoint that is marked complete is not, or if the newest checkpoint is not ``newest``."""
     for checkpoint in sorted(runs.glob("step-*")):
         listed = json.loads((checkpoint / "manifest.json").read_text())["files"]
         there = sorted({path.name for path in checkpoint.iterdir()} - {"manifest.json"})
@@ -279,5 +279,5 @@ def complaint_about_disk(runs: Path, newest: str) -> str:
 
 
 def said_by(folder: Path, rank: int) -> str:
-    """The end of what a rank has written to its standard error."""
+    """The end of a rank's standard error."""
     return (folder / str(rank) / "stderr").read_text()[-6000:]

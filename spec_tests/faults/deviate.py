@@ -1,8 +1,8 @@
-"""A small training on two or four ranks, of which one, mostly the second, does something else in its third iteration.
+"""A small training on two or four ranks. In the third iteration one rank, usually rank 1, does something else.
 
     python -m spec_tests.faults.deviate DOOR WHAT
 
-The groups' time-out is minutes: who waits for it is caught by the test's limit.
+The groups' time-out is minutes, so a rank that waits for it exceeds the test's limit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TIMEOUT = timedelta(minutes=5)
 
 
 class Pair(nn.Module):
-    """Two layers, which run in the order that it is told."""
+    """Two layers, which run in the given order."""
 
     def __init__(self, are_equal: bool) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Pair(nn.Module):
 
 
 def sharded(door: str, keeps: bool, are_equal: bool) -> Any:
-    """On four ranks over a mesh of 2 x 2."""
+    """Shards the model; four ranks use a mesh of 2 x 2."""
     torch.manual_seed(0)
     model: Any = Pair(are_equal)
     mesh = dist.init_device_mesh("cpu", (2, 2)) if dist.get_world_size() == 4 else None
@@ -71,12 +71,12 @@ def micro_batch(model: Any, door: str, syncs: bool, order: str) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    # Which a copy of a process that has imported torch has not read.
+    # A fork of a process that has imported torch has not read this variable.
     dist.set_debug_level_from_env()
     dist.init_process_group("gloo", timeout=TIMEOUT)
     door, what = sys.argv[1:]
     model = sharded(door, keeps=what == "keeps and no_sync", are_equal="of other sizes" not in what)
-    # Late enough that everything has been there before.
+    # Late enough that all collectives have been issued before.
     last = 11 if what.endswith("late") else 3
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(last + 1):
@@ -88,7 +88,7 @@ def main() -> None:
         if what == "fails" and deviates:
             raise LookupError("no such picture")
         if what == "is stuck" and step == 2:
-            # In C++, in a wait that no signal of Python can end.
+            # In a C++ wait that no Python signal handler can interrupt.
             print("waits", flush=True)
             dist.recv(torch.zeros(1), 1 - dist.get_rank()) if dist.get_rank() else model(torch.ones(2, 8))
         if what == "is stuck in a barrier" and step == 2:
@@ -100,12 +100,12 @@ def main() -> None:
         if what == "is killed before a state dict" and step == last - 1:
             if deviates:
                 os.kill(os.getpid(), signal.SIGKILL)
-            # No connection of gloo breaks: ranks meet in the store first.
+            # No connection of gloo breaks: ranks first synchronize through the store.
             model.state_dict()
         if what == "has a stuck device" and deviates:
             return
         if what == "has a stuck device" and step == 2:
-            # An accelerator's event that never comes; the CPU has gone on.
+            # An event of an accelerator that never completes, while the CPU continues.
             ledger.on_its_way = SimpleNamespace(query=lambda: False)
             while not ledger.verdict:
                 time.sleep(0.1)
@@ -115,11 +115,11 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if what.startswith("catches") and step == last - 1:
             try:
-                # What comes second is new on both ranks, so both ask.
+                # The second layer is new on both ranks, so both check with the other rank first.
                 micro_batch(model, door, True, "ba" if deviates else "bb")
             except RuntimeError as error:
                 print(error)
-            # Longer than a watcher waits until it asks.
+            # Longer than the watchdog waits before it queries the other ranks.
             time.sleep(2 * PATIENCE)
             optimizer.zero_grad()
         for number in range(2):

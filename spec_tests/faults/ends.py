@@ -13,8 +13,8 @@ __all__ = ["ends_as_python_does"]
 def ends_as_python_does(main: Callable[[], None]) -> None:
     """Runs ``main`` and ends the process.
 
-    The harness starts ranks as copies of another process, which end by ``_exit``: what Python does at the end, with the
-    exception that nobody has caught and with what is to be done at exit, is done here.
+    The harness forks ranks from another process, and they end with ``_exit``. This function does what Python does at
+    the end: it handles an uncaught exception and runs the exit handlers.
     """
     status = 0
     try:

@@ -1,12 +1,12 @@
-"""A training that does everything once, and a fault of one rank at one stage of it.
+"""A training that runs every stage once, with a fault of one rank at one stage.
 
     python -m spec_tests.faults.job DOOR SHARDING FAULT STAGE VICTIM FOLDER
 
-All other ranks do nothing wrong. What they say when the victim does is what the matrix is about. Started again with the
-fault ``none``, as torchrun starts a job again, it goes on from its newest checkpoint. ::
+All other ranks are correct; the matrix checks their reports of the fault. If the job is started again with the fault
+``none``, as torchrun restarts a job, it continues from its newest checkpoint. ::
 
     first life    step 1, save, steps 2 and 3, state dicts, loads, save, load, step 4
-    second life   the steps that the newest checkpoint has not
+    second life   the steps that the newest checkpoint does not contain
 
 At the end rank 0 writes the losses of all steps to ``FOLDER/told``.
 """
@@ -43,10 +43,10 @@ from tutorials.gpt.doors import FunctionDoor, WrapperDoor
 from tutorials.gpt.resume import Training, resume, save
 
 DOORS = ("wrapper", "function")
-SHARDINGS = {"full": 2, "hybrid": 4}  # and their ranks
+SHARDINGS = {"full": 2, "hybrid": 4}  # with their numbers of ranks
 FAULTS = ("raises", "exits", "is killed", "is stopped", "is slow")
 STEPS = 4
-# In the order in which they come; and of which checkpoint it can be said then that it is the newest.
+# In the order in which they run, with the checkpoint that is the newest at that stage.
 STAGES = {
     **dict.fromkeys(("construction", "first forward"), ""),
     **dict.fromkeys(("gather", "compute", "backward", "clip", "optimizer step", "reduce"), "step-000001"),
@@ -57,19 +57,19 @@ STAGES = {
 }
 TIMEOUT = 4.0  # seconds, of the process groups
 LIMIT = timedelta(seconds=TIMEOUT)
-TO_MEET = 60.0  # seconds, at the beginning; many cells begin at once
+TO_MEET = 60.0  # seconds, at the start, because many cells start at once
 GROUPS = {"replicate": ([0, 2], [1, 3]), "shard": ([0, 1], [2, 3])}
-SLOW = 2 * TIMEOUT  # seconds, longer than any of them waits
+SLOW = 2 * TIMEOUT  # seconds, longer than any other rank waits
 NOTES: dict[str, Any] = {"fixed": {}, "noted": {}}
 
 
 class Job:
-    """One rank of it.
+    """The job on one rank.
 
     Args:
         door, sharding: how the model is sharded.
-        fault, stage, victim: what which rank does, and where.
-        folder: for checkpoints, for the moment of the fault, and for the losses.
+        fault, stage, victim: which rank has which fault, and where.
+        folder: for checkpoints, for the time of the fault, and for the losses.
         limit: the time-out of the process groups.
     """
 
@@ -82,7 +82,7 @@ class Job:
         self.forward_stage = ""
 
     def strike(self, stage: str) -> None:
-        """The fault, if it is the time for it."""
+        """Triggers the fault if this is its rank and its stage."""
         if not self.is_victim or stage != self.stage:
             return
         (self.folder / "struck").write_text(str(time.time()))
@@ -94,12 +94,12 @@ class Job:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.fault == "is stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
-        # In a file of this name, in which the others' reports will find this rank.
+        # In a file with this name, so that the reports of other ranks show it as this rank's line.
         eval(compile(f"sleep({SLOW})", f"{stage}.py", "eval"), {"__name__": stage, "sleep": time.sleep})
 
     @contextmanager
     def striking_at(self, owner: Any, name: str, stage: str, *, behind: bool = False) -> Any:
-        """The fault comes in the place of a function, or behind it."""
+        """Triggers the fault before a function is called, or with ``behind`` after it."""
         if not self.is_victim:
             yield
             return
@@ -132,7 +132,7 @@ class Job:
         return FSDP(module, device_mesh=self.mesh, sharding_strategy=strategy, sync_module_states=True)
 
     def run(self) -> None:
-        """Both lives."""
+        """Runs the first life, or without a fault the second."""
         self.model = self.sharded()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         door = FunctionDoor() if self.door == "function" else WrapperDoor("minifsdp")
@@ -147,7 +147,7 @@ class Job:
             (self.folder / "told").write_text(json.dumps(self.training.losses))
 
     def everything(self) -> None:
-        """All stages, one after the other."""
+        """Runs all stages, one after the other."""
         shelf = Shelf(self.folder / "runs")
         self.iterate("first forward")
         save(shelf, self.training, **NOTES, full=False)
@@ -183,7 +183,7 @@ class Job:
         self.training.finish_step(loss.item())
 
     def states(self) -> None:
-        """Every kind of state dict, and the full ones loaded again."""
+        """Creates every kind of state dict, and loads the full ones."""
         (self.states_of_wrapper if self.door == "wrapper" else self.states_of_function)()
 
     def states_of_wrapper(self) -> None:
@@ -217,7 +217,7 @@ class Job:
         of_torch.set_optimizer_state_dict(self.model, self.optimizer, of_optimizer, options=whole)
 
     def read(self) -> None:
-        """Goes on from the newest checkpoint, if there is one."""
+        """Continues from the newest checkpoint, if there is one."""
         runs = self.folder / "runs"
         checkpoint = choose(runs, runs, say=lambda text: None)
         if checkpoint is not None:
@@ -225,14 +225,14 @@ class Job:
 
 
 def two_by_two(limit: timedelta) -> DeviceMesh:
-    """Two replicas in two pieces each; of groups that are made by hand, since a mesh takes no time-out."""
+    """Two replicas of two shards each. The groups are created manually, because a mesh has no time-out argument."""
     lines = {name: [dist.new_group(ranks, timeout=limit) for ranks in of_it] for name, of_it in GROUPS.items()}
     mine = [next(g for g in lines[name] if g != dist.GroupMember.NON_GROUP_MEMBER) for name in GROUPS]
     return DeviceMesh.from_group(mine, "cpu", mesh=torch.arange(4).view(2, 2), mesh_dim_names=tuple(GROUPS))
 
 
 class Striking(nn.Module):
-    """A layer in which the fault may come."""
+    """A layer that can trigger the fault."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class Striking(nn.Module):
 
 
 def meet(limit: timedelta) -> None:
-    """Joins the ranks. To come to the start they have more time than afterwards.
+    """Joins the ranks. They have more time for the start than afterwards.
 
     Args:
         limit: the time-out of the process groups.
@@ -262,7 +262,7 @@ def meet(limit: timedelta) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     door, sharding, fault, stage, victim, folder = sys.argv[1:]
-    # Where nothing will happen nobody is to be told that another rank is slow.
+    # Without a fault, a slow rank must not cause an error.
     limit = timedelta(seconds=TO_MEET) if fault == "none" else LIMIT
     meet(limit)
     Job(door, sharding, fault, stage, victim, Path(folder), limit).run()

@@ -1,9 +1,9 @@
-"""The tutorial's training, in whose first life a rank does something wrong, in its fourth step or the save behind it.
+"""The tutorial's training. In its first life one rank has a fault, in its fourth step or in the save after it.
 
     torchrun --nproc-per-node 2 --max-restarts 1 spec_tests/faults/restarted.py FAULT VICTIM MOMENT FOLDER OPTIONS ...
 
-Checkpoints are saved every second step. In the end rank 0 writes the losses of all steps to ``FOLDER/told``, how often
-the job was started, and how many steps were done when it was started last.
+Checkpoints are saved every second step. At the end rank 0 writes to ``FOLDER/told`` the losses of all steps, how often
+the job was started, and how many steps were complete at the last start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tutorials"), str(ROOT)]
 STEPS, EVERY, STRUCK_IN = 6, 2, 4
-TIMEOUT = 20.0  # seconds, of all groups; half an hour of torch's is too long for a test
+TIMEOUT = 20.0  # seconds, of all groups; torch's half an hour is too long for a test
 
 
 def strike(fault: str) -> None:
@@ -39,7 +39,7 @@ def strike(fault: str) -> None:
 
 
 def striking(owner: Any, name: str, nth: int, fault: str) -> None:
-    """The fault comes behind the ``nth`` call of a function."""
+    """Triggers the fault after the ``nth`` call of a function."""
     original: Callable[..., Any] = getattr(owner, name)
     number = 0
 
@@ -67,7 +67,7 @@ def main() -> None:
         if moment == "in a step":
             striking(torch.optim.AdamW, "step", STRUCK_IN, fault)
         else:
-            # The files of this rank are written, and nobody has been told.
+            # The files of this rank are written, but the other ranks do not know it yet.
             striking(dcp.FileSystemWriter, "write_data", STRUCK_IN // EVERY, fault)
     begun_at = []
     resume = train_gpt.resume

@@ -1,6 +1,6 @@
-"""``python -m spec_tests.faults.restarts``: jobs under a real ``torchrun --max-restarts``; ``--record`` keeps them.
+"""``python -m spec_tests.faults.restarts``: jobs under a real ``torchrun --max-restarts``; ``--record`` records them.
 
-The matrix starts each job again by itself, as torchrun does; here torchrun does it, for fewer jobs, since each process
+The matrix restarts each job itself, like torchrun. Here torchrun does it, for fewer jobs, because each process
 that it starts imports torch.
 """
 
@@ -26,14 +26,14 @@ from spec_tests.tutorials import killing
 
 RECORD = ROOT / "docs" / "data" / "restarts.json"
 APIS = ("wrapper", "fully_shard")
-STRATEGIES = {"FULL_SHARD": 2, "HYBRID_SHARD": 4}  # and their ranks
+STRATEGIES = {"FULL_SHARD": 2, "HYBRID_SHARD": 4}  # with their numbers of ranks
 MOMENTS = ("in a step", "in a save")
 LIMIT = 240.0  # seconds; torchrun waits half a minute for a process that is stopped
 
 
 @dataclass(frozen=True)
 class Restart:
-    """One job of which a rank does something wrong once."""
+    """One job in which a rank has one fault."""
 
     api: str
     strategy: str
@@ -47,7 +47,7 @@ class Restart:
 
 
 def every_restart() -> Iterator[Restart]:
-    """All but the victims, who take turns: the last rank, and rank 0."""
+    """All combinations except of the victims, which alternate: the last rank, and rank 0."""
     everything = itertools.product(APIS, STRATEGIES, FAULTS, MOMENTS)
     for number, (api, strategy, fault, moment) in enumerate(everything):
         is_first = (number + number // 2) % 2 == 1
@@ -55,7 +55,7 @@ def every_restart() -> Iterator[Restart]:
 
 
 def run_all(restarts: Iterable[Restart], at_once: int = 2) -> list[tuple[float, str]]:
-    """Of each how long it took in seconds, both lives, and what is not as it should be."""
+    """For each job, the duration of both lives in seconds and the complaint."""
     restarts = list(restarts)
     kinds = {(restart.api, restart.strategy): restart for restart in restarts}
     curves = {kind: undisturbed(restart) for kind, restart in kinds.items()}
@@ -64,7 +64,7 @@ def run_all(restarts: Iterable[Restart], at_once: int = 2) -> list[tuple[float, 
 
 
 def undisturbed(restart: Restart) -> list[float]:
-    """The losses of a job in which nothing happens, and nothing is saved."""
+    """The losses of a job without a fault and without checkpoints."""
     with tempfile.TemporaryDirectory() as kept:
         num_ranks = STRATEGIES[restart.strategy]
         outcome = killing.run(Path(kept) / "work", save=None, num_ranks=num_ranks, options=restart.options)
@@ -92,7 +92,7 @@ def run(restart: Restart, losses: list[float]) -> tuple[float, str]:
 
 
 def main() -> int:
-    """How many are not as they should be."""
+    """Runs the command. Returns the number of jobs with a complaint."""
     parser = argparse.ArgumentParser(prog="python -m spec_tests.faults.restarts")
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
     parser.add_argument("--at-once", type=int, default=2, help="jobs that run at the same time")

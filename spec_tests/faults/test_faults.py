@@ -1,4 +1,4 @@
-"""What the other ranks say when one does something else, ends, is killed, is stopped or is slow."""
+"""The reports of the other ranks when one rank diverges, ends, is killed, is stopped or is slow."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ IN_SECONDS = 20.0  # instead of after five minutes
 
 
 def deviate(folder: Path, door: str, what: str, num_ranks: int = 2) -> list[Any]:
-    """How the ranks' processes have ended, which they have in time."""
+    """The exit statuses of the ranks' processes, which must end in time."""
     pool.start_early()
     processes = start_ranks("deviate", door, what, num_ranks=num_ranks, folder=folder)
     until = time.monotonic() + IN_SECONDS
@@ -70,7 +70,7 @@ def test_ranks_that_wait_in_vain_are_told_within_seconds(door: str, tmp_path: Pa
 def test_nothing_is_sent_to_a_rank_that_expects_another_size(
     door: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Without a transport nobody can ask.
+    # Without a transport, a rank cannot check with the others before it sends.
     monkeypatch.delenv("MINIFSDP_TRANSPORT", raising=False)
     assert deviate(tmp_path, door, f"swaps layers of other sizes {when}") == [1, 1]
     for rank in range(2):
@@ -99,7 +99,7 @@ def test_no_sync_on_one_rank_is_noticed(door: str, what: str, tmp_path: Path) ->
     codes = deviate(tmp_path, door, what)
     said = said_by(tmp_path, 0) + said_by(tmp_path, 1)
     if (door, what) == ("wrapper", "keeps and no_sync"):
-        # Nothing that is sent shows it: unequal numbers of micro-batches are right. The steps show it.
+        # No collective shows it: unequal numbers of micro-batches are correct. The optimizer steps show it.
         assert codes == [1, 0]
         assert "optimizers have stepped on ranks [1] only" in said
         assert "rank 1: has ended, at the end of its program" in said
@@ -113,7 +113,7 @@ def test_no_sync_on_one_rank_is_noticed(door: str, what: str, tmp_path: Path) ->
 @pytest.mark.parametrize("what", ["no_sync", "keeps and no_sync"])
 @pytest.mark.parametrize("door", DOORS)
 def test_no_sync_on_one_rank_of_a_mesh_is_noticed_by_its_replicas_too(door: str, what: str, tmp_path: Path) -> None:
-    # Ranks 2 and 3 shard together and agree; what they wait for are their replicas.
+    # Ranks 2 and 3 share a shard group and agree. They wait for their replicas.
     codes = deviate(tmp_path, door, what, num_ranks=4)
     said = "".join(said_by(tmp_path, rank) for rank in range(4))
     if (door, what) == ("wrapper", "keeps and no_sync"):
@@ -160,7 +160,7 @@ def test_a_rank_knows_its_own_place_and_what_has_become_of_the_stores_host(
 def test_a_device_on_which_nothing_goes_on_is_noticed_too(tmp_path: Path) -> None:
     assert deviate(tmp_path, "wrapper", "has a stuck device") == [1, 0]
     said = said_by(tmp_path, 0)
-    # Printed by the thread, and raised by the next collective.
+    # Printed by the watchdog, and raised by the next collective.
     assert said.count("a collective between ranks [0, 1] cannot complete") == 2
     assert "rank 1: has ended, at the end of its program" in said
 
@@ -202,7 +202,7 @@ def test_a_sigterm_is_reported_though_the_main_thread_is_stuck(tmp_path: Path) -
             process.join()
     said = said_by(tmp_path, 0)
     assert "this process got SIGTERM" in said
-    # Rank 1 has answered, though its main thread waits in C++.
+    # Rank 1 has answered, although its main thread waits in C++.
     assert re.search(r"rank 1: .*deviate.py:\d+, iteration \d+; last sent", said)
     [file] = tmp_path.glob(f"minifsdp-ledger-*-rank0-{processes[0].pid}.json")
     done = run_module("minifsdp.ledger", str(file), "--last", "6", folder=ROOT, environment=os.environ)
@@ -215,7 +215,7 @@ def test_a_sigterm_is_reported_though_the_main_thread_is_stuck(tmp_path: Path) -
 @pytest.mark.spec("LEDGER-06")
 def test_a_sigterm_is_reported_by_all_who_get_it_whatever_they_wait_for(tmp_path: Path) -> None:
     pool.start_early()
-    # One is in a collective that the package does not know, the other in none.
+    # One rank is in a collective that minifsdp did not issue, the other in none.
     processes = start_ranks("deviate", "wrapper", "is stuck in a barrier", num_ranks=2, folder=tmp_path)
     try:
         assert comes_true(lambda: both_wait(tmp_path), IN_SECONDS)
@@ -264,7 +264,7 @@ def test_ranks_that_wait_in_vain_are_told_though_torch_wraps_their_groups(
     assert deviate(tmp_path, "wrapper", what) == [1, 1]
 
 
-# Each fault at each stage once; doors, shardings, victims and stores in turn. All: python -m spec_tests.faults
+# Each fault at each stage once; APIs, shardings, victims and stores alternate. All: python -m spec_tests.faults
 SOME = [
     Cell(
         DOORS[(i + j) % 2],
@@ -303,7 +303,7 @@ def test_a_checkpoint_that_is_damaged_or_not_the_newest_is_complained_about(tmp_
     assert complaint_about_disk(tmp_path, "step-000001") == "step-000001 should have the files ['data'], and has []"
 
 
-# Both doors, both shardings, both victims and both moments. All: python -m spec_tests.faults.restarts
+# Both APIs, both shardings, both victims and both moments. All: python -m spec_tests.faults.restarts
 SOME_RESTARTS = [
     Restart("wrapper", "FULL_SHARD", "is killed", 1, "in a step"),
     Restart("fully_shard", "FULL_SHARD", "raises", 0, "in a step"),
@@ -334,7 +334,7 @@ def test_the_record_of_restarts_has_every_job_and_each_has_gone_on() -> None:
     assert all(0 < job["seconds"] < restarts.LIMIT for job in jobs)
 
 
-# --- what the documentation shows ---
+# --- the record in the documentation ---
 
 
 @pytest.mark.spec("LEDGER-09", "FAULT-01", "FAULT-02", "FAULT-03")
@@ -343,7 +343,7 @@ def test_the_record_has_every_fault_at_every_stage_of_every_kind_of_training_and
     there = {(kind, stage, fault) for kind in rows for stage in rows[kind] for fault in rows[kind][stage]}
     expected = {(matrix.kind_of(cell), cell.stage, cell.fault) for cell in cells.in_turns()}
     assert expected - there == set()
-    # By the last rank and by rank 0; at every stage also with rank 0's store.
+    # For the last rank and for rank 0; at every stage also with the store on rank 0.
     assert len({(stage, fault, kind.split(",")[0]) for kind, stage, fault in there}) == 2 * len(STAGES) * len(FAULTS)
     assert len([kind for kind, _, _ in there if kind.endswith("the store on rank 0")]) == 2 * len(STAGES)
     seconds = [each for of_kind in rows.values() for row in of_kind.values() for each in row.values()]

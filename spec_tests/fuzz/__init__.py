@@ -1,30 +1,30 @@
-"""Sequences of calls that nobody has thought of, in right and in wrong order, compared with one process.
+"""Random sequences of calls, in correct and in wrong order, compared with one process.
 
-``spec_tests/properties`` draws models and trains each of them as one should. Here the model is small and what is drawn
-is the *program*: what is called, when, with what, and on which rank. A state machine of hypothesis writes programs as
-plain data; each is run on two ranks, through one of the doors, and beside it on a *twin*, the same model in one process
-that computes the batches of both ranks. After every call it must be so:
+``spec_tests/properties`` draws models and trains each of them correctly. Here the model is small, and the *program* is
+drawn: which calls it makes, when, with which arguments, and on which rank. A hypothesis state machine writes programs
+as plain data. Each runs on two ranks with one of the APIs, and also on the *reference model*, the same model in one
+process that computes the batches of both ranks. After every call, one of these must be true:
 
-* what the call gives, and what the parameters and gradients are, equals the twin's; or
-* it has raised an error of minifsdp, whose text begins with ``rank N:``, and the model is what it was before; or
-* the twin has raised an error of the same kind: a program that is wrong for any model.
+* the result of the call, the parameters and the gradients are equal to those of the reference model; or
+* the call has raised an error of minifsdp, whose text begins with ``rank N:``, and the model has not changed; or
+* the reference model has raised an error of the same kind, so the program is wrong for any model.
 
-Nothing else may happen: no bare ``AttributeError`` from inside the package, no hang, no other number. Each program ends
-with one ordinary step, which must go well whatever came before it.
+Everything else is a finding: a bare ``AttributeError`` from inside the package, a hang, a different number. Each
+program ends with one ordinary step, which must succeed after any other calls.
 
 Worked example, a program of six calls::
 
-    forward(batch=0)              equals the twin's output
-    enter("summon")               full parameters equal the twin's
+    forward(batch=0)              equals the reference model's output
+    enter("summon")               full parameters equal the reference model's
     forward(batch=1)              refused on both ranks
     leave()
-    backward("last")              gradients equal the mean of the twin's
-    save("SHARDED"), ...          each rank's rows equal the twin's
+    backward("last")              gradients equal the mean of the reference model's
+    save("SHARDED"), ...          each rank's rows equal the reference model's
 
-Programs in which some call is made by one rank only are kept apart, for what follows is often a time-out, which takes a
-second. There an error that tells of it, or that only one of the ranks gets, ends the program. What may not happen is
-that all ranks come to the end and the twin, which knows who has called what, would not have let them, or has other
-parameters. What all ranks refuse alike ends nothing.
+Programs in which only one rank makes some call run separately, because they often end in a time-out, which takes a
+second. In such a program, an error that reports the difference, or that only one rank gets, ends the program. It is a
+finding if all ranks reach the end although the reference model knows that their calls do not match, or if its
+parameters are different. An error on all ranks does not end the program.
 
 Units are of several kinds (``net.py``): a parameter can share its gradient's memory with the input, be used through
 a view, or have another dtype. Hooks keep the gradients of each rank's input and of the tensors between blocks. After
@@ -34,12 +34,12 @@ every call they are compared with the gradients of the same batch in the plain m
 * ``machine.py``: the state machine that draws them.
 * ``known.py``: short programs, one for each kind of wrong number.
 * ``net.py``: the model and its batches.
-* ``twin.py``: one process.
-* ``sides.py``, ``wrapped.py``, ``composed.py``: the sharded model, through either door; what each call does to it.
+* ``twin.py``: the reference model, in one process.
+* ``sides.py``, ``wrapped.py``, ``composed.py``: the sharded model with either API, and the effect of each call on it.
 * ``wrong.py``: calls that are wrong by themselves: wrong types, wrong values.
-* ``play.py``: what a rank does.
-* ``judge.py``: sends programs to the ranks, and makes one that fails smaller.
+* ``play.py``: runs programs on a rank.
+* ``judge.py``: sends programs to the ranks, and shrinks a failing one.
 * ``__main__.py``: ``python -m spec_tests.fuzz --number 2000 --seed 7 --output build/fuzz.json``.
 
-Price: a program of fifteen calls takes about a tenth of a second on two ranks.
+Cost: a program of fifteen calls takes about a tenth of a second on two ranks.
 """

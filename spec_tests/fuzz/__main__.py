@@ -1,6 +1,6 @@
 """``python -m spec_tests.fuzz --number 2000 --seed 7 --output build/fuzz.json``, from the root; see the package.
 
-With ``--record`` the programs are those of the record in the documentation, through both doors and of both kinds.
+``--record`` runs the programs of the record in the documentation, with both APIs and of both kinds.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 RECORD = Path(__file__).resolve().parents[2] / "docs" / "data" / "fuzz.json"
-# Door, whether some calls are made by one rank only, how many programs.
+# API, whether some calls are made by one rank only, number of programs.
 RECORDED = [("wrapped", False, 750), ("composed", False, 750), ("wrapped", True, 300), ("composed", True, 300)]
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns 1 if anything was found."""
-    # Late: ranks import this module, too, as the main one of their parent.
+    """Runs the command. Returns 1 if anything was found."""
+    # Imported late: the ranks also import this module, as the main module of their parent.
     from spec_tests.benchmarks.page import circumstances
     from spec_tests.fuzz.case import DOORS, from_json
     from spec_tests.fuzz.judge import counted, judged, kind_of, replay_line, simplest, summary

@@ -5,7 +5,7 @@ Worked example::
     {"door": "wrapped", "options": {"strategy": "FULL_SHARD"}, "calls": [
         {"do": "forward", "batch": 0}, {"do": "backward", "which": "all"}, {"do": "step", "on": 1}]}
 
-``on`` names the only rank that makes the call; without it all do.
+``on`` names the only rank that makes the call. Without it, all ranks do.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Case:
     """One program.
 
     Attributes:
-        door: ``"wrapped"`` or ``"composed"``, the function `fully_shard`.
-        options: of the model and of the door.
-        calls: one after the other.
+        door: ``"wrapped"``, or ``"composed"`` for the function `fully_shard`.
+        options: of the model and of the API.
+        calls: in order.
     """
 
     door: str
@@ -38,7 +38,7 @@ class Case:
 
     @property
     def is_apart(self) -> bool:
-        """Whether ranks do different things."""
+        """Whether the ranks make different calls."""
         return any("on" in call or _skips_differ(call.get("skip")) for call in self.calls)
 
 
@@ -47,15 +47,15 @@ def _skips_differ(skip: Any) -> bool:
 
 
 def to_be_loaded(saved: list[T], call: Call) -> T:
-    """What a call loads, of all that was saved: fewer than its index says if a call before it was left out."""
+    """The saved state that a call loads. The index wraps around, because shrinking can remove an earlier save."""
     return saved[call["index"] % len(saved)]
 
 
 def to_json(case: Case) -> str:
-    """One line."""
+    """The program as one line of JSON."""
     return json.dumps(vars(case))
 
 
 def from_json(text: str) -> Case:
-    """The reverse."""
+    """The reverse of `to_json`."""
     return Case(**json.loads(text))

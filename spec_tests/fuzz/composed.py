@@ -1,4 +1,4 @@
-"""The sharded model behind the second door, ``fully_shard``."""
+"""The sharded model with the second API, ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Composed(Side):
     def net(self) -> Any:
         return self.model
 
-    # --- pieces ---
+    # --- shards ---
 
     def parameters_against(self, twin: Twin) -> Pieces:
         return {
@@ -110,8 +110,8 @@ class Composed(Side):
         try:
             return super()._output(call, kept)
         except Exception:
-            # Nothing tells the units that it was broken off, until the same module is called again: a part of it that
-            # is called alone would meet what was gathered before.
+            # The units do not notice the exception until the same module is called again. A submodule that is called
+            # alone would use parameters that were all-gathered before.
             self.reshard_all()
             raise
 
@@ -120,7 +120,7 @@ class Composed(Side):
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def edit(self, call: Call) -> None:
-        # Where an evaluation keeps its parameters, the next one does not see a change without a version (FRESH-03).
+        # With parameters kept after an evaluation, the next one sees only edits that change a version (FRESH-03).
         if self.is_left_unsharded or (call.get("how") and self.keeps_evaluated):
             self.reshard_all()
         self.edited(list(self.model.parameters() if call.get("of_model") else self.owned.values()), call.get("how", ""))
@@ -155,7 +155,7 @@ class Composed(Side):
     def save(self, call: Call) -> dict[str, Any]:
         options = FORMS[call["form"]]
         if options is None:
-            # As they are: the shards themselves, which training changes.
+            # Cloned, because these are the local shards themselves, which training changes.
             state = {key: value.detach().clone() for key, value in self.model.state_dict().items()}
         else:
             state = dcp.get_model_state_dict(self.model, options=options)
@@ -180,15 +180,15 @@ class Composed(Side):
         self.changed()
 
     def save_optimizer(self, call: Call) -> None:
-        # Without states torch's function makes some, by a step that counts.
+        # Without optimizer states torch's function creates them with a step, which would count.
         if not self.optimizer.state:
             return
         form = call["form"]
         if form == "full on rank 0" and len(self.optimizer.state) < len(self.owned):
-            # Of a dict in which a parameter has no state torch's function tells rank 0 alone, and the others wait.
+            # If a parameter has no state, torch's function raises on rank 0 alone, and the other ranks wait.
             return
         state = dcp.get_optimizer_state_dict(self.model, self.optimizer, options=FORMS[form])
-        # In rows they are the optimizer's own tensors, which training changes.
+        # In sharded form these are the optimizer's own tensors, which training changes.
         copied = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)
         self.saved_optimizer.append((form, copied))
 

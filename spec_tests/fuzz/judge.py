@@ -1,7 +1,7 @@
-"""Sends programs to the ranks, and makes one that fails smaller.
+"""Sends programs to the ranks, and shrinks a program that fails.
 
-A batch of programs is one errand to the pool. If ranks hang or die in it, its programs are tried one by one. A program
-that fails is made smaller by leaving out calls and options, as long as the same kind of finding remains.
+A batch of programs is one task of the pool. If ranks hang or die in it, its programs run again one by one. A failing
+program is shrunk by removing calls and options, as long as the same kind of finding remains.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spec_tests.harness import pool
 __all__ = ["Verdict", "judged", "kind_of", "replay_line", "simplest", "summary"]
 
 BATCH = 20
-LIMIT = 30.0  # seconds until a program that hangs is given up; the first one imports what it needs
+LIMIT = 30.0  # seconds until a hanging program is ended; the first program also imports modules
 
 DEFAULTS = {
     "strategy": "FULL_SHARD",
@@ -45,13 +45,13 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a program went.
+    """The result of a program.
 
     Attributes:
         case: the program.
         found: what is wrong, or ``None``.
-        log: what rank 0 says of each call.
-        ended: whether it ended early on some rank: ranks that had done different things were told so.
+        log: the result of each call on rank 0.
+        ended: whether it ended early on some rank, because ranks had made different calls and got an error.
     """
 
     case: Case
@@ -61,7 +61,7 @@ class Verdict:
 
 
 def judged(cases: list[Case]) -> Iterator[Verdict]:
-    """A verdict for each program."""
+    """Runs the programs and yields a verdict for each."""
     for start in range(0, len(cases), BATCH):
         yield from _judged(cases[start : start + BATCH])
 
@@ -89,13 +89,13 @@ def _errand(cases: list[Case], limit: float) -> list[Verdict]:
 
 
 def kind_of(found: str) -> str:
-    """The first words of a finding, to know it again."""
+    """The first words of a finding, which identify its kind."""
     line = next(line for line in found.splitlines() if not line.startswith("---"))
     return line.partition(":")[0]
 
 
 def simplest(case: Case) -> Case:
-    """The program without what can be left out."""
+    """Removes all calls and options that are not necessary for the finding."""
     first = next(judged([case])).found
     if first is None:
         return case
@@ -120,17 +120,17 @@ def _smaller(case: Case) -> Iterator[Case]:
 
 
 def replay_line(case: Case) -> str:
-    """What to type to see it again."""
+    """The command that reproduces the finding."""
     return f"python -m spec_tests.fuzz --replay {shlex.quote(to_json(case))}"
 
 
 def counted(verdicts: list[Verdict]) -> Counter[str]:
-    """How the calls went, by their words."""
+    """The number of calls by result."""
     return Counter(said.partition(": ")[2] for verdict in verdicts for said in verdict.log)
 
 
 def summary(verdicts: list[Verdict]) -> dict[str, int]:
-    """For a record: how many programs, what was found, what was called, and how often it was refused."""
+    """For a record: the number of programs, findings, calls and refused calls."""
     said = counted(verdicts)
     options = [verdict.case.options for verdict in verdicts]
     return {

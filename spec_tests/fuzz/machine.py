@@ -1,10 +1,10 @@
-"""Where programs come from: a state machine of hypothesis whose rules write down calls.
+"""Draws programs with a state machine of hypothesis, whose rules record calls.
 
-It runs nothing. What it knows of the state is only what makes programs worth running: whether something waits for its
-backward, whether a context is open, what was saved. Most rules may be drawn at any time, so the order is often wrong;
-`train` writes a whole step at once, so that much of it is right as well.
+It runs nothing. It tracks only the state that it needs to draw useful programs: whether a loss waits for its
+backward, whether a context is open, and what was saved. Most rules can be drawn at any time, so the order is often
+wrong. `train` records a whole step at once, so that many calls are also in the correct order.
 
-Hypothesis turns rules off at random, for each program others. So programs differ in kind, not only in order.
+Hypothesis turns off random rules, different ones for each program. So programs differ in kind, not only in order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ damages = st.sampled_from([None, None, None, "missing", "extra", "shape", "type"
 
 
 class Programs(RuleBasedStateMachine):
-    """Writes one program; at the end it is handed to `tell`."""
+    """Draws one program and passes it to `tell` at the end."""
 
     door: str
     has_hooks = True
@@ -55,7 +55,7 @@ class Programs(RuleBasedStateMachine):
         self._only: int | None = None
 
     def tell(self, case: Case) -> None:
-        """Somebody else's."""
+        """Receives the program; overridden by the caller."""
 
     def teardown(self) -> None:
         if self.calls:
@@ -91,7 +91,7 @@ class Programs(RuleBasedStateMachine):
 
     @rule(batch=batches, to_none=flags, skip=parts, evaluations=st.sets(st.integers(0, 4), max_size=2))
     def train(self, batch: int, to_none: bool, skip: int | None, evaluations: set[int]) -> None:
-        """A step, with evaluations at any place of it."""
+        """A step, with evaluations at any place in it."""
         arguments: list[dict[str, Any]] = [
             {"do": "zero_grad", "together": True, "to_none": to_none, "of_model": False},
             {"do": "forward", "batch": batch, "skip": skip},
@@ -155,7 +155,7 @@ class Programs(RuleBasedStateMachine):
     @rule(most=st.sampled_from([0.01, 1, 1e9]), norm=st.sampled_from([1, 2.0, "inf"]))
     def clip(self, most: float, norm: float | str) -> None:
         if norm == "inf" and self.door == "composed" and "expand" in (self.options["kinds"] or []):
-            # A rank has no row of that parameter, and PyTorch refuses the largest element of an empty tensor.
+            # One rank has no elements of that parameter, and PyTorch refuses the maximum of an empty tensor.
             norm = 2.0
         self.call("clip", most=most, norm=norm)
 
@@ -184,11 +184,11 @@ class Programs(RuleBasedStateMachine):
     @rule(data=st.data(), strict=flags)
     def load(self, data: st.DataObject, strict: bool) -> None:
         index = data.draw(st.integers(0, len(self.saved) - 1))
-        # Now and then in another form than it was written in. If it need not be strict, nothing of it would be read.
+        # Sometimes another form than the saved one. Always strict then, because a non-strict load would read nothing.
         others = self.forms if self.door == "wrapped" else ("plain",)
         form = data.draw(st.sampled_from([None, None, None, *others]))
         strict = strict or form is not None or self.saved[index] == "local"
-        # Of those that torch's functions read, torch takes some for whole.
+        # torch's functions accept some damaged state dicts, so only the project's own loads get them.
         damage = data.draw(damages) if self.door == "wrapped" or (form or self.saved[index]) == "plain" else None
         self.call("load", together=True, index=index, strict=strict, form=form, damage=damage)
         self.num_pending = 0
@@ -205,7 +205,7 @@ class Programs(RuleBasedStateMachine):
     def load_optimizer(self, index: int) -> None:
         self.call("load_optimizer", together=True, index=index)
 
-    # --- wrong by itself ---
+    # --- wrong calls ---
 
     @rule(data=st.data())
     def wrong(self, data: st.DataObject) -> None:
@@ -331,7 +331,7 @@ class Composed(Programs):
     @precondition(lambda self: not self.options.get("mixed"))
     @rule(batch=batches, dtype=st.sampled_from(["double", "float"]), how=st.sampled_from(["method", "assign"]))
     def convert(self, batch: int, dtype: str, how: str) -> None:
-        """Another dtype after a step: no gradient waits for its reduction then."""
+        """Converts to another dtype after a step, when no gradient waits for its reduction."""
         if "dtypes" in (self.options["kinds"] or []) and dtype == "float":
             return
         self.call("sync", together=True, value=True)
@@ -368,14 +368,14 @@ class Composed(Programs):
 
 
 class _Apart(Programs):
-    """Now and then a call is made by one rank only, or a rank leaves another block out than the other."""
+    """Sometimes only one rank makes a call, or ranks leave out different blocks."""
 
-    # A hook of the program sends its own collectives. gloo ends the process when their sizes differ between ranks.
+    # A hook of the program issues its own collectives. gloo ends the process when their sizes differ between ranks.
     has_hooks = False
 
     @rule(rank=st.integers(0, 1))
     def alone(self, rank: int) -> None:
-        """The next call that can be made alone is."""
+        """Makes the next suitable call on this rank only."""
         self._only = rank
 
     @rule(batch=batches, skips=st.tuples(parts, parts))
@@ -389,7 +389,7 @@ class WrappedApart(_Apart, Wrapped):
 
 
 class ComposedApart(_Apart, Composed):
-    # The others are torch's functions over the default group, whose time limit is long.
+    # The other forms use torch's functions over the default group, whose time limit is long.
     forms = ("plain",)
 
 
@@ -402,17 +402,17 @@ MACHINES: dict[tuple[str, bool], type[Programs]] = {
 
 
 def drawn(number: int, door: str, seed: int, *, is_apart: bool = False) -> list[Case]:
-    """Programs through a door, always the same for a seed, no two of them equal.
+    """Draws different programs for an API. The same seed gives the same programs.
 
     Args:
         number: how many.
-        door: which one.
-        seed: where to begin.
-        is_apart: whether now and then a call is made by one rank only.
+        door: the API.
+        seed: seed of the first batch.
+        is_apart: whether sometimes only one rank makes a call.
     """
     cases: list[Case] = []
     for part in itertools.count():
-        # Hypothesis likes to vary what it has drawn; begun anew, it draws something else.
+        # Hypothesis prefers variations of what it has drawn. A new run draws different programs.
         cases += [case for case in _some(BATCH, door, 10_000 * seed + part, is_apart) if case not in cases]
         if len(cases) >= number:
             break

@@ -138,7 +138,7 @@ class Net(nn.Module):
 
 
 def made(options: dict[str, Any]) -> Net:
-    """The model, with the same values on every rank."""
+    """Creates the model, with the same values on every rank."""
     torch.manual_seed(17)
     net = Net(options)
     for module in net.modules():
@@ -156,7 +156,7 @@ def batch(number: int, rank: int, width: int = 3) -> Tensor:
 
 
 def output_of(whole: nn.Module, called: nn.Module, call: dict[str, Any], rank: int, kept: Kept | None) -> Tensor:
-    """What a forward gives on a rank, of the whole model or of a block. `kept` records gradients in the backward."""
+    """The output of the whole model or of one block on a rank. `kept` records gradients in the backward."""
     is_part = called is not whole
     x = batch(call["batch"], rank, WIDTH if is_part else 3).to(DTYPES[call.get("dtype", "double")])
     if kept is not None:
@@ -164,7 +164,7 @@ def output_of(whole: nn.Module, called: nn.Module, call: dict[str, Any], rank: i
         kept.watch("input", x)
     if is_part:
         return called(x)
-    # A list stands for the block that each rank omits.
+    # A list contains the block that each rank leaves out.
     skip = call.get("skip")
     skip = skip[rank] if isinstance(skip, list) else skip
     return whole(x, skip=skip, bang=call.get("bang"), kept=kept)
@@ -179,7 +179,7 @@ def optimizer_over(parameters: Any, options: dict[str, Any]) -> torch.optim.Opti
     kind = options.get("steps_by")
     how: dict[str, Any] = {kind: True} if kind else {}
     if options.get("optimizer") == "adam":
-        # Adam divides by the size of a gradient; that of a tiny one is mostly rounding.
+        # Adam divides by the size of a gradient, and a tiny gradient is mostly rounding error.
         return torch.optim.Adam(parameters, lr=1 / 32, eps=1 / 8, **how)
     # The fused SGD of torch raises TypeError if some parameters have a momentum and others have none yet.
     return torch.optim.SGD(parameters, lr=1 / 8, momentum=0.0 if kind == "fused" else 0.5, **how)

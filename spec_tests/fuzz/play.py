@@ -1,15 +1,15 @@
-"""What a rank does: makes one call after the other on the sharded model and on the twin, and says what is wrong.
+"""Runs a program on a rank: makes each call on the sharded model and on the reference model, and records what is wrong.
 
 A finding is one of these:
 
-* *differs*: an output, a parameter, a gradient or what was saved is not the twin's;
-* *bare error*: an error that passed through minifsdp, has not its words, and that the twin has not raised;
-* *refused*: an error of minifsdp where everything was in order;
-* *lenient*: the twin has raised, and the sharded model has gone on;
-* *no end*: after all calls one ordinary step does not go well;
-* *discord*: ranks have done different things, and all came to the end.
+* *differs*: an output, a parameter, a gradient or a saved value is not equal to the reference model's;
+* *bare error*: an error from minifsdp without its message format, which the reference model has not raised;
+* *refused*: an error of minifsdp for a correct call;
+* *lenient*: the reference model has raised an error, and the sharded model has not;
+* *no end*: the ordinary step after all calls fails;
+* *discord*: ranks have made different calls, and all reached the end.
 
-Errors of minifsdp are what is asked for, where the order is wrong; they leave the twin as it is.
+Errors of minifsdp are expected if the order is wrong. They do not change the reference model.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from spec_tests.oracles.compare import DOUBLE, FLOAT, LOW_PRECISION, Tolerance
 __all__ = ["TIME_LIMIT", "play_all"]
 
 SIDES: dict[str, type[Side]] = {"wrapped": Wrapped, "composed": Composed}
-# Seconds until a rank that is left alone hears of it.
+# Seconds until a rank gets an error if the other rank does not take part.
 TIME_LIMIT = 1.0
-# In the words of minifsdp; torch puts words of its own before some of them.
+# The format of minifsdp's messages; torch puts text of its own before some of them.
 OURS = re.compile(r"(^|\n|\s)rank \d+: ")
-# What gloo says to a rank that waits for one that does not come, or that has gone.
+# gloo's errors on a rank whose peer does not arrive or has ended.
 OF_GLOO = re.compile(r"[Tt]imed out|[Tt]imeout|Connection (closed|reset)|gloo|Broken pipe|Socket|recv", re.DOTALL)
-# What ranks are told that have done different things; nothing is known of their state afterwards. Whatever else is
-# refused leaves it as it was.
+# Errors for ranks that have made different calls; their state is unknown afterwards. Other errors leave the state
+# unchanged.
 PARTED = re.compile(
     r"E-(about-to-part|collective-failed|different-order|missing-ranks|order-differs|state-dict-refused|waits-in-vain)"
 )
-# In the words of Python, which name the function.
+# Python's own message, which names the function.
 PYTHONS = re.compile(r"\(\) got an unexpected keyword argument")
 END: tuple[Call, ...] = (
     {"do": "zero_grad", "to_none": True, "of_model": False},
@@ -66,19 +66,19 @@ class Player:
 
     Args:
         case: the program.
-        group: the ranks that share.
+        group: the ranks that shard the model.
 
     Attributes:
-        log: for each call how it went: ``"ok"``, or the words of the error.
+        log: the result of each call: ``"ok"``, or the identifier of the error.
     """
 
     def __init__(self, case: Case, group: dist.ProcessGroup) -> None:
         self.case, self.rank = case, group.rank()
         self.side = SIDES[case.door](case.options, group)
         self.twin = Twin(case.options, self.rank)
-        # In mixed precision units compute in float32.
+        # In mixed precision, units compute in float32.
         self.tolerance: Tolerance = FLOAT if case.options.get("mixed") else DOUBLE
-        # Whether gradients were computed in float32, where all else is exact.
+        # Whether gradients were computed in float32 while everything else is exact.
         self.is_rounded = False
         if case.options.get("begins") == "float":
             self.tolerance = FLOAT
@@ -88,7 +88,7 @@ class Player:
         self.found: str | None = None
 
     def play(self) -> None:
-        """All calls, and an ordinary step. A finding is noted down, for the other rank goes on and so must this one."""
+        """Makes all calls, and an ordinary step. A finding is only recorded, because both ranks must continue."""
         for call in self.case.calls:
             self.make(call)
         while self.side.contexts:
@@ -117,12 +117,12 @@ class Player:
 
     @property
     def _compares(self) -> bool:
-        """Whether all is compared at once. Where ranks differ an error may come later than a wrong gradient."""
+        """Whether to compare after each call. With different calls, an error can come later than a wrong gradient."""
         return not self.case.is_apart
 
     def make(self, call: Call) -> str:
-        """One call; how it went."""
-        # The wrapper allows local SGD where each rank has all of the parameters: ranks train apart on purpose.
+        """Makes one call. Returns its result."""
+        # The wrapper allows local SGD where each rank has all of the parameters: then ranks can train separately.
         is_whole = self.case.options.get("strategy") == "NO_SHARD" or self.case.options.get("replicas") == 2
         if call["do"] == "step" and self.case.door == "wrapped" and is_whole and self.twin.waiting_units:
             call = {"do": "zero_grad", "to_none": True, "of_model": True}
@@ -136,18 +136,18 @@ class Player:
             self._follow(call, given, ranks, mine=mine)
         self.log.append(f"{call['do']}: {said}")
         if self._compares and self.found is None:
-            # Those of forwards before a conversion were rounded in another dtype.
+            # Gradients of a forward before a conversion were rounded in another dtype.
             was_converted = any(entry.startswith("convert") for entry in self.log)
             rounds = was_converted or bool(self.case.options.get("mixed"))
             self._compare(self._kept_against(), FLOAT if rounds else None)
         if self._compares and not self.side.is_summoned:
-            # What a conversion finds was rounded in the dtype before it.
+            # The values of a conversion were rounded in the previous dtype.
             rounds = bool(self.case.options.get("full_in_eval")) or call["do"] == "convert"
             if self.found is None:
                 self._compare(self.side.parameters_against(self.twin), FLOAT if rounds else None)
-                # In evaluation mode with full precision gradients are exact, too.
+                # In evaluation mode with full precision, gradients are exact, too.
                 self._compare(self.side.gradients_against(self.twin), FLOAT if self.is_rounded or rounds else None)
-            # All ranks take part, also those that have found something.
+            # All ranks take part, including those with a finding.
             # A bfloat16 gradient is accumulated in another dtype before its reduction.
             rounds |= "dtypes" in (self.case.options.get("kinds") or [])
             if call["do"] == "convert" or (call["do"] == "step" and rounds):
@@ -155,7 +155,7 @@ class Player:
         return said
 
     def _kept_against(self) -> Pieces:
-        """The gradients that hooks have kept, of all forwards so far: of the input, and between the blocks."""
+        """The gradients of all forwards so far that hooks have kept: of the input, and between the blocks."""
         return {
             f"gradient of {name} in forward {number}": (mine.gradients.get(name), expected)
             for number, (mine, plain) in enumerate(zip(self.side.kept, self.twin.kept, strict=True))
@@ -163,7 +163,7 @@ class Player:
         }
 
     def _take_over(self) -> None:
-        """The twin takes the values of the ranks: later it is compared more exactly than what was rounded before."""
+        """Copies the ranks' values to the reference model, because later comparisons are more exact."""
         shards: dict[str, Any] = {name: mine for name, (mine, _) in self.side.parameters_against(self.twin).items()}
         everybody: list[Any] = [shards, shards]
         dist.all_gather_object(everybody, shards)
@@ -182,13 +182,13 @@ class Player:
             return None, error
 
     def _judged(self, call: Call, error: BaseException, ranks: tuple[int, ...]) -> str:
-        """What an error is worth: its words, or a finding."""
+        """Classifies an error: returns its identifier, or records a finding."""
         text = str(error)
         if call["do"] in ("backward", "load"):
-            # Whatever was left of the graphs is gone, or was computed from other values.
+            # The remaining graphs were freed, or were computed from other values.
             self.side.changed()
             self.twin._changed()
-            # A backward that was interrupted has called some of the hooks.
+            # An interrupted backward has called only some of the hooks.
             self.side.kept.clear()
             self.twin.kept.clear()
         if OURS.search(text):
@@ -199,9 +199,9 @@ class Player:
             return said
         if self.case.is_apart and OF_GLOO.search(text):
             raise error
-        # A program that is wrong for any model, or a call that never came to minifsdp.
+        # The program is wrong for any model, or the call did not reach minifsdp.
         leaves_traces = call["do"] in ("forward", "evaluate", "generate", "strange_input", "backward", "backward_again")
-        # PyTorch's own `load_state_dict` copies what fits before it raises.
+        # PyTorch's own `load_state_dict` copies matching entries before it raises.
         leaves_traces |= call["do"] == "load" and self.side.has_to_load(call)
         _, expected = self._try(self.twin, call, ranks) if leaves_traces else (None, None)
         if expected is None and call["do"] in ("forward", "evaluate", "generate"):
@@ -218,7 +218,7 @@ class Player:
         return f"bare error: {type(error).__name__}"
 
     def _is_in_order(self, call: Call) -> bool:
-        """Whether a refusal of this call is one too many."""
+        """Whether the call is correct, so that minifsdp must not refuse it."""
         if self.side.is_summoned or self.case.is_apart:
             return False
         if call["do"] in ("step", "clip"):
@@ -238,7 +238,7 @@ class Player:
         )
 
     def _follow(self, call: Call, given: Any, ranks: tuple[int, ...], *, mine: bool) -> None:
-        """The twin does the same."""
+        """Makes the same call on the reference model."""
         if call["do"] == "convert" and call["dtype"] == "double" and not self.case.options.get("mixed"):
             self.tolerance = DOUBLE
         elif call["do"] == "convert":
@@ -247,11 +247,11 @@ class Player:
         if is_dropped and not any((*self.twin.pending, self.twin.waiting_units)):
             self.is_rounded = False
         if call["do"] == "clip":
-            # The norm is computed in float32 here and there, or for a DTensor in its own dtype.
+            # The norm is computed in float32 on both sides, or for a DTensor in its own dtype.
             has_low = self.case.door == "composed" and "dtypes" in (self.case.options.get("kinds") or [])
             self.tolerance = LOW_PRECISION if has_low else FLOAT
         expected, error = self._try(self.twin, self._in_effect(call), ranks)
-        # What another rank has saved alone, this one does not have.
+        # This rank does not have a state that only the other rank has saved.
         if error is not None and not (self.case.is_apart and call["do"].startswith("load")):
             self._note(f"lenient: {call} went well here, and in one process: {type(error).__name__}: {error}")
         if not self._compares or not mine:
@@ -267,7 +267,7 @@ class Player:
             self._compare({f"full {name!r}": (value, full.get(name)) for name, value in self.side.sees(call).items()})
 
     def _in_effect(self, call: Call) -> Call:
-        """The call as it counts: what is changed in a context that does not write back is gone."""
+        """The call as the reference model must make it: edits in a context without writeback have no effect."""
         hides = self.side.hides_from_some
         is_lost = {
             "edit": hides or not self.side.keeps_edits,
@@ -276,7 +276,7 @@ class Player:
             "new_optimizer": self.side.is_summoned,
         }.get(call["do"], False)
         if is_lost and call["do"] == "edit":
-            # Here, too, nothing waits for its backward any more.
+            # Pending losses are dropped on the sharded side, so they are dropped here, too.
             self.twin._changed()
         return {"do": "nothing"} if is_lost else call
 
@@ -290,7 +290,7 @@ class Player:
                 chosen = LOW_PRECISION
             elif expected.dtype == torch.float32 and chosen is DOUBLE:
                 chosen = FLOAT
-            # In complex128, which has every dtype's values.
+            # complex128 can represent the values of every dtype.
             mine, expected = (tensor.detach().to(torch.complex128) for tensor in (mine, expected))
             if not torch.allclose(mine, expected, rtol=chosen.rtol, atol=chosen.atol, equal_nan=True):
                 self._note(f"differs: {name}, by up to {float((mine - expected).abs().max()):.3g}")
@@ -300,17 +300,17 @@ def _shown(value: Any) -> str:
     return f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
-# --- all programs of an errand ---
+# --- all programs of a task ---
 
 
 def play_all(texts: list[str], folder: str) -> None:
-    """Runs each of these programs, given as JSON. Every rank must call it with the same ones.
+    """Runs the programs, given as JSON. Every rank must call it with the same programs.
 
-    Afterwards ``folder`` has a file for each rank: for each program its log and what was found, or ``null``.
+    Each rank writes one file into ``folder``: for each program its log and the finding, or ``null``.
     """
     results = []
     if any(from_json(text).is_apart for text in texts):
-        # Without a transport nobody can ask before a new size is sent, and gloo ends the process.
+        # Without a transport, no rank can check with the others before it sends a new size, and gloo ends the process.
         os.environ["MINIFSDP_TRANSPORT"] = "messages"
     for text in texts:
         result = _result_of(from_json(text))
@@ -322,7 +322,7 @@ def play_all(texts: list[str], folder: str) -> None:
     pathlib.Path(folder, str(dist.get_rank())).write_text(json.dumps(results))
 
 
-# The pool looks for the undecorated body of a test under this name.
+# The pool uses this name for the undecorated body of a test.
 play_all.body_on_a_rank = play_all  # type: ignore[attr-defined]
 
 
@@ -330,7 +330,7 @@ def _together(case: Case, everybody: list[Any], mine: dict[str, Any]) -> str | N
     are_alike = len({tuple(map(_is_ok, result["log"])) for result in everybody}) == 1
     mine["ended"] = mine["ended"] or (case.is_apart and not are_alike)
     if mine["found"] is not None:
-        # A finding that is only a consequence: another rank has been told, and its program has ended.
+        # A finding can be only a consequence: another rank has got an error, and its program has ended.
         others = mine["ended"] or any(result["ended"] for result in everybody)
         return None if others and mine["found"].startswith(("discord", "differs")) else mine["found"]
     if not case.is_apart and not are_alike and not any(result["found"] for result in everybody):

@@ -1,7 +1,7 @@
-"""What both doors have in common: the calls of a training loop, and where this rank's pieces are looked at.
+"""The common part of both APIs: the calls of a training loop, and the comparison of this rank's shards.
 
-A piece is compared where it lies. From the twin's whole tensors each rank cuts, by arithmetic of its own, what it
-should hold; nothing is gathered, and a library that cut and joined equally wrongly would be noticed.
+Shards are compared locally. From the reference model's full tensors, each rank computes its expected shard with
+independent arithmetic. Nothing is all-gathered, so an error that cancels out in splitting and joining is found.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from spec_tests.harness import kept
 
 __all__ = ["Pieces", "Side"]
 
-# By name: what this rank has, and what it should have.
+# By name: the shard of this rank, and the expected shard.
 Pieces = dict[str, tuple[Tensor | None, Tensor | None]]
 
 
 class Side:
-    """The sharded model. Its methods have the names of the calls, as the twin's have.
+    """The sharded model. Its methods have the names of the calls, like those of `Twin`.
 
     Args:
         options: of the case.
-        group: the ranks that share.
+        group: the ranks that shard the model.
     """
 
     model: Any
@@ -50,10 +50,10 @@ class Side:
         # Whether a recorded forward or the user has left units unsharded. Then `model.parameters()` can be unsharded.
         self.is_left_unsharded = self.keeps_after_backward = False
 
-    # --- by each door ---
+    # --- for each API ---
 
     def shard(self, net: nets.Net) -> None:
-        """Makes `model` of it."""
+        """Shards ``net`` and sets `model`."""
         raise NotImplementedError
 
     @property
@@ -62,11 +62,11 @@ class Side:
         raise NotImplementedError
 
     def parameters_against(self, twin: Twin) -> Pieces:
-        """What this rank's optimizer owns, against what it should be."""
+        """The parameters of this rank's optimizer, with their expected values."""
         raise NotImplementedError
 
     def gradients_against(self, twin: Twin) -> Pieces:
-        """The same of gradients, of those units of which none waits."""
+        """The same for gradients, of the units without unreduced gradients."""
         raise NotImplementedError
 
     def joined(self, name: str, shards: list[Tensor], twin: Twin) -> dict[str, Tensor]:
@@ -78,11 +78,11 @@ class Side:
         self.is_left_unsharded = False
 
     def has_to_load(self, call: Call) -> bool:
-        """Whether the state dict that is to be loaded has anything on this rank; of a full one only rank 0's has."""
+        """Whether the state dict to be loaded has entries on this rank. A full one can be on rank 0 only."""
         return bool(self.saved) and bool(to_be_loaded(self.saved, call)[1])
 
     def saved_against(self, form: str, state: dict[str, Any], expected: dict[str, Tensor]) -> Pieces:
-        """The same of a state dict."""
+        """The same for a state dict."""
         raise NotImplementedError
 
     @property
@@ -91,8 +91,8 @@ class Side:
 
     @property
     def keeps_edits(self) -> bool:
-        """Whether what the user does to `model.parameters()` now will stay."""
-        # One piece is a whole: the wrapper takes a hybrid of such for `NO_SHARD`.
+        """Whether a user's edit of `model.parameters()` is kept now."""
+        # With one shard nothing is sharded: the wrapper treats such a hybrid like `NO_SHARD`.
         if self.options.get("strategy") == "NO_SHARD" or self.options.get("replicas") == 2:
             return True
         return all(call.get("writeback", True) for call, _ in self.contexts if call["what"] == "summon")
@@ -104,11 +104,11 @@ class Side:
 
     @property
     def piece(self) -> tuple[int, int]:
-        """Which piece of each parameter this rank has, and of how many; as two replicas both ranks have all of it."""
+        """The index of this rank's shard and the number of shards. With two replicas, each rank has all elements."""
         return (0, 1) if self.options.get("replicas") == 2 else (self.rank, 2)
 
     def mesh(self) -> DeviceMesh:
-        """The ranks that share, or, if there are replicas: of two ranks two replicas in one piece, or one in two."""
+        """The mesh of the two ranks; with replicas, one replica in two shards, or two replicas in one shard each."""
 
         def make() -> DeviceMesh:
             if replicas is None:
@@ -119,7 +119,7 @@ class Side:
             return DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=("replicas", "pieces"))
 
         replicas = self.options.get("replicas")
-        # DTensor works out anew for each mesh what is to be sent for each operator.
+        # DTensor computes the communication of each operator again for each mesh.
         return kept(f"fuzz {replicas}", make) if self.group is dist.group.WORLD else make()
 
     def at(self, part: int | None) -> Any:
@@ -165,13 +165,13 @@ class Side:
         self.changed()
 
     def zero_grad(self, call: Call) -> None:
-        # Gradients are hidden while full parameters are shown, and an optimizer cannot find them.
+        # Gradients are hidden while full parameters are summoned, so an optimizer cannot find them.
         if not self.is_summoned:
             (self.model if call["of_model"] else self.optimizer).zero_grad(set_to_none=call["to_none"])
 
     def new_optimizer(self, call: Call) -> None:
         if self.is_summoned:
-            # An optimizer over unsharded parameters is a mistake of the program.
+            # An optimizer over unsharded parameters is an error of the program.
             return
         if self.is_left_unsharded:
             self.reshard_all()
@@ -189,7 +189,7 @@ class Side:
         self.model.train(call["train"])
 
     def changed(self) -> None:
-        """Parameters are others now; what was computed from the old ones is forgotten."""
+        """The parameters have changed: drops losses that were computed from the old ones."""
         self.pending.clear()
         self.used = None
 
@@ -210,12 +210,12 @@ class Side:
 
 
 def halve(module: nn.Module) -> None:
-    """For ``apply``: what a user's function does to each module."""
+    """A user's function for ``apply``, which changes each module."""
     with torch.no_grad():
         for parameter in module.parameters(recurse=False):
             parameter.mul_(0.5)
 
 
 def grown(gradient: Tensor | None, like: Tensor) -> Tensor:
-    """A gradient that is not there counts as zeros."""
+    """A missing gradient counts as zeros."""
     return torch.zeros_like(like) if gradient is None else gradient

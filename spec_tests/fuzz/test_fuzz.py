@@ -1,4 +1,4 @@
-"""Some hundreds of drawn programs, each wrong call by itself, and what the programs have found."""
+"""Some hundreds of drawn programs, each wrong call by itself, and tests of the errors that the programs have found."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_programs_give_what_one_process_gives_or_an_error_of_minifsdp(door: str,
     cases = drawn(30, door, seed)
     verdicts = list(judged(cases))
     assert list(report([verdict.case for verdict in verdicts if verdict.found])) == []
-    # A program of nothing but refusals would prove little.
+    # A test in which most calls are refused would check little.
     said = counted(verdicts)
     assert said["ok"] > 10 * len(cases)
     assert sum(said.values()) - said["ok"] > len(cases)
@@ -75,7 +75,7 @@ def test_where_ranks_do_different_things_each_is_told_and_none_hangs_or_dies(doo
 @pytest.mark.cpu
 @pytest.mark.spec("FUZZ-08")
 def test_a_mistake_is_found_made_small_and_can_be_seen_again() -> None:
-    """The twin believes that half of the batch is not trained on: whatever trains is a finding."""
+    """The reference model does not divide by the number of ranks, so every training step is a finding."""
     noise = [{"do": "mode", "train": True}, {"do": "evaluate", "batch": 1}, {"do": "copy"}]
     wrong = {"do": "zero_grad", "to_none": True, "of_model": False}
     case = Case("wrapped", {"door": "wrapped", "broken": True, "nested": True}, [*noise, wrong, *noise])
@@ -98,7 +98,7 @@ def test_at_least_2000_programs_are_recorded_through_both_doors_together_and_apa
         assert run["calls"] > 10 * run["programs"]
         assert run["refused"] > run["programs"]
         assert min(run["hybrid"], run["mixed precision"]) > run["programs"] / 5
-        # Else little would be judged of programs in which ranks do different things.
+        # Otherwise little would be checked in programs whose ranks make different calls.
         assert run["ended early"] < (0.8 if run["apart"] else 0.001) * run["programs"]
 
 
@@ -124,7 +124,7 @@ def test_drawn_programs_contain_every_ingredient(door: str) -> None:
     cases = [case for seed in SEEDS for case in drawn(30, door, seed)]
 
     def count(name: str, value: object = None) -> int:
-        """The programs that have this option, or this argument of a call."""
+        """The number of programs with this option, or with this argument of a call."""
         given = [[case.options.get(name), *(call.get(name) for call in case.calls)] for case in cases]
         return sum(any(each == value if value is not None else bool(each) for each in all_of) for all_of in given)
 
@@ -144,7 +144,7 @@ def test_drawn_programs_contain_every_ingredient(door: str) -> None:
         assert pairs[pair] >= 5, pair
 
 
-# --- each thing that was found ---
+# --- each error that was found ---
 
 
 @pytest.mark.spec("FUZZ-04")
@@ -155,7 +155,7 @@ def test_zero_grad_of_a_module_drops_gradients_that_full_parameters_stand_before
     x = torch.ones(2, WIDTH)
     for to_none in (True, False):
         model(x).sum().backward()
-        # The root is left gathered after a forward that autograd records.
+        # The root stays unsharded after a forward that autograd records.
         model(x)
         assert not all(one is other for one, other in zip(owned, model.parameters(), strict=True))
         model.zero_grad(set_to_none=to_none)
@@ -171,7 +171,7 @@ def test_a_rank_that_is_shown_nothing_neither_saves_nor_loads() -> None:
     state = model.state_dict()
     with FSDP.summon_full_params(model, rank0_only=True, writeback=False):
         if dist.get_rank() == 0:
-            # It may save alone.
+            # Rank 0 can save alone.
             assert model.state_dict().keys() == state.keys()
         else:
             with pytest.raises(
@@ -197,7 +197,7 @@ def test_neither_clipping_nor_a_step_while_summoned(originals: bool) -> None:
             model.clip_grad_norm_(1.0)
         with pytest.raises(RuntimeError, match=r"rank .: SGD.step.. was called while full parameters are summoned"):
             optimizer.step()
-        # Another model's may.
+        # The optimizer of another model can step.
         other = nn.Linear(2, 2)
         torch.optim.SGD(other.parameters(), lr=0.1).step()
     model.clip_grad_norm_(1.0)
@@ -236,7 +236,7 @@ def test_a_full_state_dict_that_only_some_ranks_have_is_refused() -> None:
 def test_after_a_dict_that_one_rank_has_refused_all_ranks_gather_the_same() -> None:
     model, plain = sharded(), seeded()
     model.blocks[1].unshard(async_op=True)
-    # Whole tensors are refused at once; of an empty dict it is only said at the end that everything is missing.
+    # Full tensors are refused at once. For an empty dict, the load raises only at the end that all keys are missing.
     state = plain.state_dict() if dist.get_rank() == 0 else {}
     with pytest.raises(RuntimeError, match="whole tensors" if dist.get_rank() == 0 else "Missing key"):
         model.load_state_dict(state)
@@ -250,7 +250,7 @@ def test_what_is_summoned_stays_so_whatever_else_runs_or_is_refused() -> None:
     model, x = wrapped(), torch.ones(2, WIDTH)
     first, second, *_ = model.module.blocks
     with torch.no_grad():
-        # The outermost module of its own tree, until the model is called.
+        # `first` is the root of its own tree until the model is called.
         first(x)
     with FSDP.summon_full_params(first):
         for called in (model, first):

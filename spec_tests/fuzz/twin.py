@@ -1,12 +1,12 @@
-"""The same program in one process: both ranks' batches, one plain model.
+"""The reference model: the same program in one process, with both ranks' batches and one plain model.
 
-The twin keeps apart what ranks keep apart: which losses wait for their backward, which gradients wait for their
-reduction, and who reduces at all. Where ranks would meet in a backward it takes the mean::
+It keeps the state of each rank separately: which losses wait for their backward, which gradients wait for their
+reduction, and whether a rank reduces. Where ranks would reduce in a backward, it computes the mean::
 
     backward on both, all reduce      p.grad += (waiting of rank 0 + waiting of rank 1) / 2
-    rank 0 in no_sync, rank 1 not     no two ranks can do that: `discord`
+    rank 0 in no_sync, rank 1 not     two ranks cannot do that: `discord`
 
-Its methods have the names of the calls. What one returns is what the sharded side must return on this rank.
+Its methods have the names of the calls. Each returns the expected result of the sharded model on this rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RANKS = (0, 1)
 
 
 def chosen(pending: list[Any], which: str) -> list[Any]:
-    """Takes some of what is pending out of the list: the first, the last, or all."""
+    """Removes and returns the first, the last or all of the pending losses."""
     if which == "all":
         taken, pending[:] = list(pending), []
         return taken
@@ -35,7 +35,7 @@ def chosen(pending: list[Any], which: str) -> list[Any]:
 
 
 def damaged(state: dict[str, Any], damage: str | None) -> Any:
-    """A state dict with a mistake in it; the same dict if ``damage`` is ``None``."""
+    """A state dict with an error in it; the same dict if ``damage`` is ``None``."""
     state = dict(state)
     victim = next((key for key in state if key != "seen"), "none")
     changes: dict[str, Any] = {"shape": torch.zeros(1, 2, 3, dtype=torch.float64), "type": 3, "none": None}
@@ -55,12 +55,12 @@ class Twin:
 
     Args:
         options: of the case.
-        rank: whose results to return.
+        rank: the rank whose results are returned.
 
     Attributes:
-        discord: some backward was such that ranks cannot have agreed.
-        is_shifted: nothing is sharded, and a rank was alone in a backward. There nothing else is sent, to clip neither;
-            so the other comes to the same backward when it will, with what it has done to its gradients by then.
+        discord: the ranks cannot have issued the same collectives in some backward.
+        is_shifted: with NO_SHARD, only one rank reduced in a backward. NO_SHARD has no other collective, not even for
+            clipping, so the other rank can reach the same backward later, with gradients that it has changed by then.
     """
 
     def __init__(self, options: dict[str, Any], rank: int) -> None:
@@ -137,7 +137,7 @@ class Twin:
             total = torch.stack(losses).sum()
             if rank == self.rank:
                 self.used = total
-            # The hooks of `Kept` are called only for a tensor that is on the way to one of these.
+            # The hooks of `Kept` are called only for tensors on the path to one of these.
             gradients = torch.autograd.grad(total, (*parameters, *self.inputs[rank]), allow_unused=True)
             for name, gradient in zip(names, gradients, strict=False):
                 if gradient is not None:
@@ -146,7 +146,7 @@ class Twin:
                     if self.reduces[rank][self.unit_of[name]]:
                         reducing[rank].add(self.unit_of[name])
         if self.options["door"] == "composed":
-            # There a reducing backward takes along what waits in units that it has not reached.
+            # With `fully_shard`, a reducing backward also reduces waiting gradients of units that it has not reached.
             for rank in computing:
                 reducing[rank] |= {self.unit_of[n] for n in self.waiting[rank] if self.reduces[rank][self.unit_of[n]]}
         if reducing[0] != reducing[1]:
@@ -159,7 +159,7 @@ class Twin:
         for name, parameter in self.net.named_parameters():
             if self.unit_of[name] in units:
                 there = [of_rank.pop(name) for of_rank in self.waiting if name in of_rank]
-                # For a test of the tests, a twin that forgets to divide.
+                # `broken` omits the division, for a test of these tests.
                 mean = torch.stack(there).sum(0) / (1 if self.options.get("broken") else 2)
                 parameter.grad = mean if parameter.grad is None else parameter.grad + mean
 
@@ -210,7 +210,7 @@ class Twin:
             self._changed()
 
     def _changed(self) -> None:
-        # A backward through what was computed from other values is refused by autograd, or by nobody (FWD-05).
+        # Autograd may or may not refuse a backward through a graph that was computed from other values (FWD-05).
         for of_rank in self.pending:
             of_rank.clear()
         for inputs in self.inputs:
@@ -244,7 +244,7 @@ class Twin:
                 self.reduces[rank][unit] = call["value"]
 
     def below(self, call: Call) -> list[str]:
-        """The units that a call with ``part`` and ``recurse`` speaks of."""
+        """The units that a call with ``part`` and ``recurse`` applies to."""
         part = call.get("part")
         own = "" if part is None else f"blocks.{part}"
         return [
@@ -269,6 +269,6 @@ class Twin:
                 self.reduces[rank] = before
 
     def nothing(self, call: Call, ranks: Iterable[int] = RANKS) -> None:
-        """Most switches change when memory is held, and never what comes out."""
+        """Most switches change when memory is used, and never the results."""
 
     unshard = wait = reshard = keep = keep_after_backward = prefetch = wrong = nothing

@@ -1,4 +1,4 @@
-"""The sharded model behind the first door, ``FullyShardedDataParallel``."""
+"""The sharded model with the first API, ``FullyShardedDataParallel``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FORMS: dict[str, tuple[StateDictType, Any]] = {
 
 
 def halve_in_place(group: dist.ProcessGroup, gradient: Tensor, *shard: Tensor) -> None:
-    """A communication hook that writes into the gradient that it is given."""
+    """A communication hook that modifies its gradient in place."""
     gradient.div_(2)
     if shard:
         dist.reduce_scatter_tensor(shard[0], gradient, group=group)
@@ -58,14 +58,14 @@ class Wrapped(Side):
     def shard(self, net: nets.Net) -> None:
         options = self.options
         prefetch = options.get("prefetch", "pre")
-        # In float32 everywhere; a part that is called alone gets an input in float64.
+        # float32 everywhere. A submodule that is called alone gets an input in float64.
         mixed = MixedPrecision(param_dtype=torch.float32, cast_forward_inputs=True) if options.get("mixed") else None
         full = {"FSDP_USE_FULL_PREC_IN_EVAL": "1"} if options.get("full_in_eval") else {}
         with mock.patch.dict(os.environ, full):
             self._wrap(net, prefetch, mixed)
         if options.get("hook") and options.get("replicas") is None:
             self.model.register_comm_hook(self.group, halve_in_place)
-        # In the order of `parameters()`; of each unit what this rank owns, whole or in slices.
+        # In the order of `parameters()`: what this rank owns of each unit, flat or as original parameters.
         self.owned = list(self.model.named_parameters())
 
     def _wrap(self, net: nets.Net, prefetch: str, mixed: MixedPrecision | None) -> None:
@@ -82,7 +82,7 @@ class Wrapped(Side):
         )
 
     def _ranks(self) -> dict[str, Any]:
-        """Who shares, and how."""
+        """The ranks and the strategy."""
         strategy = self.options.get("strategy", "FULL_SHARD")
         if self.options.get("replicas") is None or strategy == "NO_SHARD":
             return {"process_group": self.group, "sharding_strategy": ShardingStrategy[strategy]}
@@ -93,7 +93,7 @@ class Wrapped(Side):
     def net(self) -> Any:
         return self.model.module
 
-    # --- pieces ---
+    # --- shards ---
 
     def _pieces(self, twin: Twin, which: str) -> Pieces:
         mine: dict[str, list[Tensor]] = {}
@@ -113,7 +113,7 @@ class Wrapped(Side):
             ]
             row = torch.cat(mine[unit])
             expected = self._cut(torch.cat(whole))
-            # What is longer is padding.
+            # Elements after the expected length are padding.
             found[f"{which}s of unit {unit!r}"] = (row[: expected.numel()], expected)
         return found
 
@@ -165,7 +165,7 @@ class Wrapped(Side):
     # --- calls ---
 
     def _refuse_local_steps(self, what: str) -> None:
-        """With ``NO_SHARD`` a rank may train alone (FRESH-07). The twin is one model and cannot follow."""
+        """With ``NO_SHARD`` a rank can train alone (FRESH-07), but the reference model is one model and cannot."""
         units = [wrapper._unit for wrapper in FSDP.fsdp_modules(self.model)]
         if any(unit is not None and unit.layout.has_unreduced for unit in units):
             raise RuntimeError(message("unreduced-gradients", what=what))
@@ -180,13 +180,13 @@ class Wrapped(Side):
 
     def edit(self, call: Call) -> None:
         self.changed()
-        # Who sees shards would edit these, and keep it.
+        # A rank that sees only shards would edit these, and the edit would be kept.
         if self.hides_from_some:
             return
         shown = self.model.parameters() if self.is_summoned else [parameter for _, parameter in self.owned]
         how = call.get("how", "")
         strategy = self.options.get("strategy", "FULL_SHARD")
-        # What is kept after a forward sees an edit only by its version (FRESH-03, FRESH-05).
+        # Parameters kept after a forward see an edit only by its version (FRESH-03, FRESH-05).
         is_kept = strategy == "SHARD_GRAD_OP" or (strategy == "FULL_SHARD" and self.is_left_unsharded)
         self.edited(list(shown), "" if is_kept else how)
 
@@ -203,21 +203,21 @@ class Wrapped(Side):
         self.entered(call, summoned)
 
     def sees(self, call: Call) -> dict[str, Tensor]:
-        """What a summoned model shows here."""
+        """The parameters that a summoned model has on this rank."""
         if call["what"] != "summon" or (call.get("rank0_only") and self.rank != 0):
             return {}
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def save(self, call: Call) -> dict[str, Any] | None:
         if self.hides_from_some:
-            # Only the first rank may.
+            # Only rank 0 can save.
             if self.rank == 0:
                 self.model.state_dict()
             return None
         with FSDP.state_dict_type(self.model, *FORMS[call["form"]]):
             state = self.model.state_dict()
         if self.is_summoned and not self.keeps_edits:
-            # It has what is shown, edits that will be gone.
+            # The state contains edits that are lost at the end of the context.
             return None
         self.saved.append((call["form"], state))
         return state

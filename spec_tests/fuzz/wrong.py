@@ -1,6 +1,6 @@
-"""Calls that are wrong by themselves, by name: types, values, places.
+"""Calls that are wrong by themselves, by name: wrong types, values, places.
 
-Each must be refused in words of minifsdp, or do nothing: the programs go on behind it, and so must training.
+minifsdp must refuse each call with its own error, or ignore it. Training must still work after it.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ WRONG_WRAPPED: dict[str, Wrong] = {
     "a hook on a part": lambda side: side.net.blocks[0].register_comm_hook(None, print),
     "apply a number": lambda side: side.model.apply(3),
     "fsdp_modules of a number": lambda side: FSDP.fsdp_modules(3),
-    # Where only rank 0 sees full parameters, it may compute with them.
+    # If only rank 0 sees full parameters, it can compute with them.
     "call a part that is no unit": lambda side: (
         side.hides_from_some or side.net.enter(torch.zeros(1, 3, dtype=torch.float64))
     ),

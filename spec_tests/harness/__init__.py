@@ -1,12 +1,12 @@
-"""How a spec test runs on several ranks.
+"""Runs a spec test on several ranks.
 
     @pytest.mark.spec("SHARD-04")
     @ranks(2)
     def test_full_shard_frees_after_forward() -> None:
         ...                                 # runs on every rank, with a default process group
 
-The body is an ordinary function. The decorator replaces it by one that hands it to a pool of processes, which live
-through the whole session (see ``pool.py``), and fails with what a rank has raised.
+The body is an ordinary function. The decorator replaces it with a function that sends it to a pool of processes. The
+pool lives for the whole session (see ``pool.py``). If a rank raises, the test fails with that rank's error.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ HANG_LIMIT = 60.0
 
 
 def ranks(num_ranks: int, timeout: float = HANG_LIMIT) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Runs the test's body on ``num_ranks`` processes; after ``timeout`` seconds it counts as hanging.
+    """Runs the test's body on ``num_ranks`` processes. After ``timeout`` seconds the test counts as hanging.
 
     Raises:
-        TypeError: the body is no function at the top of a module, so that a rank could not find it by name.
+        TypeError: the body is not a module-level function, so a rank cannot find it by name.
     """
     return _on_a_pool(num_ranks, timeout, is_alone=False)
 
@@ -38,9 +38,9 @@ def ranks(num_ranks: int, timeout: float = HANG_LIMIT) -> Callable[[Callable[...
 def rank_among_invented(
     num_ranks: int, timeout: float = HANG_LIMIT
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Runs the test's body on one process, rank 0 of a group whose other ranks are invented; simulated device only.
+    """Runs the test's body in one process: rank 0 of a group whose other ranks are fake. Simulated device only.
 
-    There a log can be executed again in other orders, and any ``num_ranks`` costs the same.
+    A log of such a test can be replayed in other orders, and the cost does not depend on ``num_ranks``.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -67,7 +67,7 @@ def _on_a_pool(
                 pool.run(num_ranks, body.__module__, body.__name__, arguments, timeout, is_alone=is_alone)
             except pool.Failure as error:
                 failure = str(error)
-            # Outside of the handler and without a traceback: the ranks' own is the one to look at.
+            # Outside the handler and without a traceback: only the traceback of the ranks is useful.
             if failure is not None:
                 pytest.fail(failure, pytrace=False)
 
@@ -83,5 +83,5 @@ def device() -> torch.device:
 
 
 def plain_tensor() -> type[torch.Tensor]:
-    """The class of tensors on that device that nobody has made anything special of."""
+    """The ordinary tensor class of that device, without a subclass of a test or of the package."""
     return type(torch.empty(0, device=device()))

@@ -1,10 +1,10 @@
-"""Which rows of the spec are proven: the marker, the table at the end of a run, and the file that the docs show.
+"""Records which requirements are tested: the marker, the table at the end of a run, and the file for the docs.
 
-A test names the rows that it proves, ``@pytest.mark.spec("CTOR-03")``. The rows are those of ``docs/spec.md``; a name
-that is not there stops the collection, so a misspelt row cannot pass for a proven one.
+A test names the requirements that it checks: ``@pytest.mark.spec("CTOR-03")``. The requirements are in
+``docs/spec.md``. An unknown ID stops the collection, so a misspelt ID cannot count as tested.
 
-After a run ``build/spec-results.json`` holds for each row its statement, what the tests that carry it did last on each
-backend, and what follows from that::
+After a run, ``build/spec-results.json`` contains for each requirement its statement, the last result of its tests on
+each backend, and the conclusion from these results::
 
     {
       "SHARD-04": {
@@ -16,18 +16,17 @@ backend, and what follows from that::
       ...
     }
 
-* A test ``passed``, ``failed``, was ``skipped``, or was ``not run``: one marked ``gpu`` without ``--device cuda``, or
-  one that ``needs`` a package that is not installed.
-* A row is ``proven`` on a backend if a test that carries it passed there, all of its variants, and none failed;
-  ``failed`` if one failed; else ``unproven``.
-* Proofs differ in kind. Most show the ``behaviour``. ``@pytest.mark.proof("order only")`` says that a test sees what is
-  asked for, and in which order, and not that it happens; ``"arithmetic"`` that it computes, or asks torch, and no line
-  of the package takes part; ``"text"`` that a page says so. Such a test has not ``passed`` but ``passed (text)``. The
-  best kind that a row has counts.
+* A test ``passed``, ``failed``, was ``skipped``, or was ``not run``. The last is for a test marked ``gpu`` without
+  ``--device cuda``, and for a test that ``needs`` a package that is not installed.
+* A requirement is ``proven`` on a backend if all variants of one of its tests passed there and no test of it failed.
+  It is ``failed`` if a test failed, and otherwise ``unproven``.
+* There are kinds of evidence. Most tests observe the ``behaviour``. ``@pytest.mark.proof("order only")`` marks a test
+  that observes the calls and their order, but not their effect. ``"arithmetic"`` marks a test of a formula or of torch
+  that runs no code of the package. ``"text"`` marks a test of a statement in the docs. The result of such a test is not
+  ``passed`` but, for example, ``passed (text)``. The best kind of a requirement counts.
 
-A run of a part of the suite updates the tests that it ran and leaves the others as they were; what an earlier run on
-the other backend said stays, too. A test that is gone (renamed, or it no longer names the row) is dropped once its
-whole file has been collected again.
+A partial run updates only the tests that it ran, and keeps the earlier results of the other backends. A test that no
+longer exists, or no longer names the requirement, is removed when its whole file has been collected again.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ __all__ = ["BACKENDS", "KINDS", "Accounting", "read_rows", "rows_of_accelerators
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ROW = re.compile(r"^\| ((?:[A-Z0-9]+-)+\d+) \| (.*)")
-# Of proofs, the best first.
+# Kinds of evidence, best first.
 KINDS = ("behaviour", "order only", "arithmetic", "text")
 BACKENDS = {"cpu": "cpu-gloo", "simulated": "simulated", "cuda": "cuda-nccl"}
 
 
 def read_rows(path: pathlib.Path = ROOT / "docs" / "spec.md") -> dict[str, str]:
-    """Each row's ID and statement, in the order of the page.
+    """The ID and statement of each requirement, in the order of the page.
 
     Raises:
-        ValueError: an ID stands there twice.
+        ValueError: an ID occurs twice.
     """
     matches = [match for match in map(ROW.match, path.read_text(encoding="utf-8").splitlines()) if match]
     twice = [row for row, number in Counter(match[1] for match in matches).items() if number > 1]
@@ -64,7 +63,7 @@ def read_rows(path: pathlib.Path = ROOT / "docs" / "spec.md") -> dict[str, str]:
 
 
 def rows_of_accelerators(path: pathlib.Path = ROOT / "docs" / "spec.md") -> set[str]:
-    """The rows that say ``[cuda]``: a CPU shows less of them than an accelerator, and all that is said of streams."""
+    """The requirements marked ``[cuda]``, which a CPU does not test fully, and the section SIM on streams."""
     matches = [match for match in map(ROW.match, path.read_text(encoding="utf-8").splitlines()) if match]
     return {match[1] for match in matches if "[cuda]" in match[2] or section_of(match[1]) == "SIM"}
 
@@ -75,14 +74,14 @@ def section_of(row: str) -> str:
 
 
 def verdict(outcomes: Mapping[str, str | None]) -> str:
-    """What the outcomes of the tests that carry a row, by their names, say about it on one backend."""
+    """The result of a requirement on one backend, from the outcomes of its tests by test name."""
     if "failed" in outcomes.values():
         return "failed"
     return "proven" if kind_of_proof(outcomes) else "unproven"
 
 
 def kind_of_proof(outcomes: Mapping[str, str | None]) -> str | None:
-    """The best kind among the tests of which all variants have passed; ``None`` if there is no such test."""
+    """The best kind among the tests whose variants have all passed; ``None`` if there is no such test."""
     variants: dict[str, set[str | None]] = {}
     for test, outcome in outcomes.items():
         variants.setdefault(test.partition("[")[0], set()).add(outcome)
@@ -95,11 +94,11 @@ def _passed(kind: str) -> str:
 
 
 class Accounting:
-    """Collects, while the tests run, which row was proven by what.
+    """Collects, while the tests run, which tests check which requirement.
 
     Args:
         device: ``"cpu"``, ``"simulated"`` or ``"cuda"``.
-        root: folder under which ``build/spec-results.json`` is kept and which test names are relative to.
+        root: the folder that contains ``build/spec-results.json``. Test names are relative to it.
     """
 
     def __init__(self, device: str, root: pathlib.Path = ROOT) -> None:
@@ -114,10 +113,10 @@ class Accounting:
         self.in_need: set[str] = set()
 
     def collect(self, items: list[pytest.Item], whole_files: bool) -> None:
-        """Reads the markers; ``whole_files`` says that no file was collected in part.
+        """Reads the markers. ``whole_files`` means that no file was collected in part.
 
         Raises:
-            pytest.UsageError: a marker names no row, or no kind of proof.
+            pytest.UsageError: a marker names an unknown requirement or kind of evidence.
         """
         for item in items:
             for marker in item.iter_markers("proof"):
@@ -133,12 +132,12 @@ class Accounting:
             self.complete_files = {_file_of(item.nodeid) for item in items}
 
     def not_run(self, tests: list[str], what: str, *, in_need: bool = False) -> None:
-        """Takes tests that this machine cannot run.
+        """Records tests that cannot run on this machine.
 
         Args:
             tests: their names.
-            what: which they are, and why, for the end of the table.
-            in_need: of a package; then the table names the rows that miss them.
+            what: a description with the reason, for the end of the table.
+            in_need: whether they need a missing package. If so, the table lists the requirements that they would test.
         """
         if in_need:
             self.in_need.update(tests)
@@ -146,14 +145,14 @@ class Accounting:
         self.outcomes |= dict.fromkeys((test for test in tests if test in self.carried), "not run")
 
     def note(self, report: pytest.TestReport) -> None:
-        """Takes one test's result; the worst of its set-up, call and tear-down counts."""
+        """Records the result of one test: the worst of its set-up, call and tear-down."""
         if report.nodeid in self.carried and (report.when == "call" or report.outcome != "passed"):
             worst = "failed" in (report.outcome, self.outcomes.get(report.nodeid))
             outcome = _passed(self.kinds.get(report.nodeid, KINDS[0])) if report.passed else report.outcome
             self.outcomes[report.nodeid] = "failed" if worst else outcome
 
     def write(self) -> dict[str, Any]:
-        """Merges this run into the file, and returns what the file says now."""
+        """Merges this run into the file, and returns the new contents of the file."""
         path = self.root / "build" / "spec-results.json"
         earlier: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         results = {}
@@ -182,7 +181,7 @@ class Accounting:
         return {test: dict(outcomes) for test, outcomes in tests.items() if not is_gone(test)}
 
     def summary(self) -> list[str]:
-        """The table for the end of the run: what this run has proven."""
+        """The table for the end of the run: the requirements that this run has tested."""
         outcomes_of: dict[str, dict[str, str]] = {}
         for test, outcome in self.outcomes.items():
             for row in self.carried[test]:
@@ -205,7 +204,7 @@ class Accounting:
         return lines
 
     def _only_in_need(self, verdicts: Mapping[str, str]) -> list[str]:
-        """The rows that would be proven if packages were there."""
+        """The requirements that would be tested if the missing packages were installed."""
         rows = {row for test in self.in_need for row in self.carried.get(test, [])}
         return [row for row in self.rows if row in rows and verdicts.get(row) == "unproven"]
 

@@ -1,7 +1,7 @@
-"""Which files belong to the package.
+"""Decides which files belong to the package.
 
-The name of a folder says nothing: a checkout can be called ``minifsdp``, and then every file of it has that name in its
-path. So the location of the imported package decides.
+The name of a folder is not enough. A checkout can be called ``minifsdp``, and then the path of each of its files
+contains that name. So the location of the imported package decides.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ PACKAGE = Path(minifsdp.__file__).resolve().parent
 
 
 def is_of_package(path: str) -> bool:
-    """Whether the source file ``path`` is a module of minifsdp. ``<string>`` and other generated code is not."""
+    """Whether the source file ``path`` is a module of minifsdp. False for ``<string>`` and other generated code."""
     return Path(path).resolve().is_relative_to(PACKAGE)

@@ -1,4 +1,4 @@
-"""One passage of a text, exchanged for another: how the package is broken on purpose."""
+"""Replaces one passage of a text. Tests use it to break the package on purpose."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ __all__ = ["exchanged"]
 
 
 def exchanged(text: str, old: str, new: str, where: str) -> str:
-    """``text`` with ``new`` in place of ``old``, which has to stand there exactly once.
+    """Returns ``text`` with ``old`` replaced by ``new``. ``old`` must occur exactly once.
 
     Raises:
-        ValueError: it does not; the code was changed, and what breaks it must be written anew. ``where`` says where.
+        ValueError: it does not; the code was changed, so the replacement must be updated. The message names ``where``.
     """
     if text.count(old) != 1:
         raise ValueError(f"the passage is {text.count(old)} times in {where}, not once:\n{old}")

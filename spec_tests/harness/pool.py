@@ -1,22 +1,22 @@
-"""The pool of ranks: processes that live through the test session.
+"""The pool of ranks: worker processes that live for the whole test session.
 
-Starting a process and importing torch takes seconds; a test takes milliseconds. So for each world size that some test
-asks for there is one pool, started when first needed, and tests are sent to it by name; ``worker.py`` is the other end.
-A fork server imports torch once; each rank is a cheap copy of it that has not run anything yet.
+To start a process and import torch takes seconds; a test takes milliseconds. So there is one pool for each world size
+that a test needs. It is started when first needed, and receives tests by name. ``worker.py`` is the worker's side.
+A fork server imports torch once, and each rank is forked from it.
 
-What can go wrong, and what happens then:
+Failures:
 
-* a rank raises: its traceback comes back and the test fails with it. The other ranks may be waiting for it in a
-  collective; they get a grace period, then the pool is thrown away, and the next test starts a new one;
-* ranks hang: after the limit each is asked (by a signal) to write down what every thread is doing, and the test fails
-  with the stacks of all ranks side by side;
-* a rank dies: the test fails with the signal that killed it and with what it has written last;
-* all pass, but one has issued a collective more than another: the test fails, because the next one would hang;
-* the session dies: a rank that finds its session gone ends itself.
+* A rank raises: the test fails with its traceback. The other ranks may wait for it in a collective. They get a grace
+  period, then the pool is closed, and the next test starts a new one.
+* Ranks hang: after the limit, a signal makes each rank write the stacks of all its threads, and the test fails with the
+  stacks of all ranks.
+* A rank dies: the test fails with the signal that killed it and with its last output.
+* All pass, but one rank has issued more collectives than another: the test fails, because the next one would hang.
+* The session dies: a rank that detects this ends itself.
 
-Measured (``spec_tests/harness_tests/test_pool.py``, 2 cores that others used as well): an empty test on 2 ranks takes
-1.4 ms, one with an all-reduce on 4 ranks 6 ms; a pool starts in 0.15 s when the fork server runs, and the server itself
-needs 2 to 5 s, once.
+Measured (``spec_tests/harness_tests/test_pool.py``, 2 cores shared with other programs): an empty test on 2 ranks takes
+1.4 ms, one with an all-reduce on 4 ranks 6 ms. A pool starts in 0.15 s once the fork server runs. The server itself
+starts once, in 2 to 5 s.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from spec_tests.harness.worker import Answer, Seat, Task, serve
 
 __all__ = ["Failure", "RankPool", "close_all", "fork_server", "run", "start_early", "use_device", "use_filters"]
 
-GRACE = 3.0  # seconds that the others get when a rank has failed
-START_LIMIT = 120.0  # seconds until a new rank has its default group
+GRACE = 3.0  # seconds for the other ranks to end after a rank has failed
+START_LIMIT = 120.0  # seconds until a new rank must have its default group
 
 _device_kind = "cpu"
 _filters: tuple[str, ...] = ()
@@ -53,27 +53,27 @@ _pools: dict[tuple[int, bool], RankPool] = {}
 
 
 class Failure(AssertionError):
-    """A test's body failed on some rank; the message holds that rank's traceback."""
+    """A test's body failed on some rank. The message contains that rank's traceback."""
 
 
 def use_device(kind: str) -> None:
-    """Which device the ranks compute on, ``"cpu"``, ``"cuda"`` or ``"simulated"``; for the session."""
+    """Sets the device of the ranks for the session: ``"cpu"``, ``"cuda"`` or ``"simulated"``."""
     global _device_kind
     _device_kind = kind
-    # For the tests without ranks, which run in this process.
+    # For tests without ranks, which run in this process.
     worker.device_here = torch.device("cuda:0" if kind == "cuda" else "cpu")
     if kind == "simulated":
         worker.device_here = simulated.install()
 
 
 def use_filters(filters: Iterable[str]) -> None:
-    """The warning filters for the next tests, as pytest spells them; later ones win."""
+    """Sets the warning filters for the next tests, in pytest's syntax. Later filters take precedence."""
     global _filters
     _filters = tuple(filters)
 
 
 def start_early() -> None:
-    """Lets the fork server import torch while this process does something else."""
+    """Starts the import of torch in the fork server while this process continues."""
     if _device_kind != "cuda":
         fork_server()
         forkserver.ensure_running()
@@ -82,10 +82,10 @@ def start_early() -> None:
 def run(
     num_ranks: int, module: str, name: str, arguments: Mapping[str, Any], limit: float, *, is_alone: bool = False
 ) -> None:
-    """Runs one test's body on the pool of ``num_ranks``; if it is alone, on a single process with invented peers.
+    """Runs one test's body on the pool of ``num_ranks``, or with ``is_alone`` in a single process with fake peers.
 
     Raises:
-        Failure: some rank raised, died or hung, or the ranks are out of step.
+        Failure: a rank raised, died or hung, or the ranks issued different numbers of collectives.
         TypeError: an argument cannot be sent to another process.
     """
     task = Task(module, name, _pickled(arguments), limit, _filters)
@@ -98,12 +98,12 @@ def run(
         reusable = pool.run(task)
     finally:
         if not reusable:
-            # After a failure nobody knows what the other ranks are waiting for.
+            # After a failure, the other ranks can still be waiting in a collective.
             _pools.pop(key).close()
 
 
 def close_all() -> None:
-    """Ends all pools."""
+    """Closes all pools."""
     while _pools:
         _pools.popitem()[1].close()
 
@@ -112,7 +112,7 @@ atexit.register(close_all)
 
 
 class RankPool:
-    """``num_ranks`` processes with a default process group, or one that is alone in such a group."""
+    """``num_ranks`` processes with a default process group, or one process in a group of that size."""
 
     def __init__(self, num_ranks: int, kind: str = "cpu", *, is_alone: bool = False) -> None:
         self.num_ranks = 1 if is_alone else num_ranks
@@ -134,7 +134,7 @@ class RankPool:
             mine, its = context.Pipe()
             process = context.Process(target=serve, args=(seat, its), daemon=True, name=f"rank{seat.rank}")
             process.start()
-            # This copy must go, or the pipe stays open when the rank has died.
+            # Close this copy, or the pipe stays open after the rank has died.
             its.close()
             self.pipes.append(mine)
             self.processes.append(process)
@@ -146,14 +146,14 @@ class RankPool:
         """Sends the test to every rank and waits for all answers.
 
         Returns:
-            Whether the pool can take another test.
+            Whether the pool can run another test.
 
         Raises:
-            Failure: as `run` of this module. The pool is of no use then.
+            Failure: see `run` of this module. The pool cannot be used afterwards.
         """
         for seat, pipe in zip(self.seats, self.pipes, strict=True):
             os.truncate(seat.output, 0)
-            with contextlib.suppress(OSError):  # it has died since its last test; `_collect` finds out
+            with contextlib.suppress(OSError):  # the rank has died since its last test; `_collect` detects it
                 pipe.send(task)
         answers = self._collect(task.limit)
         try:
@@ -167,7 +167,7 @@ class RankPool:
         return all(answer.reusable for answer in answers.values())
 
     def _collect(self, limit: float) -> dict[int, Answer]:
-        """The answers by rank; those that do not come in time are missing."""
+        """The answers by rank. Answers that do not arrive in time are missing."""
         waiting = dict(enumerate(self.pipes))
         answers: dict[int, Answer] = {}
         deadline = time.monotonic() + limit
@@ -191,7 +191,7 @@ class RankPool:
         return answer
 
     def _report(self, answers: Mapping[int, Answer], limit: float) -> str:
-        """What every rank has to say: first those who failed, then where the others were."""
+        """A report of all ranks: first the errors of the failed ranks, then the stacks of those that did not answer."""
         silent = [rank for rank in range(self.num_ranks) if rank not in answers]
         failures = {rank: answer.failure for rank, answer in sorted(answers.items()) if answer.failure}
         lines = [f"--- rank {rank} ---\n{text}" for rank, text in failures.items()]
@@ -204,11 +204,11 @@ class RankPool:
         return "\n".join(lines)
 
     def _stacks(self) -> dict[int, str]:
-        """What every thread of every rank is doing, by rank."""
+        """The stacks of all threads of every rank, by rank."""
         for process in self.processes:
             if process.is_alive() and process.pid is not None:
                 os.kill(process.pid, signal.SIGUSR1)
-        # The signal is answered at once, but by a process that may have to wait for a core.
+        # A process handles the signal at once, but it may have to wait for a core.
         deadline = time.monotonic() + 2
         texts: dict[int, str] = {}
         while time.monotonic() < deadline:
@@ -219,14 +219,14 @@ class RankPool:
         return texts
 
     def _print_output(self) -> None:
-        """Hands on what the ranks have written; pytest captures it and shows it with a failure, or under ``-s``."""
+        """Prints the output of the ranks. pytest captures it, and shows it with a failure or under ``-s``."""
         for seat in self.seats:
             text = seat.output.read_text(errors="replace")
             if text:
                 print(f"--- output of rank {seat.rank} ---\n{text[-100_000:]}")
 
     def close(self) -> None:
-        """Ends the processes. By force: there is nothing on a rank that is worth waiting for."""
+        """Kills the processes. A rank holds nothing that must be saved."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -237,7 +237,7 @@ class RankPool:
 
 
 def fork_server() -> Any:
-    """A context whose processes are copies of one that has imported torch and nothing of the package."""
+    """A multiprocessing context that forks from a process that has imported torch and no module of the package."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["spec_tests.harness.worker"])
     return context
@@ -255,7 +255,7 @@ def _pickled(arguments: Mapping[str, Any]) -> bytes:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """A free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,14 +1,14 @@
-"""Runs a script on some ranks, as torchrun would, without what torchrun costs.
+"""Runs a script on several ranks like torchrun, but faster.
 
-``torchrun lesson.py`` imports torch, and so does each of the ranks that it starts: on two cores six seconds, of which
-nothing is learnt. Here the ranks are copies of a process that has torch already, the fork server of the pool. Each is
-told its place in the environment, as torchrun does, and runs the file as ``__main__``.
+``torchrun lesson.py`` imports torch, and each of its ranks imports it again: six seconds on two cores, which test
+nothing. Here the ranks are forked from the fork server of the pool, which has imported torch. Each rank gets the
+environment variables of torchrun and runs the file as ``__main__``.
 
-That the real torchrun starts the lessons as well is a test of its own for one of them.
+A separate test starts one of the lessons with the real torchrun.
 
-``run_module`` does the same for a command ``python -m``, and where the command starts ranks of its own, they need no
-second import of torch either. What a copy cannot show is how Python starts and how it shuts down: it ends by ``_exit``.
-So of each command one test at least starts the real one.
+``run_module`` does the same for a command ``python -m``. If the command starts ranks of its own, they do not import
+torch again either. A fork does not cover the start and the shutdown of Python, because it ends with ``_exit``.
+So for each command at least one test starts the real one.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from spec_tests.harness import pool
 
 __all__ = ["outcome_of_ranks", "output_of_ranks", "run_module", "start_module"]
 
-GRACE = 10.0  # seconds for the others to end, when one has failed
+GRACE = 10.0  # seconds for the other ranks to end after one has failed
 
 
 def output_of_ranks(
     script: Path, *arguments: str, num_ranks: int, environment: Mapping[str, str], limit: float = 600.0
 ) -> str:
-    """What the ranks of ``script`` print together.
+    """The combined output of the ranks of ``script``.
 
     Args:
-        script: is run as ``__main__`` on each rank, with its folder in front of the places to import from.
+        script: runs as ``__main__`` on each rank, with its folder first in ``sys.path``.
         arguments: its command line.
         num_ranks: how many ranks.
-        environment: beside what torchrun tells a rank.
-        limit: seconds, after which the ranks are ended.
+        environment: variables in addition to those that torchrun sets.
+        limit: seconds, after which the ranks are killed.
 
     Raises:
-        AssertionError: some rank has not ended with status 0; with what all have printed.
+        AssertionError: a rank has ended with a status other than 0. The message contains the output of all ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output"
@@ -62,7 +62,7 @@ def output_of_ranks(
 def outcome_of_ranks(
     script: Path, *arguments: str, num_ranks: int, environment: Mapping[str, str], limit: float
 ) -> list[tuple[int | None, str]]:
-    """Of each rank its exit status, ``None`` if it had to be ended, and what it has printed; see `output_of_ranks`."""
+    """For each rank its exit status (``None`` if it was killed at the limit) and its output. See `output_of_ranks`."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / f"output-{rank}" for rank in range(num_ranks)]
         codes = _run_ranks(script, arguments, outputs, environment, limit, limit)
@@ -77,7 +77,7 @@ def _run_ranks(
     limit: float,
     grace: float,
 ) -> list[int | None]:
-    """The exit status of each rank, of which there are as many as ``outputs``."""
+    """Runs ``len(outputs)`` ranks and returns their exit statuses."""
     context = pool.fork_server()
     port = pool.free_port()
     ranks = []
@@ -105,7 +105,7 @@ def _run_ranks(
 
 
 def _wait(ranks: list[Any], limit: float, grace: float) -> None:
-    """Until all have ended, or one has failed and the others have had time to notice."""
+    """Waits until all ranks have ended, or one has failed and the grace period of the others is over."""
     end = time.monotonic() + limit
     running: dict[Any, Any] = {process.sentinel: process for process in ranks}
     while running and time.monotonic() < end:
@@ -117,7 +117,7 @@ def _wait(ranks: list[Any], limit: float, grace: float) -> None:
 
 
 def _run(script: Path, arguments: tuple[str, ...], told: Mapping[str, str], output: Path) -> None:
-    """On a rank."""
+    """Runs on a rank."""
     os.environ.update(told)
     number = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(number, 1)
@@ -138,17 +138,17 @@ def _run(script: Path, arguments: tuple[str, ...], told: Mapping[str, str], outp
 def run_module(
     module: str, *arguments: str, folder: Path, environment: Mapping[str, str], limit: float = 120.0
 ) -> subprocess.CompletedProcess[str]:
-    """What ``subprocess.run`` says of ``python -m module``.
+    """The result of ``python -m module``, as ``subprocess.run`` returns it.
 
     Args:
-        module: is run as ``__main__``.
+        module: runs as ``__main__``.
         arguments: its command line.
-        folder: where it is started.
-        environment: all of it. An interpreter's own variables mean nothing here, but for ``PYTHONPATH``.
-        limit: seconds, after which it is ended.
+        folder: the working directory.
+        environment: all variables. Those of the interpreter have no effect here, except ``PYTHONPATH``.
+        limit: seconds, after which the process is killed.
 
     Raises:
-        TimeoutError: it has not ended by itself.
+        TimeoutError: it has not ended within the limit.
     """
     with tempfile.TemporaryDirectory() as kept:
         process = start_module(module, *arguments, folder=folder, environment=environment, output=Path(kept))
@@ -164,7 +164,7 @@ def run_module(
 
 
 def start_module(module: str, *arguments: str, folder: Path, environment: Mapping[str, str], output: Path) -> Any:
-    """Starts the same and returns its process; writes into the files ``stdout`` and ``stderr`` of ``output``."""
+    """Starts ``python -m module`` and returns its process. It writes to ``stdout`` and ``stderr`` in ``output``."""
     for name in ("stdout", "stderr"):
         (output / name).touch()
     target = (module, arguments, folder, dict(environment), output)
@@ -176,14 +176,14 @@ def start_module(module: str, *arguments: str, folder: Path, environment: Mappin
 def _run_module(
     module: str, arguments: tuple[str, ...], folder: Path, environment: dict[str, str], output: Path
 ) -> None:
-    """In the copy."""
+    """Runs in the forked process."""
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(output / name, os.O_WRONLY | os.O_APPEND), descriptor)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = [str(folder), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-    # Now, while nothing of the module has been imported: it is to have a fork server like any other.
+    # Before any import of the module: it must be able to start a fork server like any other program.
     with mock.patch.object(util, "spawnv_passfds", _fork_instead):
         pool.start_early()
     sys.argv = [module, *arguments]
@@ -195,11 +195,11 @@ def _run_module(
 
 
 def _fork_instead(python: bytes, command: Sequence[str], descriptors: Sequence[int]) -> int:
-    """Instead of a new interpreter that runs ``python ... -c code``, a copy of this one that runs the code."""
+    """Instead of a new interpreter that runs ``python ... -c code``, forks this process and runs the code."""
     process = os.fork()
     if process:
         return process
-    # The new one would have no others. And the server ends when the last copy of a certain one is closed.
+    # A new interpreter inherits no others. And the server ends when the last copy of a certain descriptor is closed.
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor > 2 and descriptor not in descriptors:
             with contextlib.suppress(OSError):

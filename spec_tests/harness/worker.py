@@ -1,26 +1,25 @@
-"""What one rank does: it takes a test from its pipe, runs the body, tidies up, and answers.
+"""The worker process of one rank: it receives a test, runs the body, restores the process state, and answers.
 
-A rank outlives hundreds of tests, so every test must find the same world, whatever the one before it did. The order
-for each:
+A rank runs hundreds of tests, so every test must start in the same state. For each test, the worker does this:
 
-1. fresh seeds, the warning filters of the session, and a time-out for collectives well under the test's limit, so that
-   a collective that nobody joins ends in an error with a traceback and not in a killed process;
-2. the body. What it raises is written down with pytest's eyes (``assert a == b`` shows both values), because the module
-   is imported with pytest's assertion rewriting;
-3. environment, working directory and torch's global switches go back to what they were, and garbage is collected,
-   since a model that is still alive also keeps its hooks. Groups go when the next test comes.
+1. Set fresh seeds, the warning filters of the session, and a time-out for collectives well below the test's limit. So
+   a collective that another rank does not issue ends in an error with a traceback, not in a killed process.
+2. Run the body. Its errors are formatted like pytest's (``assert a == b`` shows both values), because the module
+   is imported with pytest's assertion rewriting.
+3. Restore the environment, the working directory and torch's global switches, and collect garbage, because a model
+   that is still alive also keeps its hooks. Process groups are destroyed when the next test arrives.
 
-The answer says more than passed or failed. It carries how many collectives the default group has seen: ranks that
-disagree about that would hang the *next* test, which is innocent.
+The answer contains more than passed or failed. It also contains the number of collectives on the default group: if
+ranks disagree about it, the *next* test would hang, although it is correct.
 
 Two ranks, one test whose assertion fails on rank 1 only::
 
-    rank 0   waits in all_reduce ....................... asked for its stacks and killed 3 s later
-    rank 1   AssertionError, answers at once             its traceback is the test's
+    rank 0   waits in all_reduce ....................... writes its stacks on request, killed 3 s later
+    rank 1   AssertionError, answers at once             the test fails with its traceback
 
-Price: ranks that were forked from one server share its hash seed, so a set of strings has the same order on all of
-them. Under torchrun it has not. Code that is right only if the orders agree passes here; the tutorials' tests, which
-start real programs, are there for that.
+Cost: ranks that are forked from one server share its hash seed, so a set of strings has the same order on all of
+them. Under torchrun the orders differ. Code that needs equal orders passes here. The tests of the tutorials, which
+start real programs, cover this case.
 
 *In torch:* ``MultiProcContinuousTest`` of ``torch.testing._internal`` keeps processes for one class of tests.
 """
@@ -53,7 +52,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-# Not used here. The fork server imports this module once, and what it has imported costs the ranks nothing.
+# Not used here. The fork server imports this module once, so the ranks do not have to import these again.
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 from torch.distributed import distributed_c10d as c10d
@@ -64,7 +63,7 @@ from spec_tests.harness import simulated
 
 __all__ = ["REWRITTEN", "Answer", "Seat", "Task", "kept", "leftover_groups", "serve"]
 
-# Modules beside the tests proper whose assertions are to show values as well.
+# Modules that are not test files, but whose assertions must also show values.
 REWRITTEN = tuple(
     f"spec_tests.{name}"
     for name in ("checkpoint", "compat", "engine", "fsdp1", "fsdp2", "healthy", "models", "oracles", "tutorials")
@@ -76,16 +75,16 @@ device_here = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank sits.
+    """The configuration of one worker process.
 
     Attributes:
         rank: its rank; local and global are the same.
         num_ranks: size of the default group.
         kind: ``"cpu"``, ``"cuda"`` or ``"simulated"``.
-        folder: the pool's own, for the rendezvous, output and stacks.
-        port: a free one, for a test that leaves the default group and meets again under ``env://``.
+        folder: the pool's folder, for the rendezvous, output and stacks.
+        port: a free port, for a test that destroys the default group and creates a new one with ``env://``.
         path: ``sys.path`` of the session.
-        is_alone: the other ranks of the group are invented (see ``simulated/nccl.py``).
+        is_alone: whether the other ranks of the group are fake (see ``simulated/nccl.py``).
     """
 
     rank: int
@@ -98,18 +97,18 @@ class Seat:
 
     @property
     def output(self) -> pathlib.Path:
-        """Holds what the current test has written to stdout and stderr, also from C++."""
+        """The file with the current test's stdout and stderr, including the output of C++."""
         return self.folder / f"output-{self.rank}"
 
     @property
     def stacks(self) -> pathlib.Path:
-        """Holds the stacks of all threads, after SIGUSR1."""
+        """The file with the stacks of all threads, written on SIGUSR1."""
         return self.folder / f"stacks-{self.rank}"
 
 
 @dataclass(frozen=True)
 class Task:
-    """One test: where its body is, the pickled keyword arguments, seconds it may take, and its warning filters."""
+    """One test: the location of its body, the pickled keyword arguments, its limit in seconds, and warning filters."""
 
     module: str
     name: str
@@ -120,11 +119,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """How it went on one rank.
+    """The result of a test on one rank.
 
     Attributes:
         failure: ``None``, or the text to show.
-        num_collectives: on the default group since it was made.
+        num_collectives: on the default group since it was created.
         reusable: whether the rank still has the default group that it started with.
     """
 
@@ -134,8 +133,8 @@ class Answer:
 
 
 def serve(seat: Seat, pipe: multiprocessing.connection.Connection) -> None:
-    """The life of a rank; the target of its process. Returns never."""
-    # Ctrl-C reaches the whole foreground group; the session decides what happens then.
+    """The main function of a rank's process. Does not return."""
+    # Ctrl-C reaches the whole foreground group; the session handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_the_session, daemon=True).start()
     stacks = seat.stacks.open("w")
@@ -145,15 +144,15 @@ def serve(seat: Seat, pipe: multiprocessing.connection.Connection) -> None:
     sys.path[:] = seat.path
     try:
         _inside_pytest(lambda: _answer_until_closed(seat, pipe))
-    except BaseException as error:  # whatever it is, the session must hear of it
+    except BaseException as error:  # the session must receive any error
         with contextlib.suppress(OSError):
             pipe.send(Answer(_traceback(error)))
-    # Not sys.exit: destructors of torch may wait for ranks that are gone.
+    # Not sys.exit: destructors of torch can wait for ranks that have ended.
     os._exit(0)
 
 
 def _end_with_the_session() -> None:
-    """Ends this process when pytest is gone, however it went, also if the body hangs in a collective."""
+    """Ends this process when pytest has ended for any reason, even if the body hangs in a collective."""
     session = multiprocessing.parent_process()
     if session is not None:
         multiprocessing.connection.wait([session.sentinel])
@@ -161,20 +160,20 @@ def _end_with_the_session() -> None:
 
 
 def _redirect_output(path: pathlib.Path) -> None:
-    """Below Python: C++ writes to the descriptors. Appending, because the session cuts the file between tests."""
+    """Redirects the file descriptors, which C++ uses. Appends, because the session truncates the file between tests."""
     target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(target, 1)
     os.dup2(target, 2)
-    # Forked from a server, these two may belong to a closed file.
+    # In a process forked from a server, these two can belong to a closed file.
     sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), write_through=True)
 
 
-# ---- pytest's eyes --------------------------------------------------------------------------------------------------
+# ---- pytest's assertion rewriting -----------------------------------------------------------------------------------
 
 
 def _inside_pytest(serve_tests: Callable[[], None]) -> None:
-    """Calls the function where pytest would run a session: assertion rewriting is installed, and nothing else is."""
+    """Calls the function in place of a pytest session: assertion rewriting is installed, and nothing else."""
 
     class InsteadOfASession:
         @pytest.hookimpl(tryfirst=True)
@@ -186,7 +185,7 @@ def _inside_pytest(serve_tests: Callable[[], None]) -> None:
             serve_tests()
             return 0
 
-    # The models of tests are so small that nothing of them would be sent as the parameters of real ones are.
+    # The models of tests are so small that the default transport would not be used for their parameters.
     environment = {"MINIFSDP_TRANSPORT": "messages", **os.environ}
     for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
         os.environ.pop(name, None)
@@ -196,9 +195,9 @@ def _inside_pytest(serve_tests: Callable[[], None]) -> None:
 
 
 def _explain_comparisons(config: pytest.Config) -> None:
-    """Lets ``assert a == b`` show where they differ, as in the pytest process.
+    """Makes ``assert a == b`` show the difference, as in the pytest process.
 
-    pytest sets this up around each test item, and a rank has no items. The name is private to pytest; without it an
+    pytest sets this up around each test item, and a rank has no items. The name is private to pytest. Without it, an
     assertion shows the two values and no difference.
     """
     from _pytest.assertion import util
@@ -212,17 +211,17 @@ def _explain_comparisons(config: pytest.Config) -> None:
     util._reprcompare = explain
 
 
-# ---- one test after the other ---------------------------------------------------------------------------------------
+# ---- running tests --------------------------------------------------------------------------------------------------
 
 
 def _answer_until_closed(seat: Seat, pipe: multiprocessing.connection.Connection) -> None:
     _join_default_group(seat)
     group = dist.group.WORLD
     home = Surroundings()
-    # What is imported stays. Frozen, it costs the collection after each test nothing: 200 ms become 1.
+    # Imported objects stay alive. Freezing them reduces the collection after each test from 200 ms to 1 ms.
     gc.freeze()
     pipe.send(Answer())
-    # A closed pipe means that the session has given this pool up.
+    # A closed pipe means that the session has closed this pool.
     with contextlib.suppress(EOFError, ConnectionError):
         for number in itertools.count(1):
             task: Task = pipe.recv()
@@ -231,7 +230,7 @@ def _answer_until_closed(seat: Seat, pipe: multiprocessing.connection.Connection
             home.restore()
             pipe.send(Answer(failure, _num_collectives(), dist.group.WORLD is group))
             if number % 100 == 0:
-                # What so many tests have left is what torch remembers.
+                # Objects that are still alive after so many tests are in torch's caches.
                 gc.freeze()
 
 
@@ -248,13 +247,13 @@ def _join_default_group(seat: Seat) -> None:
         MASTER_PORT=str(seat.port),
     )
     if sys.platform == "linux":
-        # Else gloo asks for the address of the host's name, which a container or a laptop may not have.
+        # Otherwise gloo resolves the host name, which can fail in a container or on a laptop.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if seat.kind == "cuda":
         device_here = _choose_gpu(seat)
         torch.cuda.set_device(device_here)
     else:
-        # Each manual_seed() would write down where it was called, for the day when an accelerator comes: 6 ms.
+        # Otherwise each manual_seed() records its call stack in case an accelerator is initialized later: 6 ms.
         torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = torch.mtia.manual_seed_all = _seed_nothing
     if seat.kind == "simulated":
         device_here = simulated.install()
@@ -267,7 +266,7 @@ def _join_default_group(seat: Seat) -> None:
         init_method=f"file://{seat.folder}/store",
         rank=seat.rank,
         world_size=seat.num_ranks,
-        # NCCL makes its communicator now and not in the middle of the first test, and knows the device of a barrier.
+        # NCCL creates its communicator now, not in the middle of the first test, and has a device for barriers.
         device_id=device_here if seat.kind == "cuda" else None,
     )
 
@@ -277,22 +276,22 @@ def _seed_nothing(seed: int) -> None:
 
 
 def _choose_gpu(seat: Seat) -> torch.device:
-    """One GPU for each rank if there are enough. Else all share the first."""
+    """One GPU per rank if there are enough. Otherwise all ranks share the first."""
     if torch.cuda.device_count() >= seat.num_ranks:
         return torch.device("cuda", seat.rank)
-    # NCCL refuses two ranks of one host on one GPU, so they say that they are on different hosts.
+    # NCCL refuses two ranks of one host on one GPU, so each rank gets a different host ID.
     os.environ.update(NCCL_HOSTID=f"rank{seat.rank}", NCCL_SOCKET_IFNAME="lo")
     return torch.device("cuda", 0)
 
 
 def _num_collectives() -> int:
-    # torch's own monitored barrier compares the same number; the type stubs do not know it.
+    # torch's monitored barrier compares the same number; the type stubs do not declare it.
     group: Any = dist.group.WORLD
     return group._get_sequence_number_for_group() if group is not None else 0
 
 
 def _run(task: Task) -> str | None:
-    """Runs one body; ``None`` if it went well, else what to show."""
+    """Runs one body. Returns ``None`` if it passed, and otherwise the text to show."""
     with warnings.catch_warnings():
         try:
             for filter_ in task.filters:
@@ -305,7 +304,7 @@ def _run(task: Task) -> str | None:
             return (
                 f"{outcome!r}: a body that runs on ranks either passes or fails. Mark the test, or leave the case out."
             )
-        except BaseException as error:  # also SystemExit: a rank that leaves would take the pool along
+        except BaseException as error:  # also SystemExit: a rank that exits would end the pool
             return _traceback(error)
         finally:
             sys.stdout.flush()
@@ -333,7 +332,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def _apply_filter(text: str) -> None:
-    """``action:message:category:module``, as in ``filterwarnings`` of pytest; message and module are patterns."""
+    """Applies ``action:message:category:module`` as in pytest's configuration; message and module are patterns."""
     action, message, category, module = [part.strip() for part in (text.split(":") + [""] * 3)[:4]]
     kind: Any = Warning
     if category:
@@ -347,13 +346,13 @@ _kept_groups: set[Any] = set()
 
 
 def kept(key: object, make: Callable[[], T]) -> T:
-    """What ``make`` returns, made by the first test that asks for it, with groups that stay for the tests after it.
+    """The result of ``make``, created by the first test that needs it. Its process groups stay for later tests.
 
-    Most tests with several groups want the same ones. And DTensor works out for each operation on each mesh what is to
-    be sent, which takes ten times as long as the operation, and must be forgotten with the groups. Every rank must ask.
+    Most tests with several groups use the same ones. DTensor computes the communication of each operation on each mesh,
+    which takes ten times as long as the operation, and loses it when the groups are destroyed. All ranks must call it.
     """
     if device_here.type == "sim":
-        # Each test has a world of its own there.
+        # On the simulated device, each test starts with a new world.
         return make()
     if key not in _kept:
         before = set(c10d._world.pg_map)
@@ -364,7 +363,7 @@ def kept(key: object, make: Callable[[], T]) -> T:
 
 
 def leftover_groups() -> list[Any]:
-    """Groups that a test has made for itself."""
+    """The process groups that a test has created."""
     return [group for group in c10d._world.pg_map if group is not dist.group.WORLD and group not in _kept_groups]
 
 
@@ -377,16 +376,16 @@ def _destroy_leftover_groups() -> None:
 
 
 def forget_meshes() -> None:
-    """To be called when groups have gone.
+    """Clears caches of DTensor. Call it after groups were destroyed.
 
-    DTensor remembers results together with their mesh, and a mesh to come may equal one that is no more ("could not
+    DTensor caches results by mesh, and a later mesh can compare equal to one whose groups were destroyed ("could not
     resolve the process group registered under the name ...").
     """
     debug._clear_sharding_prop_cache()
     _gen_transform_infos.cache_clear()
 
 
-# torch 2.14 has made it public and warns about the older name.
+# torch 2.14 has made it public, and warns about the private name.
 _set_torch_time_limit: Callable[..., None] = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
 
 
@@ -398,7 +397,7 @@ def _set_time_limit(limit: timedelta, group: Any) -> None:
 
 
 class Surroundings:
-    """What is the same before every test. Made once, when the rank has its default group."""
+    """The process state that is the same before every test. Created once, when the rank has its default group."""
 
     def __init__(self) -> None:
         self.environment = dict(os.environ)
@@ -406,13 +405,13 @@ class Surroundings:
         self.limit = 0.0
 
     def prepare(self, limit: float) -> None:
-        """Seeds, and the time-out of collectives on the default group; ``limit`` in seconds."""
-        # At the end of the test before it was too early: another rank may still have been connecting to this one. That
-        # a new test has come means that every rank has answered.
+        """Sets the seeds, and the time-out of collectives on the default group. ``limit`` is in seconds."""
+        # At the end of the previous test it was too early: another rank could still be connecting to this one. A new
+        # test arrives only after every rank has answered.
         _destroy_leftover_groups()
         torch.manual_seed(0)
         random.seed(0)
-        # With NCCL a time-out ends the process and tells less than the stacks do: there, the limit alone counts.
+        # With NCCL a time-out ends the process and shows less than the stacks do, so there only the limit applies.
         if device_here.type != "cuda" and limit != self.limit:
             _set_time_limit(timedelta(seconds=0.75 * limit), dist.group.WORLD)
             self.limit = limit
@@ -420,14 +419,14 @@ class Surroundings:
             simulated.WORLD.begin()
 
     def restore(self) -> None:
-        """Puts back what a body may have changed for the whole process."""
+        """Restores the global state that a body can have changed."""
         os.environ.clear()
         os.environ.update(self.environment)
         os.chdir(self.folder)
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
-        if torch.are_deterministic_algorithms_enabled():  # asked first, because the switch imports half of torch
+        if torch.are_deterministic_algorithms_enabled():  # checked first, because the setter imports half of torch
             torch.use_deterministic_algorithms(False)
         torch.set_num_threads(1)
         gc.collect()

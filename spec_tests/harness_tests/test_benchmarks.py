@@ -1,4 +1,4 @@
-"""What the benchmarks make of what was measured. They themselves are no part of the test command."""
+"""The evaluation of measurements by the benchmarks. The benchmarks themselves are not run by the test command."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OUTCOMES = [
 
 
 def cells(workload: str) -> dict[str, str]:
-    """The last line of the table, by the names of the columns."""
+    """The last line of the table, by column name."""
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in report.table(workload, OUTCOMES)]
     return dict(zip(lines[0], lines[-1], strict=True))
 
@@ -76,7 +76,7 @@ def test_a_step_is_taken_apart_into_what_was_computed_and_what_was_waited_for() 
         "waits",
         *rows[0][8:],
     ]
-    # Of 0.8 seconds the thread computes a half, and the others compute as long.
+    # The thread computes in half of 0.8 seconds, and the others compute in the other half.
     assert rows[-1] == ["`gpt`", "minifsdp flat", "0.0", "0.0", "800.0", "400.0", "0.0", "0.0", "400.0"]
     assert [row[1] for row in rows[2:]] == [outcome.contender for outcome in OUTCOMES]
     assert report.where_the_time_goes({"wide": OUTCOMES}) == []
@@ -89,10 +89,10 @@ def test_times_are_of_the_parts_of_a_step() -> None:
 
 def test_activations_are_what_a_forward_of_the_plain_model_leaves_unit_by_unit() -> None:
     workload = WORKLOADS["tiny"]
-    # Nothing before the first layer; of each layer the output, eight rows of 32 numbers; and the loss, in memory that
-    # is as large as what it is the mean of.
+    # Nothing before the first layer. For each layer its output, eight rows of 32 numbers. For the loss as much memory
+    # as for the tensor that it averages.
     assert closed_form.activations(workload, workload.batches(0, 0)[0]) == [0, *(49 * [8 * 32 * 4])]
-    # In bfloat16 a half, but for the scores, which are float32, and what comes of them.
+    # Half of it in bfloat16, except for the scores and the results from them, which are float32.
     gpt, low = WORKLOADS["gpt"], WORKLOADS["gpt-bf16"]
     full, half = (closed_form.activations(one, one.batches(0, 0)[0]) for one in (gpt, low))
     assert len(full) == len(half) == 10
@@ -109,7 +109,7 @@ def test_the_calculator_is_asked_about_the_step_that_the_race_takes() -> None:
         found = closed_form.cost_of(model, workload, workload.batches(0, 0))
         unit = 4 * (32 * 32 + 32)
         assert found.stored == 3 * 48 * unit / 2
-        # A gradient and an intermediate result beside it.
+        # A gradient and an intermediate result in addition.
         assert found.peak_optimizer == found.stored + 2 * 48 * unit / 2
         waiting = 48 * unit if num > 1 else 0
         assert found.peak_forward == found.stored + waiting + unit + 48 * 8 * 32 * 4
@@ -129,7 +129,7 @@ def test_a_hybrid_step_shards_inside_of_a_group_and_reduces_between_groups() -> 
                 lambda entrant=entrant, batches=batches: entrant.step(batches)
             )
             asked[contender.name] = inside, all_links - inside
-    # Two gathers and a reduce-scatter in a group of two, then an all-reduce of the half that this rank has.
+    # Two all-gathers and a reduce-scatter in a group of two, then an all-reduce of this rank's half.
     assert asked["minifsdp flat"] == asked["minifsdp FSDP2"] == (3 * whole // 2, whole // 2)
     assert asked["DDP"] == (0, 2 * whole * 3 // 4)
 
@@ -155,7 +155,7 @@ def test_the_page_and_what_its_pictures_are_drawn_from_are_recorded_together(tmp
     assert all(fact in text for fact in record["circumstances"])
     assert record["ratios"]["tiny"]["minifsdp flat"] == {"low": 0.725, "median": 0.75, "high": 0.775}
     assert record["memory"]["minifsdp flat"] == [[0.0, 7.0], [0.3333, 9.0], [1.0, 7.0]]
-    # Long, and of one workload only.
+    # These are long, and recorded for one workload only.
     assert record.keys() == {"circumstances", "ratios", "parts", "memory"}
     assert record["parts"]["tiny"]["minifsdp flat"]["backward"] == {"wall": 800.0, "waits": 400.0, "others": 400.0}
 

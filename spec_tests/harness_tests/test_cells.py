@@ -1,4 +1,4 @@
-"""Cells that the simulated device computes as one kernel give what torch's cells of several operators give."""
+"""The simulated device computes an RNN cell as one kernel, with the results of torch's cell of several operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkout can have any name and any place, and the user no home folder."""
+"""A checkout can have any name and location, and the user need not have a home folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kit for a machine with GPUs, tried without one: its chunks, its progress, its report, and what finds mistakes."""
+"""Tests of the kit for GPU machines without a GPU: its chunks, progress and report, and whether it detects errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(tmp_path: Path) -> Iterator[Kit]:
     made.progress.close()
 
 
-# ---- what there is --------------------------------------------------------------------------------------------------
+# ---- devices and stages ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.spec("KIT-01")
@@ -102,7 +102,7 @@ def test_smoke_finds_both_front_doors_as_good_as_a_single_process(door: str) -> 
     assert smoke.compare(door) < 1e-5
 
 
-# What is broken: in which file, what stands there, what shall stand there instead, and how the failure is told.
+# How the package is broken: the file, the original text, the replacement, and the reported failure.
 BREAKS = {
     "raises": (
         "collectives.py",
@@ -120,7 +120,7 @@ BREAKS = {
 
 
 def run_by_a_copy(chunk: Chunk, folder: Path) -> Outcome:
-    """As `run_chunk`, but what the command runs is run by a copy of a process that has torch."""
+    """Like `run_chunk`, but runs the command in a fork of a process that has imported torch."""
     folder.mkdir()
     findings, log = folder / "findings.jsonl", folder / "log.txt"
     environment = {**os.environ, **chunk.environment, chunks.FINDINGS: str(findings)}
@@ -139,9 +139,9 @@ def test_smoke_catches_a_broken_engine_and_shows_its_first_exception(how: str, t
     assert text.count(right) == 1
     (package / "engine" / file).write_text(text.replace(right, wrong))
     (chunk,) = [one for one in stages._smoke(Settings(CPU, tmp_path)) if one.name == "smoke/2-ranks"]
-    # Else the folder in which Python starts would come first.
+    # Otherwise the working directory would come first in `sys.path`.
     path = {"PYTHONSAFEPATH": "1", "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    # One real command is enough.
+    # One test with the real command is enough.
     run_it = run_chunk if how == "raises" else run_by_a_copy
     outcome = run_it(replace(chunk, environment=path), tmp_path / "run")
     assert outcome.word == "failed"
@@ -159,9 +159,9 @@ def test_nothing_is_started_after_a_vital_stage_that_has_failed_but_all_after_an
     assert list(run.progress.outcomes) == ["suite/x", "smoke/x", "races/x"]
 
 
-# ---- chunks that do not end well ------------------------------------------------------------------------------------
+# ---- chunks that fail -----------------------------------------------------------------------------------------------
 
-# A rank writes where the pool keeps its output, and has a session of its own, as the workers of torchrun have.
+# A rank writes to the output file of the pool, and has its own session, like the workers of torchrun.
 RANK = """
 import faulthandler, os, sys, time
 folder = os.environ["TMPDIR"] + "/ranks-x"
@@ -185,7 +185,7 @@ wait_for_the_ranks()
 def test_a_chunk_that_hangs_is_ended_with_all_that_it_started_and_leaves_its_stacks(
     run: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "PATIENCE", 2.0)  # which is all spent on the one that is stubborn
+    monkeypatch.setattr(chunks, "PATIENCE", 2.0)  # the whole of it is spent on the process that ignores the signal
     hanging = Chunk(
         "suite/hangs", [sys.executable, "-c", HANGING, RANK, STUBBORN, str(tmp_path / "started")], limit=3.0
     )
@@ -239,9 +239,9 @@ def test_a_crash_names_the_test_in_which_it_came_and_keeps_what_was_proven_befor
     assert found["tests"] == {"passed": 1, "failed": 0, "skipped": 0}
 
 
-# ---- to go on -------------------------------------------------------------------------------------------------------
+# ---- resuming -------------------------------------------------------------------------------------------------------
 
-# Notes its name; "b" sleeps the first time, and looks the second time whether its first process has been left.
+# Records its name. "b" sleeps in its first run. In its second run it checks whether its first process still exists.
 DIARIST = """
 import os, sys, time
 from pathlib import Path
@@ -259,11 +259,11 @@ if name == "b":
 
 
 def run_in_a_session_of_its_own(folder: Path) -> None:
-    """What ``python -m spec_tests.gpu --device cpu`` does, with three chunks; its words go to a file."""
+    """Runs ``python -m spec_tests.gpu --device cpu`` with three chunks; its output goes to a file."""
     os.setsid()
     output = os.open(folder / "said", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
     os.dup2(output, 1)
-    # A shell starts what it puts into the background with Ctrl-C switched off, and children inherit that.
+    # A shell starts background processes with SIGINT ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     made = [Chunk(f"suite/{name}", [sys.executable, "-c", DIARIST, name, str(folder)], 60) for name in "abc"]
     kit.STAGES = (stage("suite", *made),)
@@ -273,7 +273,7 @@ def run_in_a_session_of_its_own(folder: Path) -> None:
 @pytest.mark.spec("KIT-05")
 @pytest.mark.parametrize("word", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_same_command_goes_on_where_it_was_stopped(word: signal.Signals, tmp_path: Path) -> None:
-    # A copy of a process that has imported torch: twice five seconds less.
+    # Forks of a process that has imported torch: this saves five seconds twice.
     first, second = (pool.fork_server().Process(target=run_in_a_session_of_its_own, args=(tmp_path,)) for _ in range(2))
     first.start()
     assert comes_true(lambda: (tmp_path / "first").exists(), 60)
@@ -321,7 +321,7 @@ def test_two_kits_do_not_share_a_folder(tmp_path: Path) -> None:
 
 
 class Clock(Platform):
-    """A platform on which a delay shows: its model, below, reads the time."""
+    """A platform on which a delay changes results: the model below reads the time."""
 
     now = 0.0
 
@@ -330,7 +330,7 @@ class Clock(Platform):
 
 
 class ReadsTheTime(nn.Linear):
-    """As an engine that forgets a wait does, its results depend on who was late."""
+    """Its results depend on which stream was late, as with an engine that omits a wait."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + Clock.now
@@ -344,7 +344,7 @@ def test_the_race_hunt_tells_the_first_step_and_name_that_a_delay_has_changed() 
         patch.setitem(races.CONFIGURATIONS, "broken", lambda model: ReadsTheTime(races.WIDTH, 4))
         again, *seeds = races.hunt("cpu", "broken", 3)
     assert again == {"outcome": "passed", "delays": 0}
-    # On the CPU all is issued on one stream, which counts as the compute stream: in the first seed nothing is late.
+    # On the CPU everything is issued on one stream, the compute stream, so in the first seed nothing is late.
     assert [(one["outcome"], one["delays"] > 0) for one in seeds] == [("passed", False)] + 2 * [("failed", True)]
     assert "compute stream late: step " in seeds[1]["text"]
     assert "all streams late: step 0, loss: " in seeds[2]["text"]
@@ -360,7 +360,7 @@ def test_the_race_hunt_finds_no_difference_where_delays_cannot_matter(configurat
 
 
 class Streams(Platform):
-    """Knows which stream is current, and which ones were delayed."""
+    """Tracks the current stream and the delayed streams."""
 
     current, late = "compute", set[str]()
 

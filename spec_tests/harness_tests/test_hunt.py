@@ -1,4 +1,4 @@
-"""The hunt: it finds a mistake that was put in, its file shows it again, and the same seed tries the same cases."""
+"""The hunt: it finds an inserted error, its file reproduces it, and the same seed tries the same cases."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_exit_status_says_whether_anything_was_found(
 
 @pytest.mark.ranks
 def test_a_hunt_that_is_ended_says_what_was_tried_and_leaves_no_process_behind(tmp_path: pathlib.Path) -> None:
-    """The scenarios' process is in the middle of its cases then."""
+    """The scenarios' process is ended while it runs its cases."""
     arguments = ("--minutes", "9", "--seed", "1", "--only", "scenarios-fsdp1", "--folder", str(tmp_path))
     with subprocess.Popen(command(*arguments), cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as hunting:
         assert hunting.stdout is not None
@@ -103,6 +103,6 @@ def test_a_hunt_that_is_ended_says_what_was_tried_and_leaves_no_process_behind(t
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and theirs."""
+    """The descendant processes of a process."""
     listed = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [found for child in map(int, listed) for found in (child, *descendants(child))]

@@ -1,7 +1,7 @@
-"""The pool of ranks: what it does when a body fails, hangs, dies or leaves a mess.
+"""The pool of ranks: its behaviour when a body fails, hangs, dies or changes global state.
 
-The bodies below are called as the suite calls them, through `ranks`, and the failure that the suite would report is
-caught and read. They have a pool of their own, always on the CPU.
+The bodies below run through `ranks`, as in the suite. The tests catch and check the failure that the suite would
+report. They have their own pool, always on the CPU.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def test_a_test_on_a_pool_that_runs_costs_milliseconds() -> None:
         start = time.perf_counter()
         do_nothing()
         seconds.append(time.perf_counter() - start)
-    # Ten times what was measured on idle cores; a pool that is started for each test takes a hundred times as long.
+    # Ten times the measurement on idle cores. A pool that is started for each test takes a hundred times as long.
     assert statistics.median(seconds) < 0.05
 
 
@@ -285,7 +285,7 @@ def test_a_filter_of_the_test_counts_on_the_ranks() -> None:
     warn()
 
 
-# ---- what a test leaves behind --------------------------------------------------------------------------------------
+# ---- state that a test leaves ---------------------------------------------------------------------------------------
 
 
 @ranks(4)
@@ -303,7 +303,7 @@ def make_groups_and_meshes() -> None:
 
 
 def test_groups_and_meshes_of_a_test_are_gone_when_the_next_begins() -> None:
-    # Often, because a group that goes too early breaks only a rank that is slow.
+    # Repeated, because destroying a group too early breaks only a slow rank.
     for _ in range(6):
         make_groups_and_meshes()
 

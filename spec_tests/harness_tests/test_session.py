@@ -1,6 +1,6 @@
-"""Whole sessions in a process of their own: collection, the result file, and that nothing survives them.
+"""Whole test sessions in their own process: collection, the result file, and the end of all processes.
 
-The one that is ended by Ctrl-C is a real command, the others are run by a copy of the fork server.
+The session that is ended by Ctrl-C is a real command. The others are forked from the fork server.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def is_running(process: int) -> bool:
 
 
 def wait_for_its_ranks(folder: pathlib.Path) -> list[int]:
-    """The processes of a session that hangs."""
+    """The rank processes of a session that hangs."""
     files = [folder / "rank-0", folder / "rank-1"]
     assert comes_true(lambda: all(file.exists() and file.read_text() for file in files), 60)
     return [int(file.read_text()) for file in files]
@@ -147,12 +147,12 @@ def test_no_rank_survives_its_session_that_is_ended_by_ctrl_c(tmp_path: pathlib.
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
-        # A shell starts what it puts into the background with Ctrl-C switched off, and children inherit that.
+        # A shell starts background processes with SIGINT ignored, and children inherit that.
         preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     try:
         processes = wait_for_its_ranks(tmp_path)
-        os.killpg(session.pid, signal.SIGINT)  # as Ctrl-C does: to everybody in the foreground
+        os.killpg(session.pid, signal.SIGINT)  # like Ctrl-C: to all processes in the foreground
         session.wait(60)
         assert comes_true(lambda: not any(map(is_running, processes)), 20)
     finally:
@@ -172,7 +172,7 @@ def test_no_rank_survives_its_session_that_is_killed(tmp_path: pathlib.Path) -> 
     assert comes_true(lambda: not any(map(is_running, processes)), 20)
 
 
-# ---- the accounting by itself ---------------------------------------------------------------------------------------
+# ---- the accounting -------------------------------------------------------------------------------------------------
 
 
 def test_the_spec_has_all_its_rows_and_each_once() -> None:

@@ -1,12 +1,12 @@
-"""Healthy programs: no check may end, refuse or slow them, and no message may say anything untrue about them.
+"""Healthy programs: no check may end, refuse or slow them, and no message may report an error in them.
 
 Each program is one function of ``programs/``. It trains a small model on two or four ranks, does one thing that real
-programs do and that a check could take for a mistake, and compares the parameters with plain training.
+programs do and that a check could take for an error, and compares the parameters with plain training.
 
 * `test_on_the_pool.py` runs programs that can share a process, on the ranks of the harness.
-* `test_processes.py` runs programs that need processes of their own, with the launchers of ``launch.py``.
+* `test_processes.py` runs programs that need their own processes, with the launchers of ``launch.py``.
 
-Every program also runs with torch's FSDP. That is how to see that a program is healthy::
+Every program also runs with torch's FSDP, which shows that the program is healthy::
 
     HEALTHY_IMPL=torch python -m pytest -q spec_tests/healthy
 """

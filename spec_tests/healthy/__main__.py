@@ -1,8 +1,8 @@
 """``python -m spec_tests.healthy PROGRAM API``: one rank of a program of ``programs/lives.py``.
 
-Prints ``right`` when the program has finished, unless the program prints it itself at its very end. The exit handler
-that runs last prints for how long the main thread has slept since then. Time in which a busy machine runs other
-processes does not count.
+Prints ``right`` when the program has finished, unless the program prints it itself at its end. The last exit
+handler prints how long the main thread has slept since then. Time in which a busy machine runs other processes
+does not count.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ awake_at = []
 
 
 def seconds_asleep() -> float:
-    """How long the main thread has slept since some moment: neither running nor waiting for a processor."""
+    """How long the main thread has slept since a fixed time: neither running nor waiting for a core."""
     ran, waited, _ = map(int, Path("/proc/self/schedstat").read_text().split())
     return time.monotonic() - (ran + waited) / 1e9
 
 
 @atexit.register
 def tell() -> None:
-    """Registered before everything else, so it runs behind everything else."""
+    """Registered before all other exit handlers, so it runs after all of them."""
     for before in awake_at:
         print(f"slept {seconds_asleep() - before:.2f} s", flush=True)
 

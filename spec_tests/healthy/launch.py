@@ -1,7 +1,7 @@
-"""Starts the ranks of a program in processes of their own, and says how each has ended.
+"""Starts the ranks of a program in their own processes, and reports how each has ended.
 
-* ``plain``: without a launcher. The variables of the environment are set, and rank 0 hosts the store.
-* ``torchrun``: by ``torch.distributed.run``, whose agent hosts the store; ``restarts`` lets it start the job again.
+* ``plain``: without a launcher. The environment variables are set, and rank 0 hosts the store.
+* ``torchrun``: by ``torch.distributed.run``, whose agent hosts the store. ``restarts`` allows it to restart the job.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spec_tests.healthy.quiet import accusations
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 150.0  # seconds for a program
-AT_ONCE = 1.5  # seconds that a process may sleep between the end of its program and its own
+AT_ONCE = 1.5  # seconds that a process may sleep between the end of its program and its exit
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Launch:
 
 
 def complaint(launch: Launch) -> str:
-    """What is wrong with the way in which a program has ended; empty if nothing is."""
+    """Describes what is wrong with the end of a program. Empty if nothing is."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "spec_tests.healthy", launch.program, launch.api]
         if launch.launcher == "plain":
@@ -51,7 +51,7 @@ def complaint(launch: Launch) -> str:
             ranks = [started([*command[:2], "torch.distributed.run", *options, "-m", *command[2:]], folder)]
             num_right = launch.num_ranks
         results = [finished(rank) for rank in ranks]
-        # With `fully_shard` torch leaves the file of its mesh.
+        # With `fully_shard`, torch leaves the file of its mesh.
         is_file_store = (launch.program, launch.api) == ("file_store", "wrapper")
         left = [path.name for path in Path(folder).iterdir() if is_file_store]
     found = [f"a file is left: {left}"] if left else []
@@ -79,11 +79,11 @@ def started(command: list[str], folder: str, **place: object) -> Any:
 
 
 def finished(process: Any) -> tuple[int | None, str, str]:
-    """Status, stdout and stderr; the status is ``None`` if the process had to be ended."""
+    """Status, stdout and stderr. The status is ``None`` if the process was killed at the limit."""
     try:
         output, errors = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
-        # Of a new session: this ends its children, too.
+        # The process has its own session, so this also kills its children.
         os.killpg(process.pid, signal.SIGKILL)
         return None, *process.communicate()
     return process.returncode, output, errors

@@ -1,7 +1,7 @@
-"""What a message may say about a healthy program.
+"""Checks that no message reports an error in a healthy program.
 
-A check may print a line about a rank that is late, with what each rank waits for. It may not say that a rank has gone
-wrong.
+A check may print a line about a rank that is late, with the collective that each rank waits for. It must not report an
+error of a rank.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ACCUSES = re.compile(
 
 
 def accusations(text: str) -> list[str]:
-    """The lines of ``text`` that say that something is wrong."""
+    """The lines of ``text`` that report an error."""
     return [line for line in text.splitlines() if ACCUSES.search(line)]
 
 
 @contextmanager
 def says_nothing_wrong() -> Iterator[None]:
-    """What this process writes to stderr in the meantime does not say that something is wrong.
+    """Checks that this process reports no error to stderr inside the block.
 
     Raises:
         AssertionError: it does.

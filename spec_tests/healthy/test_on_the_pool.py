@@ -13,7 +13,7 @@ from spec_tests.harness import ranks
 from spec_tests.healthy.programs import names, ordinary, uneven
 from spec_tests.healthy.quiet import says_nothing_wrong
 
-# torch's FSDP, the other implementation, advises against NO_SHARD and `state_dict_type`.
+# torch's FSDP, the other implementation, warns about NO_SHARD and `state_dict_type`.
 pytestmark = [
     pytest.mark.cpu,
     pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated"),
@@ -34,7 +34,7 @@ def run(module: str, name: str, api: str) -> None:
     program: Callable[[str], None] = getattr(globals()[module], name)
     with says_nothing_wrong():
         program(api)
-        # A rank that ends its test waits for the others, as a program does that ends in order.
+        # Ranks wait for each other at the end of a test, like a program that ends normally.
         dist.barrier()
 
 

@@ -1,6 +1,6 @@
-"""Healthy programs that need processes of their own.
+"""Healthy programs that need their own processes.
 
-They mostly wait, so some run at once: the first test starts all that were chosen.
+They mostly wait, so several run at once: the first test starts all selected programs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BOTH = {
     "HEALTHY-09": [("data_loader", "plain")],
     "HEALTHY-10": [("rank_1_ends_later", "plain")],
 }
-# What these do has nothing to do with the API.
+# The behaviour of these does not depend on the API.
 ONE = {
     "HEALTHY-07": [("hash_store", "plain")],
     "HEALTHY-08": [
@@ -63,7 +63,7 @@ LAUNCHES = [
 
 @pytest.fixture(scope="module")
 def complaints(request: pytest.FixtureRequest) -> Iterator[dict[Launch, Future[str]]]:
-    """Of all launches that were chosen, in their order."""
+    """The complaints of all selected launches, in their order."""
     items = [item for item in request.session.items if item.path == request.path]
     chosen = [item.callspec.params["launch"] for item in items]  # type: ignore[attr-defined]
     with ThreadPoolExecutor(3) as threads:

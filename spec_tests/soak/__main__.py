@@ -1,4 +1,4 @@
-"""``python -m spec_tests.soak``, from the root: 2,000 steps on two ranks through each door; see the package."""
+"""``python -m spec_tests.soak``, from the root: 2,000 steps on two ranks with each API; see the package."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ RECORD = pathlib.Path(__file__).resolve().parents[2] / "docs" / "data" / "soak.j
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns 1 if anything has grown."""
-    # Late: ranks import this module, too, as the main one of their parent.
+    """Runs the command. Returns 1 if anything has grown."""
+    # Imported late: the ranks also import this module, as the main module of their parent.
     from spec_tests.benchmarks.page import circumstances
     from spec_tests.harness.pool import Failure, RankPool
     from spec_tests.harness.worker import Task

@@ -1,8 +1,8 @@
-"""The run on the ranks: the tutorial's own model, doors, steps and checkpoints, in rounds that are all alike.
+"""The run on the ranks: the tutorial's model, APIs, steps and checkpoints, in equal rounds.
 
-A round is some steps of training, an evaluation, a checkpoint of model and optimizer that is whole, one in rows, both
-on the disk, where older ones are removed, and the newest read again. Counting at the end of a round compares like with
-like.
+A round consists of some training steps, an evaluation, and a full and a sharded checkpoint of model and optimizer.
+Both are written to disk, where older ones are removed, and the newest is loaded. Counts at the end of a round are
+comparable.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROUND = 25  # steps
 TUTORIALS = pathlib.Path(__file__).resolve().parents[2] / "tutorials"
 TINY = ["--device=cpu", "--blocks=2", "--width=16", "--heads=2", "--context=16", "--batch=2", "--lr=0.01"]
 
-# What a careless program, or a careless package, would keep in each step.
+# Objects that a leak in a program or in the package would keep in each step.
 _kept: list[Any] = []
 LEAKS: dict[str, Callable[[], object]] = {
     "none": lambda: None,
@@ -42,7 +42,7 @@ LEAKS: dict[str, Callable[[], object]] = {
     "objects": lambda: _kept.append(Lanes(torch.device("cpu"))),
     "python_bytes": lambda: _kept.append(bytearray(40_000)),
     "resident_bytes": lambda: _kept.append(bytearray(1_500_000)),
-    # Planted in `soak`.
+    # Inserted by `soak`.
     "queued": lambda: None,
     "ledger": lambda: None,
     "on_disk": lambda: None,
@@ -52,16 +52,16 @@ LEAKS: dict[str, Callable[[], object]] = {
 def soak(
     api: str, strategy: str, num_steps: int, num_warm: int, folder: str, leak: str = "none", round_of: int = ROUND
 ) -> None:
-    """Trains and counts. Every rank must call it; rank 0 writes what it has counted into ``folder``.
+    """Trains and counts. Every rank must call it; rank 0 writes the counts into ``folder``.
 
     Args:
         api: ``"wrapper"`` or ``"fully_shard"``.
-        strategy: as the tutorial names it.
-        num_steps: to train, some rounds.
-        num_warm: of them, before the first count.
+        strategy: as in the tutorial.
+        num_steps: number of training steps, some rounds.
+        num_warm: number of steps before the first count.
         folder: for the counts, and for checkpoints.
-        leak: what to leak in each step, of `LEAKS`.
-        round_of: how many steps.
+        leak: what to leak in each step, a key of `LEAKS`.
+        round_of: number of steps in a round.
 
     Raises:
         AssertionError: something has grown.
@@ -95,12 +95,12 @@ def soak(
     assert not any(everybody), f"has grown, by rank: {everybody}"
 
 
-# The pool looks for the undecorated body of a test under this name.
+# The pool uses this name for the undecorated body of a test.
 soak.body_on_a_rank = soak  # type: ignore[attr-defined]
 
 
 def _fill_the_ledger() -> None:
-    """It holds the last collectives, so many and no more; it is full before anything is counted."""
+    """The log keeps a fixed number of collectives. This fills it before the first count."""
     entries = ledger.entries
     while len(entries) < (entries.maxlen or 0):
         entries.appendleft((*entries[-1],))
@@ -127,7 +127,7 @@ def _train(
     for step in range(num_steps):
         inputs, targets = train_gpt.next_batch(text, step, options, place)
         train_gpt.train_step(training.model, training.optimizer, inputs, targets)
-        # Without its list of losses, which grows as it should.
+        # Not `finish_step`: it also extends the list of losses, which grows intentionally.
         training.step += 1
         leaks()
         if step == ROUND:

@@ -1,4 +1,4 @@
-"""The short form of the soak: 150 steps through each door, and leaks that must be found."""
+"""The short form of the soak: 150 steps with each API, and inserted leaks that must be found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process holds: counted twice, it shows what has grown."""
+"""Counts what a process holds. Two counts show what has grown."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from minifsdp.engine import gloo, ledger
 __all__ = ["Sample", "grown", "taken"]
 
 MIB = 2**20
-# Allocators round, and caches of torch and of Python fill up slowly: so much more may be held at the end than after the
-# warm-up, in bytes. A leak of 100 bytes in each of 2,000 steps is found by the first of them.
+# Allowed growth in bytes after the warm-up, because allocators round, and caches of torch and of Python fill slowly.
+# A leak of 100 bytes in each of 2,000 steps exceeds the first limit.
 MOST_MORE = {"python_bytes": 150_000, "resident_bytes": 16 * MIB}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What is there now.
+    """The counts after a step.
 
     Attributes:
-        step: the number of the step after which it was counted.
-        tensors: alive, and ``tensor_bytes`` of their storages.
-        descriptors: open ones of the process.
+        step: the number of the step.
+        tensors: number of living tensors, and ``tensor_bytes`` of their storages.
+        descriptors: open file descriptors of the process.
         threads: of the operating system.
-        objects: of classes of minifsdp, which includes all that its queues and records hold.
-        queued: messages that the transport between CPUs keeps until they have come.
-        ledger: entries, and sizes that it knows to follow each other.
+        objects: instances of classes of minifsdp, including all in its queues and records.
+        queued: messages that the transport between CPUs keeps until they have arrived.
+        ledger: entries of the collective log, and the known sizes in its chains.
         on_disk: files and folders below the folder of checkpoints.
-        python_bytes: what Python has allocated since counting began; 0 if it was not watched.
+        python_bytes: bytes that Python has allocated since counting began; 0 if they are not traced.
         resident_bytes: of the process.
         kinds: the objects by class.
     """
@@ -56,17 +56,17 @@ class Sample:
 
 
 def taken(step: int, folder: pathlib.Path) -> Sample:
-    """Counts, after garbage has been collected.
+    """Collects garbage and counts.
 
     Args:
-        step: after which.
+        step: the number of the step before.
         folder: of the checkpoints.
     """
     gc.collect()
     everything = gc.get_objects()
     tensors = [one for one in everything if issubclass(type(one), torch.Tensor)]
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors if _is_plain(one)}
-    # Of some classes that is no text.
+    # For some classes `__module__` is not a string.
     ours = [one for one in everything if str(type(one).__module__).partition(".")[0] == "minifsdp"]
     return Sample(
         step=step,
@@ -85,7 +85,7 @@ def taken(step: int, folder: pathlib.Path) -> Sample:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    # Of a DTensor the local part is counted, which is a tensor of its own.
+    # For a DTensor only the local shard is counted, which is a tensor of its own.
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
 
 
@@ -100,7 +100,7 @@ def _resident() -> int:
 
 
 def grown(before: Sample, after: Sample) -> list[str]:
-    """What there is more of, in words."""
+    """Describes what has grown."""
     found = []
     first, last = asdict(before), asdict(after)
     for name in first:

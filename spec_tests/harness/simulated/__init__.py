@@ -1,36 +1,36 @@
-"""A simulated accelerator: what goes wrong on streams, seen on a laptop.
+"""A simulated accelerator: finds errors in the use of streams without a GPU.
 
-A GPU does what it is told later, on several streams at once. A program for it can be wrong in ways that no value on a
-CPU ever shows: a gather that overwrites weights which are still read, a gradient that is divided before it has arrived,
-memory that is handed out while a copy is under way. Such mistakes pass every test, for the machine is usually slow or
-fast in the right places; until it is not.
+A GPU runs its operations later, on several streams at once. A program for it can have errors that never change a value
+on a CPU: an all-gather that overwrites weights that are still read, a gradient that is divided before it has arrived,
+memory that is reused during a copy. Such errors usually pass every test, because they need an unlucky timing to change
+a result.
 
 This package is a device for PyTorch with the name ``sim``. It computes with real values in real memory, one operator
-after the other as the program says, and beside that keeps the books of a machine that would not:
+after the other in program order. It also records what could happen on a device that runs streams concurrently:
 
 ======================  ============================================================================================
-``clocks.py``           streams and events, and what is known to have happened before what
-``memory.py``           whose bytes are whose: a caching allocator, ``record_stream``, pinned memory
+``clocks.py``           streams, events, and the happens-before relation between operations
+``memory.py``           ownership of memory: a caching allocator, ``record_stream``, pinned memory
 ``operators.py``        which operator reads and writes what
-``races.py``            two accesses without an order between them, and how that is told
+``races.py``            the report of two accesses without an order between them
 ``world.py``            the machine: devices, the current stream of each thread, the CPU's clock, its stops
-``tensor.py``           tensors of the device, and the way of every operator
+``tensor.py``           tensors of the device, and the dispatch of every operator
 ``cells.py``            steps of an LSTM and of a GRU, which are one kernel on a device
-``nccl.py``             collectives with NCCL's contract, over gloo between real ranks or with invented peers
-``module.py``           the names that ``torch.cuda`` has
-``install.py``          how torch is told
-``errors.py``           exceptions in backward, which must survive the way through C++
-``replay.py``           the judge of the judge: the same program in other orders that the streams allow, bit by bit
+``nccl.py``             collectives with NCCL's contract, over gloo between real ranks or with fake peers
+``module.py``           the functions of ``torch.cuda``
+``install.py``          registration of the device in torch
+``errors.py``           exceptions in backward, which must be passed through C++
+``replay.py``           a check of the race checker: replays the program in other allowed orders and compares the bits
 ======================  ============================================================================================
 
-What it can say: that in *no* order which the streams allow two accesses collide (a happens-before argument, not a
-sample), how often and where the CPU stops, what may run beside what, and how many bytes an allocator would have had in
-use. What it cannot: code that did not run, the inside of kernels, NCCL's own deadlocks, time, a forward on a stream of
-the user's own (autograd's backward runs on the default stream here), CUDA graphs.
+It shows that two accesses do not collide in *any* order that the streams allow (a happens-before argument, not a
+sample), how often and where the CPU stops, what can run concurrently, and how many bytes an allocator would use. It
+does not show code that did not run, the inside of kernels, NCCL's own deadlocks, time, a forward on a stream of the
+user (autograd's backward runs on the default stream here), or CUDA graphs.
 
 Measured: an operator takes about 30 to 60 microseconds on it.
 
-Nothing in ``minifsdp/`` knows of it; the package asks ``torch.get_device_module`` for streams, whatever the device.
+``minifsdp/`` does not depend on it: the package gets its streams from ``torch.get_device_module`` for any device.
 
 Spec: SIM-01 to SIM-05, SIM-08.
 """

@@ -1,16 +1,16 @@
-"""One step of an LSTM and of a GRU, which torch asks of every device but the CPU as a single kernel.
+"""One step of an LSTM and of a GRU, which torch runs as a single kernel on every device except the CPU.
 
-On the CPU ``nn.LSTM`` is a handful of matrix products, sigmoids and additions; elsewhere all that follows the two
-products is *one* operator, ``_thnn_fused_lstm_cell``, with a backward of its own. The CPU has no kernel for it, so the
-device has nothing to execute on its memory. Here it is, from plain operators: a simulated device sees one kernel with
-its inputs and outputs, as CUDA has it, and what happens inside is nobody's business.
+On the CPU, ``nn.LSTM`` is a few matrix products, sigmoids and additions. On other devices, everything after the two
+products is *one* operator, ``_thnn_fused_lstm_cell``, with its own backward. The CPU has no kernel for it, so the
+simulated device could not execute it. This module implements it with plain operators. The simulated device sees one
+kernel with its inputs and outputs, as CUDA does, and does not see the operators inside.
 
 A step of an LSTM with one number in each gate (input, forget, candidate, output)::
 
     gates 0, 0, 1, 0   state 2      sigmoid(0) = 0.5, tanh(1) = 0.76
     new state 0.5 * 2 + 0.5 * 0.76 = 1.38       output 0.5 * tanh(1.38) = 0.44
 
-The last result of a forward is what its backward wants to see again.
+The last result of a forward is an input of its backward.
 
 *In torch:* ``aten/src/ATen/native/cuda/RNN.cu``.
 
@@ -26,7 +26,7 @@ __all__ = ["install_cells"]
 
 
 def install_cells() -> torch.library.Library:
-    """Gives the CPU kernels for the fused cells. They stay as long as the library that is returned."""
+    """Registers CPU kernels for the fused cells. They exist as long as the returned library."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("_thnn_fused_lstm_cell", lstm, "CPU")
     library.impl("_thnn_fused_lstm_cell_backward_impl", lstm_backward, "CPU")
@@ -42,7 +42,7 @@ def lstm(
     input_bias: Tensor | None = None,
     hidden_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, new state, and the four gates."""
+    """Returns the output, the new state, and the four gates."""
     gates = _biased(from_input, input_bias) + _biased(from_hidden, hidden_bias)
     enter, forget, candidate, leave = gates.chunk(4, 1)
     enter, forget, candidate, leave = enter.sigmoid(), forget.sigmoid(), candidate.tanh(), leave.sigmoid()
@@ -53,7 +53,7 @@ def lstm(
 def lstm_backward(
     of_output: Tensor | None, of_new_state: Tensor | None, state: Tensor, new_state: Tensor, gates: Tensor, biased: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of the sum of both inputs, of the state before, and of each bias."""
+    """Returns the gradients of the sum of both inputs, of the previous state, and of each bias."""
     nothing = torch.zeros_like(state)
     of_output = nothing if of_output is None else of_output
     of_new_state = nothing if of_new_state is None else of_new_state
@@ -79,7 +79,7 @@ def gru(
     input_bias: Tensor | None = None,
     hidden_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output, and what the backward needs."""
+    """Returns the output, and the workspace for the backward."""
     reset_in, keep_in, candidate_in = _biased(from_input, input_bias).chunk(3, 1)
     reset_hidden, keep_hidden, candidate_hidden = _biased(from_hidden, hidden_bias).chunk(3, 1)
     reset, keep = (reset_in + reset_hidden).sigmoid(), (keep_in + keep_hidden).sigmoid()
@@ -91,7 +91,7 @@ def gru(
 def gru_backward(
     of_output: Tensor, workspace: Tensor, biased: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of both inputs, of the hidden state before, and of both biases."""
+    """Returns the gradients of both inputs, of the previous hidden state, and of both biases."""
     reset, keep, candidate, hidden, candidate_hidden = workspace.chunk(5, 1)
     of_candidate = of_output * (1 - keep) * (1 - candidate * candidate)
     of_keep = of_output * (hidden - candidate) * keep * (1 - keep)

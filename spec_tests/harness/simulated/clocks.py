@@ -1,20 +1,20 @@
-"""Streams, events, and what is known to have happened before what.
+"""Streams, events, and the happens-before relation between operations.
 
-A stream executes its operations in order; two streams know nothing of each other until one waits for an event of the
-other. Who knows what is kept in *vector clocks*: a clock has, for each stream, the number of its last operation that
-is sure to be over. Two streams, ``a`` and ``b``::
+A stream executes its operations in order. Operations of two streams have no order until one stream waits for an event
+of the other. This is tracked with *vector clocks*: a clock contains, for each stream, the number of its last operation
+that is certainly complete. Two streams, ``a`` and ``b``::
 
     a   write x         a's clock {a: 1}
     a   record event    the event keeps {a: 1}
-    b   read y          b's clock {b: 1}                 nothing is known of a: x must not be read here
+    b   read y          b's clock {b: 1}                 no entry for a: reading x here would be a race
     b   wait for event  b's clock {b: 1, a: 1}
-    b   read x          {b: 2, a: 1}                     the write has number 1 on a, and b knows of a's first: in order
+    b   read x          {b: 2, a: 1}                     the write is operation 1 of a, and b's clock has a: 1: in order
 
-So "does the write come before the read?" is one comparison of numbers, whatever the real machine would have done with
-its time. The CPU is one more row of the table, `HOST`: what it launches comes after what it knows, and it learns of the
-device only when it stops (``synchronize``, ``item``, a blocking copy).
+So "does the write come before the read?" is one comparison of numbers, independent of the timing of a real machine.
+The CPU is one more entry, `HOST`: an operation that it launches comes after everything in its clock. It learns of the
+device's progress only when it stops (``synchronize``, ``item``, a blocking copy).
 
-Nothing here is ever done before somebody has waited for it: `Event.query` answers as the slowest device would.
+No operation counts as complete before the program waits for it: `Event.query` answers as the slowest device would.
 
 *In torch:* ``torch.cuda.Stream`` and ``torch.cuda.Event``, the same verbs.
 
@@ -38,7 +38,7 @@ HOST = 0
 
 
 def join(clock: Clock, other: Clock) -> None:
-    """From now on ``clock`` also knows what ``other`` knows."""
+    """Updates ``clock`` to the maximum of both clocks."""
     for stream, number in other.items():
         if number > clock.get(stream, 0):
             clock[stream] = number
@@ -51,16 +51,16 @@ class Stream:
     """A queue of operations of one device.
 
     Args:
-        device: whose; ``None`` for the current one.
-        priority: accepted, without effect: all orders that the streams allow are looked at anyway.
+        device: its device; ``None`` for the current one.
+        priority: accepted, without effect: all orders that the streams allow are checked in any case.
         name: for reports; by default its number.
 
     Attributes:
-        clock: what is over when the next operation of the stream begins.
-        learned: for each other stream, up to which operation of it this one has waited, and where in the program.
+        clock: the operations that are complete when the next operation of the stream begins.
+        learned: for each other stream, the last operation of it that this one waits for, and the line of that wait.
     """
 
-    # Set by `world.py`: the device a stream is on by default, and the clock of the CPU.
+    # Set by `world.py`: the current device and stream, the clock of the CPU, and the line of the program.
     current_index: Callable[[], int]
     current: Callable[[int], Stream]
     host_clock: Clock
@@ -87,38 +87,38 @@ class Stream:
         return self.number
 
     def learn(self, clock: Clock) -> None:
-        """What comes next on the stream runs after all that ``clock`` knows."""
+        """Makes the next operations of the stream run after all operations in ``clock``."""
         for stream, number in clock.items():
             if stream not in (HOST, self.number) and number > self.clock.get(stream, 0):
                 self.learned[stream] = (number, Stream.where())
         join(self.clock, clock)
 
     def begin_operation(self) -> tuple[int, Clock]:
-        """The number of the operation that is launched now, and what is over when it begins."""
+        """The number of the operation that is launched now, and the operations that are complete when it begins."""
         join(self.clock, Stream.host_clock)
         self.clock[self.number] = self.clock.get(self.number, 0) + 1
         return self.clock[self.number], dict(self.clock)
 
     def wait_event(self, event: Event) -> None:
-        """What is launched here from now on runs after what the event has recorded."""
+        """Makes later operations of this stream run after the operations that the event has recorded."""
         self.learn(event.clock)
 
     def wait_stream(self, other: Stream) -> None:
-        """What is launched here from now on runs after all that ``other`` has been given so far."""
+        """Makes later operations of this stream run after all operations that ``other`` has received so far."""
         self.learn(other.record_event().clock)
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event for all that the stream has been given so far."""
+        """Records an event for all operations that the stream has received so far."""
         event = event or Event()
         event.record(self)
         return event
 
     def query(self) -> bool:
-        """Whether the CPU knows that all is over."""
+        """Whether the CPU's clock contains all operations of the stream."""
         return self.record_event().query()
 
     def synchronize(self) -> None:
-        """Stops the CPU until all is over."""
+        """Stops the CPU until all operations of the stream are complete."""
         Stream.host_stops("stream.synchronize")
         join(Stream.host_clock, self.record_event().clock)
 
@@ -133,23 +133,23 @@ class Stream:
 
 
 class Event:
-    """A point in a stream. Takes the arguments of torch's events, and times nothing."""
+    """A point in a stream. Takes the arguments of torch's events, and measures no time."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.clock: Clock = {}
 
     def record(self, stream: Stream | None = None) -> None:
-        """The point behind what the stream, or the current one, has been given so far."""
+        """Records the point after the operations that the stream, by default the current one, has received so far."""
         stream = stream or Stream.current(Stream.current_index())
         self.clock = dict(stream.clock)
         join(self.clock, Stream.host_clock)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """What is launched on the stream, or the current one, from now on runs behind this point."""
+        """Makes later operations of the stream, by default the current one, run after this point."""
         (stream or Stream.current(Stream.current_index())).wait_event(self)
 
     def query(self) -> bool:
-        """Whether the CPU knows that the point has been passed; that it might have been is not enough."""
+        """Whether the CPU's clock shows that the point has been passed. False if it only could have been passed."""
         known = Stream.host_clock
         return all(known.get(stream, 0) >= number for stream, number in self.clock.items() if stream != HOST)
 

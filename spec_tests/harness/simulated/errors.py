@@ -1,14 +1,14 @@
-"""What a hook raises in backward, which torch would lose on the way out.
+"""Keeps exceptions that a hook raises in backward, which torch would lose.
 
-Autograd guards the current device, and a guard on its way out asks for the device's type. For a backend written in
-Python that question is a call of Python; with an exception on its way through the same C++ frames the call fails for
-the sake of the exception, the guard may not fail, and the process ends with "terminate called". So:
+Autograd guards the current device, and a guard reads the device's type in its destructor. For a backend written in
+Python this is a call to Python. If an exception is propagating through the same C++ frames, this call fails because of
+it. A destructor must not fail, so the process ends with "terminate called". The solution:
 
-1. whoever asks for the type first calls `keep_pending`, which takes the exception out of its way and keeps it;
-2. backward then ends with "returned NULL without setting an exception" (a ``SystemError``), and `EngineWithErrors`
-   raises the one that was kept in its place.
+1. Code that reads the type first calls `keep_pending`, which clears the pending exception and keeps it.
+2. Backward then ends with "returned NULL without setting an exception" (a ``SystemError``), and `EngineWithErrors`
+   raises the kept exception instead.
 
-A GPU's guards are C++ and know nothing of this; what a program sees is the same.
+The guards of a GPU are C++ and do not need this. A program sees the same exception in both cases.
 
 Spec: SIM-01.
 """
@@ -24,12 +24,12 @@ __all__ = ["EngineWithErrors", "keep_pending", "watch_backward"]
 
 _kept: list[BaseException] = []
 
-# Calls through `pythonapi` raise what is pending when they return; which function that is does not matter.
+# Any call through `pythonapi` raises the pending exception when it returns; the function does not matter.
 _raise_pending = ctypes.pythonapi.PyErr_Occurred
 
 
 def keep_pending() -> None:
-    """Takes an exception that is on its way through C++, if there is one, out of the way of calls of Python."""
+    """Clears and keeps the exception, if any, that is propagating through C++, so that calls to Python work."""
     try:
         _raise_pending()
     except BaseException as error:
@@ -37,7 +37,7 @@ def keep_pending() -> None:
 
 
 class EngineWithErrors:
-    """The engine of autograd; its backward raises what was kept."""
+    """Autograd's engine, whose backward raises the kept exception."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -46,7 +46,7 @@ class EngineWithErrors:
         return getattr(self._engine, name)
 
     def run_backward(self, *arguments: Any, **named: Any) -> Any:
-        """As the engine's own."""
+        """Runs the engine's own `run_backward`."""
         _kept.clear()
         try:
             return self._engine.run_backward(*arguments, **named)
@@ -54,12 +54,12 @@ class EngineWithErrors:
             if not _kept:
                 raise
         try:
-            # The first one: others may have followed from it.
+            # The first one: others can be a consequence of it.
             raise _kept[0]
         finally:
             _kept.clear()
 
 
 def watch_backward() -> None:
-    """From now on in this process."""
+    """Installs `EngineWithErrors` for the rest of this process."""
     Variable._execution_engine = EngineWithErrors(Variable._execution_engine)  # type: ignore[assignment]

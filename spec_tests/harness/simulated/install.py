@@ -1,14 +1,14 @@
-"""Makes ``sim`` a device of this process. Done once, and never undone: torch knows one Python backend in a process.
+"""Makes ``sim`` a device of this process. It cannot be undone: torch supports one Python backend per process.
 
-It leans on hooks of torch that are not public, and is offered for the version that a release is tested with; on others
-`is_available` says no. What is hooked:
+This uses private hooks of torch, so it works only with the version that a release is tested with. With other versions
+`is_available` returns False. It hooks:
 
 * the device's name, its module, its guard and its hooks (``_setup_privateuseone_for_python_backend``);
-* ``empty`` and ``empty_strided``, from which all new tensors are made;
-* ``UntypedStorage.resize_``, which is how FSDP gives memory back;
-* a dispatch mode at the bottom of the stack, for what no tensor of the device takes part in;
+* ``empty`` and ``empty_strided``, which create all new tensors;
+* ``UntypedStorage.resize_``, with which FSDP frees memory;
+* a dispatch mode at the bottom of the stack, for operators without a tensor of the device;
 * ``Tensor.data`` and ``Tensor.grad``, so that a parameter can move between the CPU and the device in place, and keep a
-  gradient of the other one, as parameters can between the CPU and CUDA;
+  gradient on the other device, as parameters can between the CPU and CUDA;
 * the engine of autograd, for exceptions of hooks (see ``errors.py``);
 * ``torch.accelerator``;
 * ``torch.save`` and ``torch.load``, with the device as the location;
@@ -39,21 +39,21 @@ __all__ = ["TORCH", "install", "is_available"]
 
 TORCH = "2.13."
 
-# Kept for good: torch holds no reference to some of them.
+# Kept permanently: torch holds no reference to some of them.
 _kept: list[Any] = []
 
 
 def is_available() -> bool:
-    """Whether this torch is one that the simulation was made for."""
+    """Whether the simulation supports this version of torch."""
     return torch.__version__.startswith(TORCH)
 
 
 @functools.cache
 def install() -> torch.device:
-    """Makes the device. Every process of a test must call it before it makes tensors there.
+    """Installs the device. Every process of a test must call it before it creates tensors there.
 
     Returns:
-        ``sim:0``, on which training runs.
+        ``sim:0``, the device for training.
 
     Raises:
         RuntimeError: another version of torch, or another backend is installed already.
@@ -96,7 +96,7 @@ def install() -> torch.device:
 
 
 def _make_factories() -> None:
-    """For new tensors where the recorder is not: other modes, or none, are active."""
+    """Registers factories for new tensors when the recorder is not active: under other modes, or without a mode."""
     library = torch.library.Library("aten", "IMPL")
     _kept.append(library)
 
@@ -113,10 +113,10 @@ def _make_factories() -> None:
         tensor.run(torch.ops.aten.copy_.default, (target, source, non_blocking), {})
         return target
 
-    # `torch.tensor(..., device="sim")` copies where no tensor subclass is asked.
+    # `torch.tensor(..., device="sim")` copies without a dispatch to a tensor subclass.
     library.impl("_copy_from", copy_from, "PrivateUse1")
 
-    # Functional collectives of complex numbers call these where no tensor subclass is asked.
+    # Functional collectives of complex numbers call these without a dispatch to a tensor subclass.
     as_real, as_complex = torch.ops.aten.view_as_real.default, torch.ops.aten.view_as_complex.default
     library.impl("view_as_real", lambda values: tensor.run(as_real, (values,), {}), "PrivateUse1")
     library.impl("view_as_complex", lambda values: tensor.run(as_complex, (values,), {}), "PrivateUse1")
@@ -136,7 +136,7 @@ def _watch_resizes() -> None:
 
 
 def _move_in_place() -> None:
-    """``parameter.data = tensor`` between the CPU and the device, which torch allows between the CPU and CUDA."""
+    """Supports ``parameter.data = tensor`` between the CPU and the device, as torch does between the CPU and CUDA."""
     data, grad = torch._C.TensorBase.data, torch._C.TensorBase.grad  # type: ignore[attr-defined]
     compatible = torch._has_compatible_shallow_copy_type
 
@@ -148,13 +148,13 @@ def _move_in_place() -> None:
             return
         gradient, elsewhere = grad.__get__(self), self.__dict__.pop("_grad_elsewhere", None)
         requires_grad, is_parameter = self.requires_grad, isinstance(self, torch.nn.Parameter)
-        # `.data` and not `.detach()`: later writes to `new` are none to this tensor for autograd, as in torch.
+        # `.data` and not `.detach()`: as in torch, autograd must not count later writes to `new` for this tensor.
         other = data.__get__(new).requires_grad_(requires_grad)
         kind = torch.nn.Parameter if is_parameter and not isinstance(new, SimTensor) else type(new)
         attributes = {k: v for k, v in self.__dict__.items() if k not in ("_index", "_home", "_is_param")}
         before = self.__dict__.get("_home")
         torch._C._swap_tensor_impl(self, other)
-        # It has the old memory now.
+        # `other` has the old memory now.
         del other
         object.__setattr__(self, "__class__", kind)
         self.__dict__.clear()
@@ -192,7 +192,7 @@ def _move_in_place() -> None:
 
 
 def _save_and_load() -> None:
-    """``torch.save`` writes the values, with ``sim:0`` as their location; ``map_location`` may say otherwise."""
+    """``torch.save`` writes the values, with ``sim:0`` as their location. ``map_location`` can change it on load."""
 
     def location_of(storage: Any) -> str | None:
         home = WORLD.memory.homes.get(storage._cdata)
@@ -211,7 +211,7 @@ def _save_and_load() -> None:
 
 
 def _answer_for_the_accelerator(module: DeviceModule) -> None:
-    """``torch.accelerator`` asks C++, which knows nothing of the simulated streams."""
+    """``torch.accelerator`` calls C++, which has no information on the simulated streams."""
     torch.accelerator.device_count = module.device_count
     torch.accelerator.current_device_index = module.current_device
     torch.accelerator.set_device_index = module.set_device
@@ -221,7 +221,7 @@ def _answer_for_the_accelerator(module: DeviceModule) -> None:
 
 
 def _name_the_device_of_barriers() -> None:
-    """As if each group had been told its device, for which torch would want to split groups, and NCCL alone can."""
+    """Passes a device to every barrier. If groups had a device, torch would split them, which only NCCL supports."""
     real = dist.barrier
 
     @functools.wraps(real)

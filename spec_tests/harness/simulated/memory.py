@@ -1,26 +1,26 @@
-"""Memory as a caching allocator has it: who has touched which bytes, and who gets them next.
+"""Models memory like a caching allocator: which operations accessed which bytes, and which block reuses them.
 
-The bytes are real, the CPU's. What is simulated is whose they are. A `Block` is one allocation, from ``empty`` (or a
-storage's ``resize_(n)``) to its last reference (or ``resize_(0)``). It belongs to the stream that was current when it
-was asked for, and goes back to that stream *as soon as Python lets go of it*, whoever is still reading it::
+The bytes are real CPU memory. Only their ownership is simulated. A `Block` is one allocation, from ``empty`` (or a
+storage's ``resize_(n)``) to its last reference (or ``resize_(0)``). It belongs to the stream that was current at the
+allocation. It returns to that stream *as soon as Python releases it*, even if another stream still reads it::
 
-    on the gather stream    a = empty(8)        block 1 of the gather stream
-    on the compute stream   b = a + 1           the compute stream reads block 1
-                            del a               block 1 is the gather stream's again, at once
-    on the gather stream    c = empty(8)        the same bytes: what is written here may be read by `a + 1`
+    on the all-gather stream    a = empty(8)    block 1 of the all-gather stream
+    on the compute stream       b = a + 1       the compute stream reads block 1
+                                del a           block 1 returns to the all-gather stream at once
+    on the all-gather stream    c = empty(8)    the same bytes: a write here can change what `a + 1` reads
 
-That is what PyTorch's allocator on CUDA does, and the worst of what it may do is done here always: each new block of a
-stream counts as made of everything that was ever given back to that stream. The last accesses of the earlier owners
-(`Block.ghosts`) stay with it until a write that comes after them in all orders.
+PyTorch's allocator on CUDA does this. Here its worst case always happens: each new block of a stream counts as made of
+all memory that was ever returned to that stream. A block keeps the last accesses of its earlier owners
+(`Block.ghosts`) until a write that comes after them in all orders.
 
-``record_stream`` is the way to ask for patience: the block is kept until that stream has passed the point where it was
-freed. Nobody gets it meanwhile, but it counts as used: the peak is higher.
+``record_stream`` delays the return: the block is kept until that stream has passed the point where it was freed. The
+block cannot be reused in the meantime, but it counts as used, so the peak is higher.
 
-Also here: memory of the host that a device copies from or to without waiting. Pinned or not decides whether such a copy
-is one (see ``operators.py``).
+This module also tracks host memory that a device copies from or to without waiting. Whether it is pinned decides
+whether a copy is asynchronous (see ``operators.py``).
 
-*In torch:* ``CUDACachingAllocator.cpp``, which also rounds sizes, splits and merges; none of that changes who may meet
-whom. Peaks here are sums of exact sizes.
+*In torch:* ``CUDACachingAllocator.cpp``, which also rounds sizes, splits and merges. None of this changes which blocks
+can share memory. Peaks here are sums of exact sizes.
 
 Spec: SIM-02.
 """
@@ -51,11 +51,11 @@ class Access:
 
     Attributes:
         stream: number of the stream; `HOST` for the CPU.
-        number: which operation of that stream.
+        number: index of the operation in that stream.
         low, high: the bytes, counted from the beginning of the block; strides count as the span that they cover.
-        is_write: whether it has written.
-        operator: its name.
-        where: the lines of the program that have called it.
+        is_write: whether it is a write.
+        operator: the operator's name.
+        where: the lines of the program that called it.
     """
 
     stream: int
@@ -67,11 +67,11 @@ class Access:
     where: str
 
     def is_before(self, clock: Clock) -> bool:
-        """Whether it is over for an operation that begins with ``clock``."""
+        """Whether it is complete when an operation with ``clock`` begins."""
         return clock.get(self.stream, 0) >= self.number
 
     def meets(self, other: Access) -> bool:
-        """Whether the two touch the same bytes and one of them writes."""
+        """Whether both access a common byte and at least one of them writes."""
         return (self.is_write or other.is_write) and self.low < other.high and other.low < self.high
 
 
@@ -80,15 +80,15 @@ class Block:
     """One allocation.
 
     Attributes:
-        owner: number of the stream that has asked for it; `HOST` for memory of the host.
+        owner: number of the stream that allocated it; `HOST` for host memory.
         num_bytes: its size.
-        address: of the real memory.
-        place: which piece of simulated memory it lies in; blocks that follow each other may share one.
-        accesses: those that a later access may still collide with.
-        ghosts: the last accesses to what the memory was before.
+        address: address of the real memory.
+        place: index of the simulated memory that contains it; successive blocks can share one.
+        accesses: those that a later access can still collide with.
+        ghosts: the last accesses to earlier blocks in the same memory.
         recorded: numbers of the streams given to ``record_stream``.
-        where: who has asked for it.
-        is_pinned: memory of the host that a device may copy from or to on its own.
+        where: the line that allocated it.
+        is_pinned: host memory that a device can copy from or to asynchronously.
     """
 
     owner: int
@@ -102,13 +102,13 @@ class Block:
     is_pinned: bool = False
 
     def note(self, new: Access, clock: Clock) -> Iterator[tuple[str, Access]]:
-        """Adds an access; yields those that it collides with, each with the kind of collision."""
+        """Adds an access. Yields the accesses that it collides with, each with the kind of collision."""
         kept = []
         for old in self.accesses:
             in_order = old.is_before(clock)
             if not in_order and old.meets(new):
                 yield "race", old
-            # Whoever will come after the new one comes after this one, too.
+            # Every access that comes after the new one also comes after this one.
             is_covered = new.low <= old.low and old.high <= new.high and (new.is_write or not old.is_write)
             if not (in_order and is_covered):
                 kept.append(old)
@@ -122,12 +122,12 @@ class Block:
 
 
 class Home:
-    """A storage, and the block behind it if it has memory.
+    """A storage, and its block if it has memory.
 
     Attributes:
         block: ``None`` while the storage has no bytes.
-        offset: where in the block the storage begins.
-        is_part: the block belongs to a larger storage that this one was cut out of.
+        offset: position of the storage in the block.
+        is_part: the block belongs to a larger storage, and this storage is a part of it.
     """
 
     __slots__ = ("__weakref__", "_references", "_storage", "block", "index", "is_part", "offset")
@@ -139,7 +139,7 @@ class Home:
 
     @property
     def is_gone(self) -> bool:
-        """Whether nothing holds the storage any more."""
+        """Whether the storage has no references."""
         gone: bool = self._storage.expired()
         return gone
 
@@ -148,12 +148,12 @@ class Home:
         return torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
 
     def watch(self, tensor: torch.Tensor, let_go: Callable[[Home], None]) -> None:
-        """Calls ``let_go`` when the last tensor that was watched is gone, or shows other memory (`unwatch`)."""
+        """Calls ``let_go`` when the last watched tensor is deleted or gets other memory (`unwatch`)."""
         key = id(tensor)
         self._references[key] = weakref.ref(tensor, lambda _: self._unwatch(key, let_go))
 
     def unwatch(self, tensor: torch.Tensor, let_go: Callable[[Home], None]) -> None:
-        """The tensor was given other memory."""
+        """Stops watching a tensor that got other memory."""
         self._unwatch(id(tensor), let_go)
 
     def _unwatch(self, key: int, let_go: Callable[[Home], None]) -> None:
@@ -163,25 +163,25 @@ class Home:
 
 
 class Memory:
-    """All blocks of the simulated devices, and those of the host that they copy from and to.
+    """All blocks of the simulated devices, and the host blocks that they copy from and to.
 
     Attributes:
-        num_bytes: used by living blocks.
-        peak: the largest sum of these and of what ``record_stream`` held back.
-        num_host_blocks: how many blocks of the host are watched; with none, operators on the CPU cost nothing.
-        first_bytes: by place, what was in a block when the open log, if there is one, began or first saw it.
+        num_bytes: size of all living blocks.
+        peak: the largest sum of these and of the blocks that ``record_stream`` kept.
+        num_host_blocks: how many host blocks are watched; if none, operators on the CPU have no overhead.
+        first_bytes: by place, the contents of a block when the open log began or first used it.
     """
 
     def __init__(self, report: Callable[[str, Access, Access | None, Block | None], None]) -> None:
         self._report = report
         self.homes: dict[int, Home] = {}
-        # Addresses at which a block of a living storage begins, in order; a storage may be cut out of another one.
+        # Sorted addresses at which a block of a living storage begins. A storage can be a part of another one.
         self._addresses: list[int] = []
         self._home_at: dict[int, Home] = {}
         self._maybe_gone: list[Home] = []
-        # By stream: the last access of each stream to anything that was given back to it.
+        # By stream: the last access of each stream to any memory that was returned to it.
         self._given_back: dict[int, dict[int, Access]] = defaultdict(dict)
-        # By stream: places that may be used again, the last one given back first.
+        # By stream: places that can be reused, most recently freed last.
         self._free_places: dict[int, list[int]] = defaultdict(list)
         self.size_of_place: dict[int, int] = {}
         self._held_back: list[tuple[Block, Event]] = []
@@ -192,7 +192,7 @@ class Memory:
     # --- blocks ---
 
     def allocate(self, num_bytes: int, address: int, stream: Stream) -> Block:
-        """A block for ``stream``, made of what was given back to it."""
+        """Allocates a block for ``stream`` from memory that was returned to it."""
         self.reap()
         self._release_held_back()
         ghosts = [a for a in self._given_back[stream.number].values() if not a.is_before(Stream.host_clock)]
@@ -204,11 +204,11 @@ class Memory:
 
     @property
     def used(self) -> int:
-        """Bytes in use or held back."""
+        """Bytes in use or kept by ``record_stream``."""
         return self.num_bytes + sum(block.num_bytes for block, _ in self._held_back)
 
     def _place(self, stream: int, num_bytes: int) -> int:
-        """As a mean allocator would: the place that was given back last, if it is large enough."""
+        """The worst case of an allocator: the most recently freed place, if it is large enough."""
         free = self._free_places[stream]
         for i in range(len(free) - 1, -1, -1):
             if self.size_of_place[free[i]] >= num_bytes:
@@ -218,9 +218,9 @@ class Memory:
         return place
 
     def free(self, block: Block) -> None:
-        """Gives the block back to its stream, or holds it back for those that ``record_stream`` was told of."""
+        """Returns the block to its stream, or keeps it for the streams of ``record_stream``."""
         if block.owner == HOST:
-            # Not a device's. The allocator of pinned memory keeps what a copy still reads or writes.
+            # Host memory. The allocator of pinned memory keeps blocks that a copy still reads or writes.
             self.num_host_blocks -= 1
             return
         self.num_bytes -= block.num_bytes
@@ -250,7 +250,7 @@ class Memory:
     # --- storages ---
 
     def home_of(self, storage: Any, stream: Stream | None, index: int = 0) -> Home:
-        """What is known of a storage; a new one gets a block of ``stream``, of the host if that is ``None``."""
+        """The `Home` of a storage. A new storage gets a block of ``stream``, or a host block for ``None``."""
         home = self.homes.get(storage._cdata)
         if home is not None and not home.is_gone:
             return home
@@ -281,7 +281,7 @@ class Memory:
         return block
 
     def _settle_at(self, home: Home) -> None:
-        """Remembers where the block of ``home`` lies."""
+        """Records the address of the block of ``home``."""
         if home.block is not None:
             address = home.block.address
             if address not in self._home_at:
@@ -299,12 +299,12 @@ class Memory:
         place = next(_numbers)
         self.size_of_place[place] = storage.nbytes()
         if self.first_bytes is not None:
-            # Its values have come from somewhere that is not watched.
+            # Its values were written by an operation that is not watched.
             self.first_bytes[place] = bytes_of(storage)
         return Block(HOST, storage.nbytes(), storage.data_ptr(), place, [], Stream.where())
 
     def resized(self, storage: Any, stream: Stream, resize: Callable[[], Any]) -> Any:
-        """A storage of a device is resized: its block ends, and another one begins."""
+        """Resizes a storage of a device: its block ends, and a new one begins."""
         home = self.homes.get(storage._cdata)
         if home is None or home.is_gone or home.is_part or (home.block is not None and home.block.owner == HOST):
             return resize()
@@ -318,7 +318,7 @@ class Memory:
         return result
 
     def notice_size(self, storage: Any, stream: Stream) -> None:
-        """A storage that C++ has resized, as ``Tensor.resize_`` does, has another block."""
+        """Gives a new block to a storage that C++ has resized, as ``Tensor.resize_`` does."""
         home = self.homes.get(storage._cdata)
         if home is not None and not home.is_part:
             num_bytes = storage.nbytes()
@@ -326,14 +326,14 @@ class Memory:
                 self.resized(storage, stream, lambda: None)
 
     def let_go(self, home: Home) -> None:
-        """The last tensor of a storage is gone, and so, nearly always, is the storage."""
+        """Called when the last tensor of a storage is deleted. Nearly always the storage is deleted, too."""
         if home.is_gone:
             self._forget(home)
         else:
             self._maybe_gone.append(home)
 
     def reap(self) -> None:
-        """Storages that something else than a tensor has held a little longer."""
+        """Frees the blocks of storages that another object kept alive after their last tensor."""
         waiting, self._maybe_gone = self._maybe_gone, []
         for home in waiting:
             if home.is_gone:
@@ -353,7 +353,7 @@ class Memory:
     # --- accesses ---
 
     def access(self, home: Home, new: Access, clock: Clock) -> None:
-        """Notes one access, and reports what it collides with."""
+        """Records one access, and reports its collisions."""
         if home.block is None:
             self._report("freed", new, None, None)
             return
@@ -361,7 +361,7 @@ class Memory:
             self._report(kind, new, old, home.block)
 
     def calm(self) -> None:
-        """Everything so far is over, as at the beginning of a test."""
+        """Marks all earlier accesses as complete, for the beginning of a test."""
         self.reap()
         self._given_back.clear()
         self._held_back.clear()
@@ -374,6 +374,6 @@ class Memory:
 
 
 def bytes_of(storage: Any) -> torch.Tensor:
-    """A copy of what is in a storage."""
+    """A copy of the contents of a storage."""
     view = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
     return view.clone()

@@ -1,4 +1,4 @@
-"""What ``torch.get_device_module("sim")`` returns: the names that ``torch.cuda`` has, as far as anybody asks for them.
+"""The module that ``torch.get_device_module("sim")`` returns: the functions of ``torch.cuda`` that are used.
 
 Spec: SIM-01.
 """
@@ -34,23 +34,23 @@ class DeviceModule:
     # --- devices ---
 
     def device_count(self) -> int:
-        """How many simulated devices there are."""
+        """The number of simulated devices."""
         return NUM_DEVICES
 
     def current_device(self) -> int:
-        """The one that is meant where none is named."""
+        """The device that is used if none is given."""
         return WORLD.current_index
 
     def set_device(self, device: Any) -> None:
-        """Changes it for this thread."""
+        """Sets the current device of this thread."""
         WORLD.current_index = _index(device)
 
     def device(self, device: Any) -> Any:
-        """Changes it for a ``with`` block."""
+        """Sets the current device of this thread for a ``with`` block."""
         return _OnDevice(_index(device))
 
     def is_available(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     is_initialized = is_available
@@ -62,32 +62,32 @@ class DeviceModule:
         return None
 
     def get_device_name(self, device: Any = None) -> str:
-        """A name."""
+        """The same name for all devices."""
         return "simulated accelerator"
 
     # --- streams ---
 
     def current_stream(self, device: Any = None) -> Stream:
-        """Where kernels of the device go."""
+        """The stream that kernels of the device are launched on."""
         return WORLD.current_stream(_index(device))
 
     def default_stream(self, device: Any = None) -> Stream:
-        """Where they go if nobody says otherwise."""
+        """The stream that is used if no other one was set."""
         return WORLD.main[_index(device)]
 
     def stream(self, stream: Stream | None) -> Any:
-        """Makes a stream the current one of its device for a ``with`` block."""
+        """Sets the current stream of its device for a ``with`` block."""
         return _OnStream(stream)
 
     def set_stream(self, stream: Stream) -> None:
-        """Makes a stream the current one of its device."""
+        """Sets the current stream of its device."""
         WORLD.use_stream(stream)
 
     def _sleep(self, cycles: int) -> None:
-        """Nothing is over before somebody has waited for it, with or without this."""
+        """Has no effect: an operation never counts as complete before the program waits for it."""
 
     def synchronize(self, device: Any = None) -> None:
-        """Stops the CPU until the device has done all."""
+        """Stops the CPU until the device has completed all operations."""
         WORLD.host_stops("device.synchronize")
         WORLD.synchronize()
 
@@ -99,18 +99,18 @@ class DeviceModule:
         return WORLD.memory.num_bytes
 
     def max_memory_allocated(self, device: Any = None) -> int:
-        """The most that were in use, or held back by ``record_stream``."""
+        """The peak of the bytes in use or kept by ``record_stream``."""
         return WORLD.memory.peak
 
     memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
-        """From now on."""
+        """Restarts the measurement of the peak."""
         WORLD.memory.reap()
         WORLD.memory.peak = WORLD.memory.used
 
     def memory_stats(self, device: Any = None) -> dict[str, int]:
-        """The two numbers under the names that CUDA's allocator has for them."""
+        """The two numbers under the keys of CUDA's allocator."""
         memory = WORLD.memory
         names = ("allocated_bytes.all", "active_bytes.all", "reserved_bytes.all")
         stats = {f"{name}.current": memory.num_bytes for name in names}
@@ -118,37 +118,37 @@ class DeviceModule:
         return {**stats, "num_alloc_retries": 0}
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        """Free and all bytes."""
+        """Free bytes and total bytes."""
         return 2**36 - WORLD.memory.num_bytes, 2**36
 
     def empty_cache(self) -> None:
-        """There is no cache."""
+        """Has no effect: there is no cache."""
 
     # --- random numbers: those of the CPU, so that both draw the same ---
 
     def manual_seed(self, seed: int) -> None:
-        """The CPU's generator is seeded by who calls this."""
+        """Has no effect: the caller also seeds the CPU's generator."""
 
     manual_seed_all = manual_seed
 
     def initial_seed(self) -> int:
-        """That of the CPU."""
+        """The seed of the CPU's generator."""
         return torch.initial_seed()
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        """That of the CPU."""
+        """The state of the CPU's generator."""
         return torch.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        """That of the CPU."""
+        """Sets the state of the CPU's generator."""
         torch.set_rng_state(state)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """For autocast."""
+        """The dtypes for autocast."""
         return [torch.bfloat16, torch.float16]
 
     def is_bf16_supported(self, *_: Any) -> bool:
-        """As on a recent device."""
+        """True, as on a recent device."""
         return True
 
     def is_autocast_enabled(self) -> bool:
@@ -157,7 +157,7 @@ class DeviceModule:
 
 
 class _OnStream:
-    """Makes a stream and its device the current ones, as CUDA's does."""
+    """Sets a stream and its device as the current ones, like CUDA's context manager."""
 
     def __init__(self, stream: Stream | None) -> None:
         self._stream = stream

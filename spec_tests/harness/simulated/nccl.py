@@ -1,22 +1,22 @@
-"""Collectives as NCCL does them: on a stream, in one of two modes, and without stopping the CPU.
+"""Collectives as NCCL runs them: on a stream, in one of two modes, and without stopping the CPU.
 
 Since torch 2.8 the two modes differ in more than their result (pytorch PR 150398):
 
-* ``async_op=False``: the kernel runs on the *current* stream, and the call returns ``None``. There is nothing to wait
-  for: what comes next on the stream comes after it;
-* ``async_op=True``: it runs on a stream of the group's own, which first waits for the current one. The call returns a
-  ``Work``; its ``wait()`` lets the stream that is current *then* wait, not the CPU. Until then the group keeps the
-  tensors alive.
+* ``async_op=False``: the kernel runs on the *current* stream, and the call returns ``None``. No wait is necessary:
+  later operations on the stream run after it.
+* ``async_op=True``: it runs on a stream of the group, which first waits for the current one. The call returns a
+  ``Work``. Its ``wait()`` makes the stream that is current *at that time* wait, not the CPU. Until then the group keeps
+  the tensors alive.
 
-Where the other ranks' values come from is the `Wire`'s business:
+A `Wire` provides the other ranks' values:
 
-* `GlooWire`: real ranks in other processes, with gloo underneath, so that training on the simulated device gives the
-  bits that it gives on the CPU;
-* `InventedPeers`: a single process in a group of any size, whose other ranks have values made from this rank's own.
-  They are nobody's training, but a function of the inputs and of nothing else, and that is all that replay in another
-  order needs.
+* `GlooWire`: real ranks in other processes, connected by gloo. Training on the simulated device gives bitwise the same
+  results as on the CPU.
+* `InventedPeers`: a single process in a group of any size. The values of the fake ranks are computed from this rank's
+  values. They do not come from a real training, but they depend only on the inputs, which is sufficient for a replay
+  in another order.
 
-Tensors of the CPU are refused, as by NCCL.
+Like NCCL, it refuses CPU tensors.
 
 Spec: SIM-04.
 """
@@ -43,15 +43,15 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Wire(Protocol):
-    """Who executes a collective on memory of the CPU."""
+    """Executes collectives on CPU memory."""
 
     def __call__(self, name: str, *arguments: Any) -> None:
-        """Executes the method ``name`` of a process group, and returns when it is done."""
+        """Executes the method ``name`` of a process group, and returns when it is complete."""
         ...
 
 
 class GlooWire:
-    """Other ranks are processes; gloo connects them."""
+    """The other ranks are processes, connected by gloo."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self.group = dist.ProcessGroup(store, rank, size)
@@ -64,7 +64,7 @@ class GlooWire:
         options = arguments[-1] if arguments else None
         average = getattr(options, "reduceOp", None) == ReduceOp.AVG
         if average:
-            # Unknown to gloo.
+            # gloo has no AVG.
             options.reduceOp = ReduceOp.SUM
         try:
             work = getattr(self.group, name)(*arguments)
@@ -79,22 +79,22 @@ class GlooWire:
 
 
 class InventedStore(dist.Store):
-    """The store of a rank that is alone: what it waits for has been written, and nobody else has raised a hand."""
+    """The store of a single process with fake peers: a wait returns at once, and no fake rank reports an error."""
 
     def __init__(self) -> None:
         super().__init__()
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: Any) -> None:
-        """Remembers a value."""
+        """Stores a value."""
         self._values[key] = value if isinstance(value, bytes) else str(value).encode()
 
     def get(self, key: str) -> bytes:
-        """What was set, or nothing."""
+        """The stored value, or empty bytes."""
         return self._values.get(key, b"")
 
     def add(self, key: str, amount: int) -> int:
-        """Counts; the others count as well, but nobody has ever seen all of them."""
+        """Adds to a counter. The fake ranks add nothing, so the counter never reaches the size of the group."""
         self.set(key, int(self.get(key) or 0) + amount)
         return int(self.get(key))
 
@@ -102,23 +102,23 @@ class InventedStore(dist.Store):
         """Returns at once."""
 
     def check(self, keys: Any) -> bool:
-        """Whether all were set here, or are a barrier's last word: the invented ranks have come already."""
+        """Whether all keys were set here or are the last key of a barrier, which the fake ranks have already passed."""
         return all(key in self._values or key.endswith("/complete") for key in keys)
 
     def delete_key(self, key: str) -> bool:
-        """Forgets a value."""
+        """Deletes a value."""
         return self._values.pop(key, None) is not None
 
-    # C++ asks for this name.
+    # C++ calls this name.
     deleteKey = delete_key
 
 
-# Kept for good: torch keeps its part of C++ alone.
+# Kept permanently: torch keeps only its C++ part alive.
 INVENTED_STORE = InventedStore()
 
 
 class InventedPeers:
-    """Other ranks are imagined: rank ``i`` has this rank's values times ``1 + (i - rank) / 8``; whole numbers stay."""
+    """Fake ranks: rank ``i`` has this rank's values times ``1 + (i - rank) / 8``. Integers are not changed."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -164,7 +164,7 @@ class InventedPeers:
 
 
 class SimulatedWork(dist._Work):
-    """Something on a stream of the group's own."""
+    """A collective on a stream of the group."""
 
     def __init__(
         self, group: SimulatedNccl, event: Event, index: int, kept: Tensors, result: list[torch.Tensor]
@@ -174,33 +174,33 @@ class SimulatedWork(dist._Work):
         group.kept[self] = kept
 
     def wait(self, timeout: Any = None) -> bool:
-        """The stream that is current now goes on only behind it; the CPU does not wait."""
+        """Makes the current stream wait for the collective. The CPU does not wait."""
         WORLD.current_stream(self._index).wait_event(self._event)
         self._group.kept.pop(self, None)
         return True
 
     def block_current_stream(self) -> None:
-        """The same."""
+        """Same as `wait`."""
         self.wait()
 
     def synchronize(self) -> None:
-        """The same."""
+        """Same as `wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """As far as the CPU knows."""
+        """Whether the CPU's clock contains the collective."""
         return self._event.query()
 
     def is_success(self) -> bool:
-        """It cannot fail later than at its call."""
+        """Always true: errors are raised by the call itself."""
         return True
 
     def result(self) -> list[torch.Tensor]:
-        """What was written."""
+        """The outputs."""
         return self._result
 
     def get_future(self) -> Any:
-        """Done at once: what is waited for there is the current stream's."""
+        """A completed future: this call makes the current stream wait."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._result)
@@ -208,7 +208,7 @@ class SimulatedWork(dist._Work):
 
 
 class _Backend:
-    """What torch asks a backend of C++ for."""
+    """The attributes that torch reads from a C++ backend."""
 
     supports_splitting = supports_time_estimate = supports_coalescing = False
 
@@ -220,16 +220,16 @@ class SimulatedNccl(dist.ProcessGroup):
     """A process group whose collectives run on simulated streams.
 
     Args:
-        store: through which the ranks have found each other.
+        store: the store of the rendezvous.
         rank, size: of this process in the group.
-        wire: who executes them.
+        wire: executes the collectives.
 
     Attributes:
         stream: on which asynchronous collectives run.
-        kept: tensors that an asynchronous collective uses and that nobody has waited for.
+        kept: tensors of asynchronous collectives that were not waited for.
         num_collectives: so far.
         has_threads: each collective, also a synchronous one, runs on a stream of its own and returns a ``Work``, as
-            with gloo, which has threads also for tensors of an accelerator.
+            with gloo, which uses threads also for tensors of an accelerator.
     """
 
     has_threads = False
@@ -243,7 +243,7 @@ class SimulatedNccl(dist.ProcessGroup):
         self._name, self._description = "", ""
 
     def getBackendName(self) -> str:
-        """As torch asks for it."""
+        """The backend's name, for torch."""
         return "simulated"
 
     def __repr__(self) -> str:
@@ -258,7 +258,7 @@ class SimulatedNccl(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """As torch has named it."""
+        """The name that torch has set."""
         return self._name
 
     def _set_group_name(self, name: str) -> None:
@@ -266,18 +266,18 @@ class SimulatedNccl(dist.ProcessGroup):
 
     @property
     def group_desc(self) -> str:
-        """As torch has described it."""
+        """The description that torch has set."""
         return self._description
 
     def _set_group_desc(self, description: str) -> None:
         self._description = description
 
     def name(self) -> str:
-        """As torch asks for it."""
+        """The backend's name, for torch."""
         return "simulated"
 
     def get_group_store(self) -> dist.Store:
-        """Through which the ranks have found each other."""
+        """The store of the rendezvous."""
         return self._store
 
     def _get_sequence_number_for_group(self) -> int:
@@ -289,7 +289,7 @@ class SimulatedNccl(dist.ProcessGroup):
         return self.streams[index]
 
     def _run(self, name: str, writes: Tensors, reads: Tensors, options: Any, arguments: tuple[Any, ...]) -> Any:
-        """Executes a collective, and notes it as a kernel of the stream that it belongs to."""
+        """Executes a collective, and records it as a kernel of its stream."""
         for tensor in (*writes, *reads):
             if not isinstance(tensor, SimTensor):
                 raise RuntimeError(f"No backend type associated with device type {tensor.device.type} (in {name})")
@@ -304,7 +304,7 @@ class SimulatedNccl(dist.ProcessGroup):
                 del self.kept[work]
             stream = Stream(index, name="thread of the backend") if self.has_threads else self._stream(index)
             stream.wait_stream(current)
-        # Seen by modes that count collectives.
+        # Modes that count collectives see this call.
         with unnoted():
             self.wire(name, *_plain(arguments))
         launch = kernel(name.strip("_"), stream, list(reads), list(writes))  # type: ignore[arg-type]
@@ -339,7 +339,7 @@ class SimulatedNccl(dist.ProcessGroup):
         return self._run("allreduce", values, values, options, (values, options))
 
     def allreduce_coalesced(self, values: Any, opts: Any = None, **_: Any) -> Any:
-        """Several at once."""
+        """Several all-reduces at once."""
         work = None
         for value in values:
             work = self.allreduce([value], opts)
@@ -353,7 +353,7 @@ class SimulatedNccl(dist.ProcessGroup):
         return self._run("allgather", _flat(outputs), inputs, options, (outputs, inputs, options))
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> Any:
-        """Several at once."""
+        """Several all-gathers at once."""
         work = None
         for output, piece in zip(outputs, inputs, strict=True):
             work = self.all_gather_single(output, piece, opts)
@@ -362,7 +362,7 @@ class SimulatedNccl(dist.ProcessGroup):
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> Any:
-        """Several at once."""
+        """Several reduce-scatters at once."""
         work = None
         for piece, whole in zip(outputs, inputs, strict=True):
             work = self.reduce_scatter_single(piece, whole, opts)
@@ -425,7 +425,7 @@ class SimulatedNccl(dist.ProcessGroup):
         return self._run("recv", values, [], None, (values, source, tag))
 
     def barrier(self, opts: Any = None, **_: Any) -> Any:
-        """Stops the CPU, as NCCL's does, until every rank has come and the device has done all."""
+        """Stops the CPU, as NCCL's does, until every rank has arrived and the device has completed all operations."""
         self.num_collectives += 1
         self.wire("barrier", dist.BarrierOptions())
         WORLD.host_stops("barrier")
@@ -435,16 +435,16 @@ class SimulatedNccl(dist.ProcessGroup):
         return SimulatedWork(self, stream.record_event(), stream.index, (), []) if is_asynchronous else None
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long gloo underneath waits for the other ranks."""
+        """Sets the time-out of gloo."""
         if isinstance(self.wire, GlooWire):
             self.wire.backend._set_default_timeout(timeout)
 
     def shutdown(self) -> None:
-        """Nothing is left to do."""
+        """Releases the kept tensors."""
         self.kept.clear()
 
     def abort(self) -> None:
-        """Nothing is left to do."""
+        """Releases the kept tensors."""
         self.kept.clear()
 
 
@@ -471,11 +471,11 @@ def _plain(value: Any) -> Any:
 
 
 def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> SimulatedNccl:
-    """What ``init_process_group("simulated")`` and ``new_group`` call; with these stores others are invented."""
+    """Called by ``init_process_group("simulated")`` and ``new_group``. A fake store selects fake peers."""
     inner = store
     while isinstance(inner, dist.PrefixStore):
         inner = inner.underlying_store
-    # Of a store in Python, a new group's prefix shows only what C++ knows of it, and that is that it is a store.
+    # For a Python store, the prefix store of a new group returns only a plain C++ `Store`.
     is_alone = isinstance(inner, (FakeStore, InventedStore)) or type(inner) is dist.Store
     wire = InventedPeers(rank, size) if is_alone else GlooWire(store, rank, size, timeout)
     return SimulatedNccl(store, rank, size, wire)

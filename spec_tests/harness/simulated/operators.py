@@ -1,14 +1,14 @@
-"""What an operator does to memory, read off its schema.
+"""Which memory an operator reads and writes, from its schema.
 
-Every operator of torch says of each argument whether it writes to it (``Tensor(a!)``) and of each result whether it is
-a view of an argument (``Tensor(a)``). From that follows nearly everything:
+The schema of an operator declares for each argument whether it is written (``Tensor(a!)``), and for each result whether
+it is a view of an argument (``Tensor(a)``). Nearly everything follows from this:
 
 * ``add(Tensor self, Tensor other) -> Tensor``: reads both, writes a new tensor;
-* ``add_(Tensor(a!) self, ...)``: writes the first; for ordering a write is as good as a read and a write;
-* ``view(Tensor(a) self, ...) -> Tensor(a)``: touches nothing, there is no kernel;
-* ``empty(...)``: asks for memory and touches nothing.
+* ``add_(Tensor(a!) self, ...)``: writes the first; for the order, a write counts as a read and a write;
+* ``view(Tensor(a) self, ...) -> Tensor(a)``: accesses no memory, launches no kernel;
+* ``empty(...)``: allocates memory and does not access it.
 
-Exceptions are the few names below.
+The names below are the exceptions.
 
 Spec: SIM-02.
 """
@@ -34,30 +34,30 @@ NO_KERNEL = {
     "aten::is_same_size",
     "aten::_reshape_alias",
 }
-# These look at the shape and the dtype of their first argument and not at what is in it.
+# These use only the shape and the dtype of their first argument, not its values.
 ONLY_SHAPE = ("aten::new_", "_like")
-# The CPU needs the answer.
+# The CPU waits for the result of these.
 STOPS = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero", "aten::masked_select"}
-# May mix a device and the CPU: copies; and tables of positions.
+# These accept both device and CPU tensors: copies, and indexing.
 MIXES = {"aten::copy_", "aten::_to_copy", "aten::index", "aten::_copy_from", "aten::index_put_", "aten::index_put"}
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What is to be known of one operator.
+    """The properties of one operator.
 
     Attributes:
         name: with its namespace.
         writes: by position, whether the argument is written.
         written_names: the same for keyword arguments.
-        is_kernel: whether it touches memory at all.
-        reads: whether it looks at what is in its inputs.
+        is_kernel: whether it accesses memory at all.
+        reads: whether it reads the values of its inputs.
         returns_view: whether a result shares memory with an argument.
-        stops_host: whether the CPU waits for the answer.
-        may_mix: whether its arguments may be on different devices.
+        stops_host: whether the CPU waits for the result.
+        may_mix: whether its arguments can be on different devices.
         is_copy: whether it is the copy between two tensors, or into a new one.
         asynchronous_at: position of the argument ``non_blocking``; -1 if there is none.
-        is_composite: made of other operators, as ``to`` is; with tensors of inference mode it arrives in one piece.
+        is_composite: consists of other operators, like ``to``; with inference tensors torch dispatches it as one.
     """
 
     name: str
@@ -90,7 +90,7 @@ def _read(operator: Any) -> Signature:
     writes = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
     names = [a.name for a in schema.arguments]
     returns_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    # What answers with a number looks at the shape, or the CPU has to wait for it.
+    # An operator that returns a number either reads only the shape, or makes the CPU wait.
     makes_tensors = any(writes) or any("Tensor" in str(r.type) for r in schema.returns) or name in STOPS
     return Signature(
         name=name,

@@ -1,13 +1,13 @@
-"""What a collision is called, and how it is told.
+"""The kinds of collisions, and their reports.
 
-Three kinds:
+There are three kinds:
 
 * ``race``: two accesses to the same bytes of one allocation, at least one of them a write, and no order between them;
-* ``reuse``: the bytes were given back to their stream and handed out again while another stream still used them;
+* ``reuse``: the bytes were returned to their stream and reallocated while another stream still used them;
 * ``freed``: the bytes were used after ``resize_(0)``.
 
-A report names both operators, both streams and the lines of the program, and then what is missing: which stream would
-have to wait for which, and how far it has waited so far.
+A report names both operators, both streams and the lines of the program. It also names the missing wait: which stream
+must wait for which, and up to which operation it has waited so far.
 
 Spec: SIM-03.
 """
@@ -27,7 +27,7 @@ __all__ = ["Race", "SimulatedRaceError"]
 
 
 class SimulatedRaceError(RuntimeError):
-    """Raised at once where the device is strict."""
+    """A collision on a strict device, which raises immediately."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Race:
 
     Attributes:
         kind: ``race``, ``reuse`` or ``freed``.
-        text: for a person.
+        text: the report.
         new, old: the two accesses.
     """
 
@@ -47,7 +47,7 @@ class Race:
 
     @classmethod
     def of(cls, world: World, kind: str, new: Access, old: Access | None, block: Block | None) -> Race:
-        """The report, written while it is known who has waited for whom."""
+        """Creates the report at the time of the collision, while the waits so far are known."""
         if old is None:
             return cls(kind, f"FREED: {_told(world, new)} uses memory that was given back", new, None)
         lines = [f"{kind.upper()}: {_told(world, new)}", f"  is not ordered after {_told(world, old)}"]

@@ -1,18 +1,18 @@
-"""The same program in another order: an independent judge of what the race checker says.
+"""Runs the same program in another order: an independent check of the race checker.
 
-While a `Log` is open, each operation is kept with the bytes that it reads and writes, and with what had to be over
-when it began. Afterwards the operations are executed again on other memory, in orders in which the program did not run
-but which its streams allow: always the gather stream first, always the compute stream first, at random. Blocks that
-followed each other in one place share it again, so a gather that comes early writes over what is still read.
+While a `Log` is open, it keeps each operation with the bytes that it reads and writes, and the operations that had to
+be complete when it began. Afterwards the operations are executed again on other memory, in other orders that the
+streams allow: the all-gather stream always first, the compute stream always first, or random. Blocks that used the same
+memory one after the other share it again, so an early all-gather overwrites values that are still read.
 
-    the program        AG0 F0 AG1 F1
-    gather first       AG0 AG1 F0 F1        allowed, if the gather stream does not wait for F0
-    a missing wait     F0 AG0 ...           allowed only if the compute stream never waits for the gather
+    the program          AG0 F0 AG1 F1
+    all-gather first     AG0 AG1 F0 F1      allowed, if the all-gather stream does not wait for F0
+    a missing wait       F0 AG0 ...         allowed only if the compute stream never waits for the all-gather
 
-If the checker says that nothing collides, all orders must give the same bits; if a wait is missing, some order gives
-others. The two share the log and nothing else.
+If the checker finds no collision, all orders must give the same bits. If a wait is missing, some order gives
+other bits. The replay and the checker share only the log.
 
-Values of other ranks come from `InventedPeers`; between real ranks there is no replay.
+The values of other ranks come from `InventedPeers`. Programs on several real ranks cannot be replayed.
 
 Spec: SIM-05.
 """
@@ -40,7 +40,7 @@ __all__ = ["Log", "Operation", "Verdict"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor lies: a piece of simulated memory, and how it is looked at."""
+    """The location of a tensor: a simulated memory, and the tensor's layout in it."""
 
     number: int
     offset: int
@@ -51,7 +51,7 @@ class Place:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Place:
-        """Of a tensor of the device, or of memory of the CPU that the device copies from or to."""
+        """The place of a tensor of the device, or of host memory that the device copies from or to."""
         home = tensor._home if isinstance(tensor, SimTensor) else host_home(tensor)
         assert home.block is not None, "memory that was given back"
         item = tensor.element_size()
@@ -65,14 +65,14 @@ class Operation:
     """One operation of the log.
 
     Attributes:
-        stream, number: which operation of which stream; `HOST` for the CPU.
-        clock: what was over when it began.
+        stream, number: the stream and the index in it; `HOST` for the CPU.
+        clock: the operations that were complete when it began.
         name: for pictures.
         function: executes it.
-        args, kwargs: its arguments, a `Place` for each tensor with memory that others share.
-        results: where its new tensors lie, in the order in which the function returns them.
-        random_state: of the generator, for operators that draw.
-        num_bytes: that it touches.
+        args, kwargs: its arguments, with a `Place` for each tensor whose memory other operations can use.
+        results: the places of its new tensors, in the order in which the function returns them.
+        random_state: of the generator, for operators that draw random numbers.
+        num_bytes: how many bytes it accesses.
         where: the lines of the program.
     """
 
@@ -89,7 +89,7 @@ class Operation:
     where: str
 
     def is_before(self, other: Operation) -> bool:
-        """Whether this one is over when the other begins, in every order."""
+        """Whether this operation is complete when the other begins, in every order."""
         if other.stream == self.stream:
             return self.number < other.number
         return other.clock.get(self.stream, 0) >= self.number
@@ -101,12 +101,12 @@ class Operation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came out.
+    """The result of a replay.
 
     Attributes:
         num_schedules: how many orders were executed.
-        different: names of those that gave other bits.
-        num_operations: in each.
+        different: names of the orders that gave other bits.
+        num_operations: in each order.
     """
 
     num_schedules: int
@@ -115,7 +115,7 @@ class Verdict:
 
 
 class Log:
-    """Keeps what happens inside of its ``with`` block::
+    """Records the operations in its ``with`` block::
 
     with Log() as log:
         train(model)
@@ -149,7 +149,7 @@ class Log:
         new: Sequence[torch.Tensor],
         random_state: torch.Tensor | None = None,
     ) -> None:
-        """Adds an operation; ``new`` are its results, as far as they are new tensors."""
+        """Adds an operation; ``new`` contains those of its results that are new tensors."""
         stream, number, clock, where = launch
         with _disable_current_modes():
             inside = _noted(args)
@@ -174,10 +174,10 @@ class Log:
         )
 
     def judge(self, results: Sequence[torch.Tensor], num_schedules: int, seed: int = 0) -> Verdict:
-        """Executes other orders and compares the bits that ``results`` have in the end.
+        """Executes other orders and compares the final bits of ``results``.
 
         Raises:
-            AssertionError: not even the order of the program gives the bits that the program had.
+            AssertionError: a replay in program order does not give the bits of the program.
         """
         with _disable_current_modes(), torch.no_grad():
             state = torch.get_rng_state()
@@ -197,7 +197,7 @@ class Log:
         return Verdict(num_schedules, different, len(self.operations))
 
     def _orders(self, seed: int) -> Any:
-        """Names of orders, and for each a function that chooses among the operations that may run next."""
+        """Names of orders, each with a function that chooses one of the operations that can run next."""
         streams = sorted({operation.stream for operation in self.operations})
         chooser = random.Random(seed)
         for number in itertools.count():
@@ -229,7 +229,7 @@ class Log:
 
 
 def _may_run(operation: Operation, heads: dict[int, Operation]) -> bool:
-    """Whether all that had to be over when the operation began is over, if ``heads`` are next on their streams."""
+    """Whether all operations that must come before this one are complete; ``heads`` are the next ones by stream."""
     return not any(
         stream != operation.stream and operation.clock.get(stream, 0) >= head.number for stream, head in heads.items()
     )
@@ -245,7 +245,7 @@ def _look(place: Place, memory: dict[int, torch.Tensor]) -> torch.Tensor:
 
 
 def _filling(place: int, values: torch.Tensor | None = None) -> torch.Tensor:
-    """A whole place that begins with ``values``. Where nobody has written are, as floating-point numbers, NaN."""
+    """The memory of a place. It begins with ``values``; all other bytes are 255, which is NaN as floating point."""
     row = torch.full((WORLD.memory.size_of_place[place],), 255, dtype=torch.uint8)
     if values is not None:
         row[: values.numel()] = values
@@ -268,7 +268,7 @@ def _repeat(operation: Operation, memory: dict[int, torch.Tensor]) -> None:
         torch.set_rng_state(operation.random_state)
     kwargs = {name: fill(value) for name, value in operation.kwargs.items()}
     answer = operation.function(*fill(operation.args), **kwargs)
-    # Results that were not asked for are `None`, and have no place either.
+    # Results that the program did not request are `None`, and have no place either.
     made = [value for value in pytree.tree_leaves(answer) if isinstance(value, torch.Tensor)]
     for place, tensor in zip(operation.results, made, strict=False):
         if place is not None:

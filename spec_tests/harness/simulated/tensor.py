@@ -1,23 +1,23 @@
-"""Tensors of a simulated device: real memory and real values under another device's name.
+"""Tensors of a simulated device: real CPU memory and real values under the name of another device.
 
-A `SimTensor` is a tensor of the CPU that says that it is on ``sim:0``. Autograd believes it and runs its backward on
-the device's own thread; every operator on it comes by here, is executed on the very same memory by the CPU's kernel
-(`run`), at once and in the order of the program, and is noted as an operation of the stream that is current. So values
-are always those of one allowed order, and what is *noted* tells whether there are others.
+A `SimTensor` is a CPU tensor that reports the device ``sim:0``. So autograd runs its backward on the thread of that
+device. Every operator on it is dispatched to this module. The CPU's kernel executes it on the same memory (`run`), at
+once and in program order, and it is recorded as an operation of the current stream. So the values are those of one
+allowed order, and the *recorded* operations show whether there are other orders.
 
-Like CUDA the device refuses to compute with a tensor of the CPU, except with a single number; and a copy to or from
-pinned memory does not wait if asked not to:
+Like CUDA, the device refuses to compute with a CPU tensor, except a single number. A copy to or from pinned memory is
+asynchronous on request:
 
 ==============================  =======================  ==================================================
 copy                            ``non_blocking=False``   ``non_blocking=True``
 ==============================  =======================  ==================================================
-device to pinned memory         the CPU waits            on its own; the CPU must not read before it is over
+device to pinned memory         the CPU waits            asynchronous; the CPU must not read before its end
 device to other memory          the CPU waits            the CPU waits all the same
-pinned memory to device         the CPU waits            on its own; the CPU must not write before it is over
-other memory to device          the CPU waits            the source is read at once, the rest on its own
+pinned memory to device         the CPU waits            asynchronous; the CPU must not write before its end
+other memory to device          the CPU waits            the source is read at once, the rest is asynchronous
 ==============================  =======================  ==================================================
 
-``tensor.to("cpu", non_blocking=True)`` makes its result in pinned memory, as torch does.
+``tensor.to("cpu", non_blocking=True)`` allocates its result in pinned memory, as torch does.
 
 Spec: SIM-01, SIM-02, SIM-07.
 """
@@ -45,7 +45,7 @@ Launch = tuple[int, int, Clock, str]
 __all__ = ["Launch", "Recorder", "SimTensor", "kernel", "plain", "run", "settle", "unnoted", "wrap"]
 
 CPU = torch.device("cpu")
-DEVICES: list[torch.device] = []  # filled when "sim" is a name that torch knows
+DEVICES: list[torch.device] = []  # filled when "sim" is registered in torch
 
 
 class SimTensor(torch.Tensor):
@@ -63,12 +63,12 @@ class SimTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _are_ours(types):
-            # DTensor and the like, which turn to what is inside of them.
+            # DTensor and other subclasses, which dispatch again for their inner tensors.
             return NotImplemented
         return run(func, args, kwargs or {})
 
     def record_stream(self, stream: Stream) -> None:
-        """The memory must not be used again before the stream has passed the point where it is freed."""
+        """Keeps the memory from reuse until the stream has passed the point where it is freed."""
         block = self._home.block
         if block is not None and stream.number != block.owner:
             block.recorded.add(stream.number)
@@ -79,11 +79,11 @@ class SimTensor(torch.Tensor):
         return False
 
     def tolist(self) -> Any:
-        """The values, for which the CPU waits."""
+        """The values. The CPU waits for them."""
         return self.detach().cpu().tolist()
 
     def numpy(self, *_: Any, **__: Any) -> Any:
-        """As on CUDA: not without a copy."""
+        """Raises, as on CUDA: the values must be copied to the CPU first."""
         raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first.")
 
     def __array__(self, *_: Any, **__: Any) -> Any:
@@ -114,7 +114,7 @@ class SimTensor(torch.Tensor):
 
 
 def rebuilt(values: torch.Tensor, requires_grad: bool, is_parameter: bool) -> torch.Tensor:
-    """A tensor as ``torch.load`` makes it: on the device if its values were put there, else where they are."""
+    """Creates a tensor for ``torch.load``: on the device if its storage was loaded there, and otherwise on the CPU."""
     place = loaded.get(values.untyped_storage()._cdata)
     tensor = values if place is None else wrap(values, place[1])
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
@@ -125,7 +125,7 @@ loaded: dict[int, tuple[StorageWeakRef, int]] = {}
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor of the CPU."""
+    """A CPU tensor with the same memory."""
     inside = torch.empty(0, dtype=tensor.dtype).set_(
         tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
     )
@@ -135,7 +135,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wrap(inside: torch.Tensor, index: int) -> SimTensor:
-    """A tensor of the CPU, from now on as one of a device."""
+    """A tensor of the device with the memory of a CPU tensor."""
     device = DEVICES[index]
     tensor: SimTensor = torch.Tensor._make_subclass(
         SimTensor, inside, False, dispatch_device=True, device_for_backend_keys=device
@@ -145,7 +145,7 @@ def wrap(inside: torch.Tensor, index: int) -> SimTensor:
 
 
 def settle(tensor: SimTensor, index: int) -> None:
-    """Remembers whose memory the tensor shows; again, if it was given other memory."""
+    """Records the storage of the tensor. Called again when the tensor gets other memory."""
     before = tensor.__dict__.get("_home")
     tensor._index = index
     tensor._home = WORLD.memory.home_of(tensor.untyped_storage(), WORLD.current_stream(index), index)
@@ -155,18 +155,18 @@ def settle(tensor: SimTensor, index: int) -> None:
 
 
 def host_home(tensor: torch.Tensor) -> Home:
-    """What is known of memory of the CPU; from now on it is watched."""
+    """The `Home` of CPU memory, which is watched from now on."""
     return WORLD.memory.home_of(tensor.untyped_storage(), None)
 
 
 def is_watched(tensor: torch.Tensor) -> bool:
-    """Whether this is memory of the CPU that takes part in copies which nobody waits for."""
+    """Whether this is CPU memory that takes part in asynchronous copies."""
     home = WORLD.memory.homes.get(tensor.untyped_storage()._cdata)
     return home is not None and home.block is not None and home.block.owner == HOST
 
 
 class _Call:
-    """One call of an operator: its tensors, sorted."""
+    """One call of an operator, with its tensors by kind of access."""
 
     __slots__ = ("host_reads", "host_writes", "index", "outer", "reads", "signature", "writes")
 
@@ -180,7 +180,7 @@ class _Call:
         self.index: int | None = None
 
     def enter(self, value: Any, is_written: bool) -> Any:
-        """The value with memory of the CPU in place of a device's."""
+        """Records the tensors of an argument, and returns it with CPU tensors in place of device tensors."""
         if isinstance(value, torch.Tensor):
             if isinstance(value, SimTensor):
                 (self.writes if is_written else self.reads).append(value)
@@ -200,7 +200,7 @@ class _Call:
         return value
 
     def refuse_mixture(self) -> None:
-        """Raises where a device would have to compute with memory of the CPU."""
+        """Raises if a device would compute with CPU memory."""
         if self.index is None or self.signature.may_mix:
             return
         if any(t.dim() for t in self.host_reads) or self.host_writes:
@@ -210,7 +210,7 @@ class _Call:
             )
 
     def reshape_written(self) -> None:
-        """``resize_``, ``set_``, ``t_`` and the like change what a tensor shows, which the user holds already."""
+        """Updates tensors after ``resize_``, ``set_``, ``t_`` etc., which change the layout of a tensor of the user."""
         for inside, tensor in self.outer.values():
             if (
                 inside.size() != tensor.size()
@@ -222,7 +222,7 @@ class _Call:
                 tensor.data = wrap(inside, tensor._index)
 
     def leave(self, result: Any, index: int | None, new: list[SimTensor]) -> Any:
-        """The result on device ``index``, on the CPU for ``None``; ``new`` is told of what was not there before."""
+        """The result on device ``index``, or on the CPU for ``None``. New tensors are appended to ``new``."""
         if isinstance(result, torch.Tensor):
             known = self.outer.get(id(result))
             if known is not None:
@@ -238,11 +238,11 @@ class _Call:
 
 
 def run(operator: Any, args: Any, kwargs: Any) -> Any:
-    """Executes an operator of which an argument, or the result, is on a device."""
+    """Executes an operator with an argument or a result on a device."""
     if operator is _DEVICE:
         return args[0].device
     if operator.namespace == "_c10d_functional":
-        # The kernel asks for its output and calls the process group, which sees the tensors as they are.
+        # The kernel allocates its output and calls the process group, which gets the device tensors.
         with torch._C._ExcludeDispatchKeyGuard(_PYTHON):
             return operator(*args, **kwargs)
     signature = signature_of(operator)
@@ -320,7 +320,7 @@ def _crossing(
     launch = kernel(name, stream, [], written, host_reads=[source_on_host] if on_its_own else [])
     if WORLD.log is not None:
         if not on_its_own:
-            # Read when the call was made, whatever is written there later.
+            # The call has read the source: later writes to it must not change the replay.
             args = [value.clone() if value is source_on_host else value for value in args]
         WORLD.log.note(launch, name, operator, args, kwargs, new)
     if not is_asynchronous and source_on_host.dim():
@@ -343,7 +343,7 @@ def kernel(
     host_reads: list[torch.Tensor] | tuple[()] = (),
     host_writes: list[torch.Tensor] | tuple[()] = (),
 ) -> Launch:
-    """Notes an operation of a stream with what it touches."""
+    """Records an operation of a stream with its accesses."""
     number_of_stream, number, clock = WORLD.begin_operation(stream)
     where = WORLD.where()
     memory = WORLD.memory
@@ -366,7 +366,7 @@ def kernel(
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes that a tensor covers, from the beginning of its storage."""
+    """The range of bytes that a tensor covers, from the beginning of its storage."""
     size = tensor.element_size()
     low = tensor.storage_offset() * size
     if tensor.is_contiguous():
@@ -376,7 +376,7 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _host_access(reads: list[torch.Tensor], writes: list[torch.Tensor], name: str) -> Launch | None:
-    """The CPU reads or writes; of interest only where a device does, too."""
+    """Records an access of the CPU, if a device also uses the memory."""
     if not WORLD.memory.num_host_blocks:
         return None
     given = [(tensor, False) for tensor in reads] + [(tensor, True) for tensor in writes]
@@ -394,7 +394,7 @@ def _host_access(reads: list[torch.Tensor], writes: list[torch.Tensor], name: st
 
 
 def on_the_cpu(operator: Any, args: Any, kwargs: Any) -> Any:
-    """An operator without a device. Noted if it touches memory that a device copies from or to."""
+    """Runs an operator without a device tensor. Records it if it accesses memory that a device copies from or to."""
     if not WORLD.memory.num_host_blocks or getattr(_in_a_kernel, "is_so", False):
         return operator(*args, **kwargs)
     random_state = torch.get_rng_state() if WORLD.log is not None else None
@@ -414,7 +414,7 @@ def on_the_cpu(operator: Any, args: Any, kwargs: Any) -> Any:
         known = {id(tensor) for tensor in writes}
         made = [tensor for tensor in _tensors_in(result) if id(tensor) not in known]
         for tensor in made:
-            # Computed from watched memory, and so in the replay computed again.
+            # Computed from watched memory, so the replay computes it again.
             pinned(tensor, is_pinned=False)
         WORLD.log.note(launch, name, operator, args, kwargs, made, random_state)
     return result
@@ -433,7 +433,7 @@ _in_a_kernel = threading.local()
 
 @contextmanager
 def unnoted() -> Iterator[None]:
-    """For what the CPU does on a device's memory in the device's place."""
+    """Turns recording off for CPU work that stands for work of the device."""
     _in_a_kernel.is_so = True
     try:
         yield
@@ -446,11 +446,11 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 class Recorder(TorchDispatchMode):
-    """Sees what has no tensor of a device among its arguments: new tensors, and work of the CPU on its own memory."""
+    """Sees operators without a device tensor among their arguments: factories, and CPU work on host memory."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Asked for each operator; nothing is compiled here.
+        # torch calls this for each operator; nothing is compiled here.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -458,10 +458,10 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], SimTensor):
             return args[0].device
         if torch._C._get_dispatch_mode(_FAKE) is not None:
-            # Somebody thinks about shapes.
+            # Only shapes are computed.
             return func(*args, **kwargs)
         if not _are_ours(types):
-            # DTensor and the like: what is inside of them comes by again.
+            # DTensor and other subclasses: they dispatch again for their inner tensors.
             return NotImplemented
         device = kwargs.get("device")
         if SimTensor in types or (device is not None and torch.device(device).type == "sim"):
@@ -489,7 +489,7 @@ def _has_device_tensor(args: Any) -> bool:
 
 
 def pinned(tensor: torch.Tensor, *, is_pinned: bool = True) -> torch.Tensor:
-    """Watches memory of the CPU from now on; by default because it is pinned."""
+    """Watches CPU memory from now on; by default as pinned memory."""
     if tensor.untyped_storage().nbytes():
         home = host_home(tensor)
         home.block.is_pinned |= is_pinned  # type: ignore[union-attr]
@@ -498,5 +498,5 @@ def pinned(tensor: torch.Tensor, *, is_pinned: bool = True) -> torch.Tensor:
 
 
 def pinned_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """What ``pin_memory()`` returns."""
+    """Implements ``pin_memory()``."""
     return tensor if _is_pinned(tensor) else pinned(tensor.clone())

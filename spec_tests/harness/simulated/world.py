@@ -1,10 +1,10 @@
-"""The machine itself: devices with their streams, the host's clock, and everything that was noticed.
+"""The simulated machine: devices with their streams, the host's clock, and the collisions found.
 
-There is one in each process, `WORLD`, as there is one machine. A test begins with `World.begin`, in which all is over,
-and ends with `World.races`, which should be empty.
+Each process has one, `WORLD`. A test begins with `World.begin`, where all operations are complete. At its end
+`World.races` must be empty.
 
-Two devices can be named, ``sim:0`` and ``sim:1``, so that "the current device" and "the device of this tensor" can
-differ; training runs on ``sim:0`` alone, since autograd serves one device of a Python backend.
+There are two devices, ``sim:0`` and ``sim:1``, so that "the current device" and "the device of this tensor" can
+differ. Training runs only on ``sim:0``, because autograd supports one device of a Python backend.
 
 Spec: SIM-01, SIM-03.
 """
@@ -28,22 +28,22 @@ from spec_tests.harness.simulated.races import Race, SimulatedRaceError
 __all__ = ["NUM_DEVICES", "WORLD", "World"]
 
 NUM_DEVICES = 2
-PROGRAM = f"{os.sep}minifsdp{os.sep}"  # in the names of its files
-DEPTH = 30  # frames that are looked through for the lines of the program
-NUM_LINES = 3  # of the program, that are shown for an access
+PROGRAM = f"{os.sep}minifsdp{os.sep}"  # part of the file names of the program
+DEPTH = 30  # frames that are searched for lines of the program
+NUM_LINES = 3  # lines of the program that are shown for an access
 
 
 class World:
     """One machine.
 
     Attributes:
-        memory: whose bytes are whose.
+        memory: the blocks and their accesses.
         host: the CPU's clock.
-        races: what has collided, each pair of lines once.
+        races: the collisions, each pair of lines once.
         stops: how often the host was stopped, by reason and line.
         num_operations: launched so far.
         log: the open `Log`, if there is one (see ``replay.py``).
-        is_strict: there are no streams, and what collides all the same raises at once, where it happens.
+        is_strict: all operations run on one stream, and a remaining collision raises immediately.
         programs: parts of file names whose lines are shown in reports.
     """
 
@@ -65,10 +65,10 @@ class World:
         self.is_strict = False
         self.look_at(PROGRAM)
 
-    # --- where the program is ---
+    # --- lines of the program ---
 
     def look_at(self, *parts: str) -> None:
-        """Until the next test, reports show the lines of files with one of these in their names."""
+        """Until the next test, reports show lines of files whose names contain one of these parts."""
         self.programs = parts
         self._is_program: dict[str, bool] = {}
 
@@ -92,12 +92,12 @@ class World:
         return self.main[index] if chosen is None else chosen.get(index) or self.main[index]
 
     def use_stream(self, stream: Stream) -> None:
-        """Makes ``stream`` the current one of its device in this thread."""
+        """Makes ``stream`` the current stream of its device in this thread."""
         self.streams[stream.number] = stream
         self._local.__dict__.setdefault("streams", {})[stream.index] = stream
 
     def where(self) -> str:
-        """The innermost lines of the program under test, the innermost first."""
+        """The innermost lines of the program under test, innermost first."""
         frame: Any = sys._getframe(2)
         found: list[str] = []
         is_program = self._is_program
@@ -119,23 +119,23 @@ class World:
     # --- the host ---
 
     def host_stops(self, reason: str) -> None:
-        """The CPU waits for the device."""
+        """Records that the CPU waits for the device."""
         self.stops[reason, self.where()] += 1
 
     def stop_for(self, stream: Stream, reason: str) -> None:
-        """The CPU waits until the stream has done all that it was given."""
+        """Makes the CPU wait until the stream has completed all its operations."""
         self.host_stops(reason)
         join(self.host, stream.clock)
 
     def synchronize(self) -> None:
-        """The CPU waits for everything."""
+        """Makes the CPU wait for all streams."""
         for stream in list(self.streams.values()):
             join(self.host, stream.clock)
 
     # --- operations ---
 
     def begin_operation(self, stream: Stream | None) -> tuple[int, int, Clock]:
-        """Stream, number and clock of an operation that is launched now; on the CPU if there is no stream."""
+        """Stream, number and clock of an operation that is launched now. Without a stream it runs on the CPU."""
         self.num_operations += 1
         if stream is None:
             self.host[HOST] = self.host.get(HOST, 0) + 1
@@ -145,7 +145,7 @@ class World:
         return stream.number, number, clock
 
     def name_of(self, stream: int) -> str:
-        """For reports."""
+        """The name of a stream for reports."""
         return "the CPU" if stream == HOST else self.streams[stream].name
 
     def _report(self, kind: str, new: Access, old: Access | None, block: Block | None) -> None:
@@ -158,10 +158,10 @@ class World:
 
     @contextmanager
     def strict(self) -> Iterator[None]:
-        """A device that refuses, for a ``with`` block: it has one queue, which hides no mistake of who waits for whom.
+        """Makes the device strict in a ``with`` block: it has one queue, so missing waits of streams have no effect.
 
-        What is left to do wrong raises at once: the host reads what a copy has not brought yet, or writes what one
-        still reads; as ever, the CPU's memory beside the device's in one operator, and an index that is not there.
+        The remaining errors raise immediately: the host reads the target of an incomplete copy, or writes its source.
+        As always, mixing CPU and device memory in one operator raises, and so does an invalid index.
         """
         self.is_strict = True
         try:
@@ -172,17 +172,17 @@ class World:
     # --- tests ---
 
     def assert_no_race(self) -> None:
-        """The end of a test.
+        """Called at the end of a test.
 
         Raises:
-            AssertionError: something has collided.
+            AssertionError: there was a collision.
         """
         if self.races:
             shown = [str(race) for race in list(self.races.values())[:5]]
             raise AssertionError("\n".join([f"{len(self.races)} collisions on the simulated device:", *shown]))
 
     def begin(self) -> None:
-        """The beginning of a test: all is over, nothing was noticed."""
+        """Called at the beginning of a test: all operations are complete, and there are no collisions."""
         self.synchronize()
         self.memory.calm()
         self.races.clear()

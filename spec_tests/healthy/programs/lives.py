@@ -1,4 +1,4 @@
-"""Programs that need processes of their own. Each is called on every rank after import; it joins its groups itself.
+"""Programs that need their own processes. Each is called on every rank after import, and initializes its groups itself.
 
 Spec: HEALTHY-06 to HEALTHY-10.
 """
@@ -27,7 +27,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, Dataset
 
-SECONDS = 3.0  # longer than the watchdog waits before it asks the other ranks
+SECONDS = 3.0  # longer than the watchdog waits before it queries the other ranks
 PLACE = Path(os.environ.get("HEALTHY_FOLDER", "."))
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
@@ -71,12 +71,12 @@ def store_of_launcher() -> Any:
 
 
 def join_life(life: object, store: Any) -> None:
-    """Without a prefix torch sometimes finds addresses of an earlier life at the store and waits for them."""
+    """Without a prefix, torch sometimes finds addresses of an earlier life in the store and waits for them."""
     join(store=dist.PrefixStore(f"life {life}", store), rank=RANK, world_size=WORLD)
 
 
 def destroyed_and_made_again(api: str) -> None:
-    """The default group is destroyed and made again at the same store, under a prefix; a rank is late in the second."""
+    """The default group is destroyed and recreated with the same store and a prefix; a rank is late in the second."""
     store = store_of_launcher()
     for life, seconds in enumerate((0.0, SECONDS)):
         join_life(life, store)
@@ -85,7 +85,7 @@ def destroyed_and_made_again(api: str) -> None:
 
 
 def two_models_in_turn_with_a_store_each(api: str) -> None:
-    """Two models in turn, each with a default group at a store of its own; a rank is late in the second."""
+    """Two models in turn, each with a default group and a store of its own; a rank is late in the second."""
     for number, seconds in enumerate((0.0, SECONDS)):
         join(init_method=f"file://{PLACE}/store-{number}", rank=RANK, world_size=WORLD)
         train(api, seconds, num_layers=1 + number)
@@ -136,12 +136,12 @@ def ten_groups(api: str) -> None:
     assert seen[-1][0] == 1, (seen, threading.enumerate())
     assert seen[-1][1] <= seen[1][1] + 2, seen
     alive = sum(group() is not None for group in groups)
-    # torch keeps the last one of some meshes.
+    # torch keeps the last group of some meshes.
     assert alive <= 1, alive
 
 
 def ten_new_groups(api: str) -> None:
-    """Ten groups beside the default group, each made, used and destroyed."""
+    """Ten groups in addition to the default group, each created, used and destroyed."""
     join()
     train(api)
     seen, groups = [], []
@@ -159,7 +159,7 @@ def ten_new_groups(api: str) -> None:
 
 
 def host_of_the_store_leaves(api: str) -> None:
-    """Rank 0 hosts the store and leaves; ranks 1 and 2 go on in a group of their own, and save."""
+    """Rank 0 hosts the store and leaves; ranks 1 and 2 continue in a group of their own, and save."""
     join(store=store_of_launcher(), rank=RANK, world_size=WORLD)
     group = dist.new_group([1, 2])
     if RANK > 0:
@@ -178,7 +178,7 @@ def host_of_the_store_leaves(api: str) -> None:
 
 
 def no_temporary_folder(api: str) -> None:
-    """No folder for temporary files can be written, and a rank is late."""
+    """There is no writable folder for temporary files, and a rank is late."""
     os.environ["MINIFSDP_LEDGER_DIR"] = "/proc/absent"
     tempfile._candidate_tempdir_list = lambda: ["/proc/absent"]  # type: ignore[attr-defined]
     tempfile.tempdir = None
@@ -201,7 +201,7 @@ def started_again(api: str) -> None:
 
 
 def late_at_every_place(api: str) -> None:
-    """Rank 1 is late once before sharding, before forward, before backward, before a step, in evaluation, at a save."""
+    """Rank 1 is late once before sharding, forward, backward, an optimizer step, an evaluation and a save."""
     from spec_tests.healthy.programs.support import batch, state_dict_of
 
     join()
@@ -248,7 +248,7 @@ def spawned(api: str) -> None:
 
 
 def sigterm_handler_set_later(api: str) -> None:
-    """A trainer sets its handler for SIGTERM after sharding; the signal comes, and it trains on and saves."""
+    """A trainer sets its handler for SIGTERM after sharding. The signal arrives; the trainer continues and saves."""
     from spec_tests.healthy.programs.support import state_dict_of
 
     join()
@@ -264,7 +264,7 @@ def sigterm_handler_set_later(api: str) -> None:
 
 
 def sigterm_handler_set_before(api: str) -> None:
-    """The handler is set before the import and leaves by `sys.exit(0)` on all ranks at the end of a step."""
+    """The handler is set before the import. It calls `sys.exit(0)` on all ranks at the end of a step."""
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
     join()
@@ -282,7 +282,7 @@ def sigterm_handler_set_before(api: str) -> None:
 
 
 def asyncio_around_training(api: str) -> None:
-    """A coroutine trains while the loop handles signals; a signal wakes the loop."""
+    """A coroutine trains while the event loop handles signals; a signal wakes the loop."""
 
     async def main() -> None:
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
@@ -300,7 +300,7 @@ def asyncio_around_training(api: str) -> None:
 
 
 def wakeup_descriptor(api: str) -> None:
-    """A wake-up descriptor of the program, set before or after sharding, stays and receives the signals."""
+    """A wake-up descriptor of the program, set before or after sharding, is kept and receives the signals."""
     reader, writer = socket.socketpair()
     for end in (reader, writer):
         end.setblocking(False)
@@ -317,7 +317,7 @@ def wakeup_descriptor(api: str) -> None:
 
 
 def own_excepthook(api: str) -> None:
-    """The program replaces `sys.excepthook`, shows an error to it as a shell does, and trains on."""
+    """The program replaces `sys.excepthook`, passes an error to it as a shell does, and continues training."""
     shown: list[Any] = []
 
     def show(kind: Any, error: Any, trace: Any) -> None:
@@ -344,7 +344,7 @@ def own_excepthook(api: str) -> None:
 
 
 def exit_handlers(api: str) -> None:
-    """Exit handlers of the program run in the order of Python, none is left out, and the last line is theirs."""
+    """Exit handlers of the program run in the order of Python, none is omitted, and the last line is theirs."""
     ran: list[str] = []
 
     def last() -> None:
@@ -360,7 +360,7 @@ def exit_handlers(api: str) -> None:
 
 
 def exit_handlers_without_destroying(api: str) -> None:
-    """The same where the program leaves the group to the end of the process."""
+    """The same if the program does not destroy the group before the process ends."""
     atexit.register(print, "right", flush=True)
     join()
     train(api)
@@ -401,7 +401,7 @@ def data_loader(api: str) -> None:
 
 
 def fork_that_ends_as_programs_do(api: str) -> None:
-    """A child that was forked after the import, and before the groups, ends by `sys.exit`; then a rank is late."""
+    """A child that is forked after the import, before the groups exist, ends with `sys.exit`. Then a rank is late."""
     from spec_tests.healthy.programs import support
 
     assert support
@@ -418,7 +418,7 @@ def fork_that_ends_as_programs_do(api: str) -> None:
 
 
 def rank_1_ends_later(api: str) -> None:
-    """The group is destroyed; rank 1 goes on for 4 s. Rank 0, which hosts the store, ends at once."""
+    """The group is destroyed; rank 1 continues for 4 s. Rank 0, which hosts the store, ends at once."""
     join()
     train(api)
     leave()
@@ -426,7 +426,7 @@ def rank_1_ends_later(api: str) -> None:
 
 
 def rank_0_ends_later(api: str) -> None:
-    """The group is destroyed; rank 0 goes on for 4 s."""
+    """The group is destroyed; rank 0 continues for 4 s."""
     join()
     train(api)
     leave()
@@ -434,7 +434,7 @@ def rank_0_ends_later(api: str) -> None:
 
 
 def rank_1_ends_early(api: str) -> None:
-    """Nobody destroys the group; rank 1 ends, and rank 0 computes alone for 4 s."""
+    """No rank destroys the group; rank 1 ends, and rank 0 computes alone for 4 s."""
     join()
     trained = train(api)
     dist.barrier()

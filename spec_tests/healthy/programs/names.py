@@ -1,4 +1,4 @@
-"""Modules that ranks wrap differently, where all ranks send the same.
+"""Modules that ranks wrap differently, although all ranks issue the same collectives.
 
 Spec: HEALTHY-04.
 """
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spec_tests.healthy.programs.support import Net, Training, late, rank
 
-SECONDS = 2.6  # longer than the watchdog waits before it asks the other ranks
+SECONDS = 2.6  # longer than the watchdog waits before it queries the other ranks
 
 
 class Checkpointing(Net):
@@ -24,7 +24,7 @@ class Checkpointing(Net):
 
     def forward(self, x: Tensor, num_layers: int | None = None) -> Tensor:
         for layer in self.layers:
-            # Only where it is worth it: the batch of rank 0 is long.
+            # Only for a long batch, which rank 0 has.
             x = checkpoint(layer, x, use_reentrant=False) if len(x) > 100 else layer(x)
             x = x.tanh()
             if self.is_late:
@@ -67,7 +67,7 @@ def checkpoint_wrapper_around_units_on_one_rank(api: str) -> None:
 
 
 def train_with_layers_inside(api: str, outer: Callable[[nn.Module], nn.Module], of_rank: int) -> None:
-    """One rank puts its sharded layers inside of other modules before the first forward."""
+    """One rank puts its sharded layers into other modules before the first forward."""
     training = Training(api)
     if rank() == of_rank:
         layers = next(module for module in training.model.modules() if isinstance(module, Net)).layers
@@ -116,7 +116,7 @@ class Outer(nn.Module):
 
 
 def compiled_on_one_rank(api: str) -> None:
-    """Rank 0 has layers inside of a module with the attribute `_orig_mod`, as a compiled module has."""
+    """Rank 0 has layers inside a module with the attribute `_orig_mod`, like a compiled module."""
 
     def change(net: Any) -> None:
         if rank() == 0:
@@ -130,7 +130,7 @@ def compiled_on_one_rank(api: str) -> None:
 
 
 def module_on_one_rank(api: str) -> None:
-    """Rank 1 has layers inside of a module with the attribute `module`, as a replicated module has."""
+    """Rank 1 has layers inside a module with the attribute `module`, like a replicated module."""
 
     def change(net: Any) -> None:
         if rank() == 1:
@@ -144,12 +144,12 @@ def module_on_one_rank(api: str) -> None:
 
 
 def units_compiled_on_one_rank(api: str) -> None:
-    """Rank 0 puts its sharded layers inside of modules with the attribute `_orig_mod`."""
+    """Rank 0 puts its sharded layers into modules with the attribute `_orig_mod`."""
     train_with_layers_inside(api, Compiled, of_rank=0)
 
 
 def units_inside_module_on_one_rank(api: str) -> None:
-    """Rank 0 puts its sharded layers inside of modules with the attribute `module`."""
+    """Rank 0 puts its sharded layers into modules with the attribute `module`."""
     train_with_layers_inside(api, Replicated, of_rank=0)
 
 

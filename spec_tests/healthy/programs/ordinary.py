@@ -79,7 +79,7 @@ def teacher_and_student(api: str) -> None:
 
 
 def layer_drop_and_early_exit(api: str) -> None:
-    """All ranks leave out the same layers, in the last step all layers."""
+    """All ranks skip the same layers, and in the last step all layers."""
     training = Training(api, Net(3))
     for step, num_layers in enumerate((3, 1, 2, 0)):
         training.step(step, num_layers=num_layers)
@@ -141,12 +141,12 @@ def clipping_manually(api: str) -> None:
 
 
 def local(tensor: Any) -> Any:
-    """The part of a tensor that this rank stores."""
+    """The shard of a tensor on this rank."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def collectives_of_the_program(api: str) -> None:
-    """The program issues collectives of its own on the default group in forward, in backward and between the calls."""
+    """The program issues its own collectives on the default group in forward, in backward and between the calls."""
 
     class Measured(Net):
         def forward(self, x: Tensor, num_layers: int | None = None) -> Tensor:
@@ -170,7 +170,7 @@ def collectives_of_the_program(api: str) -> None:
 
 
 def exception_that_all_ranks_catch(api: str) -> None:
-    """An exception ends a forward, a backward, and a loss on all ranks; each rank catches it and goes on."""
+    """An exception ends a forward, a backward, and a loss on all ranks; each rank catches it and continues."""
 
     class Failing(Net):
         fails = False
@@ -245,7 +245,7 @@ def keyboard_interrupt_that_all_ranks_catch(api: str) -> None:
 
 
 def in_thread(function: Callable[[], Any]) -> Any:
-    """What a function returns that runs in another thread."""
+    """Runs a function in another thread and returns its result."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(function()))
     thread.start()
@@ -284,7 +284,7 @@ def evaluated(model: nn.Module) -> Tensor:
 
 
 def saving_in_a_thread(api: str) -> None:
-    """A thread writes a state dict to a file while training goes on."""
+    """A thread writes a state dict to a file while training continues."""
     training = Training(api)
     training.step(0)
     expected = {name: value.clone() for name, value in training.plain.state_dict().items()}
@@ -326,7 +326,7 @@ def child_processes(api: str) -> None:
 
 
 def a_rank_that_is_always_late(api: str) -> None:
-    """200 steps, in which rank 1 is late by some milliseconds at changing places."""
+    """200 steps, in which rank 1 is late by some milliseconds at different places."""
     training = Training(api, Net(1))
     for step in range(200):
         if rank() == 1 and step % 3 == 0:
@@ -357,7 +357,7 @@ def models_that_come_and_go(api: str) -> None:
 
 def gather_ahead_and_send(api: str) -> None:
     """Rank 0 issues an all-gather before it sends a batch, and rank 1 issues it after it has received the batch."""
-    # A new group has seen no collective of this size.
+    # A new group has issued no collective of this size.
     group = dist.new_group([0, 1])
     training = Training(api, Net(0), group=group)
     for step in range(2):
@@ -424,7 +424,7 @@ def stages_of_a_pipeline(api: str) -> None:
 
 
 def hybrid_with_a_local_evaluation(api: str) -> None:
-    """One replica of two evaluates three batches more than the other; only its shard group communicates."""
+    """One of two replicas evaluates three batches more than the other; only its shard group communicates."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     if api == "wrapper":
         training = Training(api, device_mesh=mesh, sharding_strategy=Strategy.HYBRID_SHARD)
@@ -439,7 +439,7 @@ def hybrid_with_a_local_evaluation(api: str) -> None:
 
 
 def summoned_on_all_ranks(api: str) -> None:
-    """All ranks read the unsharded parameters between steps, and one of them takes a long look at them."""
+    """All ranks read the unsharded parameters between steps, and one of them takes long."""
     training = Training(api)
     for step in range(2):
         training.step(step)

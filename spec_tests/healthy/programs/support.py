@@ -1,4 +1,4 @@
-"""What the healthy programs share: the implementation, a small model, its batches, and plain training to compare with.
+"""Shared code of the healthy programs: the implementation, a small model, its batches, and plain training.
 
 `Training` holds a sharded model and a plain copy. `Training.step` trains both on the same batches: the sharded model on
 the batch of this rank, the plain model on the batches of all ranks. `Training.check` compares all parameters.
@@ -89,7 +89,7 @@ def batch(of_rank: int, step: int, rows: int = 4) -> Tensor:
 
 
 def full_parameters(model: Any) -> dict[str, Tensor]:
-    """The unsharded parameters of a model, by their names in the plain model. All ranks call this."""
+    """The unsharded parameters of a model, by their names in the plain model. All ranks must call this."""
     if any(isinstance(module, FSDP) for module in model.modules()):
         with FSDP.summon_full_params(model, writeback=False):
             found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -102,7 +102,7 @@ def full_parameters(model: Any) -> dict[str, Tensor]:
 
 
 def assert_same(model: Any, plain: nn.Module) -> None:
-    """A sharded model has the parameters of a plain one."""
+    """Checks that a sharded model has the parameters of a plain one."""
     expected = {WRAPPER_PARTS.sub("", name): value.detach() for name, value in plain.named_parameters()}
     torch.testing.assert_close(full_parameters(model), expected, rtol=1e-4, atol=1e-5)
 
@@ -151,7 +151,7 @@ class Training:
             self.plain_loss(of_rank, step, rows(of_rank), **options).backward()
 
     def update(self) -> None:
-        """Both optimizers step, and both models drop their gradients."""
+        """Steps both optimizers, and clears the gradients of both models."""
         for optimizer in (self.optimizer, self.plain_optimizer):
             optimizer.step()
             optimizer.zero_grad()
@@ -176,12 +176,12 @@ class Training:
         return nullcontext()
 
     def check(self) -> None:
-        """The parameters of both are equal."""
+        """Checks that the parameters of both are equal."""
         assert_same(self.model, self.plain)
 
 
 def num_sent(group: Any) -> int:
-    """How many collectives torch has counted in a process group."""
+    """The number of collectives that torch has counted in a process group."""
     number: int = group._get_sequence_number_for_group()
     return number
 

@@ -1,4 +1,4 @@
-"""Ranks that do different numbers of things, where nothing that is sent differs.
+"""Programs whose ranks do different amounts of work, but issue the same collectives.
 
 Spec: HEALTHY-02, HEALTHY-03.
 """
@@ -34,7 +34,7 @@ from spec_tests.healthy.programs.support import (
 
 
 def alone() -> object:
-    """A process group that only has this rank."""
+    """A process group that contains only this rank."""
     return [dist.new_group([other]) for other in range(dist.get_world_size())][rank()]
 
 
@@ -70,7 +70,7 @@ def one_micro_batch_and_many(api: str) -> None:
 
 
 def replicas_with_unequal_micro_batches(api: str) -> None:
-    """Replicas reduce inside of each replica, and all-reduce only in their last of 3 and 2 micro-batches."""
+    """Replicas reduce within each replica, and all-reduce only in their last of 3 and 2 micro-batches."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     training = Training(api, mesh=mesh)
     replica = mesh.get_local_rank("replicate")
@@ -122,7 +122,7 @@ def evaluation_with_other_batch_sizes(api: str) -> None:
 
 
 class Generator(Net):
-    """A network that makes its output longer by one row in each call."""
+    """A network that extends its output by one row in each call."""
 
     def generate(self, x: Tensor, length: int) -> Tensor:
         while len(x) < length:
@@ -163,7 +163,7 @@ def local_evaluation_of_full_parameters(api: str) -> None:
 
 
 class WithExperts(nn.Module):
-    """A layer in front, experts of which each rank has its own number, and a layer behind."""
+    """A first layer, experts whose number depends on the rank, and a last layer."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ def local_experts(api: str) -> None:
 
 
 def frozen_network_on_one_rank(api: str) -> None:
-    """Ranks use a frozen network in different steps; it is not sharded, so nothing is sent for it."""
+    """Ranks use a frozen network in different steps. It is not sharded, so it issues no collective."""
     torch.manual_seed(1)
     judge = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
     plain_judge = copy.deepcopy(judge)
@@ -353,7 +353,7 @@ def towers_over_different_groups(api: str) -> None:
 
 
 def assert_gradient(module: nn.Module, plain: Towers, name: str, *ranks: int) -> None:
-    """A tower that two ranks share has the mean of their gradients, summed over the steps."""
+    """Checks that a tower of two ranks has the mean of their gradients, summed over the steps."""
     for step in range(3):
         for of_rank in ranks:
             parts = "image text" if step != 1 else "image" if of_rank < 2 else ""
@@ -405,7 +405,7 @@ def backward_that_sends_nothing(api: str) -> None:
 
 
 def evaluation_that_sends_nothing(api: str) -> None:
-    """An evaluation of a model whose parameters are unsharded already sends nothing."""
+    """An evaluation of a model whose parameters are already unsharded issues no collective."""
     training = Training(api, keep=True)
     with torch.no_grad():
         training.model(batch(rank(), 0))
@@ -418,7 +418,7 @@ def evaluation_that_sends_nothing(api: str) -> None:
 
 
 def replicas_that_do_not_meet(api: str) -> None:
-    """In a micro-batch without an all-reduce the groups of replicas see no collective."""
+    """In a micro-batch without an all-reduce, the groups of replicas see no collective."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     training = Training(api, mesh=mesh)
     training.step(0)
