@@ -111,7 +111,7 @@ def _finding(circumstances: str, num_delays: int, reference: Trained, found: Tra
 
 
 def first_difference(reference: Trained, found: Trained) -> str:
-    """The step and the name of the first difference between two trainings, as text; empty if they are equal bit by bit."""
+    """The step and name of the first difference between two trainings; empty if they are equal bit by bit."""
     for step, (right, mine) in enumerate(zip(reference, found, strict=True)):
         for name, value in right.items():
             if not torch.equal(_bits(value), _bits(mine[name])):
