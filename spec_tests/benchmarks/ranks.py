@@ -1,7 +1,7 @@
-"""The processes of one race, two or four, and what they have measured.
+"""The two or four processes of a race, and their results.
 
-The processes are new ones for each workload, so no workload inherits memory, threads or a process group from another.
-This file is both ends: `run_race` starts ``python -m spec_tests.benchmarks.ranks``, which is a rank.
+Each workload has new processes, so that it does not inherit memory, threads or a process group from another workload.
+This file contains both sides: `run_race` starts ``python -m spec_tests.benchmarks.ranks``, which runs one rank.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ LIMIT = 900.0  # seconds for one race
 
 
 def run_race(workload: str, rounds: int) -> list[list[Outcome]]:
-    """Runs a race on as many ranks as the workload wants.
+    """Runs a race with the number of ranks of the workload.
 
     Returns:
-        By rank: the outcome of each contender.
+        The outcomes of all contenders, by rank.
 
     Raises:
-        AssertionError: a rank failed; with what it has written.
+        AssertionError: a rank failed; with its output.
     """
     with tempfile.TemporaryDirectory(prefix="race-") as folder:
         ranks = range(WORKLOADS[workload].num_ranks)
@@ -61,7 +61,7 @@ def _start(workload: str, rounds: int, rank: int, folder: str, output: Path) -> 
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Until all are done, or one has failed and the others have had a moment to say so, too."""
+    """Waits until all processes end, or one has failed and the others have had some seconds to report it too."""
     deadline = time.monotonic() + LIMIT
     while any(process.poll() is None for process in processes):
         if any(process.returncode for process in processes):
