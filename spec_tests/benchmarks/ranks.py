@@ -79,9 +79,9 @@ def _read(path: Path) -> list[Outcome]:
 
 
 def main() -> None:
-    """A rank."""
+    """Runs one rank."""
     workload, rounds, rank, folder = WORKLOADS[sys.argv[1]], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    # New names for torch's own collectives, and other advice that is not for this program.
+    # Ignore warnings about new names of torch's collectives, and others that do not apply to this program.
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     num_ranks = workload.num_ranks
