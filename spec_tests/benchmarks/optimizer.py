@@ -7,7 +7,7 @@ generated. Two ranks on gloo use a model with many small parameters, `MODEL`, be
 their number and not on their size. AdamW runs in three modes: torch's own choice (*default*), all parameters in one
 call (``foreach``), or one kernel for everything (``fused``)::
 
-    a round, in an order that is drawn anew      flat, default     torch's flat, fused    fully_shard, clipping   ...
+    a round, in a new random order               flat, default     torch's flat, fused    fully_shard, clipping   ...
     a barrier before each action                 3.4 ms            0.9 ms                 4.1 ms
 
 The results are medians over the rounds, of wall-clock time and of the CPU time of the Python thread, which hardly

@@ -135,7 +135,7 @@ def test_a_hybrid_strategy_shards_in_pairs_and_replicates_the_pairs() -> None:
 
 
 def nested() -> torch.nn.Module:
-    """A block in the middle of the root. There is no loop, because the compiler would not compile a root with a loop."""
+    """A block in the middle of the root. It has no loop, because the compiler skips a root with a loop."""
     return seeded(lambda: Nested(6, 4))
 
 
@@ -225,7 +225,7 @@ def test_the_old_name_of_activation_checkpointing_is_gone_and_what_the_script_he
 
 
 def shard_of_t5(without: str, **names: Any) -> Any:
-    """The script's function ``shard``, with the global names ``names``, and without the keyword argument ``without``."""
+    """The script's function ``shard`` with globals ``names``, and without the keyword argument ``without``."""
     [function] = [node for node in ast.parse(T5).body if isinstance(node, ast.FunctionDef) and node.name == "shard"]
     for call in ast.walk(function):
         if isinstance(call, ast.Call):
@@ -264,7 +264,7 @@ def test_the_units_have_the_strategy_that_is_passed_and_else_full_shard(strategy
 
 
 def place_of(rank: int, local_rank: int, patch: pytest.MonkeyPatch) -> Any:
-    """The place (rank and device) that the tutorials use on one of two machines with 8 GPUs each."""
+    """The rank and device that the tutorials use on one of two machines with 8 GPUs each."""
     patch.syspath_prepend(str(TUTORIALS))
     for name, value in {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 16, "LOCAL_WORLD_SIZE": 8}.items():
         patch.setenv(name, str(value))

@@ -2,7 +2,7 @@
 
 This happens in the full optimizer state dict of original parameters. torch all-gathers one kind of state after the
 other into the same memory and calls ``.cpu()`` on each. If training runs on the CPU, ``.cpu()`` does not copy, so all
-entries show the state that was gathered last. Training that resumes from such a dict silently takes wrong steps.
+entries show the state that was all-gathered last. Training that resumes from such a dict silently takes wrong steps.
 
 All of these conditions are necessary: original parameters, more than one rank, a strategy that shards, the full type
 with ``offload_to_cpu=True`` (the default), and training on the CPU. With flat parameters, ``offload_to_cpu=False`` or
