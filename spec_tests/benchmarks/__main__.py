@@ -1,4 +1,4 @@
-"""``python -m spec_tests.benchmarks``: all of it, with the settings that the benchmarks want from pytest."""
+"""``python -m spec_tests.benchmarks``: runs all benchmarks, with the pytest settings that they need."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ HERE = Path(__file__).resolve().parent
 
 
 def main() -> int:
-    """The exit status of pytest."""
+    """Runs pytest; returns its exit status."""
     os.chdir(HERE.parents[1])
     return pytest.main(
         [
             str(HERE),
-            # Those of pyproject.toml leave this folder out, and those of the suite's conftest are for spec rows.
+            # The options of pyproject.toml exclude this folder, and those of the suite's conftest are for requirements.
             "--override-ini=addopts=--strict-markers",
             f"--confcutdir={HERE}",
             "-Wdefault::pytest_benchmark.logger.PytestBenchmarkWarning",
-            # The ratios of the table at the end are worth more than a ranking of medians.
+            # The ratios in the table at the end are more reliable than a ranking of medians.
             "--benchmark-quiet",
             "--benchmark-autosave",
             "--benchmark-save-data",

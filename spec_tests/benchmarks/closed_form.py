@@ -1,16 +1,16 @@
-"""What `minifsdp.tools` says a contender of ours needs at its worst moment, to be laid beside what was measured.
+"""The peak memory of minifsdp's contenders according to `minifsdp.tools`, for comparison with the measured peak.
 
-A sharded model is asked for its job (`minifsdp.explain`), and the job is told what a model cannot know: how a step is
-taken, and what the batch leaves behind in forward. These *activations* are counted: the tensors that a forward of the
-plain model makes and that are alive when it is over, because backward will read them. Worked example, `wide`::
+`minifsdp.explain` returns the job of a sharded model. Two facts that are not in the model are added: how a step runs,
+and the size of the activations. *Activations* are tensors that a forward of the plain model creates and that are still
+alive after it, because backward reads them. They are measured. Worked example, `wide`::
 
     four units of 16 MiB on two ranks: weights and two moments, of each a half     96    MiB
     the backward of the third unit: parameters, gradients, a reduction             80    MiB
     activations: what comes out of four matrices for 16 rows, and the loss          0.62 MiB
     together                                                                      176.62 MiB    measured: 176.50
 
-They are told unit by unit, because backward gives them back unit by unit. What comes and goes inside of a unit while it
-computes is not in it: at most a few hundredths of a unit's own numbers here.
+Activations are given for each unit, because backward frees them unit by unit. Temporary tensors inside a unit are not
+included; here they are at most a few percent of the unit's size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SCRATCH = 4
 
 
 def cost_of(model: nn.Module, workload: Workload, batches: list[Batch]) -> cost.Cost:
-    """The answer of the calculator, for a model in the hands of a contender of ours."""
+    """The result of the calculator for a model of one of minifsdp's contenders."""
     job = replace(
         minifsdp.explain(model, optimizer="AdamW").job,
         scratch=SCRATCH,
@@ -46,7 +46,7 @@ def cost_of(model: nn.Module, workload: Workload, batches: list[Batch]) -> cost.
 
 
 def activations(workload: Workload, batch: Batch) -> list[int]:
-    """Bytes that a forward of the plain model leaves: before the first unit, in each unit, and after the last."""
+    """Bytes of the activations of a plain model: before the first unit, in each unit, and after the last."""
     model, (inputs, targets) = workload.model(), batch
     if workload.bf16:
         model.to(torch.bfloat16)
@@ -71,5 +71,5 @@ def activations(workload: Workload, batch: Batch) -> list[int]:
 
 
 def _low(value: Any) -> Any:
-    """As the wrapper casts what a unit is called with."""
+    """Casts an argument of a unit in the same way as the wrapper."""
     return value.to(torch.bfloat16) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -1,4 +1,4 @@
-"""The options of the benchmarks, the races of a session, and the table at its end."""
+"""The options of the benchmarks, the fixture that runs the races, and the table at the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def race(pytestconfig: pytest.Config) -> Callable[[str], list[list[Outcome]]]:
-    """The outcomes of a workload, by rank; all tests of the workload share one race."""
+    """Returns the outcomes of a workload by rank; all tests of a workload share one race."""
     races = pytestconfig.stash[RACES]
 
     def outcomes(workload: str) -> list[list[Outcome]]:

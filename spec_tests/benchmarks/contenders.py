@@ -1,12 +1,12 @@
-"""Who takes part. One line of `CONTENDERS` is one contender; the tables keep that order.
+"""The contenders. Each line of `CONTENDERS` is one of them, and the tables keep their order.
 
-``single`` is the floor: the plain model on this rank's batch alone, nothing is averaged and nothing is sent. Nobody can
-be faster, and the difference is what it costs to be several. The *peer* of a contender is the one of torch that makes
-the same promises, so the one to be compared with.
+``single`` is the lower bound: the plain model on this rank's batch, without communication. No contender can be faster,
+and the difference is the cost of distributed training. The *peer* of a contender is torch's implementation of the same
+features, with which it is compared.
 
-``DDP + ZeRO`` is what else there is in torch for one who has no room for the optimizer's state: DDP, and of the state
-each rank keeps a part, updates the parameters of that part, and broadcasts them. DeepSpeed takes part if it is
-installed, see ``zero3.py``.
+``DDP + ZeRO`` is torch's other way to save memory of the optimizer state. It is DDP in which each rank stores a part of
+the state, updates the parameters of this part, and broadcasts them. DeepSpeed takes part if it is installed, see
+``zero3.py``.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ __all__ = ["CONTENDERS", "Contender", "Trained"]
 
 @dataclass(frozen=True)
 class Trained:
-    """A model in the hands of a contender.
+    """A model that a contender has prepared for training.
 
     Attributes:
-        model: to be called.
-        no_sync: leaves the gradients of a backward on this rank.
-        autocasts: whether low precision is the business of autocast.
-        optimizer: makes the optimizer, or what is called like one.
-        backward: from a loss.
+        model: the callable model.
+        no_sync: context in which backward does not reduce gradients.
+        autocasts: whether autocast provides the low precision.
+        optimizer: creates the optimizer, or an object with the same methods.
+        backward: runs backward from a loss.
     """
 
     model: nn.Module
@@ -57,12 +57,12 @@ class Contender:
     """A way to train a workload.
 
     Attributes:
-        name: as the table shows it.
-        take: takes the plain model.
-        peer: name of the contender of torch that it stands in for, if it is one of ours.
-        shards: whether it is an FSDP of torch's or ours.
-        never: strategies that it does not have.
-        can: whether it has all else that the workload asks for.
+        name: name in the table.
+        take: prepares the plain model for training.
+        peer: for a contender of minifsdp, the name of the torch contender that it replaces.
+        shards: whether it is an FSDP of torch or minifsdp.
+        never: strategies that it does not support.
+        can: whether it supports the workload in all other respects.
     """
 
     name: str
@@ -87,7 +87,7 @@ def _ddp(model: nn.Module, workload: Workload) -> Trained:
 
 
 def _ddp_zero(model: nn.Module, workload: Workload) -> Trained:
-    # torch warns of itself when this is imported, and in the process of the tests a warning is an error.
+    # torch warns when this is imported, and in the process of the tests a warning is an error.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     def optimizer(ddp: nn.Module) -> ZeroRedundancyOptimizer:
@@ -104,12 +104,12 @@ def _deepspeed(model: nn.Module, workload: Workload) -> Trained:
 
 @functools.cache
 def _nodes(num_ranks: int) -> DeviceMesh:
-    """Of all contenders: a mesh makes process groups, with threads and sockets of their own."""
+    """The mesh that all contenders share, because each mesh creates process groups with threads and sockets."""
     return init_device_mesh("cpu", (NODES, num_ranks // NODES), mesh_dim_names=("replicate", "shard"))
 
 
 def _wrapper(library: str, *, original: bool) -> Callable[[nn.Module, Workload], Trained]:
-    """FSDP1, from a module that has its names."""
+    """FSDP1 of the module ``library``."""
 
     def take(model: nn.Module, workload: Workload) -> Trained:
         words: Any = importlib.import_module(library)
@@ -123,10 +123,10 @@ def _wrapper(library: str, *, original: bool) -> Callable[[nn.Module, Workload],
         if workload.is_hybrid:
             options["device_mesh"] = _nodes(workload.num_ranks)
         if workload.bf16:
-            # The angles that the GPT hands to its blocks are float32; FSDP2 casts such inputs without being asked.
+            # The angles that the GPT passes to its blocks are float32. FSDP2 casts such inputs by default.
             options["mixed_precision"] = words.MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
         with warnings.catch_warnings():
-            # What torch has to say about NO_SHARD and about FSDP1 as such is not what is compared here.
+            # torch warns about NO_SHARD and about FSDP1 in general, which does not matter here.
             warnings.simplefilter("ignore")
             wrapped = wrap_units(
                 model, (workload.unit_class,), lambda module: words.FullyShardedDataParallel(module, **options)
@@ -137,7 +137,7 @@ def _wrapper(library: str, *, original: bool) -> Callable[[nn.Module, Workload],
 
 
 def _function(library: str) -> Callable[[nn.Module, Workload], Trained]:
-    """FSDP2, from a module that has its names."""
+    """FSDP2 of the module ``library``."""
 
     def take(model: nn.Module, workload: Workload) -> Trained:
         words: Any = importlib.import_module(library)
@@ -163,7 +163,7 @@ def _function(library: str) -> Callable[[nn.Module, Workload], Trained]:
 
 
 TORCH, OURS = "torch.distributed.fsdp", "minifsdp"
-# For these workloads DDP does just what it does for that with FULL_SHARD.
+# With these strategies, DDP does the same as with FULL_SHARD.
 AS_WITH_FULL_SHARD = ("SHARD_GRAD_OP", "NO_SHARD")
 
 

@@ -1,19 +1,19 @@
-"""What checks cost, always on or of ``minifsdp.debug()``: a step with one, divided by the step beside it without.
+"""The cost of checks, always-on ones and those of ``minifsdp.debug()``: times of steps with and without the check.
 
     python -m spec_tests.benchmarks.debug_cost
 
-prints a table; ``--record`` writes ``docs/data/debug-cost.json`` too, from which the table of ``docs/tools/debug.md``
-is made. Two ranks on gloo train the GPT of the benchmarks through each door. Pairs of steps, the one with the check and
-the one without, take turns at being first, and the median of the ratios counts::
+prints a table. ``--record`` also writes ``docs/data/debug-cost.json``, from which the table of ``docs/tools/debug.md``
+is generated. Two ranks on gloo train the GPT of the benchmarks with each front end. A pair is a step with the check and
+one without, in alternating order. The result is the median of the ratios::
 
     on / off   off / on   on / off     seconds .29 / .27   .28 / .30   .31 / .29     ratios 1.07  1.07  1.07
 
-How far the median is to be trusted is said by an interval in which it lies with 95 percent, from the order of the
-ratios alone: of 300 of them, the 133rd and the 168th. What is always on costs so little that it takes that many.
+The table also has a 95 percent confidence interval of the median, which only depends on the order of the ratios: of 300
+ratios, it is from the 133rd to the 168th. Always-on checks cost so little that this many are needed.
 
-A step is measured by the clock, and by the CPU time of all threads of rank 0, which a busy machine hardly changes but
-which does not contain waiting. ``weights`` and ``meta`` work at the beginning, so for these the *start* is measured:
-to shard the model and take a first step. For ``meta`` it is a model on the meta device, which is made real.
+A step is measured in wall-clock time, and in CPU time of all threads of rank 0. CPU time hardly depends on the load of
+the machine, but does not contain waiting. ``weights`` and ``meta`` run at the beginning, so their *start* is measured:
+sharding the model and the first step. For ``meta``, the model is on the meta device and is materialized.
 """
 
 from __future__ import annotations
@@ -56,24 +56,24 @@ AT_START = ("weights", "meta", "all")
 CLOCKS = ("wall", "cpu")
 NUM_RANKS = 2
 NUM_WARM = 3
-# What is always on costs so little that it takes more pairs to see it.
+# Always-on checks cost so little that more pairs are needed.
 TIMES_MORE = 20
 
 
 def measure(workload: Workload, *, steps: int, starts: int) -> dict[str, Any]:
-    """Every rank must call it.
+    """Measures all checks. Every rank must call it.
 
     Args:
-        workload: what is trained.
-        steps: pairs of steps, of each check and door.
+        workload: the training workload.
+        steps: pairs of steps for each check and front end.
         starts: pairs of starts.
 
     Returns:
-        By door ``step_ms`` and ``start_ms``, medians by the clock with everything off; and by check, under ``step`` and
-        ``start``, the ratios of both `CLOCKS`.
+        For each front end, ``step_ms`` and ``start_ms``: median wall-clock times with all checks off. ``step`` and
+        ``start`` contain the ratios of both `CLOCKS` by check.
     """
     with warnings.catch_warnings():
-        # `weights` and `meta` say that they come too late for a model that is trained already.
+        # `weights` and `meta` warn that they come too late for a model that has been trained already.
         warnings.simplefilter("ignore")
         return {door: _of_door(door, workload, steps, starts) for door in DOORS}
 
@@ -96,7 +96,7 @@ def _of_door(door: str, workload: Workload, steps: int, starts: int) -> dict[str
 def _ratios(
     action_of: Callable[[str], Callable[[], Any]], names: tuple[str, ...], pairs: int, *, repeats: bool
 ) -> tuple[dict[str, dict[str, Any]], float]:
-    """By check and clock the median of on / off and its `interval`; and the median of off in milliseconds."""
+    """The median of on / off and its `interval`, by check and clock; and the median of off in milliseconds."""
     ratios: dict[str, dict[str, Any]] = {}
     plain: list[float] = []
     for name in names:
@@ -112,16 +112,16 @@ def _ratios(
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Between these the median lies with 95 percent, however the values are distributed; of few of them, all."""
+    """A 95 percent confidence interval of the median, for any distribution; for few values, their whole range."""
     ordered = sorted(values)
-    # How many of them are below the median is as the heads of so many coins.
+    # The number of values below the median has the distribution of heads in that many coin tosses.
     number = len(ordered)
     outside = max(0, math.floor(number / 2 - 0.98 * math.sqrt(number)))
     return ordered[max(0, outside - 1)], ordered[number - max(1, outside)]
 
 
 def _pair(action: Callable[[], Any], name: str, on_first: bool, repeats: bool) -> tuple[tuple[float, float], ...]:
-    """Seconds of both clocks, on and off; of the second time, if there is one: at the first, some checks begin."""
+    """Seconds of both clocks, on and off. If ``repeats``, of the second call: some checks start in the first."""
     found = {}
     for is_on in (on_first, not on_first):
         with _with(name) if is_on else _without(name):
@@ -163,7 +163,7 @@ def _stepper(model: nn.Module, workload: Workload) -> Callable[[], None]:
 
 
 def _taken(door: str, workload: Workload, *, is_meta: bool) -> nn.Module:
-    """The model, sharded; if it was built on the meta device, made real, with values that are the same on all ranks."""
+    """The sharded model. A meta-device model is materialized, with the same values on all ranks."""
     with torch.device("meta") if is_meta else nullcontext():
         model = workload.model()
     if door == "fully_shard":
@@ -188,7 +188,7 @@ def _set(module: nn.Module) -> None:
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """For the terminal: a row for each door and check."""
+    """A table for the terminal, with a row for each front end and check."""
     lines = [f"{'':36}" + "".join(f"{what:>10} {clock}" for what in ("step", "start") for clock in CLOCKS)]
     for door, measured in found.items():
         for name in CHECKS:

@@ -1,22 +1,22 @@
-"""What else is measured: calls, bytes, memory. How busy the machine is changes them little or not at all.
+"""Other measurements: calls, bytes, memory. They depend little or not at all on the load of the machine.
 
-**Python calls** are counted by the interpreter itself. What they cost differs from machine to machine, but nothing
-else of what a library adds to a tiny unit grows so steadily with its time.
+**Python calls** are counted by the interpreter itself. Their cost differs between machines, but no other figure grows
+so steadily with the time that a library adds to a tiny unit.
 
-**Bytes** are counted twice. *Asked* is what textbook algorithms send for the collectives that a library calls: an
-all-gather or a reduce-scatter of M bytes on N ranks ``(N - 1) / N * M``, an all-reduce twice that. *Wired* is what the
-kernel says that the sockets of this process have sent (Linux only, 0 elsewhere). The two differ: gloo carries out a
-reduce-scatter as an all-reduce.
+**Bytes** are counted twice. *Asked* is the number of bytes that textbook algorithms send for the collectives of a
+library: ``(N - 1) / N * M`` for an all-gather or a reduce-scatter of M bytes on N ranks, twice that for an all-reduce.
+*Wired* is the number of bytes that the sockets of this process have sent, according to the kernel (Linux only, 0
+elsewhere). The two differ, because gloo implements a reduce-scatter as an all-reduce.
 
-**Memory** is every tensor's, also of those that C++ allocates and that no Python code ever sees: torch's CPU allocator
-tells a profiler of each allocation and each release. Worked example, sizes in MiB; the mark is where the step begins::
+**Memory** contains all tensors, including those that C++ allocates and Python code never sees: torch's CPU allocator
+reports each allocation and each release to a profiler. Worked example in MiB; the step begins at the mark::
 
     +64 (model)  +32 (shards)  -64   mark   +16  +16  -16   +8  -24
      64           96            32           48   64   48   56   32      resting 32, peak 64 (and not 96)
 
-What a backend takes by other ways, as gloo does for some of its buffers, is not in it. And which of gloo's
-temporaries are alive together depends on when its threads let go of them: by one or two of these, the peak differs from
-step to step, for every contender. So five steps are weighed, and the one whose peak is the median stands for them.
+Memory that a backend allocates differently, such as some buffers of gloo, is not counted. The number of gloo's
+temporary buffers that are alive at once depends on when its threads release them. The peak of each contender varies
+between steps by one or two of these. So five steps are measured, and the result is the step with the median peak.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["Live", "collectives", "highest_of_each_part", "live_bytes", "python_
 
 Action = Callable[[], Any]
 TCP_INFO = 11
-# Where `tcpi_bytes_sent` lies in the kernel's `struct tcp_info`, since Linux 4.19.
+# Offset of `tcpi_bytes_sent` in the kernel's `struct tcp_info`, since Linux 4.19.
 BYTES_SENT = 200
 MARKS = ("spec_tests: forward and backward", "spec_tests: the optimizer", "spec_tests: between steps")
 NUM_WEIGHED = 5
@@ -52,18 +52,18 @@ NUM_PARTS = 240
 
 
 def python_calls(action: Action) -> int:
-    """How many Python functions are entered."""
+    """The number of Python functions that are entered."""
     return calls_by_file(action).total()
 
 
 def collectives(action: Action) -> tuple[dict[str, int], int, int, int]:
-    """What is sent. Every rank must call it.
+    """Counts the communication of ``action``. Every rank must call it.
 
     Returns:
-        The collectives that are called, by kind; the bytes asked, and of these the bytes that sharding asks for; and
-        the bytes wired.
+        The number of collectives by kind; the bytes asked, in total and by the collectives of sharding; and the bytes
+        wired.
     """
-    # After a barrier nobody is still sending what belongs to before.
+    # After a barrier, no rank is still sending bytes of earlier operations.
     dist.barrier()
     before = _sent()
     with CollectiveCounter() as counter:
@@ -76,7 +76,7 @@ def collectives(action: Action) -> tuple[dict[str, int], int, int, int]:
 def _sent() -> int:
     total = 0
     for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
-        with contextlib.suppress(OSError):  # closed by now, or no TCP
+        with contextlib.suppress(OSError):  # closed, or not TCP
             if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(number))) as end:
                     told = end.getsockopt(socket.IPPROTO_TCP, TCP_INFO, BYTES_SENT + 8)
@@ -86,13 +86,13 @@ def _sent() -> int:
 
 @dataclass(frozen=True)
 class Live:
-    """Bytes in live tensors; 0 is what was there before all that was watched.
+    """Bytes in live tensors, relative to the state before the measurement.
 
     Attributes:
-        resting: when the step begins.
-        computing: the most in forward and backward.
-        peak: the most in the whole step, so with the optimizer's arithmetic.
-        curve: where in the step, from 0 to 1, and how many: the most in each part of it.
+        resting: at the beginning of the step.
+        computing: maximum in forward and backward.
+        peak: maximum in the whole step, including the optimizer.
+        curve: positions in the step, from 0 to 1, each with the maximum number of bytes in this part of it.
     """
 
     resting: int
@@ -102,13 +102,13 @@ class Live:
 
 
 def live_bytes(prepare: Action, clear: Action, compute: Action, update: Action) -> Live:
-    """What is live while a step runs, which is ``compute`` and then ``update``, after ``prepare`` and ``clear``.
+    """Measures the live bytes of a step. A step is ``compute`` and then ``update``, after ``prepare`` and ``clear``.
 
-    Every rank must call it. ``prepare`` must make all the tensors that a step may free: the allocator does not know
-    others. ``clear`` is called before each step and is no part of it.
+    Every rank must call it. ``prepare`` must create all tensors that a step may free, because the allocator only
+    reports tensors that are created in it or later. ``clear`` runs before each step and is not part of it.
 
     Returns:
-        What was found in one of `NUM_WEIGHED` steps, that with the median of what forward and backward need.
+        The result of one of `NUM_WEIGHED` steps: the one with the median peak of forward and backward.
     """
     _count_in_all_threads()
     _settle()
@@ -129,10 +129,10 @@ def live_bytes(prepare: Action, clear: Action, compute: Action, update: Action) 
 
 
 def _weighed(zero: int, computing: list[Any], updating: list[Any]) -> Live:
-    """One step, by its events.
+    """The result of one step from its events.
 
-    Each tells how much was live in all threads together. A sum of the events would not do: what a thread without
-    profiler has freed is no event.
+    Each event contains the live bytes of all threads. Adding up the sizes of the events would be wrong, because a
+    thread without a profiler does not produce events when it frees memory.
     """
     live = [(event.start_time_ns, event.typed[1].total_allocated - zero) for event in _allocations(computing)]
     middle = len(live)
@@ -143,13 +143,13 @@ def _weighed(zero: int, computing: list[Any], updating: list[Any]) -> Live:
 
 
 def highest_of_each_part(points: list[tuple[int, int]]) -> list[tuple[float, int]]:
-    """As many points as a picture has room for, and no peak lost: the highest of each part of the time.
+    """Reduces points to as many as a picture can show, without losing peaks: the highest of each part of the time.
 
     Args:
-        points: moments, in order, and values.
+        points: times, in increasing order, and values.
 
     Returns:
-        Moments from 0, the first, to 1, the last, and values.
+        Times, scaled from 0 (the first) to 1 (the last), and values.
     """
     first, last = points[0][0], points[-1][0]
     placed = [((moment - first) / max(last - first, 1), value) for moment, value in points]
@@ -158,13 +158,13 @@ def highest_of_each_part(points: list[tuple[int, int]]) -> list[tuple[float, int
 
 
 def _count_in_all_threads() -> None:
-    """Otherwise the allocator counts in profiled threads only, and what a thread of gloo frees would live for ever."""
+    """Otherwise the allocator counts only in profiled threads, and memory freed by gloo's threads counts as live."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
 
 
 def _settle() -> None:
-    """Until gloo's threads have let go of the temporaries of what is over."""
+    """Waits until gloo's threads have released their temporary buffers."""
     dist.barrier()
     time.sleep(0.1)
 

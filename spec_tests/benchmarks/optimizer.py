@@ -1,17 +1,17 @@
-"""What comes after backward: a step of AdamW, and clipping by the norm of all gradients, for each kind of FSDP.
+"""Times of an AdamW step and of clipping by the norm of all gradients, for each kind of FSDP.
 
     python -m spec_tests.benchmarks.optimizer
 
-prints a table; ``--record`` writes ``docs/data/optimizer.json`` too, from which the table of ``docs/choosing.md`` is
-made. Two ranks on gloo take a model of many small parameters, `MODEL`, because what is slow about DTensors is not their
-elements but their number. AdamW is asked for in three ways, torch's own choice (*default*), all parameters in one call
-(``foreach``), or one kernel for all of it (``fused``)::
+prints a table. ``--record`` also writes ``docs/data/optimizer.json``, from which the table of ``docs/choosing.md`` is
+generated. Two ranks on gloo use a model with many small parameters, `MODEL`, because the cost of DTensors depends on
+their number and not on their size. AdamW runs in three modes: torch's own choice (*default*), all parameters in one
+call (``foreach``), or one kernel for everything (``fused``)::
 
-    a round, in an order that is drawn anew      flat, default     torch's flat, fused    fully_shard, clipping   ...
+    a round, in a new random order               flat, default     torch's flat, fused    fully_shard, clipping   ...
     a barrier before each action                 3.4 ms            0.9 ms                 4.1 ms
 
-The median of the rounds counts, by the clock and as CPU time of the thread that runs Python, which a busy machine
-hardly changes. Clipping is what each kind has for it: a method of FSDP1, a function of torch for `fully_shard`.
+The results are medians over the rounds, of wall-clock time and of the CPU time of the Python thread, which hardly
+depends on the load of the machine. Clipping is a method of FSDP1, or a function of torch for `fully_shard`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _workload() -> Workload:
 
 
 def _actions(model: nn.Module) -> dict[str, Callable[[], Any]]:
-    """By name; the gradients are there and stay."""
+    """The actions by name; they need gradients and keep them."""
     optimizers = {name: torch.optim.AdamW(model.parameters(), **options) for name, options in VARIANTS.items()}
     actions: dict[str, Callable[[], Any]] = {name: made.step for name, made in optimizers.items()}
     method: Any = getattr(model, "clip_grad_norm_", None)
@@ -70,10 +70,10 @@ def _actions(model: nn.Module) -> dict[str, Callable[[], Any]]:
 
 
 def measure(rounds: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Every rank must call it.
+    """Measures all contenders. Every rank must call it.
 
     Returns:
-        By contender and action milliseconds, ``wall`` and ``cpu``.
+        ``wall`` and ``cpu`` in milliseconds, by contender and action.
     """
     workload, rank = _workload(), dist.get_rank()
     (inputs, targets), *_ = workload.batches(0, rank)
@@ -105,7 +105,7 @@ def measure(rounds: int) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def table(found: dict[str, dict[str, dict[str, float]]]) -> list[str]:
-    """For the terminal: milliseconds by the clock, and of the CPU."""
+    """A table for the terminal: milliseconds of wall-clock time and of CPU time."""
     lines = [f"{'':18}" + "".join(f"{name:>18}" for name in ACTIONS)]
     for contender, by_action in found.items():
         cells = [f"{by_action[name]['wall']:.2f} ({by_action[name]['cpu']:.2f})" for name in ACTIONS]

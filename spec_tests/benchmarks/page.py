@@ -1,6 +1,6 @@
-"""The recorded figures: when, where and with what they were measured, and the tables, as a part of a page.
+"""Records the figures as a section of a page: date, machine and versions of the run, and the tables.
 
-What its pictures are drawn from (see ``docs_build/races.py``) is recorded at the same time, in a file of its own.
+The data of the page's pictures (see ``docs_build/races.py``) is recorded at the same time, in a separate file.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ BEGIN, END = "<!-- recorded: begin -->\n", "<!-- recorded: end -->\n"
 
 
 def circumstances(seconds: float) -> list[str]:
-    """Where and with what, one line each.
+    """The machine, the versions and other facts about the run, one line each.
 
     Args:
-        seconds: that the run took.
+        seconds: duration of the run.
     """
     one, _, fifteen = os.getloadavg()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -54,7 +54,7 @@ def _processor() -> str:
 
 
 def sections(results: Mapping[str, Sequence[Outcome]]) -> list[str]:
-    """A heading and a table for each workload, and where the time goes in some of them; of rank 0's outcomes."""
+    """A heading and a table for each workload, and the parts of a step for some, from the outcomes of rank 0."""
     lines: list[str] = []
     for name, outcomes in results.items():
         workload = WORKLOADS[name]
@@ -102,10 +102,10 @@ def _curve(outcome: Outcome) -> list[list[float]]:
 
 
 def record(results: Mapping[str, Sequence[Outcome]], seconds: float, page: Path = PAGE, data: Path = DATA) -> None:
-    """Replaces the figures on the page and what its pictures are drawn from.
+    """Replaces the figures on the page and the data of its pictures.
 
     Raises:
-        ValueError: the page has no place for them.
+        ValueError: the page has no section for the figures.
     """
     text = page.read_text()
     before, begin, rest = text.partition(BEGIN)

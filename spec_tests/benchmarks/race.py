@@ -1,13 +1,13 @@
-"""The race: what each of the processes does.
+"""The race: the work of each process.
 
-1. every contender takes the model and trains three steps; the losses must be those of one process on all batches;
-2. rounds: one step of each contender, in an order that all ranks draw from the number of the round. A barrier before
-   each step, or it would be charged with what the step before it did on another rank;
-3. two more steps of each, watched (see ``figures.py``) and for that reason not timed;
-4. memory, one contender after the other: a second model beside the first would be counted with it.
+1. Every contender prepares the model and trains three steps. The losses must equal those of one process on all batches.
+2. Rounds: one step of each contender, in a random order with the number of the round as its seed. There is a barrier
+   before each step. Otherwise the time of a step could contain the end of the step before it on another rank.
+3. Two more steps of each contender for the measurements of ``figures.py``. These steps are not timed.
+4. Memory, one contender after the other, because a second model in the process would be counted too.
 
-Garbage is collected between the rounds and never in a step. A collection takes milliseconds, is set off by whoever
-happens to allocate the seven-hundredth object, and walks through the modules of all contenders.
+Garbage is collected between the rounds and never in a step. A collection takes milliseconds and visits the modules of
+all contenders. It would start in the step of any contender, because it depends on the number of allocated objects.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Times(NamedTuple):
     """Seconds of three clocks.
 
     Attributes:
-        wall: as a watch has it.
-        thread: CPU time of the thread that runs Python. What is missing to ``wall`` was waiting: for other ranks, for
-            what they send, or for a core.
-        process: CPU time of all threads of this rank, those that send included.
+        wall: wall-clock time.
+        thread: CPU time of the Python thread. The difference to ``wall`` is waiting: for other ranks, for
+            communication, or for a core.
+        process: CPU time of all threads of this rank, including those that communicate.
     """
 
     wall: float = 0.0
@@ -49,25 +49,25 @@ class Times(NamedTuple):
 
     @classmethod
     def now(cls) -> Times:
-        """What the clocks show."""
+        """The current time of the clocks."""
         return cls(time.perf_counter(), time.thread_time(), time.process_time())
 
     def until(self, later: Times) -> Times:
-        """What has gone by."""
+        """The difference from this time to a later one."""
         return Times(*(b - a for a, b in zip(self, later, strict=True)))
 
     def and_(self, other: Times) -> Times:
-        """Both together."""
+        """The sum of both."""
         return Times(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)
 class Lap:
-    """One timed step, from the end of the barrier until the optimizer is done; its `PARTS`.
+    """Times of the `PARTS` of one step, from the end of the barrier to the end of the optimizer.
 
     Attributes:
-        forward, backward: of all micro-batches.
-        optimizer: its step, and to clear gradients.
+        forward, backward: times of all micro-batches.
+        optimizer: time of the optimizer step and of clearing the gradients.
     """
 
     forward: Times
@@ -76,7 +76,7 @@ class Lap:
 
     @property
     def whole(self) -> Times:
-        """All parts."""
+        """The sum of all parts."""
         return self.forward.and_(self.backward).and_(self.optimizer)
 
     @property
@@ -87,24 +87,24 @@ class Lap:
 
 @dataclass
 class Outcome:
-    """What one rank has measured of one contender.
+    """The measurements of one rank for one contender.
 
     Attributes:
         contender: its name.
-        difference: largest relative distance of a loss from the reference.
-        laps: one for each round.
-        calls: of Python functions in a step.
-        collectives: of a step, by kind.
-        asked: bytes that textbook algorithms send for these collectives, from this rank.
-        inside: of these, by the collectives of sharding, all-gather and reduce-scatter. In a hybrid workload they run
-            inside of the shard group, and all others between the replicas.
+        difference: largest relative difference of a loss from the reference.
+        laps: the timed steps, one for each round.
+        calls: number of Python calls in a step.
+        collectives: number of collectives in a step, by kind.
+        asked: bytes that textbook algorithms send for these collectives from this rank.
+        inside: the part of ``asked`` for all-gathers and reduce-scatters. In a hybrid workload these run inside the
+            shard group, and all other collectives between the replicas.
         wired: bytes that this rank's sockets have sent in a step.
-        resting: bytes in live tensors between two steps, above what was there before the model.
-        computing: the most in forward and backward.
-        peak: the most during a step.
-        priced_computing, priced: what `minifsdp.tools.cost` says that these two are; 0 of a contender that it does not
-            know.
-        curve: from the begin of a step, 0, to its end, 1: bytes in live tensors, the most in each part of it.
+        resting: bytes in live tensors between two steps, relative to the state before the model was built.
+        computing: maximum in forward and backward.
+        peak: maximum during a step.
+        priced_computing, priced: the values of `minifsdp.tools.cost` for ``computing`` and ``peak``; 0 for contenders
+            that it does not support.
+        curve: positions in the step, from 0 to 1, each with the maximum of live bytes in this part of it.
     """
 
     contender: str
@@ -132,7 +132,7 @@ class Entrant:
         self.optimizer: Any = self.trained.optimizer(self.trained.model)
 
     def step(self, batches: list[Batch]) -> tuple[list[Tensor], Lap]:
-        """One step; the loss of each micro-batch, and the times."""
+        """Runs one step; returns the loss of each micro-batch and the times."""
         begin = Times.now()
         self.optimizer.zero_grad()
         cleared = Times.now()
@@ -143,7 +143,7 @@ class Entrant:
         return losses, Lap(forward, backward, begin.until(cleared).and_(computed.until(end)))
 
     def compute(self, batches: list[Batch]) -> tuple[list[Tensor], Times, Times]:
-        """Forward and backward of each micro-batch; the losses, and the times of both."""
+        """Runs forward and backward of each micro-batch; returns the losses and the times of both."""
         losses = []
         forward = backward = Times()
         for number, batch in enumerate(batches):
@@ -164,7 +164,7 @@ class Entrant:
 
 
 def reference_losses(workload: Workload, num_ranks: int, num_steps: int) -> Tensor:
-    """The losses of one process that plays all ranks: (steps, ranks, micro-batches)."""
+    """The losses of a single process that trains on the batches of all ranks: (steps, ranks, micro-batches)."""
     model = workload.model()
     optimizer = adamw(model)
     losses = torch.empty(num_steps, num_ranks, workload.accumulate)
@@ -187,15 +187,15 @@ def reference_losses(workload: Workload, num_ranks: int, num_steps: int) -> Tens
 
 
 def check_losses(entrant: Entrant, expected: Tensor) -> float:
-    """1. Trains a few steps.
+    """1. Trains a few steps and compares the losses of this rank with ``expected``: (steps, micro-batches).
 
     Returns:
-        The largest relative distance from ``expected``, (steps, micro-batches), of the losses of this rank.
+        The largest relative difference of a loss.
 
     Raises:
-        AssertionError: it is larger than the workload allows.
+        AssertionError: it is larger than the tolerance of the workload.
     """
-    # Of `single` only the first step is anything to be compared: it has seen nothing of the other ranks' batches since.
+    # For `single`, only the first step is compared: later steps would need the gradients of other ranks' batches.
     num_equal = NUM_CHECKED if entrant.contender.name != "single" else 1
     found = torch.stack(
         [torch.stack(entrant.step(entrant.workload.batches(s, dist.get_rank()))[0]) for s in range(NUM_CHECKED)]
@@ -211,7 +211,7 @@ def check_losses(entrant: Entrant, expected: Tensor) -> float:
 
 
 def race(workload: Workload, rounds: int, seed: int = 0) -> list[Outcome]:
-    """All contenders that can train the workload, in their order. Every rank must call it.
+    """The outcomes of all contenders that can train the workload, in their order. Every rank must call it.
 
     Raises:
         AssertionError: the losses of a contender are wrong.
@@ -252,12 +252,12 @@ def _run_rounds(entrants: list[Entrant], outcomes: list[Outcome], rounds: int, s
 
 
 def _weigh(contender: Contender, outcome: Outcome, workload: Workload, batches: list[Batch]) -> None:
-    """4. What lies in memory, and what was said about it."""
+    """4. Measures the memory, and computes the expected memory."""
     entrants: list[Entrant] = []
 
     def prepare() -> None:
         entrants.append(Entrant(contender, workload))
-        # The optimizer's state comes with the first step, and what a library keeps from one step to the next by then.
+        # The first step creates the optimizer's state and everything that a library keeps between steps.
         entrants[0].step(batches)
 
     found = figures.live_bytes(

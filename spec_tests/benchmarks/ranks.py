@@ -1,7 +1,7 @@
-"""The processes of one race, two or four, and what they have measured.
+"""The two or four processes of a race, and their results.
 
-The processes are new ones for each workload, so no workload inherits memory, threads or a process group from another.
-This file is both ends: `run_race` starts ``python -m spec_tests.benchmarks.ranks``, which is a rank.
+Each workload has new processes, so that it does not inherit memory, threads or a process group from another workload.
+This file contains both sides: `run_race` starts ``python -m spec_tests.benchmarks.ranks``, which runs one rank.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ LIMIT = 900.0  # seconds for one race
 
 
 def run_race(workload: str, rounds: int) -> list[list[Outcome]]:
-    """Runs a race on as many ranks as the workload wants.
+    """Runs a race with the number of ranks of the workload.
 
     Returns:
-        By rank: the outcome of each contender.
+        The outcomes of all contenders, by rank.
 
     Raises:
-        AssertionError: a rank failed; with what it has written.
+        AssertionError: a rank failed; with its output.
     """
     with tempfile.TemporaryDirectory(prefix="race-") as folder:
         ranks = range(WORKLOADS[workload].num_ranks)
@@ -61,7 +61,7 @@ def _start(workload: str, rounds: int, rank: int, folder: str, output: Path) -> 
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Until all are done, or one has failed and the others have had a moment to say so, too."""
+    """Waits until all processes end, or one has failed and the others have had some seconds to report it too."""
     deadline = time.monotonic() + LIMIT
     while any(process.poll() is None for process in processes):
         if any(process.returncode for process in processes):
@@ -79,9 +79,9 @@ def _read(path: Path) -> list[Outcome]:
 
 
 def main() -> None:
-    """A rank."""
+    """Runs one rank."""
     workload, rounds, rank, folder = WORKLOADS[sys.argv[1]], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    # New names for torch's own collectives, and other advice that is not for this program.
+    # Ignore warnings about new names of torch's collectives, and others that do not apply to this program.
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     num_ranks = workload.num_ranks

@@ -1,27 +1,27 @@
-"""From laps to a table.
+"""Makes tables from the laps.
 
-For each workload one table, a line for each contender. What a column says:
+Each workload has one table with a line for each contender. The columns:
 
 =================  =======================================================================================
 ``ms``             median time of a step on rank 0
 ``/ best torch``   median of the paired ratios to the fastest FSDP of torch in this workload, and quartiles
-``/ peer``         the same, to the FSDP of torch that makes the same promises
+``/ peer``         the same, to the FSDP of torch that has the same features
 ``CPU ms``         median CPU time of a step, all threads of rank 0
 ``calls/unit``     Python functions entered in a step, above ``single``, divided by the number of units
-``MiB asked``      what rank 0 would send with textbook algorithms
-``MiB inside``     hybrid only: of that, all-gathers and reduce-scatters, which stay in a shard group
-``MiB between``    hybrid only: the rest, which goes from one group to the other
-``MiB wired``      what its sockets have sent
+``MiB asked``      bytes that rank 0 would send with textbook algorithms
+``MiB inside``     hybrid only: the all-gathers and reduce-scatters of these, which stay in a shard group
+``MiB between``    hybrid only: the others, which are sent between the groups
+``MiB wired``      bytes that its sockets have sent
 ``rest MiB``       live tensors between two steps
-``compute MiB``    the most in forward and backward; ours with the ratio to what `minifsdp.tools` says
-``peak MiB``       the same of the whole step, in which the optimizer's arithmetic may need the most
+``compute MiB``    maximum in forward and backward; for minifsdp, with the ratio to `minifsdp.tools`
+``peak MiB``       the same for the whole step, including the optimizer
 =================  =======================================================================================
 
-The fastest is the one with the lowest median. Of several equally fast ones that is the luckiest, so the column
-flatters torch a little; the other way round would flatter us.
+The fastest FSDP of torch is the one with the lowest median. If several are equally fast, it is the luckiest one, so the
+column favors torch a little. The opposite choice would favor minifsdp.
 
-`where_the_time_goes` takes steps apart: of a few workloads, for each part of a step, milliseconds by the clock and how
-much of that the thread that runs Python did not compute.
+`where_the_time_goes` shows the parts of a step for a few workloads: the wall-clock time of each part in milliseconds,
+and how much of it the Python thread did not compute.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Quartiles:
 
     @classmethod
     def of(cls, numbers: Iterable[float]) -> Quartiles:
-        """At least one number."""
+        """From at least one number."""
         values = list(numbers)
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
@@ -73,7 +73,7 @@ class Quartiles:
 
 
 def paired(mine: Outcome, other: Outcome) -> Quartiles:
-    """The ratios of steps of the same rounds."""
+    """The ratios of steps in the same round."""
     return Quartiles.of(a.wall / b.wall for a, b in zip(mine.laps, other.laps, strict=True))
 
 
@@ -84,13 +84,13 @@ def best_torch(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def calls_per_unit(workload: str, outcomes: Sequence[Outcome], mine: Outcome) -> float:
-    """Python calls that a unit adds to a step."""
+    """The number of Python calls that a unit adds to a step."""
     plain = next(outcome for outcome in outcomes if outcome.contender == "single")
     return (mine.calls - plain.calls) / WORKLOADS[workload].num_units
 
 
 def table(workload: str, outcomes: Sequence[Outcome]) -> list[str]:
-    """Markdown, which can be read as it is; of rank 0's outcomes."""
+    """A Markdown table, from the outcomes of rank 0. It is also readable as plain text."""
     head, rows = HEAD, [_row(workload, outcomes, outcome) for outcome in outcomes]
     if WORKLOADS[workload].is_hybrid:
         head = _beside_asked(HEAD, LINKS)
@@ -99,8 +99,8 @@ def table(workload: str, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def parts(mine: Outcome) -> dict[str, dict[str, float]]:
-    """Of each part of a step milliseconds: ``wall``; ``waits``, in which the thread that runs Python does not compute;
-    and ``others``, CPU time of all other threads, which send and receive. Medians over the laps."""
+    """Median milliseconds of each part of a step: ``wall``; ``waits``, in which the Python thread does not compute; and
+    ``others``, CPU time of all other threads, which send and receive."""
     found = {}
     for part in PARTS:
         times = [getattr(lap, part) for lap in mine.laps]
@@ -114,7 +114,7 @@ def parts(mine: Outcome) -> dict[str, dict[str, float]]:
 
 
 def where_the_time_goes(results: Mapping[str, Sequence[Outcome]]) -> list[str]:
-    """Steps of `TAKEN_APART` in parts, of the plain model, torch's fastest FSDP and ours; of rank 0's outcomes."""
+    """Parts of steps of `TAKEN_APART`, for the plain model, torch's fastest FSDP and minifsdp, from rank 0."""
     head = ["workload", "contender", *(word for part in PARTS for word in (part, "waits")), "other threads"]
     rows = []
     for workload in [name for name in TAKEN_APART if name in results]:

@@ -1,13 +1,12 @@
 """One benchmark for each workload and contender.
 
-pytest-benchmark wants to call a function and to time it here, in this process. But a step is taken by two other
-processes, in a race with the steps of others, and what counts is what the clock of rank 0 has shown there. So the
-benchmark is given a clock of its own, which stands still unless the benchmarked function turns it on, by what was
-measured. All of pytest-benchmark (statistics, storage, comparison with an earlier run) then works on the very laps of
-the race; nothing of this process is timed.
+pytest-benchmark calls a function and times it in this process. But a step runs in two other processes, in a race with
+the steps of other contenders, and the result is the time on rank 0. So the benchmark uses a clock of its own. It only
+advances when the benchmarked function runs, by the measured time of the next lap. So all features of pytest-benchmark
+(statistics, storage, comparison with an earlier run) use the laps of the race, and nothing in this process is timed.
 
-A clock is not asserted on: a busy machine is no defect. What is asserted are right losses, without which there is no
-race (see ``race.py``), and the figures that any machine must find.
+Tests do not assert on times, because they depend on the load of the machine. They assert on figures that must be the
+same on any machine. The race itself checks the losses (see ``race.py``).
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from spec_tests.benchmarks.race import Outcome
 from spec_tests.benchmarks.report import best_torch, calls_per_unit, paired, parts
 from spec_tests.benchmarks.workloads import WORKLOADS
 
-# Bytes that gloo writes beside what a collective sends, at most: 150 were counted.
+# Upper bound of the bytes that gloo sends in addition to the data of a collective; 150 were measured.
 AROUND_A_PIECE = 192
 
 Race = Callable[[str], list[list[Outcome]]]
 
 
 class RecordedClock:
-    """Shows the time of a race that is over."""
+    """A clock that replays the times of a finished race."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -41,11 +40,11 @@ class RecordedClock:
         return self.now
 
     def load(self, seconds: list[float]) -> None:
-        """What the next turns will take."""
+        """Sets the times of the next turns."""
         self._ahead = list(reversed(seconds))
 
     def turn(self) -> None:
-        """Goes on by the next lap."""
+        """Advances by the next lap."""
         self.now += self._ahead.pop()
 
 
@@ -53,7 +52,7 @@ CLOCK = RecordedClock()
 
 
 def recorded_clock() -> float:
-    """A function, because pytest-benchmark stores the name of its clock."""
+    """The time of `CLOCK`. A function, because pytest-benchmark stores the name of its clock."""
     return CLOCK()
 
 
@@ -83,7 +82,7 @@ def _of(outcomes: list[Outcome], name: str) -> Outcome:
 
 
 def _extra(workload: str, outcomes: list[Outcome], mine: Outcome) -> dict[str, Any]:
-    """Everything else that was measured, for the stored JSON."""
+    """All other measurements, for the stored JSON."""
     rest = asdict(mine)
     del rest["laps"]
     best = best_torch(outcomes)
@@ -108,7 +107,7 @@ def test_ours_sends_no_more_than_its_peer(race: Race, workload: Any, contender: 
     outcomes = race(workload.name)[0]
     ours, theirs = _of(outcomes, contender.name), _of(outcomes, contender.peer)
     assert ours.asked <= theirs.asked
-    # Barriers and acknowledgements of gloo are in what the kernel has counted.
+    # The counts of the kernel include barriers and acknowledgements of gloo.
     assert ours.wired <= 1.01 * theirs.wired + 4096
     assert ours.wired <= 1.05 * ours.asked + AROUND_A_PIECE * sum(ours.collectives.values())
 
@@ -117,10 +116,10 @@ def test_ours_sends_no_more_than_its_peer(race: Race, workload: Any, contender: 
 def test_ours_needs_no_more_memory(race: Race, workload: Any, contender: Any) -> None:
     outcomes = race(workload.name)[0]
     ours, theirs = _of(outcomes, contender.name), _of(outcomes, contender.peer)
-    # Between two steps nothing is on its way.
+    # No communication is in flight between two steps.
     assert ours.resting <= 1.001 * theirs.resting
-    # What is in flight while the next unit computes takes no more than gloo's copies do where torch waits on the spot.
-    # One activation more may be there at that moment.
+    # Buffers in flight while the next unit computes need no more memory than gloo's copies when torch waits at once.
+    # There may be one more activation at that moment.
     assert ours.computing <= 1.005 * theirs.computing
     assert ours.peak <= 1.005 * theirs.peak
 

@@ -1,7 +1,7 @@
-"""The engine as it would be if it kept no ledger and compared nothing: what the always-on checks are measured against.
+"""The engine without the collective log and without comparisons: the baseline for the cost of the always-on checks.
 
-Not for training: a rank that sends something else is noticed by nobody. The thread of each rank that answers the others
-goes on; it sleeps in the store.
+Do not train with it: mismatched collectives are not detected. The watchdog thread of each rank, which answers the other
+ranks, keeps running; it waits in the store.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def _wait(self: Collective) -> None:
 
 
 def _nothing(*_: Any) -> None:
-    """Stands where something is written down or compared."""
+    """Replaces functions that record or compare."""
 
 
 @contextmanager
 def without_ledger() -> Iterator[None]:
-    """For whole iterations. Every rank must enter it."""
+    """Disables the log and the comparisons. Use it around whole iterations. Every rank must enter it."""
     with ExitStack() as stack:
         for owner, name, function in (
             (Collective, "__init__", _issue),

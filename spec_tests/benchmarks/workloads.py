@@ -1,17 +1,17 @@
-"""What is trained: three models, each of which asks something else of an FSDP.
+"""The workloads: three models that stress different parts of an FSDP.
 
 ==========  ===================================  =======================================================
-name        model                                where its time goes
+name        model                                most of its time
 ==========  ===================================  =======================================================
 ``tiny``    48 x ``Linear(32, 32)``              the library: a unit computes for 20 microseconds
-``gpt``     the tutorial's GPT, 14 M parameters  all of it, as in life: compute, sending, optimizer
-``wide``    4 x ``Linear(2048, 2048)``           the wire: 16 MiB a unit, next to no compute
+``gpt``     the tutorial's GPT, 14 M parameters  realistic mix: compute, communication, optimizer
+``wide``    4 x ``Linear(2048, 2048)``           communication: 16 MiB for each unit, little compute
 ==========  ===================================  =======================================================
 
-`gpt-hybrid` is trained by four ranks, two groups of two, which have but two cores; so its GPT is a smaller one.
+`gpt-hybrid` runs on four ranks, in two groups of two. They have only two cores, so it uses a smaller GPT.
 
-A step is what a training loop does: clear gradients, forward and backward for each micro-batch, one AdamW step. The
-batches are drawn from the number of the step, of the micro-batch and of the rank, so all contenders see the same ones.
+A step is that of a training loop: clear gradients, forward and backward for each micro-batch, one AdamW step. The seeds
+of the batches are the numbers of the step, the micro-batch and the rank, so all contenders use the same batches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tutorials.gpt.model import GPT, VOCABULARY, Block
 __all__ = ["NODES", "WORKLOADS", "Batch", "Workload", "adamw"]
 
 Batch = tuple[Tensor, Tensor]
-NODES = 2  # that a hybrid workload plays
+NODES = 2  # simulated nodes of a hybrid workload
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,20 @@ class Workload:
     """A model, its data, and how to shard it.
 
     Attributes:
-        name: as the table shows it.
+        name: name in the table.
         about: one line for the head of the table.
-        build: makes the plain model; the same weights each time it is called after the same seed.
-        unit_class: whose instances become units, beside the root.
-        draw: one batch.
-        loss: of one batch.
-        strategy: by the name that FSDP1 has for it.
-        num_ranks: of the race.
-        prefetch: each unit is told which one comes next in forward, by the means that each FSDP has for it.
-        backward_prefetch: FSDP1's default; if not, it is told to gather nothing ahead, and FSDP2 has no word for that.
-        bf16: parameters are gathered and gradients reduced in bfloat16; plain models run under autocast.
-        accumulate: micro-batches in each step, all but the last without synchronisation.
-        rounds: how many, unless the run is a quick one.
-        tolerance: how far losses may lie apart, relative.
+        build: builds the plain model, with the same weights after the same seed.
+        unit_class: class whose instances become units, in addition to the root.
+        draw: draws one batch.
+        loss: computes the loss of one batch.
+        strategy: FSDP1's name of the strategy.
+        num_ranks: number of ranks of the race.
+        prefetch: whether to prefetch in forward, with the API of each FSDP.
+        backward_prefetch: FSDP1's default. If false, no prefetching in backward; FSDP2 has no setting for this.
+        bf16: all-gather parameters and reduce gradients in bfloat16; plain models run under autocast.
+        accumulate: micro-batches in each step, all but the last without synchronization.
+        rounds: number of rounds, unless the run is a quick one.
+        tolerance: maximum relative difference of losses.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Workload:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether the ranks are `NODES` groups: sharded inside of each, replicated between them."""
+        """Whether the ranks form `NODES` groups: sharded inside each group, replicated between groups."""
         return self.strategy == "HYBRID_SHARD"
 
     def units_of(self, model: nn.Module) -> list[nn.Module]:
@@ -84,12 +84,12 @@ class Workload:
 
     @property
     def num_units(self) -> int:
-        """How many."""
+        """The number of units."""
         return len(self.units_of(self.model()))
 
     @property
     def largest_unit(self) -> int:
-        """Elements of the largest one."""
+        """The number of elements of the largest unit."""
         return max(sum(p.numel() for p in unit.parameters()) for unit in self.units_of(self.model()))
 
     def batches(self, step: int, rank: int) -> list[Batch]:
@@ -99,7 +99,7 @@ class Workload:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """What takes the step."""
+    """The optimizer of all workloads."""
     return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
 
@@ -142,7 +142,7 @@ WORKLOADS = {
         GPT_14M,
         replace(GPT_14M, name="gpt-grad-op", strategy="SHARD_GRAD_OP"),
         replace(GPT_14M, name="gpt-no-shard", strategy="NO_SHARD"),
-        # Plain models compute under autocast, which rounds in other places.
+        # Plain models run under autocast, which rounds in other places.
         replace(GPT_14M, name="gpt-bf16", bf16=True, tolerance=5e-3),
         replace(GPT_14M, name="gpt-accumulate-4", accumulate=4, rounds=6),
         replace(GPT_14M, name="gpt-accumulate-4-grad-op", strategy="SHARD_GRAD_OP", accumulate=4, rounds=6),
@@ -150,7 +150,7 @@ WORKLOADS = {
         GPT_3M,
         WIDE,
         replace(WIDE, name="wide-grad-op", strategy="SHARD_GRAD_OP"),
-        # It is there for its memory.
+        # This workload is for the comparison of memory.
         replace(WIDE, name="wide-no-prefetch", backward_prefetch=False, rounds=6),
     )
 }

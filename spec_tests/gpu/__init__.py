@@ -1,41 +1,39 @@
-"""The kit for a machine with GPUs: one command that tries everything there, and one report that says how it went.
+"""The kit for a machine with GPUs: one command that runs all checks there, and one report with the results.
 
     python -m spec_tests.gpu
 
-Whoever wrote this package had no GPU. Whoever has one may have ten minutes and no wish to learn how the tests are
-built. So the kit asks the cheap questions first, needs no attention, survives what CUDA does to a process, and ends in
-a file that can be attached to an issue.
+This package was written without a GPU. A user with a GPU may have only ten minutes and does not want to learn how the
+tests work. So the kit runs the cheap checks first, needs no attention, survives crashes of CUDA processes, and writes a
+file that can be attached to an issue.
 
 ================  ===================================================================================================
-stage             what it asks
+stage             what it checks
 ================  ===================================================================================================
 ``hardware``      which GPUs, how much free memory, which versions of Python, torch, CUDA, NCCL and the driver
 ``collectives``   do all-gather, reduce-scatter and all-reduce work by themselves, without this package
 ``smoke``         do ``FullyShardedDataParallel`` and ``fully_shard`` train, and agree with a single process
 ``suite``         the whole test suite with ``--device cuda``
-``benchmarks``    ``python -m spec_tests.benchmarks``, which runs on the CPU, whatever the device is
-``races``         do the bits stay the same when streams are delayed at random
+``benchmarks``    ``python -m spec_tests.benchmarks``, which always runs on the CPU
+``races``         do results stay equal bit by bit when streams are delayed at random
 ================  ===================================================================================================
 
-The first three are meant to take a minute. When one of them fails the rest is not started: it could only repeat the
-news.
+The first three should take a minute. If one of them fails, the others are not started, because they would report the
+same failure.
 
-A stage is a list of *chunks*. A chunk is a process with everything that it starts: one test file, or one configuration
-of the race hunt. An illegal memory access takes its process down and leaves the GPU unusable for it; the next chunk is
-a new process. A chunk that takes longer than its limit is asked for the stacks of all its processes, and ended. After
-each chunk its outcome is written to the disk, so the same command goes on where the last one was stopped, whoever
-stopped it::
+A stage is a list of *chunks*. A chunk is a process and its child processes: one test file, or one configuration of the
+race hunt. An illegal memory access ends its process and makes the GPU unusable for it; the next chunk is a new process.
+If a chunk exceeds its limit, the kit records the stacks of all its processes and ends them. After each chunk, the kit
+writes the outcome to the disk, so that after an interruption the same command continues with the next chunk::
 
     smoke/1 passed, smoke/2 passed, suite/fsdp1/test_clip.py passed, ... Ctrl-C
     the same command again: begins with the chunk after the last one that is on the disk
 
-Everything asks a `Platform` which device to use and how to delay a stream. ``--device cpu`` runs all of it with gloo
-and with delays that do nothing. That tries the kit and says nothing about a GPU, and the report begins with this
-sentence.
+A `Platform` defines which device to use and how to delay a stream. ``--device cpu`` runs all stages with gloo and with
+delays that do nothing. This tests the kit but no GPU, and the report begins with this warning.
 
-Reading order: ``platforms`` -> ``chunks`` (a process and its end) -> ``progress`` (what is on the disk) -> ``stages``
-(which chunks) -> ``piece`` and ``on_ranks`` (what a chunk of our own runs) -> ``hardware``, ``collectives``,
-``smoke``, ``races`` -> ``note`` (what a chunk of pytest leaves behind) -> ``report`` -> ``__main__``.
+Reading order: ``platforms`` -> ``chunks`` (a process and how it ends) -> ``progress`` (the outcomes on the disk) ->
+``stages`` (the chunks of each stage) -> ``piece`` and ``on_ranks`` (chunks that do not run pytest) -> ``hardware``,
+``collectives``, ``smoke``, ``races`` -> ``note`` (findings of a pytest chunk) -> ``report`` -> ``__main__``.
 
 Spec: KIT-01 to KIT-08.
 """

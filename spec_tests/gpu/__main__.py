@@ -1,6 +1,6 @@
 """``python -m spec_tests.gpu``: runs the stages, one chunk after the other, and keeps the report up to date.
 
-Exit status: 0 if all that was run has passed, 1 if not, 2 if there is nothing to run it on, 130 after Ctrl-C.
+Exit status: 0 if all chunks passed, 1 if one did not, 2 if the platform is not available, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMES = [stage.name for stage in STAGES]
 
 
 def main(arguments: Sequence[str] | None = None, build: Path = ROOT / "build") -> int:
-    """The exit status."""
+    """Runs the command; returns the exit status."""
     options = _options(arguments)
     try:
         platform = find(options.device)
@@ -35,12 +35,12 @@ def main(arguments: Sequence[str] | None = None, build: Path = ROOT / "build") -
     except (NotHere, InUse) as reason:
         print(reason, file=sys.stderr)
         return 2
-    # Of a thousand tests that fail none shall fill the disk with memory dumps.
+    # No core dumps: a thousand failing tests would fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    # Whoever ends the kit politely ends its chunk with it.
+    # SIGTERM acts like Ctrl-C, so that it also ends the running chunk.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     end_leftovers(settings.folder)
-    # A report without the hardware says nothing.
+    # A report needs the hardware, so this stage always runs.
     stages = [stage for stage in STAGES if stage.name in ("hardware", *options.stages)]
     default = "gpu-report.md" if not platform.caution else f"gpu-report-{platform.name}.md"
     kit = Kit(settings, progress, options.report or build / default)
@@ -73,7 +73,7 @@ def _stages(text: str) -> list[str]:
 
 
 def holds_for(platform: Platform, quick: bool) -> dict[str, str | int | bool]:
-    """What outcomes depend on; where it has changed, a run begins anew."""
+    """The facts that outcomes depend on; if one of them changes, a run starts from the beginning."""
     versions = {"torch": torch.__version__, "commit": report.commit()}
     return {"platform": platform.name, "devices": platform.num_devices(), "quick": quick, **versions}
 
@@ -82,9 +82,9 @@ class Kit:
     """One run.
 
     Args:
-        settings: what the user has asked for.
-        progress: what is done.
-        path: of the report.
+        settings: the user's options.
+        progress: the outcomes so far.
+        path: path of the report.
     """
 
     def __init__(self, settings: Settings, progress: Progress, path: Path) -> None:
@@ -93,7 +93,7 @@ class Kit:
         self.chosen: list[str] = []
 
     def run(self, stages: Sequence[Stage], fresh: bool = False) -> int:
-        """The exit status."""
+        """Runs the stages; returns the exit status."""
         self.chosen = [stage.name for stage in stages]
         for name in self.chosen if fresh else []:
             self.progress.forget(name)
@@ -102,13 +102,13 @@ class Kit:
         if self.progress.outcomes:
             print(f"chunks done already: {len(self.progress.outcomes)}; --fresh runs them again")
         self._write_report()
-        all_passed = all(list(self._stages(stages)))  # a list, because `all` stops at the first that has failed
+        all_passed = all(list(self._stages(stages)))  # a list, because `all` stops at the first failed stage
         self._write_report()
         print(f"\nThe report is in {self.path}")
         return 0 if all_passed else 1
 
     def _stages(self, stages: Sequence[Stage]) -> Iterator[bool]:
-        """For each stage that is run, whether it has passed."""
+        """Runs the stages; yields for each of them whether it passed."""
         for stage in stages:
             passed = self._stage(stage)
             yield passed

@@ -1,16 +1,16 @@
-"""A chunk: a command in a process of its own, with a limit, and the end of all that it has started.
+"""A chunk: a command in a process of its own, with a time limit. The kit also ends all processes that it started.
 
 A chunk ends in one of four ways:
 
 * ``passed``: status 0;
-* ``failed``: another status; its own words say why;
-* ``crashed``: a signal ended it, as a fault inside CUDA or a lack of memory does;
-* ``hung``: its limit passed. It is stopped, its processes write down where each of their threads is, and are killed.
+* ``failed``: another status; its output contains the reason;
+* ``crashed``: ended by a signal, for example after a fault inside CUDA or if memory is exhausted;
+* ``hung``: the limit passed. The kit stops the chunk, its processes write the stacks of all threads, and are killed.
 
-What belongs to a chunk is told by a variable in its environment, which children inherit. A process group would not do:
-``torchrun`` starts its workers in sessions of their own, and one that lives on keeps its memory on the GPU.
+Processes of a chunk are identified by an environment variable, which children inherit. A process group does not work:
+``torchrun`` starts its workers in sessions of their own, and a worker that stays alive keeps its memory on the GPU.
 
-Two ranks that wait for each other, and what the log holds in the end::
+Example: what happens if two ranks wait for each other::
 
     pytest       is stopped first, so that it does not start the next test when its ranks die
     rank 0, 1    SIGABRT: the fault handler writes all stacks into the rank's output, which is copied into the log
@@ -41,15 +41,15 @@ from spec_tests.waiting import comes_true
 __all__ = ["ROOT", "Chunk", "Outcome", "end_leftovers", "run_chunk"]
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "MINIFSDP_KIT"  # in the environment: the folder of the run that a process belongs to
-FINDINGS = "MINIFSDP_KIT_FINDINGS"  # in the environment: where to leave findings, a line of JSON each
-PATIENCE = 5.0  # seconds to write down stacks
+MARK = "MINIFSDP_KIT"  # environment variable: the folder of the run that a process belongs to
+FINDINGS = "MINIFSDP_KIT_FINDINGS"  # environment variable: the file for findings, a line of JSON each
+PATIENCE = 5.0  # seconds that processes have to write their stacks
 LAST_LINES = 60
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A command, and the seconds that it may take; the name is also its place below the folder of the run."""
+    """A command and its limit in seconds; the name is also its path below the folder of the run."""
 
     name: str
     command: list[str]
@@ -63,10 +63,10 @@ class Outcome:
 
     Attributes:
         word: ``passed``, ``failed``, ``crashed`` or ``hung``.
-        seconds: that it took.
+        seconds: duration.
         reason: one line; empty if it passed.
-        last_lines: of its log; empty if it passed.
-        findings: what it has left behind, in its order.
+        last_lines: the end of its log; empty if it passed.
+        findings: the findings that it wrote, in their order.
     """
 
     word: str
@@ -81,19 +81,19 @@ class Outcome:
 
 
 def run_chunk(chunk: Chunk, folder: Path) -> Outcome:
-    """Runs a chunk of the run that keeps its files in ``folder``. Ctrl-C ends the chunk, and goes on from here."""
+    """Runs a chunk; ``folder`` has the files of the run. Ctrl-C ends the chunk, and this function then raises it."""
     home = folder / chunk.name
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
     log, findings = home / "log.txt", home / "findings.jsonl"
-    # Somewhere short: a path of a socket has at most 107 characters.
+    # A short path, because the path of a socket has at most 107 characters.
     scratch = Path(tempfile.mkdtemp(prefix="kit-"))
     environment = {**os.environ, MARK: str(folder), FINDINGS: str(findings), "TMPDIR": str(scratch)}
     environment |= {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **chunk.environment}
     begin = time.monotonic()
     try:
         with log.open("wb") as file:
-            # In a session of its own, so that Ctrl-C reaches the kit alone.
+            # In a session of its own, so that only the kit receives Ctrl-C.
             leader = subprocess.Popen(
                 chunk.command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file,
                 stderr=subprocess.STDOUT, start_new_session=True,
@@ -109,8 +109,8 @@ def run_chunk(chunk: Chunk, folder: Path) -> Outcome:
 
 
 def end_leftovers(folder: Path) -> None:
-    """Kills what chunks of this run have started and left, also those of a run that was killed itself."""
-    for _ in range(10):  # one that was just starting another may be there in the second round
+    """Kills the remaining processes of this run's chunks, also if an earlier kit process was killed itself."""
+    for _ in range(10):  # repeated, because a process may have started another one meanwhile
         left = _processes(folder)
         for process in left:
             _signal(process, signal.SIGKILL)
@@ -120,11 +120,11 @@ def end_leftovers(folder: Path) -> None:
 
 
 def _processes(folder: Path) -> list[int]:
-    """The running processes that carry the mark of this run."""
+    """The running processes whose environment has the mark of this run."""
     mark = f"{MARK}={folder}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it has ended by now, or is somebody else's
+        with suppress(OSError):  # it has ended, or belongs to another user
             if mark in path.read_bytes().split(b"\0"):
                 found.append(int(path.parent.name))
     return found
@@ -138,7 +138,7 @@ def _write_down_stacks(leader: subprocess.Popen[bytes], folder: Path, scratch: P
     comes_true(lambda: not set(others) & set(_processes(folder)), PATIENCE)
     with log.open("a") as file:
         file.write("\n--- the limit has passed; where every thread was ---\n")
-        # The pool of ranks keeps what a rank writes in files of this name.
+        # The pool writes the output of each rank to a file with this name.
         for output in sorted(scratch.glob("ranks-*/output-*")):
             file.write(f"--- {output.parent.name}, {output.name} ---\n{output.read_text(errors='replace')}\n")
     leader.send_signal(signal.SIGABRT)
@@ -171,7 +171,7 @@ def _outcome(status: int, hung: bool, seconds: float, chunk: Chunk, log: Path, f
 
 
 def _read_lines(findings: Path) -> list[dict[str, Any]]:
-    """The findings; a last line that a crash has cut off is left out."""
+    """The findings, without a last line that a crash has truncated."""
     found = []
     for line in findings.read_text().splitlines() if findings.exists() else []:
         with suppress(json.JSONDecodeError):
@@ -180,15 +180,15 @@ def _read_lines(findings: Path) -> list[dict[str, Any]]:
 
 
 def _first_error(text: str) -> str:
-    """The line that names the exception: pytest begins it with an E, Python ends with it."""
+    """The line with the exception: pytest marks it with an E, and a Python traceback ends with it."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line[1:].strip() for line in lines if line.startswith("E  ")]
     return (named or lines[-1:] or ["it has written nothing"])[0]
 
 
 def _without_private_paths(text: str) -> str:
-    """A report may be shown to anybody."""
-    # `expanduser` leaves the "~" where the user has no home folder.
+    """The text without private paths, because reports can be public."""
+    # `expanduser` keeps the "~" if the user has no home folder.
     for path, word in ((str(ROOT), "."), (sys.prefix, "<python>"), (os.path.expanduser("~"), "~")):
         if len(path) > 1:
             text = text.replace(path, word)

@@ -1,6 +1,6 @@
-"""The three collectives that FSDP consists of, by ``torch.distributed`` alone.
+"""The three collectives that FSDP uses, called through ``torch.distributed`` without this package.
 
-When this fails, no line of the package is to blame: the driver, NCCL, or how several ranks share a GPU is.
+If they fail, the cause is the driver, NCCL, or the sharing of a GPU by several ranks, not the package.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from spec_tests.harness import device
 __all__ = ["work"]
 
 LIMIT = 90.0
-NUM_ELEMENTS = 1 << 18  # of each rank: large enough for NCCL to cut it into several pieces
+NUM_ELEMENTS = 1 << 18  # of each rank: large enough for NCCL to split it into several parts
 
 
 def work(platform: Platform, num_ranks: int) -> Iterator[dict[str, Any]]:
-    """One finding: which device each rank had."""
+    """Yields one finding: the device of each rank."""
     devices = on_ranks(platform, num_ranks, send, LIMIT)
     yield {"outcome": "passed", "ranks": num_ranks, "devices": devices, "shared": len(set(devices)) < num_ranks}
 
 
 def send() -> str:
-    """Gathers, reduces and scatters, and reduces everywhere; the device of this rank."""
+    """Runs an all-gather, a reduce-scatter and an all-reduce; returns the device of this rank."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     mine = torch.full((NUM_ELEMENTS,), float(rank), device=device())
     whole = torch.empty(num_ranks * NUM_ELEMENTS, device=device())
@@ -43,7 +43,7 @@ def send() -> str:
 
 
 def check(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raises where they differ."""
+    """Raises an error if the tensors differ."""
     if not torch.equal(found, expected):
         where = int((found != expected).nonzero()[0])
         raise AssertionError(

@@ -1,4 +1,4 @@
-"""What is there: the machine's processors, its devices, and the versions of what lies between them and this package."""
+"""The hardware and software of this machine: processors, devices, and versions of the software stack."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["work"]
 
 
 def work(platform: Platform) -> Iterator[dict[str, Any]]:
-    """One finding, with everything."""
+    """Yields one finding with all facts."""
     yield {
         "outcome": "passed",
         "versions": {"Python": python_platform.python_version(), "torch": torch.__version__} | _versions(platform),

@@ -1,7 +1,7 @@
-"""A plugin of pytest that leaves a finding for each test as soon as it is over, and one before it begins.
+"""A pytest plugin that writes a finding before each test begins, and another one as soon as the test is over.
 
-So a crash keeps what was found before it, and the last finding names the test in which it came. Each test's finding has
-its rows of the spec; that of a benchmark has what was measured.
+So a crash does not lose earlier findings, and the last finding names the test that crashed. The finding of a test
+contains its requirements; that of a benchmark also contains the measurements.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    # A failure of the set-up or of the tear-down counts as one of the test.
+    # A failure of the setup or teardown counts as a failure of the test.
     if report.when == "call" or not report.passed:
         leave_finding(
             {
@@ -42,7 +42,7 @@ def pytest_runtest_makereport(
 
 
 def _measured(item: pytest.Item) -> dict[str, Any]:
-    """What a benchmark says beside its time."""
+    """The measurements of a benchmark in addition to its time."""
     benchmark = getattr(item, "funcargs", {}).get("benchmark")
     if benchmark is None or not benchmark.extra_info:
         return {}

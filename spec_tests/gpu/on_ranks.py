@@ -1,7 +1,7 @@
-"""Runs a function on several ranks, and brings back what each has returned.
+"""Runs a function on several ranks, and returns the results of all ranks.
 
-The ranks are those of the tests, ``spec_tests.harness.pool``: with the device, the backend, several ranks on one GPU
-where there are too few, a limit, and the stacks of those that hang.
+It uses the ranks of the tests, ``spec_tests.harness.pool``. The pool selects the device and the backend, lets ranks
+share a GPU if there are too few, and has a time limit, after which it records the stacks of ranks that hang.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["on_ranks"]
 
 
 def on_ranks(platform: Platform, num_ranks: int, body: Callable[..., Any], limit: float, **arguments: Any) -> list[Any]:
-    """By rank: what ``body``, a function at the top of its module, has returned; it must fit into JSON.
+    """The results of ``body`` by rank. ``body`` must be a top-level function and return JSON-compatible values.
 
     Raises:
         pool.Failure: a rank raised, died or hung; with its traceback.
@@ -40,5 +40,5 @@ def _call(module: str, name: str, folder: str, arguments: dict[str, Any]) -> Non
     Path(folder, str(dist.get_rank())).write_text(json.dumps(result))
 
 
-# The pool looks for the body of a test under this name.
+# The pool expects the body of a test in this attribute.
 _call.body_on_a_rank = _call  # type: ignore[attr-defined]

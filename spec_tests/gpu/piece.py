@@ -1,7 +1,7 @@
-"""What a chunk of our own runs: ``python -m spec_tests.gpu.piece MODULE DEVICE ARGUMENTS``.
+"""The program of a chunk that does not run pytest: ``python -m spec_tests.gpu.piece MODULE DEVICE ARGUMENTS``.
 
-The module's ``work`` yields findings, and each is written down at once: when the process is ended, those before stay.
-A finding whose ``outcome`` is ``failed`` has its ``text`` printed, and makes the chunk fail in the end.
+The module's ``work`` yields findings. Each is written at once, so that earlier findings remain if the process is ended.
+If the ``outcome`` of a finding is ``failed``, its ``text`` is printed, and the chunk fails at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def leave_finding(finding: dict[str, Any]) -> None:
 
 
 def main(module: str, device: str, arguments: str) -> int:
-    """The exit status."""
+    """Runs ``work`` of the module; returns the exit status."""
     failed = False
     work = importlib.import_module(f"spec_tests.gpu.{module}").work
     for finding in work(find(device), **json.loads(arguments)):

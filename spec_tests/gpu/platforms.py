@@ -1,7 +1,7 @@
-"""What the kit runs on: a kind of device, its collectives, and how one of its streams is kept busy.
+"""The platforms of the kit: a device type, its collectives, and how to keep one of its streams busy.
 
-The kit was written without a GPU. What can differ between a GPU and what its author had is gathered here, so that all
-other lines of it are tried on any machine.
+The kit was written without a GPU. All code that differs between a GPU and a CPU is in this file, so that the rest of
+the kit can be tested on any machine.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class NotHere(Exception):
 
 @dataclass(frozen=True)
 class Platform:
-    """What the kit runs on.
+    """A platform that the kit can run on.
 
     Attributes:
-        name: what ``--device`` takes, of the kit and of pytest.
-        device_type: torch's word for the device.
-        collectives: the backend of ``torch.distributed`` that carries the collectives.
-        caution: what a report must say first; empty on a GPU.
+        name: value of ``--device``, for the kit and for pytest.
+        device_type: torch's name of the device type.
+        collectives: the backend of ``torch.distributed``.
+        caution: a warning at the beginning of the report; empty on a GPU.
     """
 
     name: str
@@ -40,20 +40,20 @@ class Platform:
     caution: str = ""
 
     def num_devices(self) -> int:
-        """How many ranks can have a device of their own."""
+        """The number of ranks that can have a device of their own."""
         return int(self._module().device_count())
 
     def world_sizes(self) -> list[int]:
-        """2, and 4 and 8 where there are as many devices. Two ranks share one device if there is only one."""
+        """2, and 4 and 8 if there are enough devices. If there is only one device, two ranks share it."""
         return [2, *(size for size in (4, 8) if size <= self.num_devices())]
 
     def sleep(self, milliseconds: float) -> None:
-        """Keeps the current stream busy, without stopping the CPU. Only a real stream can be: nothing elsewhere."""
+        """Keeps the current stream busy, without stopping the CPU. Does nothing on a platform without streams."""
         if self.device_type == "cuda":
             self._module()._sleep(int(milliseconds * CYCLES_PER_MILLISECOND))
 
     def current_stream(self) -> Any:
-        """Where operators go."""
+        """The stream that operators are launched on."""
         return self._module().current_stream()
 
     def synchronize(self) -> None:
@@ -74,7 +74,7 @@ def find(name: str) -> Platform:
     """The platform of this name.
 
     Raises:
-        NotHere: this machine has not got what it needs.
+        NotHere: this machine does not have what the platform needs.
     """
     platform = PLATFORMS[name]
     if platform is CUDA and not torch.cuda.is_available():

@@ -1,8 +1,8 @@
-"""What is on the disk: which chunks of this run are done, and how they went.
+"""The progress file: the finished chunks of this run and their outcomes.
 
-The file is written anew after each chunk, beside its place and then moved, so that whatever ends the kit leaves a
-whole one. It says for which hardware, versions and code it holds. Where one of these has changed, what was done before
-proves nothing any more, and the run begins anew.
+The file is rewritten after each chunk. It is written under another name and then moved, so that it is complete even if
+the kit is killed. It records the hardware, versions and code that its outcomes depend on. If one of these has changed,
+the earlier outcomes are not valid any more, and the run starts from the beginning.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Progress:
     """The outcomes of one run, by the names of the chunks.
 
     Args:
-        folder: the run's own; made if it is not there.
-        holds_for: what the outcomes depend on.
+        folder: the folder of the run; created if it does not exist.
+        holds_for: the facts that the outcomes depend on.
 
     Raises:
-        InUse: somebody else has it.
+        InUse: another kit is running in the folder.
     """
 
     def __init__(self, folder: Path, holds_for: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "progress.json"
-        # Held by the process: however that ends, the lock is gone with it.
+        # The lock belongs to the process, so it is released whenever the process ends.
         self._lock = (folder / "lock").open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -49,12 +49,12 @@ class Progress:
         self.outcomes = {name: Outcome(**one) for name, one in earlier["outcomes"].items()} if self.is_continued else {}
 
     def note(self, name: str, outcome: Outcome) -> None:
-        """A chunk is done."""
+        """Stores the outcome of a finished chunk."""
         self.outcomes[name] = outcome
         self._write()
 
     def forget(self, stage: str) -> None:
-        """The chunks of this stage are to be run again."""
+        """Deletes the outcomes of this stage, so that its chunks run again."""
         self.outcomes = {name: one for name, one in self.outcomes.items() if name.split("/")[0] != stage}
         self._write()
 
@@ -65,5 +65,5 @@ class Progress:
         os.replace(new, self.path)
 
     def close(self) -> None:
-        """Lets another kit have the folder."""
+        """Releases the folder for other kits."""
         self._lock.close()

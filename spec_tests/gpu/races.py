@@ -1,22 +1,22 @@
-"""A hunt for races with real delays: do the bits stay the same, however late a stream is?
+"""Searches for races with real delays: do results stay equal bit by bit if streams are late?
 
-The package puts collectives on streams of their own, beside the stream that computes, and says with events who waits
-for whom. A wait that is missing is seldom seen, because the one who should have been waited for is usually done by
-then. So he is made late. Before an operator, drawn at random, the current stream is kept busy for a while::
+The package runs collectives on streams of their own, next to the compute stream, and orders the streams with events. A
+missing wait is seldom noticed, because the other stream has usually finished by then. So this module delays streams:
+before randomly selected operators, it keeps the current stream busy for a while::
 
     communication stream   [ delay ][ all-gather ]
-    compute stream              wait ^            [ forward ]      the event is waited for: late, and right
-    compute stream         [ forward ]                             it is not: computes with what was there before
+    compute stream              wait ^            [ forward ]      with the wait: late, but correct
+    compute stream         [ forward ]                             without it: computes with the old values
 
-Seed by seed, in turn, the communication streams are late, the compute stream is, or both are; each rank draws delays of
-its own. Values are right if they equal, bit by bit, those of a *reference*, in which the device is synchronised after
-every operator, so that nothing runs beside anything. The reference is trained twice. If the two differ, then kernels
-of this machine are not deterministic, nothing can be said, and the chunk fails with that.
+Depending on the seed, the communication streams are late, or the compute stream, or both. Each rank draws delays of its
+own. Values are correct if they equal, bit by bit, those of a *reference*. The reference synchronizes the device after
+every operator, so that nothing runs in parallel. It is trained twice. If the two results differ, the kernels of this
+machine are not deterministic, races cannot be detected, and the chunk fails with this reason.
 
-A delay is put in by a dispatch mode, which sees each operator, a collective as well, on the stream on which it is
-issued, in forward, in backward and in the optimizer.
+The delays come from a dispatch mode. It sees each operator and each collective on the stream on which it is issued, in
+forward, in backward and in the optimizer.
 
-Price: what is found is a fact, what is not found may still be there. How many delays there were stands in the report.
+Limit: a reported race is real, but races can stay undetected. The report contains the number of delays.
 
 Spec: KIT-06.
 """
@@ -49,19 +49,19 @@ NUM_STEPS = 4
 MICRO_BATCHES = 2  # in a step that accumulates
 WIDTH, NUM_BLOCKS, NUM_ROWS = 192, 4, 16
 LATE = ("communication streams", "compute stream", "all streams")
-AGAIN = -1  # the seed of the finding that tells whether two references are equal
+AGAIN = -1  # the seed of the finding about the equality of the two references
 SHARE = 0.2  # of the operators of a late stream
 LONGEST = 2.0  # milliseconds
 
-Trained = list[dict[str, Tensor]]  # for each step, what it has left on this rank, by name
+Trained = list[dict[str, Tensor]]  # for each step, the tensors of this rank after it, by name
 Build = Callable[[nn.Module], nn.Module]
 
 
 def work(
     platform: Platform, configuration: str, num_ranks: int, num_seeds: int, hang_limit: float
 ) -> Iterator[dict[str, Any]]:
-    """One finding for each seed, after one for the reference."""
-    # For sums in a fixed order inside cuBLAS; the ranks inherit it, and it must be there before their first kernel.
+    """Yields a finding for the reference, and then one for each seed."""
+    # For sums in a fixed order inside cuBLAS. The ranks inherit it, and it must be set before their first kernel.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     about = {"configuration": configuration, "ranks": num_ranks}
     arguments = {"name": platform.name, "configuration": configuration, "num_seeds": num_seeds}
@@ -80,7 +80,7 @@ def work(
 
 
 def _joined(findings: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the ranks have found with one seed, as one finding; the first of them that saw a difference tells it."""
+    """The findings of all ranks for one seed as one finding, with the text of the first rank that saw a difference."""
     told = next((finding for finding in findings if finding["outcome"] == "failed"), findings[0])
     return {**told, "delays": sum(finding["delays"] for finding in findings)}
 
@@ -89,7 +89,7 @@ def _joined(findings: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def hunt(name: str, configuration: str, num_seeds: int) -> list[dict[str, Any]]:
-    """A finding for the reference trained once more, and one for each seed."""
+    """A finding for the second training of the reference, and one for each seed."""
     platform = find(name)
     reference = train(configuration, Synchronised(platform))
     again = train(configuration, Synchronised(platform))
@@ -102,7 +102,7 @@ def hunt(name: str, configuration: str, num_seeds: int) -> list[dict[str, Any]]:
 
 
 def _finding(circumstances: str, num_delays: int, reference: Trained, found: Trained) -> dict[str, Any]:
-    """Whether two trainings are equal, as this rank sees it."""
+    """Whether two trainings are equal on this rank."""
     difference = first_difference(reference, found)
     if not difference:
         return {"outcome": "passed", "delays": num_delays}
@@ -111,7 +111,7 @@ def _finding(circumstances: str, num_delays: int, reference: Trained, found: Tra
 
 
 def first_difference(reference: Trained, found: Trained) -> str:
-    """The step and the name where two trainings first differ, in words; empty if they are equal bit by bit."""
+    """The step and name of the first difference between two trainings; empty if they are equal bit by bit."""
     for step, (right, mine) in enumerate(zip(reference, found, strict=True)):
         for name, value in right.items():
             if not torch.equal(_bits(value), _bits(mine[name])):
@@ -126,7 +126,7 @@ def _bits(value: Tensor) -> Tensor:
 
 
 def train(configuration: str, mode: TorchDispatchMode) -> Trained:
-    """Trains a small model under a mode; the loss, and the local shards of all parameters, after each step."""
+    """Trains a small model under a mode; returns the loss and the local shards of all parameters after each step."""
     torch.manual_seed(0)
     model = CONFIGURATIONS[configuration](build_model().to(device()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -142,7 +142,7 @@ def train(configuration: str, mode: TorchDispatchMode) -> Trained:
                 losses.append(loss.detach())
             optimizer.step()
             optimizer.zero_grad()
-            # Copied where they are: reading them here would stop the CPU until all streams are done.
+            # Copied on the device: reading them here would stop the CPU until all streams are done.
             shards = {name: _local(parameter).clone() for name, parameter in model.named_parameters()}
             trained.append({"loss": torch.stack(losses)} | shards)
     return [{name: value.cpu() for name, value in step.items()} for step in trained]
@@ -171,12 +171,12 @@ def _no_sync(model: nn.Module) -> Iterator[None]:
 
 
 class Delays(TorchDispatchMode):
-    """Makes streams late.
+    """Delays streams.
 
     Args:
-        platform: where.
-        seed: which streams are late, and which of their operators.
-        rank: ranks differ.
+        platform: the platform that delays a stream.
+        seed: determines which streams are late, and before which of their operators.
+        rank: the rank; each rank draws delays of its own.
     """
 
     def __init__(self, platform: Platform, seed: int, rank: int) -> None:
@@ -197,7 +197,7 @@ class Delays(TorchDispatchMode):
 
 
 class Synchronised(TorchDispatchMode):
-    """Waits for the whole device after each operator: nothing runs beside anything."""
+    """Synchronizes the whole device after each operator, so that nothing runs in parallel."""
 
     def __init__(self, platform: Platform) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -213,12 +213,12 @@ class Synchronised(TorchDispatchMode):
 
 
 def build_model() -> nn.Module:
-    """Blocks, and a last layer that belongs to the root."""
+    """A chain of blocks, and a last layer that belongs to the root."""
     return nn.Sequential(*(MLP(WIDTH, 2 * WIDTH) for _ in range(NUM_BLOCKS)), nn.Linear(WIDTH, 8))
 
 
 def _wrapper(**options: Any) -> Build:
-    """Front door 1."""
+    """Builds with ``FullyShardedDataParallel``."""
     policy = minifsdp.wrap.ModuleWrapPolicy({MLP})
 
     def build(model: nn.Module) -> nn.Module:
@@ -231,7 +231,7 @@ def _wrapper(**options: Any) -> Build:
 
 
 def _function(hybrid: bool = False, **options: Any) -> Build:
-    """Front door 2."""
+    """Builds with ``fully_shard``."""
 
     def build(model: nn.Module) -> nn.Module:
         mesh = _grid() if hybrid else init_device_mesh(device().type, (dist.get_world_size(),))
@@ -244,7 +244,7 @@ def _function(hybrid: bool = False, **options: Any) -> Build:
 
 
 def _grid() -> Any:
-    """Two copies of the model, each sharded over half of the ranks."""
+    """A mesh of two replicas, each sharded over half of the ranks."""
     names = ("replicate", "shard")
     return init_device_mesh(device().type, (2, dist.get_world_size() // 2), mesh_dim_names=names)
 

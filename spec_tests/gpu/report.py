@@ -1,10 +1,10 @@
-"""The report: one file that a person reads, and that a program reads back.
+"""The report: one file for persons and programs.
 
-It is Markdown. At its end stands all of it once more as JSON, so whoever has the file has everything: there is no
-second one to be lost. It names no user, no host and no folder outside of the checkout.
+It is Markdown, and its end contains the same data as JSON, so that a single file is complete. It contains no user name,
+no host name and no path outside the checkout.
 
-    write(report, path)         the text and the JSON
-    read(path)                  the JSON of a file, of an issue's attachment for instance
+    write(report, path)         writes the text and the JSON
+    read(path)                  reads the JSON of a file, for example of an attachment to an issue
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Report = dict[str, Any]
 
 
 def compose(platform: Platform, outcomes: Mapping[str, Outcome], chosen: Sequence[str], planned: int) -> Report:
-    """What is known now.
+    """The report for the current state of the run.
 
     Args:
-        platform: where.
-        outcomes: of all chunks that are done, by name.
+        platform: the platform of the run.
+        outcomes: outcomes of all finished chunks, by name.
         chosen: the stages of this run.
-        planned: chunks that were not run yet.
+        planned: number of chunks that have not run yet.
     """
     findings = {
         stage.name: [line for name, one in outcomes.items() if _stage_of(name) == stage.name for line in one.findings]
@@ -62,7 +62,7 @@ def compose(platform: Platform, outcomes: Mapping[str, Outcome], chosen: Sequenc
 
 
 def commit() -> str:
-    """The commit of the checkout, with a plus sign if files were changed since; empty if it is none."""
+    """The commit of the checkout, with a plus sign if files have changed; empty outside a git checkout."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
@@ -71,7 +71,7 @@ def commit() -> str:
     try:
         changed = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
-    except OSError:  # there is no git
+    except OSError:  # git is not installed
         return ""
 
 
@@ -84,7 +84,7 @@ def _without_findings(outcome: Outcome) -> dict[str, Any]:
 
 
 def _tests(findings: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The last finding of each test, and a failed one before all others."""
+    """The last finding of each test; if one of them failed, that one."""
     tests: dict[str, dict[str, Any]] = {}
     for line in findings:
         if "test" in line and tests.get(line["test"], {}).get("outcome") != "failed":
@@ -98,7 +98,7 @@ def _counts(findings: Sequence[dict[str, Any]]) -> dict[str, int]:
 
 
 def _rows(findings: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
-    """The rows of the spec that are proven, and those that have failed."""
+    """The requirements whose tests passed, and those with a failed test."""
     outcomes: dict[str, dict[str, str | None]] = {}
     for name, test in _tests(findings).items():
         for row in test["rows"]:
@@ -117,10 +117,10 @@ def write(report: Report, path: Path) -> None:
 
 
 def read(path: Path) -> Report:
-    """The report of a file.
+    """The report in a file.
 
     Raises:
-        ValueError: it is none, or one of a later version.
+        ValueError: the file is not a report, or its version is too new.
     """
     _, begin, rest = path.read_text(encoding="utf-8").rpartition(BEGIN)
     if not begin:

@@ -1,7 +1,7 @@
-"""Do both front doors train at all, and as a single process would?
+"""Checks that both front ends train, with the same results as a single process.
 
-Two ranks, each with a batch of its own, against one process that takes both batches: the same mean of gradients, so
-the same parameters after every step, but for rounding.
+Two ranks, each with a batch of its own, are compared with one process that uses both batches. The mean of the gradients
+is the same, so the parameters after every step are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NUM_STEPS = 3
 
 
 def work(platform: Platform, num_ranks: int) -> Iterator[dict[str, Any]]:
-    """One finding for each front door."""
+    """Yields one finding for each front end."""
     for door in DOORS:
         finding = {"door": door, "ranks": num_ranks}
         try:
@@ -40,7 +40,7 @@ def work(platform: Platform, num_ranks: int) -> Iterator[dict[str, Any]]:
 
 
 def compare(door: str) -> float:
-    """The largest distance of a parameter from that of a single process; raises where that is no rounding."""
+    """The largest difference from a parameter of a single process; raises if it is larger than a rounding error."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     expected = train(seeded(), lambda step: torch.cat([batch(step, other) for other in range(num_ranks)]))
     found = train(DOORS[door](), lambda step: batch(step, rank))
@@ -56,7 +56,7 @@ def compare(door: str) -> float:
 
 
 def train(trained: nn.Module, batch_of: Callable[[int], Tensor]) -> list[dict[str, Tensor]]:
-    """All parameters, whole, after each step."""
+    """Trains; returns all unsharded parameters after each step."""
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
     after = []
     for step in range(NUM_STEPS):
@@ -68,7 +68,7 @@ def train(trained: nn.Module, batch_of: Callable[[int], Tensor]) -> list[dict[st
 
 
 def own_device() -> torch.device | None:
-    """For ``device_id``, which takes a device with an index only: the CPU has none."""
+    """The value for ``device_id``, which needs a device with an index; ``None`` for the CPU, which has no index."""
     return device() if device().index is not None else None
 
 

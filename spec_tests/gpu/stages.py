@@ -1,4 +1,4 @@
-"""Which chunks a stage consists of."""
+"""The stages and their chunks."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from spec_tests.gpu.platforms import Platform
 
 __all__ = ["STAGES", "Settings", "Stage", "pytest_chunk"]
 
-# Folders of tests that never touch a device: those of the harness, of the site, and the clocks, which are a stage.
+# Folders whose tests do not use a device: those of the harness, of the site, and the benchmarks, which are a stage.
 NOT_FOR_A_DEVICE = ("harness_tests", "docs", "benchmarks")
 QUICK_FILES = ("engine/test_collectives.py", "checkpoint/test_agreement.py", "fsdp2/test_counts.py")
-FIRST_LIMIT = 180.0  # seconds for a chunk that tells whether anything works
+FIRST_LIMIT = 180.0  # seconds for a chunk of one of the first three stages
 BENCHMARKS_LIMIT = 3600.0
 NUM_SEEDS, NUM_QUICK_SEEDS = 12, 3
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user has asked for.
+    """The user's options.
 
     Attributes:
-        platform: where.
-        folder: for all files of this run.
-        limit: seconds for one file of tests, or for one configuration of the race hunt.
-        quick: less of everything.
+        platform: the platform of the run.
+        folder: the folder for all files of this run.
+        limit: seconds for one test file, or for one configuration of the race hunt.
+        quick: whether to run fewer checks.
     """
 
     platform: Platform
@@ -41,7 +41,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Stage:
-    """A name, what it asks, its chunks, and whether nothing after it makes sense when it has failed."""
+    """A name, what it checks, its chunks, and whether a failure ends the run."""
 
     name: str
     question: str
@@ -74,7 +74,7 @@ def _smoke(settings: Settings) -> list[Chunk]:
 
 
 def pytest_chunk(name: str, path: Path, settings: Settings, *options: str) -> Chunk:
-    """One file of tests."""
+    """A chunk that runs one test file."""
     words = [str(path), "--device", settings.platform.name, "-p", "spec_tests.gpu.note", "-q", "--tb=short", "-ra"]
     return Chunk(name, [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words, *options], settings.limit)
 
@@ -98,13 +98,13 @@ def _races(settings: Settings) -> list[Chunk]:
     num_seeds = NUM_QUICK_SEEDS if settings.quick else NUM_SEEDS
     sizes = settings.platform.world_sizes()
     pairs = [(size, name) for size in sizes for name in CONFIGURATIONS]
-    # Two copies of two shards: four ranks, also where they share a device.
+    # Two replicas of two shards: four ranks, even if they share a device.
     pairs += [(4, name) for name in CONFIGURATIONS if "hybrid" in name.lower() and 4 not in sizes]
     return [_race(settings, size, name, num_seeds) for size, name in pairs]
 
 
 def _race(settings: Settings, size: int, configuration: str, num_seeds: int) -> Chunk:
-    # Ranks that hang are given up before the chunk is: their stacks side by side tell more.
+    # The limit for hanging ranks is shorter than that of the chunk, because the stacks of all ranks are more useful.
     arguments = {"configuration": configuration, "num_seeds": num_seeds, "hang_limit": settings.limit / 2}
     return _piece(f"races/{size}-ranks/{configuration}", settings, settings.limit, num_ranks=size, **arguments)
 

@@ -1,7 +1,7 @@
-"""What a mutant is, and where in the package its passage stands.
+"""The definition of a mutant, and the search for its passage in the package.
 
-The place is a qualified name, ``Reducer.reduce`` or ``node_groups``. All files of the package are searched for it, so
-a function may move; where several have the name, the passage says which one is meant.
+The place of a mutant is a qualified name such as ``Reducer.reduce`` or ``node_groups``. All files of the package are
+searched for it, so a function can move. If several functions have the name, the passage determines which one is meant.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ PACKAGE = ROOT / "minifsdp"
 
 @dataclass(frozen=True)
 class Mutant:
-    """One meaning that is taken away from the package.
+    """One behavior that is removed from the package.
 
     Attributes:
         name: short, with dashes.
         place: qualified name of the function or class.
-        old: a passage that is exactly once in the functions of that name.
-        new: what stands there instead.
-        what: what is broken by that, one sentence.
-        rows: those that must turn red, separated by spaces.
-        device: where the tests of these rows are run, ``cpu`` or ``simulated``.
+        old: a passage that occurs exactly once in the functions of that name.
+        new: its replacement.
+        what: one sentence about the broken behavior.
+        rows: the requirements whose tests must fail, separated by spaces.
+        device: the device of these tests, ``cpu`` or ``simulated``.
     """
 
     name: str
@@ -44,13 +44,13 @@ class Mutant:
 
     @property
     def row_list(self) -> list[str]:
-        """The rows, one by one."""
+        """The requirements as a list."""
         return self.rows.split()
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A file of the package as a mutant leaves it; ``path`` is relative to the repository."""
+    """A file of the package after the change of a mutant; ``path`` is relative to the repository."""
 
     path: pathlib.Path
     text: str
@@ -58,7 +58,7 @@ class Broken:
 
 @functools.cache
 def definitions(package: pathlib.Path = PACKAGE) -> dict[str, list[tuple[pathlib.Path, str]]]:
-    """For each qualified name the files that define it, each with the text of the definition."""
+    """Maps each qualified name to the files that define it, each with the text of the definition."""
     found: dict[str, list[tuple[pathlib.Path, str]]] = {}
     for path in sorted(package.rglob("*.py")):
         text = path.read_text()
@@ -80,16 +80,16 @@ def _named(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Definition]]:
 
 
 def broken(mutant: Mutant) -> Broken:
-    """The file that the mutant changes, changed.
+    """The file of the mutant with the change applied.
 
     Raises:
-        ValueError: no function has that name, or the passage does not stand there exactly once.
+        ValueError: no function has that name, or the passage does not occur exactly once in it.
     """
     places = definitions().get(mutant.place, [])
     if not places:
         raise ValueError(f"{mutant.name}: nothing in the package is called {mutant.place!r} any more")
     where = f"{mutant.place} for {mutant.name!r}"
-    # Counted in all functions of the name, and then changed in the one that has it.
+    # Count in all functions of the name, and then change the one that contains the passage.
     exchanged("\n".join(passage for _, passage in places), mutant.old, mutant.new, where)
     path, passage = next((path, passage) for path, passage in places if mutant.old in passage)
     text = exchanged(path.read_text(), passage, passage.replace(mutant.old, mutant.new), f"{path.name}, {where}")

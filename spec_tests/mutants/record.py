@@ -1,4 +1,4 @@
-"""The record: for each mutant the rows that noticed, for each row its mutants, for each function its rows.
+"""The record: the requirements that noticed each mutant, the mutants of each requirement, and those of each function.
 
 ``docs/data/mutants.json``::
 
@@ -9,9 +9,9 @@
       "functions": {"ReducePlan.mean": ["HYB-05"]}
     }
 
-What is *blind* is a finding: a row that says more than its tests prove. While a run goes on, results are lines of
-``build/mutants.jsonl``, each with a digest of the mutant and of the file that it changes; a line whose digest is not
-that of today counts as not there.
+Each *blind* entry is a finding: a requirement that claims more than its tests check. During a run, results are written
+to ``build/mutants.jsonl``. Each line has a digest of the mutant and of the file that it changes. Lines with an outdated
+digest are ignored.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def _digest(mutant: Mutant) -> str:
 
 
 def append(mutant: Mutant, result: Result, path: pathlib.Path = LINES) -> None:
-    """Writes down what came of a mutant, so that an interrupted run can go on."""
+    """Appends the result of a mutant, so that an interrupted run can continue."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as lines:
         lines.write(json.dumps({"digest": _digest(mutant), **json.loads(result.as_line())}) + "\n")
 
 
 def read_lines(mutants: Mapping[str, Mutant], path: pathlib.Path = LINES) -> dict[str, Result]:
-    """What is known of today's mutants on today's package and tests."""
+    """The results that are valid for the current mutants, package and tests, by name of the mutant."""
     known = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         fields = json.loads(line)
@@ -58,7 +58,7 @@ def read_lines(mutants: Mapping[str, Mutant], path: pathlib.Path = LINES) -> dic
 
 
 def write(mutants: Mapping[str, Mutant], results: Iterable[Result], path: pathlib.Path = RECORD) -> dict[str, Any]:
-    """Takes results over into the record; mutants that are not in the catalogue any more are dropped."""
+    """Adds results to the record, and removes mutants that are no longer in the catalogue."""
     earlier = json.loads(path.read_text())["mutants"] if path.exists() else {}
     found = {name: entry for name, entry in earlier.items() if name in mutants}
     for result in results:
@@ -80,5 +80,5 @@ def write(mutants: Mapping[str, Mutant], results: Iterable[Result], path: pathli
 
 
 def noticed_before(path: pathlib.Path = RECORD) -> list[str]:
-    """The mutants that every one of their rows noticed when the record was written."""
+    """The mutants that all of their requirements noticed when the record was written."""
     return [name for name, entry in json.loads(path.read_text())["mutants"].items() if not entry["blind"]]

@@ -1,4 +1,4 @@
-"""Runs one mutant: a copy of the repository, one file of it changed, and one pytest on the tests of the rows.
+"""Runs one mutant: copies the repository, changes one file of the copy, and runs pytest on the requirements' tests.
 
 ::
 
@@ -6,8 +6,8 @@
                                        pytest --rows HYB-05 spec_tests/fsdp1/test_hybrid.py ...
                     <---- red.json ----
 
-The working tree is never touched. Which files to give to pytest is found by looking for the rows' names in them; which
-tests of these files to run, pytest finds by their markers.
+The working tree is never changed. The runner passes the test files that contain the requirement IDs to pytest, and
+pytest selects the tests by their markers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spec_tests.mutants.mutant import Broken, Mutant, broken
 
 __all__ = ["Result", "files_of", "run"]
 
-LIMIT = 300.0  # seconds for one mutant; by then a hang has been reported by the harness a few times
+LIMIT = 300.0  # seconds for one mutant; longer than several timeouts of the test harness
 COPIED = (
     "README.md",
     "conftest.py",
@@ -45,13 +45,13 @@ COPIED = (
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one mutant.
+    """The result of one mutant.
 
     Attributes:
-        name: the mutant's.
-        red: the rows that noticed, and by which test first.
-        blind: the rows that did not, though they must.
-        end: ``""``, or why pytest did not come to its end.
+        name: name of the mutant.
+        red: the requirements that noticed it, each with its first failed test.
+        blind: the requirements that did not notice it, but must.
+        end: ``""``, or why pytest did not finish.
     """
 
     name: str
@@ -60,12 +60,12 @@ class Result:
     end: str = ""
 
     def as_line(self) -> str:
-        """For a file of JSON lines."""
+        """The result as a line of JSON."""
         return json.dumps(asdict(self))
 
 
 def run(mutant: Mutant, limit: float = LIMIT) -> Result:
-    """Runs the tests of the mutant's rows on the package as the mutant leaves it."""
+    """Runs the tests of the mutant's requirements on the changed package."""
     with _copy(broken(mutant)) as folder:
         end = _pytest(mutant, folder, limit)
         path = folder / "red.json"
@@ -83,7 +83,7 @@ def _copy(change: Broken) -> Iterator[pathlib.Path]:
             else:
                 shutil.copy2(ROOT / part, folder / part)
         (folder / change.path).write_text(change.text)
-        # Python compares times by the second, and would take the intact module's code for the changed one's.
+        # Python compares file times in seconds, so it could use the cached bytecode of the unchanged module.
         for stale in (folder / change.path).parent.glob(f"__pycache__/{change.path.stem}.*"):
             stale.unlink()
         yield folder
@@ -102,14 +102,14 @@ def _pytest(mutant: Mutant, folder: pathlib.Path, limit: float) -> str:
     code = int(pipes.stdout.readline())
     if code == -1:
         return f"not over in {limit:g} s"
-    # 0 and 1: tests have passed and failed. Without an answer of theirs it was not they who failed.
+    # 0 and 1: tests passed or failed. Any other exit code, or a missing red.json, is an error of the run itself.
     is_answered = code in (0, 1) and (folder / "red.json").exists()
     return "" if is_answered else _last_lines((folder / "output.txt").read_text())
 
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
-    """The process that starts pytest, see ``server.py``; it ends with this one, when nothing more is asked."""
+    """The process that starts pytest, see ``server.py``; it ends together with this process."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
     command = [sys.executable, str(pathlib.Path(__file__).with_name("server.py"))]
@@ -122,11 +122,11 @@ def _last_lines(text: str) -> str:
 
 @functools.cache
 def _test_files() -> dict[str, str]:
-    """The text of each file with tests that can carry a row."""
+    """The text of each test file that can have requirements."""
     paths = sorted((ROOT / "spec_tests").rglob("test_*.py"))
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths if "benchmarks" not in path.parts}
 
 
 def files_of(rows: Collection[str]) -> list[str]:
-    """The files with tests that carry one of ``rows``."""
+    """The files with tests of at least one of the requirements ``rows``."""
     return [path for path, text in _test_files().items() if any(f'"{row}"' in text for row in rows)]

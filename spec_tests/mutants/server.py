@@ -1,11 +1,11 @@
-"""Starts pytest after pytest from one process that has imported torch once; a program of its own, no part of a package.
+"""Starts each pytest run from one process that has imported torch once. A separate program, not part of a package.
 
-Of the fifteen seconds that pytest takes for a mutant, ten are the import of torch, here and in the fork server of the
-ranks. So this program imports it, starts that fork server, and forks itself for each request; nothing of the repository
-is imported before the fork, so each child finds the package in the folder that it is given.
+Of the fifteen seconds that pytest needs for a mutant, ten are the import of torch, here and in the fork server of the
+ranks. So this program imports torch, starts that fork server, and forks itself for each request. It imports nothing of
+the repository before the fork, so each child imports the package from the folder in its request.
 
-A request is a line on standard input, ``{"folder": ..., "arguments": [...], "limit": 300}``; the answer is a line on
-standard output, the exit code of pytest, or -1 if the limit has ended it.
+A request is a line on standard input, ``{"folder": ..., "arguments": [...], "limit": 300}``. The answer is a line on
+standard output: the exit code of pytest, or -1 if pytest exceeded the limit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GRACE = 20.0
 
 
 def main() -> None:
-    """Answers requests until there are no more."""
+    """Answers requests until standard input ends."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()
@@ -49,7 +49,7 @@ def main() -> None:
 
 def _serve(folder: pathlib.Path, arguments: list[str]) -> None:
     """In the child: runs pytest in the folder, and ends the process."""
-    # The server of the ranks is not this process's child, so whether it lives cannot be asked; the parent's does.
+    # The fork server is not a child of this process, so it cannot be checked here. It is a running child of the parent.
     forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
     os.setsid()
     os.chdir(folder)
@@ -70,7 +70,7 @@ def _serve(folder: pathlib.Path, arguments: list[str]) -> None:
 
 
 def _wait(child: int, limit: float) -> int:
-    """The exit code; after the limit the child may close its ranks, and is then killed."""
+    """The exit code, or -1 after the limit. Then the child gets some time to close its ranks before it is killed."""
     if (code := _exit_code(child, limit)) is not None:
         return code
     with contextlib.suppress(ProcessLookupError):

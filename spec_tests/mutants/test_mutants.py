@@ -1,4 +1,4 @@
-"""Each mutant still applies, and names rows that exist; the record says what the results say. No mutant is run here."""
+"""Checks that each mutant applies and names existing requirements, and that the record is correct. Runs no mutants."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from spec_tests.mutants.catalogue import EVERY, MUTANTS
 from spec_tests.mutants.mutant import Mutant, broken
 from spec_tests.mutants.runner import Result, files_of
 
-# Sections whose rows are about other things than the package's code: recipes, what they have saved when a rank fails,
-# the kit for GPUs, and the simulation, which has breaks of its own in spec_tests/streams.
+# Sections that are not about the package's code: recipes, their checkpoints after the failure of a rank, the kit for
+# GPUs, and the simulation, which has broken engines of its own in spec_tests/streams.
 ELSEWHERE = {"FAULT", "KIT", "LAB", "SIM", "SOAK", "TRAIN"}
 
 

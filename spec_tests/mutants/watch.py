@@ -1,9 +1,9 @@
-"""A plugin of pytest: runs only tests that carry some rows, and writes down which rows turned red.
+"""A pytest plugin that runs only the tests of some requirements, and records which requirements failed.
 
     python -m pytest -p spec_tests.mutants.watch --rows HYB-05,HYB-09 --red red.json spec_tests/fsdp1/test_hybrid.py
 
-A test is left out when each of its rows is red already. The file is written after each test, so that a run that hangs
-or dies has said what it knew.
+A test is skipped if each of its requirements has already failed. The file is written after each test, so that the
+results so far are not lost if the run hangs or crashes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__: list[str] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Which rows, and where to write."""
+    """Adds the options for the requirements and for the output file."""
     parser.addoption("--rows", default="", help="run the tests of these rows only")
     parser.addoption("--red", type=pathlib.Path, help="the file for the rows that turned red, and by which test")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begins to watch."""
+    """Registers the plugin object."""
     config.pluginmanager.register(_Watch(config.getoption("--rows").split(","), config.getoption("--red")))
 
 
@@ -35,21 +35,21 @@ class _Watch:
         self.green: list[str] = []
 
     def concerns(self, item: pytest.Item) -> set[str]:
-        """The watched rows that a test carries."""
+        """The watched requirements of a test."""
         return self.rows & _rows_of(item)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Leaves out the tests of other rows; those that are about few rows come first, whole programs last."""
+        """Deselects tests of other requirements, and runs tests with few requirements first, whole programs last."""
         items[:] = sorted(filter(self.concerns, items), key=lambda item: len(_rows_of(item)))
 
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        """Says that a test was run, when there is nothing left to learn from it."""
+        """Skips a test, by reporting it as handled, if all of its requirements have failed."""
         return True if self.concerns(item) <= set(self.red) else None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Writes down what a test has said."""
+        """Records the outcome of a test."""
         report = yield
         if report.failed:
             self.red |= {row: item.nodeid for row in sorted(self.concerns(item)) if row not in self.red}

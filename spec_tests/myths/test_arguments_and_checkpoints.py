@@ -109,7 +109,7 @@ def test_a_full_dict_is_built_unit_by_unit() -> None:
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     with FSDP.state_dict_type(model, FULL, config), mock.patch.object(collectives, "gather", note):
         state = model.state_dict()
-    # Five gathers, one for each unit, and none of the whole model.
+    # Five all-gathers, one for each unit, and none of the whole model.
     assert sorted(sizes) == [42, 42, 42, 42, 56]
     assert len(state) == (12 if dist.get_rank() == 0 else 0)
 
@@ -143,7 +143,7 @@ def test_all_ranks_need_the_dict_to_load_it() -> None:
         if dist.get_rank() == 1:
             assert state == {}
         with pytest.raises(RuntimeError):
-            # Each rank is told, also the one whose own dict is complete.
+            # The error is raised on every rank, including the one with the complete dict.
             model.load_state_dict(state)
 
 

@@ -1,4 +1,4 @@
-"""Claims about how much is stored and how much is sent."""
+"""Claims about the size of stored data and of communication."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_per_rank_it_is_all_of_the_model_against_a_share_of_it() -> None:
     replicated = cost_of(Job(**{**vars(model), "strategy": "NO_SHARD", "num_replicas": 8})).stored
     shared = cost_of(Job(**{**vars(model), "num_shards": 8})).stored
     assert (replicated, shared) == (4000, 500)
-    # In total, over the eight ranks: eight models against one.
+    # In total, on all eight ranks: eight models compared with one.
     assert (8 * replicated, 8 * shared) == (32000, 4000)
 
 
@@ -114,7 +114,7 @@ def test_full_shard_sends_one_and_a_half_times_what_ddp_sends() -> None:
         times = {"AG": 1, "RS": 1, "AR": 2}
         sent[strategy.name] = sum(times.get(event.kind, 0) * event.num_bytes for event in recorder.events)
     assert sent["SHARD_GRAD_OP"] == pytest.approx(sent["NO_SHARD"], rel=0.05)
-    # A little below 1.5, because the root is gathered once.
+    # A little below 1.5, because the root is all-gathered only once.
     assert 1.4 < sent["FULL_SHARD"] / sent["NO_SHARD"] <= 1.5
 
 

@@ -33,7 +33,7 @@ def test_with_a_plain_scaler_the_rank_that_sees_an_overflow_skips_alone() -> Non
     before = [p.detach().clone() for p in model.parameters()]
     scaler.step(optimizer)
     has_stepped = not all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
-    # Rank 0 has the old weights, rank 1 the new ones: from here on the model is a mixture.
+    # Rank 0 has the old weights and rank 1 the new ones, so the model is now a mixture of both.
     assert has_stepped is (dist.get_rank() == 1)
 
 
@@ -100,7 +100,7 @@ def test_ddp_reduces_buckets_and_not_single_gradients() -> None:
     model = DistributedDataParallel(seeded())
     num_buckets = 0
 
-    # Without annotations: DDP reads them, and here they would be strings.
+    # No annotations, because DDP reads them, and in this file they would be strings.
     def count(_, bucket):  # type: ignore[no-untyped-def]
         nonlocal num_buckets
         num_buckets += 1

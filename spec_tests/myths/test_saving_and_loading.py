@@ -1,4 +1,4 @@
-"""Claims about who saves, who reads, and where the full weights come together."""
+"""Claims about which ranks save and read, and where the full weights are assembled."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_lone_rank_0_cannot_save() -> None:
             model.state_dict()
     dist.barrier()
     group.set_timeout(timedelta(minutes=1))
-    # Everybody asks; the first alone is given the entries, and would write them.
+    # All ranks call it. Only rank 0 gets the entries, and would save them.
     with FSDP.state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True)):
         assert len(model.state_dict()) == (12 if dist.get_rank() == 0 else 0)
 
@@ -48,7 +48,7 @@ def test_a_lone_rank_0_cannot_save() -> None:
 @pytest.mark.spec("MYTH-40")
 @ranks(2)
 def test_in_torch_a_lone_rank_0_waits_for_the_backends_time_limit() -> None:
-    # By gloo everywhere: NCCL would end the process.
+    # gloo on all devices, because NCCL would end the process.
     group = dist.new_group([0, 1], backend="gloo")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -61,7 +61,7 @@ def test_in_torch_a_lone_rank_0_waits_for_the_backends_time_limit() -> None:
 
 
 class GathersAndCopies(TorchDispatchMode):
-    """Notes what is gathered and what is copied to the CPU, with its number of elements."""
+    """Records all-gathers and copies to the CPU, with their numbers of elements."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -71,7 +71,7 @@ class GathersAndCopies(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if "allgather" in func.name():
             gathered = args[0] if isinstance(args[0], torch.Tensor) else args[0][0][0]
-            # On the simulated device the group refuses other tensors, and gloo underneath is what is seen here.
+            # The simulated group only accepts tensors of its device; what this mode sees is gloo underneath it.
             assert gathered.device == device() or device().type == "sim"
             self.order.append(f"AG {gathered.numel()}")
         elif func is torch.ops.aten._to_copy.default and (kwargs or {}).get("device") == torch.device("cpu"):
@@ -87,7 +87,7 @@ def test_full_weights_come_together_on_the_device_and_are_copied_afterwards() ->
     with FSDP.state_dict_type(model, FULL, config), GathersAndCopies() as seen:
         model.state_dict()
     if dist.get_rank() == 0:
-        # What is copied has its full size already: no slice goes to the CPU to be put together there.
+        # Only full-size tensors are copied: no shards are copied to the CPU and assembled there.
         block, root = ["AG 42", "D2H 36", "D2H 6"], ["AG 56", "D2H 36", "D2H 6", "D2H 12", "D2H 2"]
         assert seen.order == [*block * 4, *root]
     else:
@@ -95,7 +95,7 @@ def test_full_weights_come_together_on_the_device_and_are_copied_afterwards() ->
 
 
 def resume(path: Path, *, first_alone: bool) -> tuple[Any, torch.optim.Optimizer, int | None]:
-    """A program that reads on rank 0 and sends, and the one that says so while everybody reads."""
+    """Resumes from a checkpoint. With ``first_alone``, rank 0 reads it and sends it; otherwise every rank reads it."""
     reads = not first_alone or dist.get_rank() == 0
     state = torch.load(path, map_location="cpu") if reads else {}
     plain = seeded()
@@ -115,7 +115,7 @@ def resume(path: Path, *, first_alone: bool) -> tuple[Any, torch.optim.Optimizer
 
 
 def outputs(model: Any, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """Before a step, and after it."""
+    """The outputs before and after a step."""
     with torch.no_grad():
         before = model(batch())
     iterate(model, optimizer=optimizer)
@@ -141,7 +141,7 @@ def test_one_rank_reads_only_if_the_program_says_which(tmp_path: Path) -> None:
             model, optimizer, epoch = resume(path, first_alone=first_alone)
         assert epoch == 3
         assert torch.equal(outputs(model, optimizer), expected)
-        # What travels as a pickle is read by the same function, but not from the file.
+        # Received pickles are also read with this function, but not from the file.
         reads[first_alone] = sum(call.args == (path,) for call in load.call_args_list)
     assert reads == {False: 1, True: 1 if dist.get_rank() == 0 else 0}
 
@@ -160,12 +160,12 @@ def test_a_dict_that_is_sent_as_an_object_is_pickled_and_kept_whole_by_every_ran
     assert num_bytes(box[0]) == num_bytes(state) == 896
     with count_collectives() as as_tensors:
         wrapped(sync_module_states=True)
-    # The values, and nothing else; against the pickle and what it says about itself.
+    # Tensors are sent as their values only; an object is sent as a pickle, together with its size.
     assert as_tensors.num_bytes["broadcast"] == 896 < 2 * 896 < as_object.num_bytes["broadcast"]
 
 
 class LiveValues(LiveBytes):
-    """Of floating-point numbers alone: names and shapes travel as bytes, on an accelerator through its memory."""
+    """Live bytes of floating-point tensors only, because names and shapes are sent as byte tensors."""
 
     def _note(self, leaf: Any) -> None:
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
@@ -181,7 +181,7 @@ def test_a_rank_that_is_sent_tensors_never_has_the_whole_dict() -> None:
     with LiveValues() as live:
         set_model_state_dict(model, dict(state) if dist.get_rank() == 0 else {}, options=options)
         if dist.get_rank() == 1:
-            # One value at a time, and what is not of its rows goes again.
+            # The rank receives one value at a time, and frees the rows that it does not store.
             assert live.peak < num_bytes(state)
             assert comes_true(lambda: live.now() == 0)
     found = {name: value.full_tensor() for name, value in model.state_dict().items()}

@@ -43,7 +43,7 @@ T5 = (TUTORIALS / "t5_summarise.py").read_text(encoding="utf-8")
 
 
 def dicts_through_ddp(library: Any, model: torch.nn.Module, *, init_sync: bool) -> list[dict[str, Any]]:
-    """Full and sharded."""
+    """The full and the sharded state dict."""
     outer = DistributedDataParallel(model, init_sync=init_sync)
     found = []
     with warnings.catch_warnings():
@@ -64,7 +64,7 @@ def test_state_dicts_are_dispatched_through_a_ddp_around_the_wrapper(ours: bool)
     assert list(full) == list(in_parts) == list(expected)
     assert all(torch.equal(full[name], value) for name, value in expected.items())
     assert not any(type(value) is torch.Tensor for value in in_parts.values())
-    # By itself DDP takes the slices of rank 0 for the values of all, and sends them.
+    # By default, DDP broadcasts the shards of rank 0 to all ranks.
     overwritten, _ = dicts_through_ddp(library, make(seeded()), init_sync=True)
     assert not any(torch.equal(overwritten[name], expected[name]) for name in expected if name.endswith("weight"))
 
@@ -103,7 +103,7 @@ def test_a_ddp_that_leaves_the_sharded_part_alone_is_welcome() -> None:
 @pytest.mark.spec("MYTH-28")
 @ranks(4)
 def test_a_ddp_over_other_ranks_that_leaves_the_sharded_part_alone_is_welcome() -> None:
-    """Broken: what DDP was told to leave alone is refused as if it waited for it."""
+    """Broken: parameters that DDP ignores are refused like parameters that DDP reduces."""
     row, column = grid()
     by_rows, by_columns = (DistributedDataParallel(seeded(), process_group=group) for group in (row, column))
     model = seeded()
@@ -135,12 +135,12 @@ def test_a_hybrid_strategy_shards_in_pairs_and_replicates_the_pairs() -> None:
 
 
 def nested() -> torch.nn.Module:
-    """A block in the middle of the root, without a loop, which the compiler would leave alone as a whole."""
+    """A block in the middle of the root. It has no loop, because the compiler skips a root with a loop."""
     return seeded(lambda: Nested(6, 4))
 
 
 def num_graphs(model: torch.nn.Module) -> int:
-    """How many graphs a compiler is given in a step."""
+    """The number of graphs that the compiler gets in a step."""
     num = 0
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -149,7 +149,7 @@ def num_graphs(model: torch.nn.Module) -> int:
         return graph
 
     torch._dynamo.reset()
-    # Torch reports progress by tqdm, whose own lock is shared by processes and would outlive a rank.
+    # Torch shows progress with tqdm, whose default lock is shared by processes and would outlive a rank.
     tqdm.tqdm.set_lock(threading.RLock())
     compiled = torch.compile(model, backend=backend)
     compiled(batch()).square().mean().backward()
@@ -160,7 +160,7 @@ def num_graphs(model: torch.nn.Module) -> int:
 @pytest.mark.not_simulated("the compiler would trace the simulation itself")
 @ranks(2)
 def test_without_original_parameters_torch_compiles_nothing_and_says_nothing() -> None:
-    # The block is a graph, and so is what the root has before it, and after it. A warning here would be an error.
+    # The three graphs are the block, and the root's layers before it and after it. A warning would be an error here.
     assert num_graphs(as_torch(nested())) == 0
     assert num_graphs(as_torch(nested(), use_orig_params=True)) == 3
 
@@ -178,7 +178,7 @@ def test_without_original_parameters_compiling_is_answered_with_a_warning() -> N
 
 
 def undefined_names(source: str) -> set[str]:
-    """Global names that a script uses somewhere, be it in an annotation, and binds nowhere."""
+    """Global names that a script uses, also in annotations, but does not define."""
     top = symtable.symtable(source.replace("from __future__ import annotations", ""), "script", "exec")
     bound = {name.get_name() for name in top.get_symbols() if name.is_assigned() or name.is_imported()}
     scopes, used = [top], set()
@@ -225,7 +225,7 @@ def test_the_old_name_of_activation_checkpointing_is_gone_and_what_the_script_he
 
 
 def shard_of_t5(without: str, **names: Any) -> Any:
-    """The script's function that makes the units, among other names, with one argument as if commented out."""
+    """The script's function ``shard`` with globals ``names``, and without the keyword argument ``without``."""
     [function] = [node for node in ast.parse(T5).body if isinstance(node, ast.FunctionDef) and node.name == "shard"]
     for call in ast.walk(function):
         if isinstance(call, ast.Call):
@@ -256,7 +256,7 @@ def test_the_units_have_the_strategy_that_is_passed_and_else_full_shard(strategy
 
     assert strategies() == {strategy}
     assert strategies(without="sharding_strategy") == {FULL_SHARD}
-    # By itself torch shards as much.
+    # The default of torch is the same.
     assert as_torch(seeded()).sharding_strategy is torch_fsdp.ShardingStrategy.FULL_SHARD
 
 
@@ -264,7 +264,7 @@ def test_the_units_have_the_strategy_that_is_passed_and_else_full_shard(strategy
 
 
 def place_of(rank: int, local_rank: int, patch: pytest.MonkeyPatch) -> Any:
-    """Where the tutorials think they are, on one of two machines with 8 GPUs each."""
+    """The rank and device that the tutorials use on one of two machines with 8 GPUs each."""
     patch.syspath_prepend(str(TUTORIALS))
     for name, value in {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 16, "LOCAL_WORLD_SIZE": 8}.items():
         patch.setenv(name, str(value))
@@ -289,7 +289,7 @@ def place_of(rank: int, local_rank: int, patch: pytest.MonkeyPatch) -> Any:
 def test_the_device_is_chosen_by_the_rank_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     place = place_of(9, 1, monkeypatch)
     assert place.rank == 9
-    # There is no tenth GPU on either machine.
+    # Neither machine has ten GPUs, so the global rank 9 is no device index.
     assert place.device == torch.device("cuda", 1)
 
 
@@ -313,5 +313,5 @@ def test_a_number_of_gpus_is_no_argument_and_the_model_is_cut_for_the_ranks_that
         with pytest.raises(TypeError, match="gpus"):
             door(seeded(), gpus=2)
     for model in (wrapped(), as_torch(seeded())):
-        # A block has 42 parameters, and the root 56.
+        # A block has 42 elements, and the root 56.
         assert sorted(p.numel() for p in model.parameters()) == [11, 11, 11, 11, 14]

@@ -1,4 +1,4 @@
-"""Claims about what happens in a step, and in which order."""
+"""Claims about the events of a step, and their order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FULL_SHARD, SHARD_GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_
 
 
 def everybody(value: Any) -> list[Any]:
-    """What all ranks have here."""
+    """The values of all ranks, by rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -1,1 +1,1 @@
-"""Streams and memory on an accelerator: what must wait for what, and what may not wait."""
+"""Streams and memory on an accelerator: required waits, and operations that must not wait for each other."""

@@ -1,8 +1,7 @@
-"""Four equal blocks on the simulated device, a log of their training, and questions to it.
+"""Four equal blocks on the simulated device, and a log of their training that tests can query.
 
-The blocks are told apart by the lines of the package that no operator of theirs has, and by their numbers: what block
-``i`` computes in forward is the ``i``-th matrix product of the forward, and a gather is the gather of what the unit's
-name says. So a test can ask, in words, what may run beside what.
+The blocks are identified by the order of their operators: the forward of block ``i`` is the ``i``-th matrix product of
+the forward, and collectives are listed in launch order. So a test can check which operators may overlap.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ WIDTH = 8
 
 
 class Block(nn.Module):
-    """One matrix product each way, so that an operator can be named by its block."""
+    """A block with one matrix product in forward, so that operators can be attributed to their block."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -42,14 +41,14 @@ def model(num_blocks: int = 4, width: int = WIDTH) -> nn.Sequential:
 
 
 def flat(num_blocks: int = 4, width: int = WIDTH, **options: Any) -> Any:
-    """Each block a unit of the wrapper; the root has nothing of its own."""
+    """Each block is a unit of the wrapper; the root has no parameters of its own."""
     policy = minifsdp.wrap.ModuleWrapPolicy({Block})
     options = {"device_id": device(), "auto_wrap_policy": policy, **options}
     return minifsdp.FullyShardedDataParallel(model(num_blocks, width), **options)
 
 
 def per_parameter(num_blocks: int = 4, width: int = WIDTH, shape: tuple[int, ...] | None = None, **options: Any) -> Any:
-    """Each block a unit of `fully_shard`; the root has nothing of its own."""
+    """Each block is a unit of `fully_shard`; the root has no parameters of its own."""
     blocks = model(num_blocks, width)
     mesh = init_device_mesh("sim", shape or (torch.distributed.get_world_size(),))
     for block in blocks:
@@ -59,11 +58,11 @@ def per_parameter(num_blocks: int = 4, width: int = WIDTH, shape: tuple[int, ...
 
 
 class Log:
-    """What one training step has launched, with names; without the comparison of what the ranks have sent.
+    """The operators of one training step, without the comparison of collectives between ranks.
 
     Attributes:
-        gathers, scatters, reductions: collectives in the order of their launch.
-        products: matrix products in the order of their launch: those of forward, then those of backward.
+        gathers, scatters, reductions: all-gathers, reduce-scatters and all-reduces in launch order.
+        products: matrix products in launch order: first those of forward, then those of backward.
     """
 
     def __init__(self, operations: list[Operation]) -> None:
@@ -74,12 +73,12 @@ class Log:
         self.products = [o for o in operations if o.name in ("mm", "matmul")]
 
     def on(self, stream: str) -> list[str]:
-        """Names of what was launched on a stream."""
+        """Names of the operators that were launched on a stream."""
         return [o.name for o in self.operations if WORLD.name_of(o.stream) == stream]
 
 
 def logged(sharded: nn.Module, step: Callable[[torch.Tensor], Any] | None = None, *, warm_up: int = 1) -> Log:
-    """The log of one step, after some that only record the order."""
+    """The log of one step, after ``warm_up`` steps that only record the order of the units."""
     x = torch.randn(3, next(sharded.parameters()).shape[-1] if step else WIDTH, device=device())
 
     def train() -> None:

@@ -1,8 +1,8 @@
-"""The checker is checked: more than a hundred broken engines, and a program for each that notices.
+"""Tests of the race checker: more than a hundred broken engines, and for each a program that must notice it.
 
-A race checker that says nothing may be right, or blind. So the engine is broken on purpose: each wait, hold, follow,
-``record_stream``, copy and stream of the package is taken out or put in another place, one at a time, and a small
-program is run on what is left. The breaks are data, in ``broken/``::
+If a race checker reports nothing, it can be correct or defective. So the engine is broken on purpose: each wait, hold,
+follow, ``record_stream``, copy and stream of the package is removed or moved, one at a time, and a small program runs
+on the result. The breaks are data, in ``broken/``::
 
     Break("no-record-stream", "engine/lifetime.py",
           old="        storage_owner.record_stream(compute_stream)\\n",    exactly once in the file
@@ -10,24 +10,24 @@ program is run on what is left. The breaks are data, in ``broken/``::
           what="The allocator is not told that the compute stream still reads.",
           program="flat_full", by="collision")
 
-By what a break is found:
+The ways in which a break is found:
 
 ================  ==============================================================================================
-``collision``     the race checker reports one
-``exception``     the program does not come to its end
-``wrong values``  the results differ from those of the intact engine already in the order of the program
-``stops``         right values, but the CPU is stopped more often, or not where it should be
-``peak``          right values, but more memory
-``overlap``       right values, but fewer collectives may run beside computations
+``collision``     the race checker reports a race
+``exception``     the program does not finish
+``wrong values``  the results differ from those of the intact engine, even in the order of the program
+``stops``         correct values, but the CPU is stopped more often or less often
+``peak``          correct values, but more memory
+``overlap``       correct values, but fewer collectives may overlap computations
 ================  ==============================================================================================
 
-Most collisions give other bits in a replay, too; the table says in how many schedules of those that were sampled. A
-break that is not found means that the checker is blind, that a program is missing, or that the line is superfluous.
+Most collisions also change results in a replay; the table shows in how many of the sampled schedules. If a break is not
+found, the checker has a defect, a program is missing, or the line is not necessary.
 
-A refactoring of the engine that changes such a passage makes the test of its break fail, with the passage: it is to be
-written anew for the new engine.
+If a refactoring of the engine changes such a passage, the test of its break fails and shows the passage. The break must
+then be rewritten for the new engine.
 
-The table ``docs/data/stream-breaks.json`` is written by ``python -m spec_tests.streams.breaks``, in about two minutes.
+``python -m spec_tests.streams.breaks`` writes the table ``docs/data/stream-breaks.json`` in about two minutes.
 
 Spec: SIM-07.
 """
@@ -48,11 +48,11 @@ __all__ = ["BREAKS", "SCHEDULES", "unbroken"]
 
 BREAKS = {one.name: one for one in [*gathers.BREAKS, *reductions.BREAKS, *memory.BREAKS, *host.BREAKS]}
 
-SCHEDULES = 8  # other orders that are tried of each program
+SCHEDULES = 8  # number of other orders that are tried for each program
 
 TABLE = ROOT / "docs" / "data" / "stream-breaks.json"
 
-# Breaks that take away what a row of the spec promises: that they are found is what proves it.
+# Breaks that violate a requirement: the requirement is tested because these breaks are found.
 ROWS = {
     "STREAM-01": ("collective-returns-nothing",),
     "STREAM-02": ("work-not-waited-for", "work-waited-for-too-late", "all-reduce-not-waited-for"),
@@ -92,7 +92,7 @@ ORDERS = re.compile(
     r"\.(wait|wait_event|wait_stream|follow|record_stream|record_event|synchronize|promise)\(|\.join\(\)"
     "|non_blocking="
 )
-# Not broken, and why.
+# Lines without a break, and the reasons.
 LEFT_OUT = {
     "batches.py: work.wait(": "an accelerator sends on the lane's own stream, and only CPUs have something to wait for",
     'batches.py: Collective("token_scale"': "an accelerator sends on the stream that reads",
@@ -116,7 +116,7 @@ LEFT_OUT = {
 
 
 def unbroken() -> list[str]:
-    """Lines of the package that order something on streams and are in no break's passage, without those left out."""
+    """Lines of the package that order something on streams and are neither in a break's passage nor in `LEFT_OUT`."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         text, file = path.read_text(), path.relative_to(PACKAGE).as_posix()
@@ -129,7 +129,7 @@ def unbroken() -> list[str]:
 
 
 def _row(one: Break) -> dict[str, Any]:
-    """What the table says of a break."""
+    """The entry of a break in the table."""
     intact = engines.run(one.program)
     with engines.broken(one) as folder:
         found = engines.findings(engines.run(one.program, folder, SCHEDULES), intact)

@@ -1,13 +1,13 @@
-"""Runs a program on an engine, intact or broken, and says what came out.
+"""Runs a program on an engine, intact or broken, and returns the outcome.
 
-A broken engine is a copy of the package in which one passage is another one. A process has room for one engine only, so
-each run has a process of its own, forked from a server that has imported torch and nothing of ours: a copy, a fork and
-the import of the package take about half a second::
+A broken engine is a copy of the package in which one passage is replaced. A process can import only one engine, so each
+run has a process of its own. It is forked from a server that has imported torch but not minifsdp. Copying, forking and
+importing the package take about half a second::
 
     pytest ---- Engine(folder) ---- run(program) ----> process: import minifsdp from the folder, program, Outcome
                                                 <----
 
-What a run is judged by is in its `Outcome`; `findings` compares that of a broken engine with that of the intact one.
+The result of a run is an `Outcome`. `findings` compares the outcome of a broken engine with that of the intact one.
 
 Spec: SIM-07.
 """
@@ -50,13 +50,13 @@ class Break:
     """One way to break the engine.
 
     Attributes:
-        name: of the break.
-        file: in the package.
-        old: a passage that is exactly once in it.
-        new: what stands there instead.
-        what: what is broken by that, one sentence.
-        program: which of the programs notices.
-        by: how, a key of `findings`.
+        name: name of the break.
+        file: path in the package.
+        old: a passage that occurs exactly once in the file.
+        new: its replacement.
+        what: one sentence about the broken behavior.
+        program: the program that notices it.
+        by: how the program notices it, a key of `findings`.
     """
 
     name: str
@@ -70,18 +70,18 @@ class Break:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one program came to on one engine.
+    """The outcome of one program on one engine.
 
     Attributes:
-        error: the exception that ended it; ``None`` if it came to its end.
-        races: the reports of the checker.
-        schedules: how many other orders were tried.
-        different: names of those that gave other bits.
+        error: the exception that ended the program; ``None`` if it finished.
+        races: the reports of the race checker.
+        schedules: number of other orders that were tried.
+        different: names of the orders with different results.
         bits: a digest of the results.
-        stops: where the CPU was stopped.
-        peak: bytes.
+        stops: the places at which the CPU was stopped.
+        peak: peak memory in bytes.
         num_overlaps: pairs of a collective and another operation that the streams allow to run at the same time.
-        num_operations: how many there were.
+        num_operations: number of operations.
     """
 
     error: str | None = None
@@ -96,7 +96,7 @@ class Outcome:
 
 
 def findings(here: Outcome, intact: Outcome) -> dict[str, str]:
-    """What tells the one from the other: how it is found, and the first line of what is said then."""
+    """The differences between an engine and the intact one: each way in which it is found, with a one-line report."""
     found = {}
     if here.error is not None:
         found["exception"] = here.error
@@ -118,10 +118,10 @@ def findings(here: Outcome, intact: Outcome) -> dict[str, str]:
 
 @contextlib.contextmanager
 def broken(one: Break) -> Iterator[pathlib.Path]:
-    """A folder with a broken copy of the package; it goes at the end.
+    """A folder with a broken copy of the package; it is deleted at the end.
 
     Raises:
-        ValueError: the engine was changed, and the break must be written anew.
+        ValueError: the engine has changed, and the break must be rewritten.
     """
     text = exchanged((PACKAGE / one.file).read_text(), one.old, one.new, f"minifsdp/{one.file} for {one.name!r}")
     with tempfile.TemporaryDirectory(prefix="broken-") as folder:
@@ -134,7 +134,7 @@ def run(program: str, folder: pathlib.Path = ROOT, num_schedules: int = 0) -> Ou
     """Runs a program of ``programs.py`` on the package in ``folder``, in a process of its own.
 
     Raises:
-        RuntimeError: the process has died, or has not come to an end.
+        RuntimeError: the process died or did not finish within the limit.
     """
     context = pool.fork_server()
     mine, its = context.Pipe(duplex=False)
@@ -170,7 +170,7 @@ def _serve(pipe: Any, program: str, folder: str, num_schedules: int) -> None:
     gc.freeze()
     pipe.send(_outcome(programs.PROGRAMS[program], num_schedules))
     pipe.close()
-    # Not the usual end: what a broken engine has left behind may hinder it.
+    # Skip the normal exit, because leftovers of a broken engine could block it.
     os._exit(0)
 
 
@@ -181,7 +181,7 @@ def _outcome(program: Any, num_schedules: int) -> Outcome:
     with simulated.Log() as log:
         try:
             results = program.run()
-        except Exception as caught:  # whatever a broken engine comes to
+        except Exception as caught:  # a broken engine can raise any error
             error = f"{type(caught).__name__}: {caught}"
     stops, peak = [*WORLD.stops.elements()], WORLD.memory.peak
     races = [str(race) for race in WORLD.races.values()]

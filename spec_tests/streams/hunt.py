@@ -1,8 +1,8 @@
-"""The long hunt: ``python -m spec_tests.streams.hunt --number 3000 --seed 0``, from the root of the repository.
+"""A long search for races: ``python -m spec_tests.streams.hunt --number 3000 --seed 0``, from the repository root.
 
-Thousands of scenarios in two processes. Each finished batch is a line in a file, so a hunt that was interrupted goes on
-where it was when the same command is given again. At the end comes what was found, made as simple as possible, and how
-much was tried. ``--replay '<json>'`` runs a single scenario.
+It runs thousands of scenarios in two processes. Each finished batch is a line in a file, so the same command continues
+an interrupted search. At the end it prints the findings, simplified as much as possible, and the number of scenarios.
+``--replay '<json>'`` runs a single scenario.
 
 Returns 0 if nothing was found, else 1.
 """
@@ -22,12 +22,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 BATCH = 25
 DOORS = ("fsdp1", "fully_shard")
-# Parts of the whole, by the names of `scenario.SHAPES`.
+# Fractions of all scenarios, by the names of `scenario.SHAPES`.
 PARTS = {"1": 0.15, "2": 0.35, "4": 0.2, "2x2": 0.3}
 
 
 def batches(number: int, seed: int, doors: list[str]) -> list[tuple[str, str, int]]:
-    """Door, shape and seed of each batch."""
+    """Front end, shape and seed of each batch."""
     found = []
     for door in doors:
         for place, (shape, part) in enumerate(PARTS.items()):
@@ -37,7 +37,7 @@ def batches(number: int, seed: int, doors: list[str]) -> list[tuple[str, str, in
 
 
 def play_batch(door: str, shape: str, seed: int, num_schedules: int) -> dict[str, Any]:
-    """What came out of one batch; runs in a process of its own."""
+    """The results of one batch; runs in a worker process."""
     from spec_tests.harness import simulated, worker
     from spec_tests.streams.scenario import drawn
     from spec_tests.streams.scenarios import play, report, simplest
@@ -57,7 +57,7 @@ def play_batch(door: str, shape: str, seed: int, num_schedules: int) -> dict[str
 
 
 def hunt(number: int, seed: int, doors: list[str], num_schedules: int, output: pathlib.Path) -> int:
-    """Plays all batches that ``output`` has no line of; returns how many findings there are in all."""
+    """Runs all batches that have no line in ``output`` yet; returns the total number of findings."""
     lines = [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
     known = {tuple(line["batch"]) for line in lines}
     wanted = batches(number, seed, doors)
@@ -77,7 +77,7 @@ def hunt(number: int, seed: int, doors: list[str], num_schedules: int, output: p
 
 
 def replay(text: str, num_schedules: int) -> int:
-    """Plays a scenario that was printed; returns whether there is a finding."""
+    """Runs a scenario from its JSON; returns 1 if there is a finding, else 0."""
     from spec_tests.harness import simulated, worker
     from spec_tests.streams.scenario import from_json, legal
     from spec_tests.streams.scenarios import play
@@ -89,7 +89,7 @@ def replay(text: str, num_schedules: int) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; returns its exit status."""
+    """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m spec_tests.streams.hunt", description=__doc__)
     parser.add_argument("--number", type=int, default=3000, help="of scenarios")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,16 +1,16 @@
-"""What comes before what in one training step: boxes on the streams, and an arrow for each wait.
+"""Draws the order of the operations in one training step: boxes on the streams, and an arrow for each wait.
 
-A box is a `Moment`. Its column is one more than that of the latest box that must be over before it begins::
+A box is a `Moment`. Its column is one more than that of the latest box that must end before it begins::
 
     compute     copy   F0              F0 is in column 3, for the copy of column 2 is before it
     gather  AG0        AG1             AG1 is in column 3 too: it has waited for the copy and for nothing later
 
-So boxes of one column are in no order, and the streams allow them to run at the same time. Boxes of one row are in
-order anyway. Between rows an arrow says that a box waits for another; arrows that follow from others are left out.
-Where the CPU is stopped, arrows lead through it: what it launches later comes after what it has waited for.
+So boxes of one column are not ordered, and the streams allow them to run at the same time. Boxes of one row always run
+in order. An arrow between rows shows that a box waits for another; arrows that follow from others are omitted. If the
+CPU stops, arrows lead through its row, because later launches come after the operations that it has waited for.
 
-A free (a red mark) is a moment of the CPU, which need not be stopped for it. It is drawn behind the last box of the
-compute stream that the CPU had launched before it.
+A free (a red mark) is an action of the CPU, which does not need to stop for it. The mark is drawn behind the last box
+of the compute stream that the CPU had launched before.
 
 Spec: SIM-11.
 """
@@ -27,7 +27,7 @@ from spec_tests.streams.steps import ROWS, Moment, Step
 __all__ = ["arrows", "columns", "picture"]
 
 LEFT, COLUMN, BOX, ROW, GAP = 84, 49, 37, 24, 26  # in pixels
-LEAST_WIDTH = 700  # for the heading
+LEAST_WIDTH = 700  # so that the heading fits
 
 STYLE = "".join(
     f".minifsdp-timeline .arrow-{kind}{{stroke:var(--{ink});fill:none;stroke-width:1.3}}"
@@ -54,7 +54,7 @@ def columns(boxes: list[Moment]) -> dict[Moment, int]:
 
 
 def arrows(boxes: list[Moment]) -> list[tuple[Moment, Moment]]:
-    """Pairs of boxes in different rows, one before the other and nothing between them."""
+    """Pairs of boxes in different rows that are ordered directly, without another box between them."""
     ordered = [(one, other) for one in boxes for other in boxes if one.is_before(other)]
     before = set(ordered)
     return [
@@ -100,7 +100,7 @@ def _box(box: Moment, x: float, y: float) -> str:
 
 
 def _arrow(one: Moment, start: tuple[float, float], end: tuple[float, float]) -> str:
-    """From the box's edge that is nearer to the other row, into the other's left half."""
+    """An arrow from the edge of one box that is nearer to the other row, to the left half of the other box."""
     is_down = end[1] > start[1]
     x1, y1 = start[0] + BOX - 8, start[1] + (ROW - 2 if is_down else 2)
     x2, y2 = end[0] + 8, end[1] + (2 if is_down else ROW - 2)

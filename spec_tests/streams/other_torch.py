@@ -1,12 +1,12 @@
-"""The same programs with the FSDPs of another version of torch, on top of the one that is installed.
+"""Runs the same programs with the FSDPs of another version of torch, on top of the installed one.
 
-For a person who asks since when, or until when, something collides; no test runs it::
+Use it to find out which versions have a race. No test runs it::
 
     pip download torch==2.12.0 --no-deps
     unzip -q torch-2.12.0-*.whl 'torch/distributed/fsdp/*' -d other
     python -m spec_tests.streams.other_torch other/torch/distributed
 
-Only ``torch.distributed.fsdp`` is the other version's. Programs that it does not know are told by their exception.
+Only ``torch.distributed.fsdp`` comes from the other version. If it does not support a program, the exception is shown.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 
 def pretend(folder: str) -> None:
-    """Lets ``torch.distributed.fsdp`` come from ``folder``, and adds what it imports from a torch of its age."""
+    """Loads ``torch.distributed.fsdp`` from ``folder``, and adds names that it imports from its version of torch."""
     dist.__path__.insert(0, folder)
     there: Any = dist
-    # 2.14 asks for these while it is imported, which `torch._dynamo` does; 2.11 for what follows.
+    # 2.14 needs these when `torch._dynamo` imports it; 2.11 needs the rest.
     there._spmd_no_typecheck = contextlib.nullcontext
     there._is_spmd_types_available = lambda: False
     base: Any = types.ModuleType("torch._custom_class_base")
@@ -37,7 +37,7 @@ def pretend(folder: str) -> None:
 
 
 def main() -> None:
-    """Prints each program in which something collides, and what."""
+    """Prints each program with races, and the races."""
     pretend(sys.argv[1])
     warnings.simplefilter("ignore")
     import torch.distributed.fsdp

@@ -1,16 +1,16 @@
-"""Peak memory on the simulated accelerator, beside torch's FSDP of the same kind.
+"""Peak memory on the simulated accelerator, compared with torch's FSDP of the same kind.
 
-The same small model trains through the same door of either library, on one rank among invented ones. The simulated
-allocator counts every living block, and what ``record_stream`` holds back; the peak is that of a settled step, what
-stays between two steps included::
+The same small model trains with the same API of each library, on one rank; the others are fake ranks. The simulated
+allocator counts every live block, including memory that ``record_stream`` holds back. The peak is that of a step after
+the warm-up, including memory that stays allocated between steps::
 
     python -m spec_tests.streams.peaks
 
-prints them, and ``--record`` writes ``docs/data/stream-peaks.json`` too, from which the table of ``docs/streams.md`` is
-made. They are counts and the same on every machine, so a test compares the record with the engine as it is.
+prints the peaks. ``--record`` also writes ``docs/data/stream-peaks.json``, from which the table of ``docs/streams.md``
+is made. The peaks are the same on every machine, so a test compares the record with the current engine.
 
-A *kind* is a door and what it promises: a flat parameter, original parameters, or a DTensor for each parameter. `CASES`
-are the ways to train.
+A *kind* is a front end with a kind of parameters: flat parameters, original parameters, or DTensors. `CASES` are the
+training settings.
 
 Spec: STREAM-17.
 """
@@ -47,13 +47,13 @@ KINDS = ("flat", "original", "fully_shard")
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train.
+    """A training setting.
 
     Attributes:
-        strategy: by the name that FSDP1 has for it.
-        low: the dtypes of parameters and of reductions, if not those of the parameters.
-        offload: whether shards live on the CPU.
-        micro_batches: in a step; all but the last without synchronisation.
+        strategy: FSDP1's name of the strategy.
+        low: dtypes of parameters and reductions for mixed precision; empty for none.
+        offload: whether shards are stored on the CPU.
+        micro_batches: number of micro-batches in a step; all but the last without synchronization.
     """
 
     strategy: str = "FULL_SHARD"
@@ -63,7 +63,7 @@ class Case:
 
     @property
     def num_ranks(self) -> int:
-        """Four for replicas of two, else two."""
+        """Four for two replicas of two shards, else two."""
         return 4 if "HYBRID" in self.strategy else 2
 
 
@@ -87,13 +87,13 @@ class Single(nn.Linear):
 
 
 def network() -> nn.Module:
-    """Units of four parameters and of one, in sizes without gaps on either side; the root has parameters, too."""
+    """Units of four parameters and of one, without padding in either library, and a root with parameters."""
     blocks = [MLP(16, 32), MLP(16, 32), Single(16, 16, bias=False), MLP(16, 32), Single(16, 16, bias=False)]
     return nn.Sequential(nn.Linear(16, 16), *blocks, nn.Linear(16, 16))
 
 
 def trained(library: str, kind: str, case: Case) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]]]:
-    """The sharded model, and what leaves the gradients of a backward on this rank."""
+    """The sharded model, and a context in which backward does not reduce gradients."""
     words, model = importlib.import_module(library), network()
     if kind == "fully_shard":
         return _sharded(words, model, case)
@@ -145,7 +145,7 @@ def _step(model: nn.Module, no_sync: Callable[[], Any], optimizer: torch.optim.O
 
 
 def peak(library: str, kind: str, case: Case) -> int:
-    """Bytes at the worst moment of the third step."""
+    """Peak bytes of the third step."""
     memory = simulated.WORLD.memory
     gc.collect()
     memory.calm()
@@ -162,7 +162,7 @@ def peak(library: str, kind: str, case: Case) -> int:
 
 
 def peaks(kind: str, case: Case) -> tuple[int, int]:
-    """Ours and theirs."""
+    """The peaks of minifsdp and of torch."""
     found = []
     for library in (OURS, THEIRS):
         found.append(peak(library, kind, case))
@@ -170,7 +170,7 @@ def peaks(kind: str, case: Case) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Prints all cases, and records them if asked to."""
+    """Prints all cases, and records them with ``--record``."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     parser = argparse.ArgumentParser(prog="python -m spec_tests.streams.peaks")

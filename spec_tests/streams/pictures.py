@@ -1,15 +1,15 @@
 """Writes the pictures of ``docs/assets/streams``: ``python -m spec_tests.streams.pictures``.
 
 =============  =====================================================================================================
-``wrapper``    what comes before what in one step of ``FullyShardedDataParallel`` (see ``order.py``)
-``function``   the same of ``fully_shard``
-``hybrid``     the same of ``fully_shard`` on a mesh of 2 times 2 ranks
+``wrapper``    order of the operations in one step of ``FullyShardedDataParallel`` (see ``order.py``)
+``function``   the same for ``fully_shard``
+``hybrid``     the same for ``fully_shard`` on a mesh of 2 times 2 ranks
 ``prefetch``   timelines of three settings of ``backward_prefetch`` (see ``timelines.py``)
 ``limiter``    timelines with and without the rate limiter
 =============  =====================================================================================================
 
-Each is a function of the engine alone: the same engine gives the same bytes, and a test compares. Where it fails, the
-engine waits for something else than before; look at the new picture, and if it is meant, check it in.
+The pictures depend only on the engine: the same engine gives the same bytes, which a test compares. If the test fails,
+the waits of the engine have changed. Look at the new picture, and check it in if the change is intended.
 
 Spec: SIM-11.
 """
@@ -38,7 +38,7 @@ WIDE = 256
 
 
 def drawn() -> Iterator[tuple[str, str]]:
-    """Each picture's name and text; called by one of `NUM_RANKS`, of which the others are invented."""
+    """The name and text of each picture. The caller is one of `NUM_RANKS` ranks; the others are fake ranks."""
     prefetch = {"BACKWARD_PRE": BackwardPrefetch.BACKWARD_PRE, "BACKWARD_POST": BackwardPrefetch.BACKWARD_POST}
     yield "wrapper", order.picture("FullyShardedDataParallel, three blocks", narrow(blocks.flat))
     yield "function", order.picture("fully_shard, three blocks", narrow(blocks.per_parameter))
@@ -50,17 +50,17 @@ def drawn() -> Iterator[tuple[str, str]]:
 
 
 def narrow(door: Callable[..., Any], **options: Any) -> Step:
-    """A step of which only the order counts."""
+    """A step of a small model, for pictures of the order."""
     return recorded(door(3, **options), torch.randn(3, blocks.WIDTH, device=device()))
 
 
 def wide(**options: Any) -> Step:
-    """A step of the wrapper with sizes."""
+    """A step of the wrapper with large tensors, for timelines."""
     return recorded(blocks.flat(4, WIDE, **options), torch.randn(WIDE, WIDE, device=device()))
 
 
 def main() -> None:
-    """Writes all of them."""
+    """Writes all pictures."""
     pool.use_device("simulated")
     dist.init_process_group("simulated", rank=0, world_size=NUM_RANKS, store=FakeStore())
     FOLDER.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""Small programs, one for each way in which training can go over streams.
+"""Small programs that together use all waits between streams in training.
 
-Each builds a model on the device through one of the two doors, trains two or three steps in one configuration, and
-returns the tensors whose bits count. They are what broken engines are tried on (see ``breaks.py``): a wait that no
-program needs cannot be missed by any of them. A program runs as rank 0 of a group whose other ranks are invented.
+Each builds a model on the device with one of the two front ends, trains two or three steps in one configuration, and
+returns tensors for a comparison bit by bit. The broken engines run these programs (see ``breaks.py``). If no program
+needs a wait, its removal cannot be detected. A program runs as rank 0 of a group whose other ranks are fake ranks.
 
-The blocks have 82 parameters each, of shapes that do not divide evenly, so that there is padding.
+The blocks have 82 parameters each, with shapes that do not divide evenly, so that there is padding.
 
 Spec: SIM-07.
 """
@@ -45,7 +45,7 @@ from spec_tests.models.modules import MLP
 
 __all__ = ["PROGRAMS", "Program"]
 
-DEVICE = "sim:0"  # a name: on a machine without the simulation, torch knows of no such device
+DEVICE = "sim:0"  # a string: on a machine without the simulation, torch does not support this device
 BF16, F32 = torch.bfloat16, torch.float32
 
 
@@ -54,8 +54,8 @@ class Program:
     """One program.
 
     Attributes:
-        num_ranks: how many ranks its group has.
-        run: builds, trains, and returns the tensors whose bits count.
+        num_ranks: size of its process group.
+        run: builds, trains, and returns the tensors that are compared.
     """
 
     num_ranks: int
@@ -66,7 +66,7 @@ PROGRAMS: dict[str, Program] = {}
 
 
 def program(num_ranks: int) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """Adds a function to `PROGRAMS`; what it returns is a model, or the tensors themselves."""
+    """Adds a function to `PROGRAMS`. The function returns a model, or the tensors to compare."""
 
     def decorate(body: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> list[Tensor]:
@@ -80,14 +80,14 @@ def program(num_ranks: int) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
 
 
 def shown(model: nn.Module) -> list[Tensor]:
-    """What this rank stores of each parameter, and the gradients that are there."""
+    """The local shards of all parameters and of all existing gradients."""
     stored = list(model.parameters())
     stored += [parameter.grad for parameter in stored if parameter.grad is not None]
     return [local(tensor.detach()) for tensor in stored]
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor as it is."""
+    """The local shard of a DTensor; any other tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -95,7 +95,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Checkpointed(MLP):
-    """A block that computes itself again in backward."""
+    """A block that is recomputed in backward."""
 
     is_reentrant = False
 
@@ -105,7 +105,7 @@ class Checkpointed(MLP):
 
 
 class CheckpointedReentrantly(Checkpointed):
-    """The same by the older way."""
+    """The same with reentrant checkpointing."""
 
     is_reentrant = True
 
@@ -116,14 +116,14 @@ def chain(kind: type[MLP] = MLP, num_blocks: int = 3) -> nn.Sequential:
 
 
 def flat(model: nn.Module | None = None, **options: Any) -> FSDP:
-    """Through the door of FSDP1."""
+    """Wraps the blocks and the model with FSDP1."""
     policy = ModuleWrapPolicy({MLP, Checkpointed})
     options = {"device_id": torch.device(DEVICE), "auto_wrap_policy": policy, **options}
     return FSDP(model or chain(), **options)
 
 
 def each(model: nn.Module | None = None, shape: tuple[int, ...] | None = None, **options: Any) -> Any:
-    """Through the door of FSDP2, unit by unit."""
+    """Shards the blocks and the model with FSDP2."""
     model = model or chain()
     mesh = init_device_mesh("sim", shape or (dist.get_world_size(),))
     for block in blocks(model):
@@ -148,7 +148,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, num_steps: int = 2, optimizer: torch.optim.Optimizer | None = None) -> Any:
-    """``num_steps`` steps of an optimizer, which is returned."""
+    """Trains ``num_steps`` steps and returns the optimizer."""
     optimizer = optimizer or sgd(model)
     for _ in range(num_steps):
         loss_of(model).backward()
@@ -267,7 +267,7 @@ def flat_offload_clipping() -> Any:
 
 @program(2)
 def originals_offload_after_an_error_in_backward() -> Any:
-    """What the user assigns is collected into shards that the backward which broke off had sent to the device."""
+    """Assigned data is copied into shards that the interrupted backward is still copying to the device."""
     model = flat(cpu_offload=CPUOffload(True), use_orig_params=True)
     optimizer = train(model, 1)
     fail_in_backward(model)
@@ -314,7 +314,7 @@ def flat_new_data_not_sharded() -> Any:
 
 @program(2)
 def flat_new_data_after_a_forward() -> Any:
-    """Given while the iteration runs: the gather of backward finds it, and nobody has followed since forward."""
+    """Data assigned during an iteration: backward all-gathers it, although no stream has waited since forward."""
     model = flat(use_orig_params=True)
     loss = loss_of(model)
     for block in blocks(model):
@@ -359,7 +359,7 @@ def flat_evaluating_on_a_stream_of_the_user() -> Any:
 
 @program(2)
 def flat_loss_abandoned() -> Any:
-    """A forward that no backward follows, then a step: the root is still gathered, with yesterday's weights."""
+    """A forward without a backward, then a step: the root is still unsharded, with outdated weights."""
     model = flat()
     optimizer = sgd(model)
     loss_of(model).backward()
@@ -393,7 +393,7 @@ def flat_summoned() -> Any:
 def flat_saved() -> Any:
     model = flat()
     optimizer = train(model, 1)
-    # Invented ranks come to no barrier, so there is none.
+    # Fake ranks cannot join a barrier, so it is disabled.
     agreement.monitored_barrier = lambda *_, **__: []  # type: ignore[assignment]
     saved = [value.clone() for value in model.state_dict().values()]
     train(model, 1, optimizer)
@@ -406,7 +406,7 @@ def flat_checkpointed() -> Any:
 
 
 class Shortened(nn.Sequential):
-    """Leaves out its last blocks if asked to."""
+    """Runs only the first ``num_blocks`` blocks."""
 
     def forward(self, x: Tensor, num_blocks: int = 3) -> Tensor:
         for part in [*self[: 1 + num_blocks], self[-1]]:
@@ -416,7 +416,7 @@ class Shortened(nn.Sequential):
 
 @program(2)
 def flat_with_blocks_left_out() -> Any:
-    """What was prefetched for them is not wanted."""
+    """The prefetched parameters of these blocks are not used."""
     model = flat(Shortened(*chain()), forward_prefetch=True)
     optimizer = train(model, 1)
     model(batch(), num_blocks=1).square().sum().backward()
@@ -426,7 +426,7 @@ def flat_with_blocks_left_out() -> Any:
 
 @program(2)
 def flat_loss_abandoned_with_a_block_left_out() -> Any:
-    """The optimizer writes what was prefetched for it."""
+    """The optimizer writes to shards that were prefetched for the skipped block."""
     model = flat(Shortened(*chain()), forward_prefetch=True)
     optimizer = train(model, 1)
     loss_of(model).backward()
@@ -455,7 +455,7 @@ def flat_after_an_error_in_backward() -> Any:
 
 
 class Failure(Exception):
-    """What the programs' errors are."""
+    """The error that programs raise on purpose."""
 
 
 def fail(*_: Any) -> Any:
@@ -483,8 +483,8 @@ def fail_in_backward(model: nn.Module) -> None:
 
 @program(2)
 def flat_pinned_batch() -> Any:
-    """One pinned buffer for all batches, filled anew while the step before may still be under way."""
-    # The first step asks for the order, and the limiter stops the CPU: both would hide what is looked for.
+    """One pinned buffer for all batches, which is refilled while the step before may still be running."""
+    # The order check of the first step and the limiter stop the CPU, which could hide the race: no limiter, more steps.
     model = flat(limit_all_gathers=False)
     optimizer = sgd(model)
     buffer = torch.empty(6, 5).pin_memory()
@@ -540,7 +540,7 @@ def flat_gradients_over_a_backend_with_threads() -> Any:
 
 @program(2)
 def each_compared_over_a_backend_with_threads() -> Any:
-    """Initial values are compared between ranks while debugging."""
+    """At debug level DETAIL, initial values are compared between ranks."""
     use_threads()
     initial.get_debug_level = lambda: DebugLevel.DETAIL
     return each()
@@ -553,7 +553,7 @@ def hybrid_over_a_backend_with_threads() -> Any:
 
 
 def use_threads() -> None:
-    """Synchronous collectives, too, run elsewhere and hand back something to wait for, as gloo's do."""
+    """Makes synchronous collectives run in threads and return a handle, like those of gloo."""
     SimulatedNccl.has_threads = True
 
 
@@ -662,7 +662,7 @@ def each_with_the_optimizer_in_backward() -> Any:
 
 @program(2)
 def each_used_often_with_the_optimizer_in_backward() -> Any:
-    """The gradients of the last use are stepped with, and the block is gathered for those of the first."""
+    """The optimizer uses the gradients of the last use while the block is all-gathered for the first use."""
     model = chain(CheckpointedReentrantly, num_blocks=1)
     for _ in range(3):
         model.insert(1, model[1])
@@ -670,7 +670,7 @@ def each_used_often_with_the_optimizer_in_backward() -> Any:
 
 
 class Recomputed(nn.Module):
-    """Blocks that are computed again in backward, hooks and all; as often as they are used."""
+    """Blocks that are used ``num_uses`` times, and recomputed with their hooks in backward after each use."""
 
     def __init__(self, num_blocks: int, num_uses: int = 1) -> None:
         super().__init__()
@@ -691,7 +691,7 @@ def recomputed(**options: Any) -> nn.Module:
 
 @program(2)
 def originals_used_twice_with_the_optimizer_in_backward() -> Any:
-    """A block is gathered for its first use while the gradients of its second are stepped with."""
+    """A block is all-gathered for its first use while the optimizer uses the gradients of its second use."""
     return step_in_backward(recomputed())
 
 
@@ -701,7 +701,7 @@ def originals_offload_used_twice_with_the_optimizer_in_backward() -> Any:
 
 
 def prefetching_in_vain(**options: Any) -> nn.Module:
-    """What is computed again asks for a block that has had its turn in backward."""
+    """A recomputed block prefetches a block whose backward is already over."""
     with torch.device(DEVICE):
         model: nn.Module = nn.Sequential(nn.Linear(5, 5), Recomputed(1), MLP(5, 7))
     again, last = blocks(each(model, **options))
@@ -776,7 +776,7 @@ def each_by_hand() -> Any:
         block.unshard(async_op=True)
     handle.wait()
     train(model, 1, optimizer)
-    # Gathered for nothing, and freed before anybody has waited.
+    # Unsharded without use, and resharded before any wait.
     blocks(model)[0].unshard(async_op=True)
     blocks(model)[0].reshard()
     blocks(model)[1].unshard()
@@ -786,7 +786,7 @@ def each_by_hand() -> Any:
 
 @program(2)
 def each_by_hand_and_read() -> Any:
-    """The full parameters, as somebody reads them who exports them."""
+    """Reads the unsharded parameters, as an export does."""
     model = each()
     train(model, 1)
     model.unshard()
@@ -810,7 +810,7 @@ def each_prefetching() -> Any:
 
 @program(2)
 def each_after_an_event() -> Any:
-    """Work that was given to the compute stream after the optimizer does not hold up the next gathers."""
+    """Work on the compute stream after the optimizer does not delay the next all-gathers."""
     model = each()
     optimizer = sgd(model)
     other = torch.ones(8, device=DEVICE)
@@ -818,14 +818,14 @@ def each_after_an_event() -> Any:
         train(model, 1, optimizer)
         model.set_post_optim_event(torch.get_device_module(DEVICE).current_stream().record_event())
         other.mul_(2)
-    # Without an event, the next forward waits for all.
+    # Without an event, the next forward waits for all work on the compute stream.
     train(model, 2, optimizer)
     return model
 
 
 @program(2)
 def each_assigned_after_an_event() -> Any:
-    """What is put in place after the event was recorded is copied after it, too."""
+    """Data that is assigned after the event was recorded must also be copied after its own computation."""
     model = each()
     optimizer = train(model, 1)
     model.set_post_optim_event(torch.get_device_module(DEVICE).current_stream().record_event())
@@ -869,7 +869,7 @@ def each_checkpointed_reentrantly() -> Any:
 
 @program(2)
 def each_with_single_parameters() -> Any:
-    """Units of one parameter each: what arrives is sorted already."""
+    """Units of one parameter each: the all-gather output needs no copy-out."""
     with torch.device(DEVICE):
         model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(4)])
     inputs = torch.randn(6, 4, device=DEVICE)
@@ -912,7 +912,7 @@ def each_in_two_dtypes() -> Any:
 
 
 class ScaledInt8(Int8Shards):
-    """Adds the rank's own scale after the gather: memory that was written before it, and is given along."""
+    """Adds the rank's own scale after the all-gather; the scale is metadata, written before the all-gather."""
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
@@ -933,7 +933,7 @@ class ScaledInt8(Int8Shards):
 
 
 def extended_chain(kind: Any = Int8Shards, bias: bool = True) -> nn.Module:
-    """Its layers can be cut in two without padding, which this class wants."""
+    """A chain whose layers can be split in two without padding, as `Int8Shards` requires."""
     with torch.device(DEVICE):
         return extended(nn.Sequential(nn.Linear(4, 6, bias), nn.Linear(6, 4, bias), nn.Linear(4, 2, bias)), kind)
 
@@ -962,7 +962,7 @@ def each_extended() -> Any:
 
 @program(2)
 def each_extended_with_metadata() -> Any:
-    # Without biases, whose buffers would be held long enough for this as well.
+    # Without biases: their buffers would also keep this memory alive long enough.
     return values_of(trained_extended(extended_chain(ScaledInt8, bias=False), 3))
 
 
@@ -996,7 +996,7 @@ def each_saved() -> Any:
 
 @program(2)
 def each_in_batches_of_tokens() -> Any:
-    """As many batches as all ranks have, and as much weight as there are tokens."""
+    """Unequal numbers of batches, and losses weighted by their numbers of tokens."""
     model = each()
     optimizer = sgd(model)
     for number in while_all_have_data([3, 2]):
@@ -1012,7 +1012,7 @@ def each_in_batches_of_tokens() -> Any:
 
 @program(2)
 def both_doors() -> Any:
-    """Two models in turns, each with lanes of its own."""
+    """Two models in alternation, each with communication streams of its own."""
     one, other = flat(), each()
     optimizers = [sgd(one), sgd(other)]
     for _ in range(2):

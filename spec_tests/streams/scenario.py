@@ -1,15 +1,15 @@
-"""One scenario as plain data: a training run of ``spec_tests/properties``, and what a GPU can stumble over beside it.
+"""One scenario as plain data: a training run of ``spec_tests/properties``, and other actions that can cause races.
 
-The run has a model, a strategy, precision, accumulation, checkpointing, evaluation, errors half-way. It is compared
-with one process there, so it does only what one process can do as well. Here no values are compared with anybody's:
-the judges are the race checker and the replay in other orders. So a scenario may also gather and free by hand, replace
-``p.data``, set any switch of `FSDPModule`, or let the optimizer run inside of backward.
+The run has a model, a strategy, precision, accumulation, checkpointing, evaluation, and interrupting errors. It is
+compared with a single process in that folder, so it only contains what a single process can do. Here, the checks are
+the race checker and the replay in other orders, without a reference model. So a scenario can also unshard and reshard
+manually, replace ``p.data``, set any switch of `FSDPModule`, or run the optimizer inside backward.
 
-As JSON, without what has its default, a scenario fits on one line::
+As JSON without default values, a scenario fits on one line::
 
     {"run":{"model":{"kind":"chain","children":[{"unit":true}]},"offload":true},"pins":true,"optimizer":"in_backward"}
 
-`legal` replaces what means nothing for a door by the nearest thing that does.
+`legal` replaces values that a front end does not support by the nearest supported ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spec_tests.properties.hunt import neighbours as simpler_runs
 
 __all__ = ["SHAPES", "Scenario", "drawn", "from_json", "legal", "simpler", "to_json"]
 
-# By name: ranks, and copies of the model.
+# By name: number of ranks, and of replicas.
 SHAPES = {"1": (1, 1), "2": (2, 1), "4": (4, 1), "2x2": (4, 2)}
 
 SWITCHES = ("keep_after_backward", "keep_after_forward", "free_after_forward", "divide", "unused", "no_gather")
@@ -39,31 +39,31 @@ EDITS = ("in_place", "data", "write", "read", "read_on_cpu", "gradients")
 
 @dataclass(frozen=True)
 class Scenario:
-    """A training run on the simulated device, as one rank among invented ones.
+    """A training run on the simulated device, as one rank; the other ranks are fake ranks.
 
     Attributes:
         run: the training run.
-        rank: who of its ranks this one is.
-        batches: where the user has them: on the ``"device"``, or in memory of the CPU, ``"plain"`` or ``"pinned"``,
-            which he overwrites as soon as forward has returned.
+        rank: the rank of this process.
+        batches: location of the batches: ``"device"``, or CPU memory, ``"plain"`` or ``"pinned"``, which the user
+            overwrites as soon as forward has returned.
         reads: the CPU reads each loss.
         apart: each forward of a micro-batch has a backward of its own, after all forwards.
-        optimizer: ``"sgd"``, ``"adam"``, ``"in_backward"``; or ``"event"``, where the next iteration is told what to
-            wait for (`set_post_optim_event`).
+        optimizer: ``"sgd"``, ``"adam"``, ``"in_backward"``; or ``"event"``, which sets the event that the next
+            iteration waits for (`set_post_optim_event`).
         scales: a gradient scaler is used.
-        hook: communication goes through a hook of the user's: ``"plain"``, ``"async"``, ``"low"``, or none.
-        edits: what is done between steps, one of `EDITS` or nothing.
-        state: a state dict is taken after each step: ``"full"`` or ``"sharded"``.
-        elsewhere: the current device of the process is not the one that is trained on.
+        hook: the user's communication hook: ``"plain"``, ``"async"``, ``"low"``, or none.
+        edits: the action between steps, one of `EDITS` or none.
+        state: the kind of state dict that is taken after each step: ``"full"`` or ``"sharded"``.
+        elsewhere: the current device of the process is not the device of the model.
         pins: offloaded shards are pinned (``fully_shard``).
-        among: ``reshard_after_forward`` is this number, if it is not 0 (``fully_shard``).
-        ahead: every unit names its next so many neighbours for both prefetches (``fully_shard``).
-        by_hand: one of `BY_HAND` or nothing (``fully_shard``).
+        among: if not 0, the value of ``reshard_after_forward`` (``fully_shard``).
+        ahead: number of neighbors that every unit prefetches in forward and in backward (``fully_shard``).
+        by_hand: a manual unshard or reshard, one of `BY_HAND` or none (``fully_shard``).
         switches: some of `SWITCHES` (``fully_shard``).
-        late: they are set after the first step.
-        sums_late: micro-batches that are not synchronised are reduced, but not over the copies (``fully_shard``).
-        goes_on: so are they the backwards that are not the last of an iteration (``fully_shard``).
-        resets: after an error, the iteration is ended by hand (``fully_shard``).
+        late: the switches are set after the first step.
+        sums_late: unsynchronized micro-batches are reduced, but not over the replicas (``fully_shard``).
+        goes_on: their backwards are marked as not the last of the iteration (``fully_shard``).
+        resets: after an error, the iteration is reset manually (``fully_shard``).
     """
 
     run: Description = dataclasses.field(default_factory=Description)
@@ -92,7 +92,7 @@ class Scenario:
 
 
 def to_json(scenario: Scenario) -> str:
-    """One line, without what has its default."""
+    """The scenario as one line, without default values."""
     blank = Scenario()
     changed = {f.name: getattr(scenario, f.name) for f in dataclasses.fields(Scenario) if f.name != "run"}
     changed = {name: value for name, value in changed.items() if value != getattr(blank, name)}
@@ -100,7 +100,7 @@ def to_json(scenario: Scenario) -> str:
 
 
 def from_json(text: str) -> Scenario:
-    """The scenario that `to_json` has written."""
+    """The scenario from the output of `to_json`."""
     fields = json.loads(text)
     run = runs.from_json(json.dumps(fields.pop("run", {})))
     return Scenario(run, **{name: tuple(item) if isinstance(item, list) else item for name, item in fields.items()})
@@ -123,7 +123,7 @@ def legal(s: Scenario) -> Scenario:
         if s.edits in ("data", "gradients") and not d.originals:
             changes["edits"] = "write"
     if s.optimizer == "in_backward":
-        # Gradients that wait have no optimizer yet, and what broke off must not be stepped with.
+        # Unsynchronized gradients must not be used for a step, and neither must gradients of an interrupted backward.
         changes.update(scales=False)
         changes["run"] = d = replace(d, micro_batches=(True,) * len(d.micro_batches), bomb="", clips=False)
         if not d.originals:
@@ -134,7 +134,7 @@ def legal(s: Scenario) -> Scenario:
 
 
 def _without_questions(node: runs.Node) -> runs.Node:
-    """No module that asks the CPU what is in the batch, which stops it in each forward and orders all."""
+    """Without modules that read the batch on the CPU, which would stop the CPU and order everything in each forward."""
     kind = "own" if node.kind == "one_sided" else node.kind
     return replace(node, kind=kind, children=tuple(map(_without_questions, node.children)))
 
@@ -147,14 +147,14 @@ def _legal_for_each_parameter(s: Scenario, d: Description) -> dict[str, Any]:
     if not d.offload:
         changes["pins"] = False
     elif s.scales:
-        # Torch's scaler sums over ranks where gradients are, and NCCL does not.
+        # Torch's scaler all-reduces on the device of the gradients, and NCCL does not support CPU tensors.
         changes["scales"] = False
     if s.edits == "gradients":
         changes["edits"] = "read"
     if all(d.micro_batches):
         changes.update(sums_late=False, goes_on=False)
     if not d.is_hybrid or any(node.checkpoint == "reentrant" for node, _ in runs.walk(d.model)):
-        # A nested backward is reduced by itself, and what waits would be of other parameters than it: refused.
+        # A nested backward reduces on its own, and partial sums would belong to other parameters: this is an error.
         changes["sums_late"] = False
     if not s.switches:
         changes["late"] = False
@@ -206,7 +206,7 @@ def drawn(num: int, number: int, shape: str, door: str) -> list[Scenario]:
 
 
 def simpler(scenario: Scenario) -> Iterator[Scenario]:
-    """All scenarios that are simpler by one step, the boldest steps first; legal, and different."""
+    """All legal scenarios that are simpler by one step, the largest simplifications first."""
     for run in simpler_runs(scenario.run):
         yield from _if_smaller(scenario, replace(scenario, run=run))
     blank = Scenario()

@@ -1,11 +1,11 @@
-"""From a scenario to its run on the simulated device, and to a verdict.
+"""Runs a scenario on the simulated device, and checks the run.
 
-`play` trains as rank ``scenario.rank`` among invented ones, with a log, and asks both judges: did accesses collide, and
-do the results (parameters, gradients, losses, state dicts, whatever the user has looked at) have the same bits in other
-orders that the streams allow? The user here never stops the CPU without need. A stop orders everything that comes after
-it, and so would hide what is missing.
+`play` trains as rank ``scenario.rank``, with fake ranks as the others, and logs all operators. Then it makes two
+checks: no accesses race, and the results (parameters, gradients, losses, state dicts and all other tensors that the
+user reads) are equal bit by bit in other orders that the streams allow. The user in a scenario only stops the CPU if
+necessary. A stop orders all later operations after it, so it could hide a missing wait.
 
-`finding` says what is wrong with a scenario, `simplest` leaves out of it whatever can be left out.
+The `Outcome` has the finding of a scenario. `simplest` removes everything from a failing scenario that can be removed.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ OTHER_DEVICE = 1
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of a scenario.
+    """The outcome of a scenario.
 
     Attributes:
-        finding: what is wrong; ``None`` if nothing is.
-        num_operations: of the program.
-        num_schedules: in which it was executed again.
-        seconds: in all.
+        finding: the error that was found; ``None`` if there is none.
+        num_operations: number of operations in the program.
+        num_schedules: number of schedules in which it was executed again.
+        seconds: total duration.
     """
 
     finding: str | None
@@ -65,7 +65,7 @@ class Outcome:
 
 
 def play(scenario: Scenario, num_schedules: int, seed: int = 0) -> Outcome:
-    """Runs a scenario on the simulated device of this process, and judges it."""
+    """Runs a scenario on the simulated device of this process, and checks it."""
     begin = time.monotonic()
     _become(scenario.run.num_ranks, scenario.rank)
     WORLD.begin()
@@ -78,7 +78,7 @@ def play(scenario: Scenario, num_schedules: int, seed: int = 0) -> Outcome:
             WORLD.current_index = OTHER_DEVICE if scenario.elsewhere else 0
             with log:
                 run.train()
-        # The user looks at the end, after a stop.
+        # The user reads the results at the end, after a stop.
         verdict = log.judge([*run.parameters(), *run.seen], num_schedules, seed)
         num_done = verdict.num_schedules
         if verdict.different:
@@ -93,11 +93,11 @@ def play(scenario: Scenario, num_schedules: int, seed: int = 0) -> Outcome:
 
 
 def _become(num_ranks: int, rank: int) -> None:
-    """Makes this process that rank of so many, the others being invented."""
+    """Makes this process rank ``rank`` of ``num_ranks``; the others are fake ranks."""
     if dist.is_initialized():
         dist.destroy_process_group()
     worker.forget_meshes()
-    # What a run before has broken off must not be met again. What is imported stays, and costs nothing frozen.
+    # Collect the objects of an earlier run that was interrupted. Freezing excludes imported modules from collections.
     gc.collect()
     gc.freeze()
     dist.init_process_group("simulated", rank=rank, world_size=num_ranks, store=simulated.INVENTED_STORE)
@@ -107,8 +107,8 @@ class _Run:
     """One training run.
 
     Attributes:
-        seen: what the user has looked at.
-        batches: inputs and tokens by step and number, on the device.
+        seen: copies of the tensors that the user has read.
+        batches: inputs and tokens on the device, by step and number.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -124,7 +124,7 @@ class _Run:
         self.optimizer = optimizer_for(scenario, self.model)
         kind = torch.amp.GradScaler if is_per_parameter(self.d) else minifsdp.ShardedGradScaler
         self.scaler: Any = kind(device().type, init_scale=2.0**8, enabled=scenario.scales)
-        # Copied before training begins: copies from memory that is not pinned stop the CPU.
+        # Copied before training begins, because copies from memory that is not pinned stop the CPU.
         self.batches = {
             (step, index): tuple(tensor.to(device()) for tensor in batch(self.d, step, index, scenario.rank))
             for step in range(self.d.steps)
@@ -158,17 +158,17 @@ class _Run:
             unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5), stream=own)
 
     def parameters(self) -> Iterable[Tensor]:
-        """Of this rank, as the optimizer has them."""
+        """The local shards of the optimizer's parameters."""
         return (_local(parameter) for parameter in self.model.parameters())
 
     def see(self, *tensors: Tensor) -> None:
-        """The user copies something, at once and where it lies."""
+        """The user copies tensors immediately, on their own device."""
         self.seen.extend(tensor.detach().clone() for tensor in tensors)
 
     # --- training ---
 
     def train(self) -> None:
-        """All steps, as far as the model can be trained at all."""
+        """Runs all steps, or as many as are possible for the model."""
         try:
             for step in range(self.d.steps):
                 self.clock.step = step
@@ -191,7 +191,7 @@ class _Run:
         for number in range(len(d.micro_batches)):
             self._by_hand()
             if not self._micro_batch(step, number):
-                # What strategies keep for a backward, they keep.
+                # No backward follows, so strategies that keep units unsharded for it still do so.
                 return False
         self.see(*(_local(p.grad) for p in self.model.parameters() if p.grad is not None))
         if d.evaluates == "forgotten":
@@ -284,15 +284,15 @@ class _Run:
         if part is not None:
             root = next(m for m in model.modules() if isinstance(m, Piece))
             model, node = root.parts[part], node.children[part]
-            # Only the outermost unit is asked to cast its inputs.
+            # Only the outermost unit casts its inputs.
             x = x.to(PRECISIONS[d.precision].get("param_dtype", x.dtype))
         self.model.eval()
         with torch.set_grad_enabled(is_recorded):
             output = output_of(node, model, (x, tokens))
         self.see(output)
         if is_recorded and d.offload:
-            # A backward might follow, so pinned shards are still being copied: before he writes to them, as an
-            # optimizer does, the user must have seen what came out. In torch, too.
+            # A backward could follow, so copies of the pinned shards can still be running. The user must read the
+            # output before writing to the shards, as an optimizer does. The same holds in torch.
             output.sum().item()
         self.model.train()
 
@@ -300,7 +300,7 @@ class _Run:
         if self.optimizer is None:
             return
         if self.s.scales and all(p.grad is None for group in self.optimizer.param_groups for p in group["params"]):
-            return  # The scaler refuses a step without any gradient.
+            return  # The scaler raises an error if a step has no gradients.
         if self.d.clips:
             self.scaler.unscale_(self.optimizer)
             clip: Callable[..., Tensor] = self.model.clip_grad_norm_
@@ -319,7 +319,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 def simplest(scenario: Scenario, num_schedules: int, seconds: float = 60.0) -> Scenario:
-    """From a scenario that fails, by leaving things out, to one of which nothing can be left out; or time is over."""
+    """Simplifies a failing scenario until no simpler one fails, or until the time is over."""
     end = time.monotonic() + seconds
     while True:
         for candidate in simpler(scenario):
@@ -333,6 +333,6 @@ def simplest(scenario: Scenario, num_schedules: int, seconds: float = 60.0) -> S
 
 
 def report(scenario: Scenario, num_schedules: int) -> str:
-    """What a failing scenario ends in: the finding, and the line that shows it again."""
+    """The report of a failing scenario: the finding, and the command that reproduces it."""
     finding = play(scenario, num_schedules).finding
     return f"{finding}\nTo see it again:\npython -m spec_tests.streams.hunt --replay '{to_json(scenario)}'"

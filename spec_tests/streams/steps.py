@@ -1,7 +1,7 @@
-"""One training step on the simulated device, as a picture needs it: few named moments instead of many operators.
+"""One training step on the simulated device for pictures: a few named moments instead of many operators.
 
-The log of a step knows every operator and what was over when it began, but no units. The tracer of the package knows
-units and no streams. Here both are kept at once, and operators that belong together become one `Moment`::
+The log of a step contains every operator and the operators that ended before it began, but no units. The tracer of the
+package records units, but no streams. This module combines both, and groups related operators into one `Moment`::
 
     log                                           tracer            moments
     stream 3   all_gather_single                  AG 0              AG 0, gather stream
@@ -9,8 +9,8 @@ units and no streams. Here both are kept at once, and operators that belong toge
     stream 1   mm, relu                           F 0               F 0, compute stream
                                                   FREE 0            FREE 0, CPU
 
-Two moments are ordered if the first is over when the second begins, *in every order that the streams allow*. That is
-asked of the vector clocks, the same that the race checker asks.
+Two moments are ordered if the first ends before the second begins *in every order that the streams allow*. This is
+decided with the same vector clocks that the race checker uses.
 
 Spec: SIM-11.
 """
@@ -41,18 +41,18 @@ ROW_OF = {"AG": "gather stream", "RS": "reduce stream", "AR": "all-reduce stream
 
 @dataclass(eq=False)
 class Moment:
-    """What one of the `ROWS` does in one go.
+    """A contiguous action of one of the `ROWS`.
 
     Attributes:
-        kind: one of the tracer's, ``"copy"`` for what brings gathered pieces into place, ``"pack"`` for what brings
-            gradients into a row, or ``"loss"``.
-        unit: whose; empty where it is nobody's.
-        row: who does it.
-        place: how many operators had been launched before it.
-        operations: what it consists of; nothing for what the CPU does.
-        places: of these among all operators.
-        num_bytes: of the gathered parameters, for ``AG``.
-        known: for a ``WAIT`` of the CPU, what it knows to be over afterwards.
+        kind: an event kind of the tracer, ``"copy"`` for the copy-out of an all-gather, ``"pack"`` for copying
+            gradients into a bucket, or ``"loss"``.
+        unit: the unit; empty if there is none.
+        row: one of the `ROWS`.
+        place: number of operators that were launched before it.
+        operations: its operators; empty for an action of the CPU.
+        places: the positions of these among all operators.
+        num_bytes: size of the unsharded parameters, for ``AG``.
+        known: for a ``WAIT`` of the CPU, the clock of the operators that have ended afterwards.
     """
 
     kind: str
@@ -66,13 +66,13 @@ class Moment:
 
     @property
     def name(self) -> str:
-        """As tables and boxes have it: ``AG2``."""
+        """The name in tables and boxes, such as ``AG2``."""
         return self.kind + self.unit
 
     def is_before(self, other: Moment) -> bool:
-        """Whether this one is over when the other begins, in every order."""
+        """Whether this moment ends before the other begins, in every order."""
         if not self.operations:
-            # What the CPU has waited for is over for all that it launches later.
+            # Operators that the CPU has waited for end before all its later launches.
             return self.kind == "WAIT" and self.place <= other.place and self is not other
         last = self.operations[-1]
         if not other.operations:
@@ -85,8 +85,8 @@ class Step:
     """One step.
 
     Attributes:
-        operations: every operator in the order of its launch.
-        moments: the same with names, and what the CPU did in between.
+        operations: every operator, in launch order.
+        moments: the operators grouped into named moments, with the actions of the CPU between them.
     """
 
     operations: list[Operation]
@@ -94,7 +94,7 @@ class Step:
 
 
 class Witness(trace.Recorder):
-    """A tracer that notes for each event how many operators had been launched, and what the CPU knew."""
+    """A tracer that records for each event the number of launched operators and the clock of the CPU."""
 
     def __init__(self, log: simulated.Log) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Witness(trace.Recorder):
 
 
 def recorded(model: nn.Module, batch: torch.Tensor) -> Step:
-    """The second training step of ``model``; the first is the one in which it learns the order of its units."""
+    """The second training step of ``model``; the first step records the order of its units."""
     for _ in range(2):
         with simulated.Log() as log:
             witness = trace.recorder = Witness(log)
@@ -130,12 +130,12 @@ def recorded(model: nn.Module, batch: torch.Tensor) -> Step:
 
 
 class _Reader:
-    """Finds the moments in a log and in what the witness has noted."""
+    """Finds the moments from a log and the notes of the `Witness`."""
 
     def __init__(self, operations: list[Operation], notes: list[tuple[int, str, trace.Event, Clock]]) -> None:
         self.operations, self.notes = operations, notes
         begun = [event for _, verb, event, _ in notes if verb == "begin"]
-        # The collectives of one kind, in the order of their launch.
+        # The collectives of each kind, in launch order.
         self.events = {kind: iter([event for event in begun if event.kind == kind]) for kind in ROW_OF}
         self.row_of = {o.stream: ROW_OF[kind] for o in operations if (kind := _collective(o)) and not compares(o)}
         self.row_of[WORLD.main[0].number] = "compute stream"
@@ -162,7 +162,7 @@ class _Reader:
                 yield Moment("WAIT", "", "CPU", place, known=known)
 
     def _with(self, operation: Operation, place: int) -> Moment | None:
-        """The moment that begins with an operator; ``None`` if it belongs to the one before it on its stream."""
+        """The moment that begins with an operator; ``None`` if the operator belongs to the last one of its stream."""
         if compares(operation):
             return None
         row = self.row_of[operation.stream]
@@ -177,20 +177,20 @@ class _Reader:
         return found if latest is found else None
 
     def _named(self, operation: Operation, row: str, place: int) -> Moment:
-        """A moment for an operator; without a name for what prepares a collective that is still to come."""
+        """A moment for an operator; without a name if the operator prepares a later collective."""
         kind = _collective(operation)
         if kind:
             event = next(self.events[kind])
             return Moment(kind, event.unit, row, place, num_bytes=event.num_bytes)
         if operation.name == "div_" and row in self.latest:
-            # Behind its collective.
+            # The division after a collective.
             return Moment(self.latest[row].kind, self.latest[row].unit, row, place)
         if row != "compute stream":
             return Moment("", "", row, place)
         if operation.name in SORTING:
             return Moment(SORTING[operation.name], "", row, place)
         if "reduce.py" in operation.where:
-            # A gradient that may share memory is copied before it is sent.
+            # A gradient that may share memory is copied before the reduction.
             return Moment("pack", "", row, place)
         return (
             Moment(self.open[-1].kind, self.open[-1].unit, row, place) if self.open else Moment("loss", "", row, place)
@@ -198,7 +198,7 @@ class _Reader:
 
 
 def compares(operation: Operation) -> bool:
-    """Whether it is a part of the ranks' comparison of what they have sent, which is no part of training."""
+    """Whether the operator belongs to the comparison of collectives between ranks, which is not part of training."""
     return "comparison.py" in operation.where
 
 

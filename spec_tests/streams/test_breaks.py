@@ -1,4 +1,4 @@
-"""The intact engine raises no alarm, and each broken one does."""
+"""Checks that the intact engine gives no findings, and that each broken engine is found."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rows_of(name: str) -> list[pytest.MarkDecorator]:
 
 
 def runs_of(item: Any) -> list[Run]:
-    """What a test below asks for."""
+    """The runs that a test of this file needs."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     if "name" in params:
         one = BREAKS[params["name"]]
@@ -40,7 +40,7 @@ def runs_of(item: Any) -> list[Run]:
 
 @pytest.fixture(scope="module")
 def outcome_of(request: pytest.FixtureRequest) -> Iterator[Callable[[str, Break | None], Outcome]]:
-    """The outcome of a run. Two processes work ahead of the tests, in their order."""
+    """Returns the outcome of a run. Two threads start the runs ahead of the tests, in their order."""
     items = [item for item in request.session.items if getattr(item, "module", None) is request.module]
     wanted = dict.fromkeys(run for item in items for run in runs_of(item))
     executor = ThreadPoolExecutor(2)

@@ -1,7 +1,7 @@
-"""What may run beside what, how often the CPU stops, and how much memory is held: asked of the log of a step.
+"""Checks overlaps, stops of the CPU, and memory, using the log of a training step.
 
-On a CPU these rows can only be looked at by the order of events. Here the question itself is asked: do the streams
-allow the two to run at the same time? Whether a machine makes use of that is a matter of time, and not asked.
+On a CPU, the tests of these requirements can only check the order of events. These tests check whether the streams
+allow two operations to run at the same time. They do not check whether a machine really does so.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ either_door = pytest.mark.parametrize("door", DOORS)
 
 
 def backward_of(log: Log, block: int) -> list[Any]:
-    """The matrix products of a block's backward; the first block has one, since its input asks for no gradient."""
+    """The matrix products of a block's backward; the first block has only one, because its input needs no gradient."""
     of_backward = log.products[4:]
     return of_backward[6:] if block == 0 else of_backward[2 * (3 - block) : 2 * (4 - block)]
 
 
 class NotYet:
-    """The event of a freed unit that the device is still computing with."""
+    """The event of a resharded unit whose memory the device is still reading."""
 
     def query(self) -> bool:
         return False
@@ -88,7 +88,7 @@ def test_with_backward_post_a_reduction_may_run_beside_the_next_gradients() -> N
 def test_without_prefetch_a_gather_is_launched_behind_the_reduction_before_it() -> None:
     log = logged(flat(backward_prefetch=None))
     for step in range(3):
-        # Collectives of one group run in the order of their launch, so the gather that B waits for waits for this one.
+        # Collectives of one group run in launch order, so the all-gather that B waits for comes after this reduction.
         assert log.operations.index(log.gathers[5 + step]) > log.operations.index(log.scatters[step])
 
 
@@ -145,7 +145,7 @@ def test_the_first_gather_waits_for_the_event_that_it_is_given_and_for_nothing_l
         optimizer.step()
         if given:
             sharded.set_post_optim_event(torch.get_device_module(device()).current_stream().record_event())
-        # The loader's work, say, that no gather needs to wait for.
+        # Other work, for example of a data loader, that no all-gather needs to wait for.
         other.cos_()
         sharded(x)
 
@@ -184,8 +184,8 @@ def test_the_limiter_stops_the_cpu_before_a_third_unit_and_nothing_else_does(lim
     sharded = flat(limit_all_gathers=limited)
     logged(sharded)
     assert bool(limits()) is limited
-    # On a device that is done with nothing before it is waited for, each gather but the first two stops the CPU; the
-    # end of backward forgets what is in flight.
+    # On a device that finishes work only when it is waited for, each all-gather except the first two stops the CPU. The
+    # end of backward resets the limiter.
     assert sum(WORLD.stops.values()) == (5 if limited else 0)
 
 
@@ -196,7 +196,7 @@ def test_a_step_of_fully_shard_never_stops_the_cpu_and_never_records_a_stream(op
     sharded = per_parameter(**options)
     recorded = []
     with pytest.MonkeyPatch.context() as patch:
-        # A limiter would wait for it, and the event that a unit leaves behind says that there is nothing to wait for.
+        # A limiter would wait for this event; the original one says that there is nothing to wait for.
         patch.setattr(lifetime, "DONE", NotYet())
         patch.setattr(type(torch.zeros(1, device=device())), "record_stream", lambda *_: recorded.append(1))
         logged(sharded)
@@ -270,7 +270,7 @@ UNIT = WIDE * WIDE * 4
 
 
 def peaks(sharded: Any, num_steps: int = 2, *, trains: bool = True) -> list[int]:
-    """The most bytes in each of some equal steps, above what was there before the first."""
+    """The peak bytes of each of ``num_steps`` equal steps, minus the bytes before the first step."""
     module = torch.get_device_module(device())
     before, found = module.memory_allocated(), []
     for _ in range(num_steps):
@@ -287,7 +287,7 @@ def peaks(sharded: Any, num_steps: int = 2, *, trains: bool = True) -> list[int]
 
 
 def peak(sharded: Any, *, trains: bool = True) -> int:
-    """That of the second step."""
+    """The peak of the second step."""
     return peaks(sharded, trains=trains)[-1]
 
 
@@ -324,7 +324,7 @@ def test_each_unit_that_is_prefetched_more_is_one_unit_more_in_memory() -> None:
 def test_equal_steps_of_fully_shard_reach_the_same_peak_and_more_blocks_only_store_more() -> None:
     small, large = (peaks(per_parameter(num_blocks, WIDE), 4) for num_blocks in (4, 8))
     assert len(set(small[1:])) == len(set(large[1:])) == 1
-    # A sharded gradient and the activations for each block more.
+    # Each additional block adds a sharded gradient and its activations.
     activations = 3 * 3 * WIDE * 4
     assert large[-1] - small[-1] <= 4 * (UNIT // 2 + activations)
 

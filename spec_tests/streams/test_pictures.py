@@ -1,4 +1,4 @@
-"""The pictures of streams: that the order they show is the log's, and that the checked-in ones are today's."""
+"""Checks that the pictures of streams show the order of the log, and that the checked-in pictures are up to date."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_example_of_a_race_in_the_docs_is_reported_in_these_words() -> None:
     (race,) = simulated.WORLD.races.values()
     assert str(race) == report.strip()
     simulated.WORLD.races.clear()
-    # And with the wait that the page names.
+    # With the wait that the page recommends, there is no race.
     gather_stream.wait_stream(module.current_stream())
     copy, product = program.rsplit("\n", 2)[:2]
     wait = "torch.cuda.current_stream().wait_stream(gather_stream)"
@@ -99,7 +99,7 @@ def test_a_timeline_keeps_every_wait_of_the_log() -> None:
         assert run.launched[place] < start < end
         for earlier, (_, earlier_end) in zip(step.operations[:place], run.ran, strict=False):
             assert earlier_end <= start or not earlier.is_before(operation)
-    # The CPU goes on only when what it waits for is over.
+    # The CPU only continues when the operation that it waits for has ended.
     (begun, ended), *_ = run.stops.values()
     first_forward = next(moment for moment in step.moments if moment.name == "F0")
     assert begun < ended == run.ran[first_forward.places[-1]][1]

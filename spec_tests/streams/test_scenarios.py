@@ -1,6 +1,6 @@
-"""Some hundreds of scenarios that nobody has thought of: no collision, and equal bits in every sampled schedule.
+"""Hundreds of random scenarios: no races, and results that are equal bit by bit in every sampled schedule.
 
-More of them, or others: ``python -m spec_tests.streams.hunt --number 3000 --seed 17``.
+To run more or other scenarios: ``python -m spec_tests.streams.hunt --number 3000 --seed 17``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NUM_SCHEDULES = 3
 NUM_SCENARIOS = {"1": 15, "2": 40, "4": 25, "2x2": 30}
 
 
-# Each scenario becomes one of as many ranks as it wants.
+# Each scenario creates a process group of its own size.
 @pytest.mark.spec("SIM-06")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("door", ["fsdp1", "fully_shard"])
@@ -26,7 +26,7 @@ def test_any_scenario_ends_without_a_collision_and_with_equal_bits_in_other_sche
             pytest.fail(report(simplest(scenario, NUM_SCHEDULES), NUM_SCHEDULES), pytrace=False)
 
 
-# What hunts have found, made small; by what was wrong.
+# Findings of earlier searches, simplified; the keys describe the error.
 FOUND = {
     "the CPU unscales offloaded gradients before it has been told the scale": (
         '{"run":{"model":{"kind":"chain","children":[{"unit":true}]},"offload":true},"scales":true}'

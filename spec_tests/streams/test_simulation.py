@@ -1,7 +1,7 @@
-"""The simulated device itself: small programs whose collisions are known.
+"""Tests of the simulated device: small programs with known races.
 
-Nearly every program is here twice, with and without the one wait that it needs: a checker that always says yes, or
-always no, fails half of them.
+Nearly every program runs twice, with and without the one wait that it needs. A checker that always reports a race, or
+never does, fails half of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WORLD = simulated.WORLD
 
 
 def kinds() -> list[str]:
-    """What has collided; asked for, it is not an error of the test."""
+    """The kinds of the races so far. Clears the races, so that they do not fail the test."""
     found = [race.kind for race in WORLD.races.values()]
     WORLD.races.clear()
     return found
@@ -315,7 +315,7 @@ def test_the_current_stream_is_one_of_the_current_device_unless_a_device_is_name
     x, side = zeros(8), module().Stream(device=device())
     with module().stream(side):
         x.add_(1)
-    # The wait of a program that has forgotten which device it computes on.
+    # A wait on the wrong stream: the current stream of another device.
     module().current_stream().wait_event(side.record_event())
     x.sum()
     assert "race" in kinds()
@@ -478,7 +478,7 @@ def test_a_model_moves_in_place_and_back_as_between_the_cpu_and_cuda() -> None:
     assert isinstance(weight, nn.Parameter)
     weight.data = weight.data.cpu()
     assert type(weight) is nn.Parameter
-    # A gradient of the other device can be left there, as FSDP does with offloading.
+    # A gradient on the other device can be kept there, as FSDP does with offloading.
     gradient = zeros(2, 2)
     data, weight.data = weight.data, gradient
     weight.grad = gradient

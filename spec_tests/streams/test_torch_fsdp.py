@@ -1,6 +1,6 @@
-"""The race checker pointed at torch's own FSDP1 and FSDP2: what it finds, and that it finds nothing else.
+"""Runs the race checker on torch's own FSDP1 and FSDP2: it finds the known races and no others.
 
-In torch 2.13.0. What was found is explained in ``torch-findings.md``.
+The results are for torch 2.13.0. ``torch-findings.md`` explains the races.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ WORLD = simulated.WORLD
 
 
 def look_at_torch() -> None:
-    """Reports show the lines of torch's FSDP."""
+    """Makes reports show the lines of torch's FSDP."""
     WORLD.look_at(f"{os.sep}fsdp{os.sep}")
 
 
 def collisions(program: Program) -> set[tuple[str, str]]:
-    """The later and the earlier operator of each; asked for, they are not an error of the test."""
+    """The later and the earlier operator of each race. Clears the races, so that they do not fail the test."""
     look_at_torch()
     program()
     found = {(race.new.operator, race.old.operator) for race in WORLD.races.values() if race.old}
@@ -35,7 +35,7 @@ def names(num_ranks: int) -> pytest.MarkDecorator:
 
 
 def run(name: str) -> None:
-    # That nothing has collided is asserted after each body.
+    # The test harness asserts after each body that there are no races.
     look_at_torch()
     PROGRAMS[name][1]()
     assert WORLD.num_operations > 50
@@ -81,7 +81,7 @@ SCATTER = "reduce_scatter_single"
 @pytest.mark.parametrize(
     ("option", "expected"),
     [
-        ("plain", set()),  # the gradient itself is what was reduced, and lives on
+        ("plain", set()),  # the reduced tensor is the gradient itself, so it stays alive
         ("bf16", set()),
         ("bf16 reduction", {(SCATTER, "_to_copy")}),
         ("offload", {(SCATTER, "_to_copy between devices")}),
@@ -101,7 +101,7 @@ def test_without_its_keep_alive_the_race_of_pull_request_180665_is_found(
 @pytest.mark.parametrize("option", OPTIONS)
 @rank_among_invented(2)
 def test_partial_groups_need_no_wait_while_the_inputs_of_reductions_are_kept(option: str, waits: bool) -> None:
-    # What torch's TODO #181218 asks: no collision without the wait that was added for them.
+    # Answers torch's TODO #181218: there is no race without the wait that was added for partial groups.
     assert collisions(lambda: by_chunks(with_head(**OPTIONS[option]), waits=waits)) == set()
 
 

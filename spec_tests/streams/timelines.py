@@ -1,19 +1,19 @@
-"""Timelines of an accelerator: where its lengths come from, and how several runs are drawn to one time axis.
+"""Timelines of an accelerator: the model of durations, and the drawing of several runs with one time axis.
 
-The simulated device keeps no time. It knows the order in which the CPU launches operators, what each of them waits for,
-and where the CPU is stopped; all of that is real. How long an operator takes is a model of three numbers:
+The simulated device has no clock. It records the order in which the CPU launches operators, their waits, and the stops
+of the CPU. These are real. The durations come from a model of three numbers:
 
-* the CPU needs `LAUNCH` seconds to launch an operator, whatever it is;
+* the CPU needs `LAUNCH` seconds to launch any operator;
 * an operator on the compute stream takes its bytes, read and written, divided by `COMPUTE`;
-* a collective takes its bytes divided by `LINK`. Collectives run one at a time and in the order of their launch, as
-  those of one group do.
+* a collective takes its bytes divided by `LINK`. Collectives run one at a time in launch order, like those of one
+  process group.
 
-An operator begins when it has been launched, its stream is free, and all is over that its clock names::
+An operator begins when it has been launched, its stream is free, and all operators in its clock have ended::
 
-    launched at 10 us, its stream free at 25 us, waits for a gather that ends at 40 us: begins at 40 us
+    launched at 10 us, its stream free at 25 us, waits for an all-gather that ends at 40 us: begins at 40 us
 
-The rates are far below those of a GPU, since the tensors are small; what counts is that a gather takes about as long as
-the forward of a block. Memory that ``record_stream`` keeps counts until the compute stream is done with it.
+The rates are far below those of a GPU, because the tensors are small. The relevant property is that an all-gather takes
+about as long as the forward of a block. Memory that ``record_stream`` keeps counts until the compute stream is done.
 
 Spec: SIM-11.
 """
@@ -35,7 +35,7 @@ COMPUTE = 20e9
 LINK = 5e9
 
 WIDTH = 840
-ROOM = 24  # in pixels: for the name of a panel
+ROOM = 24  # in pixels: height of a panel's name
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Played:
 
     Attributes:
         step: the step.
-        launched: for each operator, when the CPU began to launch it; and when the CPU was through with all.
-        ran: for each operator, when it began and ended.
-        stops: for each ``WAIT``, when it began and ended, by its place.
+        launched: the time at which the CPU began to launch each operator, and then the end of all launches.
+        ran: begin and end of each operator.
+        stops: begin and end of each ``WAIT``, by its place.
     """
 
     step: Step
@@ -56,11 +56,11 @@ class Played:
 
     @property
     def end(self) -> float:
-        """When all is over."""
+        """The end of the last operator or launch."""
         return max(self.launched[-1], *(end for _, end in self.ran))
 
     def release(self, moment: Moment) -> float:
-        """When the memory of a ``FREE`` can be used again: all that had been launched to compute is over."""
+        """When the memory of a ``FREE`` can be reused: after all earlier launches on the compute stream have ended."""
         freed = self.launched[moment.place - 1] + LAUNCH
         computing = [m.places[-1] for m in self.step.moments if m.row == "compute stream" and m.place < moment.place]
         return max([freed, *(self.ran[place][1] for place in computing)])
@@ -94,7 +94,7 @@ def played(step: Step) -> Played:
 
 
 def _over(clock: Clock, ends: dict[tuple[int, int], float]) -> float:
-    """When all that a clock knows is over; what was before the step is over at 0."""
+    """The time at which all operators in a clock have ended; operators before the step end at 0."""
     return max((ends.get(item, 0.0) for item in clock.items() if item[0] != HOST), default=0.0)
 
 
@@ -102,7 +102,7 @@ def _over(clock: Clock, ends: dict[tuple[int, int], float]) -> float:
 
 
 def comparison(title: str, panels: Sequence[tuple[str, Step]]) -> str:
-    """Several steps below each other, to one time axis, as SVG."""
+    """An SVG picture of several steps below each other, with one time axis."""
     runs = [(name, played(step)) for name, step in panels]
     rows = [row for row in ROWS if any(row == moment.row for _, run in runs for moment in run.step.moments)]
     stairs = {name: _memory(run) for name, run in runs}
@@ -126,7 +126,7 @@ def comparison(title: str, panels: Sequence[tuple[str, Step]]) -> str:
 
 
 def _events(run: Played, row: str) -> list[Event]:
-    """What a row shows. The CPU's boxes are what it launches; under them it is stopped."""
+    """The events of a row. For the CPU, these are its launches and its stops."""
     events = []
     for moment in run.step.moments:
         places = moment.places
@@ -142,7 +142,7 @@ def _events(run: Played, row: str) -> list[Event]:
 
 
 def _memory(run: Played) -> list[Event]:
-    """Gathers and frees by the time at which memory is taken and can be taken again; each gather has its own name."""
+    """All-gathers and frees, when memory is allocated and when it is reusable; each all-gather has its own name."""
     events: list[Event] = []
     numbers: dict[str, int] = {}
     for moment in run.step.moments:

@@ -1,8 +1,8 @@
-"""torch's own FSDPs as small programs for the race checker: nobody here waits but torch.
+"""Small programs with torch's own FSDPs for the race checker. All waits in them are torch's own.
 
 Each program builds a tiny model, shards it with torch's ``fully_shard`` or ``FullyShardedDataParallel``, and trains it
-for two steps on the simulated device, as one rank among invented ones. `PROGRAMS` holds those in which nothing collides
-in torch 2.13, each with the number of its ranks; `torch_hazards.py` has those in which something does.
+for two steps on the simulated device. The other ranks are fake ranks. `PROGRAMS` contains the programs without races in
+torch 2.13, each with the number of its ranks. `torch_hazards.py` contains programs with races.
 
 Spec: SIM-09, SIM-10.
 """
@@ -58,7 +58,7 @@ class Checkpointed(MLP):
 
 
 class Moody(nn.Module):
-    """Another block is left out in each forward."""
+    """A model that skips a different block in each forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def sharded(replicas: int = 1, model: nn.Module | None = None, **options: Any) -> Any:
-    """A model with each block and the rest sharded; over a mesh of two dimensions if there are ``replicas``."""
+    """A model in which each block and the root are sharded, over a 2-D mesh if there are ``replicas``."""
     model = network() if model is None else model
     if "offload_policy" not in options:
         model.to(SIM)
@@ -114,7 +114,7 @@ def units(model: nn.Module) -> list[Any]:
 
 
 def train(model: nn.Module, before_backward: Callable[[nn.Module, bool], object] | None = None) -> None:
-    """Two steps; with ``before_backward``, which is told whether it is the last, of three batches each."""
+    """Trains two steps. With ``before_backward(model, is_last)``, each step has three batches."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(2):
         for place in range(3 if before_backward else 1):
@@ -148,7 +148,7 @@ def prefetching(**options: Any) -> Any:
 
 
 def each(model: Any, method: str, *arguments: Any) -> Any:
-    """The model, after ``method`` of each unit was called; another version may not have it."""
+    """Calls ``method`` of each unit and returns the model. Other versions of torch may not have the method."""
     for unit in units(model):
         getattr(unit, method)(*arguments)
     return model
@@ -243,7 +243,7 @@ OPTIONS_OF_WRAPPER: dict[str, dict[str, Any]] = {
 
 
 def wrapped(strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD, **options: Any) -> FullyShardedDataParallel:
-    """A model with each block and the rest wrapped."""
+    """A model in which each block and the root are wrapped."""
     if "HYBRID" in strategy.name:
         options["device_mesh"] = init_device_mesh(SIM, (2, 2))
     model = options.pop("model", None) or network()

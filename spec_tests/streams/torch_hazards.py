@@ -1,8 +1,8 @@
-"""Programs in which something collides in torch's FSDPs, 2.13 or older; the shortest that were found.
+"""The shortest known programs with races in torch's FSDPs, version 2.13 or older.
 
-`HAZARDS` are those of torch 2.13.0 as it is, each with the number of its ranks and what collides: the later operator
-and the earlier one that it is not ordered after. What can go wrong on a GPU is said at each. The rest takes away
-something that torch has added, to see what it was for.
+`HAZARDS` are programs with races in torch 2.13.0. Each has the number of its ranks and the racing operators: the later
+one, and the earlier one that it is not ordered after. The docstrings describe possible errors on a GPU. The other
+programs disable a protection of torch to show its purpose.
 
 Spec: SIM-09, SIM-10.
 """
@@ -39,11 +39,11 @@ __all__ = ["HAZARDS", "by_chunks", "forgetting", "with_head", "without_keeping_r
 
 
 def all_reduced_by_a_hook(own_stream: bool = False, **options: Any) -> None:
-    """The hook and what follows it run on a stream of their own, on memory of the reduce-scatter stream.
+    """The hook and the operators after it run on a separate stream, but use memory of the reduce-scatter stream.
 
-    For a mesh with replicas torch keeps the reduced gradient alive (``_all_reduce_state``); behind
-    ``set_all_reduce_hook`` without them nobody does. It is freed when it was cast, copied to the CPU or added to an
-    earlier gradient, and the next reduce-scatter writes into it while that may still be under way: wrong gradients.
+    For a mesh with replicas, torch keeps the reduced gradient alive (``_all_reduce_state``), but not for
+    ``set_all_reduce_hook`` without replicas. The gradient is freed after the launch of a cast, a copy to the CPU or an
+    addition. The next reduce-scatter can write to its memory while they still run: wrong gradients.
     """
     stream = torch.get_device_module("sim").Stream() if own_stream else None
     model = sharded(**options)
@@ -53,7 +53,7 @@ def all_reduced_by_a_hook(own_stream: bool = False, **options: Any) -> None:
 
 
 class Branches(nn.Module):
-    """Two results; a loss of one does not need the blocks of the other."""
+    """A model with two outputs; a loss of one output does not need the block of the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,12 +64,12 @@ class Branches(nn.Module):
 
 
 def two_losses() -> None:
-    """A prefetch in vain is dropped at the end of a backward whose next one gathers at once.
+    """An unused prefetch is freed at the end of a backward, and another backward starts an all-gather at once.
 
-    ``right`` prefetches ``left``, which its loss does not need. At the end of that backward the compute stream waits
-    for the all-gather, and its output is freed; but it is memory of the copy-in stream, which does not wait. The
-    copy-in of the second backward may get the same memory while the first all-gather still writes it: wrong weights in
-    the second backward. (Between steps nothing happens: a forward lets the copy-in stream wait for all.)
+    ``right`` prefetches ``left``, which its loss does not need. At the end of this backward, the compute stream waits
+    for the all-gather, and its output is freed. But the memory belongs to the copy-in stream, which does not wait. The
+    copy-in of the second backward can get the same memory while the first all-gather still writes it: wrong weights in
+    the second backward. (There is no race between steps: in a forward, the copy-in stream waits for everything.)
     """
     model = sharded(model=Branches())
     left, right = model(batch())
@@ -78,11 +78,11 @@ def two_losses() -> None:
 
 
 def written_after_a_forward(model: Any) -> None:
-    """Offloaded parameters are copied from pinned memory, and nobody tells the CPU when that is over.
+    """Offloaded parameters are copied from pinned memory, and the CPU does not wait for the end of the copies.
 
-    After a backward torch stops the CPU. After a forward alone it does not: an optimizer's step, or
-    ``load_state_dict``, right behind an evaluation overwrites what the device may still have to read. Whoever reads the
-    evaluation's result before has waited.
+    After a backward, torch stops the CPU. After a forward without a backward it does not: an optimizer step or
+    ``load_state_dict`` directly after an evaluation can overwrite memory that the device has not read yet. Reading the
+    result of the evaluation first is a sufficient wait.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(batch()).sum().backward()
@@ -92,10 +92,10 @@ def written_after_a_forward(model: Any) -> None:
 
 
 def a_second_root_begins_later() -> None:
-    """``share_comm_ctx``: the first forward of the second model makes the common streams anew.
+    """``share_comm_ctx``: the first forward of the second model creates the common streams again.
 
-    With them goes the list that keeps the inputs of reduce-scatters alive. If the first model was not in its last
-    backward, one of them is still read: its memory goes to the next computation, and wrong gradients are reduced.
+    This replaces the list that keeps the inputs of reduce-scatters alive. If the backward of the first model was not
+    its last one, an input can still be in use. Its memory is reused by the next computation: wrong gradients.
     """
     first, second = sharded(), sharded()
     share_comm_ctx([first, second])
@@ -129,7 +129,7 @@ HAZARDS: dict[str, tuple[int, Program, set[tuple[str, str]]]] = {
 
 @contextlib.contextmanager
 def forgetting(attribute: str) -> Iterator[None]:
-    """Parameter groups that forget at once what they are to keep as ``attribute``."""
+    """Parameter groups that discard every value of ``attribute``."""
     setattr(FSDPParamGroup, attribute, property(lambda self: None, lambda self, value: None))
     try:
         yield
@@ -139,17 +139,17 @@ def forgetting(attribute: str) -> Iterator[None]:
 
 class Forgetful(list[Any]):
     def append(self, kept: Any) -> None:
-        """Keeps nothing."""
+        """Discards the value."""
 
 
 def without_keeping_reduce_scatter_inputs(model: Any) -> None:
-    """The list is made in the first forward, which must be over."""
+    """Call it after the first forward, which creates the list."""
     for unit in units(model):
         unit._get_fsdp_state()._comm_ctx.reduce_scatter_states = Forgetful()
 
 
 class Head(nn.Module):
-    """A head that is called by hand, for one chunk of the result after the other, to save memory."""
+    """A model whose head is called separately, for one chunk of the result after the other, to save memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,14 +160,14 @@ class Head(nn.Module):
 
 
 class One(tuple[nn.Module, ...]):
-    """Modules that look like one, so that torch does not know a part of a group when it sees it."""
+    """Several modules with a length of 1, so that torch does not recognize a part of a group."""
 
     def __len__(self) -> int:
         return 1
 
 
 def with_head(replicas: int = 1, **options: Any) -> Any:
-    """A `Head` whose norm and head are one group, of which a call of the head alone is a part."""
+    """A `Head` whose norm and head form one group, so that a call of the head alone runs only a part of the group."""
     model = Head()
     group = [model.norm, model.head]
     if "offload_policy" not in options:
@@ -180,9 +180,9 @@ def with_head(replicas: int = 1, **options: Any) -> Any:
 
 
 def by_chunks(model: Any, *, waits: bool = True, keeps: bool = True) -> None:
-    """Two steps in which the head's backward runs three times in parts, and then that of the body.
+    """Two steps in which the head's backward runs in three chunks, and then the backward of the body.
 
-    ``waits``: torch lets the compute stream wait for the whole reduction of a part of a group. ``keeps``: it keeps the
+    ``waits``: torch's compute stream waits for the whole reduction of a part of a group. ``keeps``: torch keeps the
     inputs of reduce-scatters alive until the compute stream has waited for them.
     """
     if not waits:

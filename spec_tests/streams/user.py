@@ -1,4 +1,4 @@
-"""What the user of a scenario does beside forward and backward: optimizers, hooks, edits, switches, state dicts."""
+"""Actions of a scenario's user other than forward and backward: optimizers, hooks, edits, switches, state dicts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["HOOKS", "edit", "optimizer_for", "set_switches", "state_of"]
 
 
 def optimizer_for(s: Scenario, model: nn.Module) -> torch.optim.Optimizer | None:
-    """``None`` if there is nothing to optimise, or if it is done in backward."""
+    """The optimizer of the scenario; ``None`` if there are no trainable parameters."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         return None
@@ -78,12 +78,12 @@ HOOKS = {"plain": _plain, "async": _async, "low": _low}
 
 @torch.no_grad()
 def edit(s: Scenario, model: Any, units: list[Any], see: Callable[..., None]) -> None:
-    """What `Scenario.edits` says."""
+    """Does the action of `Scenario.edits`."""
     if not s.edits:
         return
     if is_per_parameter(s.run):
         for unit in units:
-            # After a forward without a backward the whole parameters may still be in sight.
+            # After a forward without a backward, the unsharded parameters may still be registered.
             unit.reshard()
         if s.edits in ("in_place", "data", "write"):
             _change(model, s.edits == "data")
@@ -100,7 +100,7 @@ def edit(s: Scenario, model: Any, units: list[Any], see: Callable[..., None]) ->
 
 
 def whole(parameter: Any) -> Tensor:
-    """The full tensor, on the device: NCCL gathers nothing else."""
+    """The full tensor, on the device, because NCCL only supports device tensors."""
     full: Tensor = parameter.detach().to(device()).full_tensor()
     return full
 
@@ -114,7 +114,7 @@ def _change(model: nn.Module, is_replaced: bool) -> None:
 
 
 def state_of(s: Scenario, model: Any) -> Iterable[Tensor]:
-    """The tensors of a state dict."""
+    """Takes a state dict and returns its tensors."""
     if is_per_parameter(s.run):
         values = model.state_dict().values()
         return [whole(value) if s.state == "full" else value.to_local() for value in values]
@@ -134,7 +134,7 @@ def state_of(s: Scenario, model: Any) -> Iterable[Tensor]:
 
 
 def set_switches(s: Scenario, model: Any, units: list[Any]) -> None:
-    """Those that the scenario names."""
+    """Sets the switches of the scenario."""
     if "keep_after_backward" in s.switches:
         model.set_reshard_after_backward(False)
     if "keep_after_forward" in s.switches:
@@ -147,5 +147,5 @@ def set_switches(s: Scenario, model: Any, units: list[Any]) -> None:
         if "divide" in s.switches:
             unit.set_gradient_divide_factor(3.0)
         if "no_gather" in s.switches and isinstance(unit, Piece) and unit.node.kind == "embedding":
-            # Its backward asks where the rows were and not what is in them.
+            # The backward of an embedding needs the indices of the rows, but not their values.
             unit.set_unshard_in_backward(False)

@@ -1,17 +1,17 @@
-"""Where torch's own FSDP is wrong: small programs for torch alone, which show it.
+"""Small programs that show errors of torch's own FSDP. They do not need minifsdp.
 
-The suite takes torch for its oracle, and now and then the oracle errs. Each case has a program here that needs nothing
-but torch and two ranks::
+The suite uses torch as its reference, and in a few cases the reference is wrong. Each case is a program in this folder
+that needs only torch and two ranks::
 
     torchrun --nproc-per-node 2 spec_tests/torch_is_wrong/optimizer_moments.py
 
-Its docstring says what is wrong, what would be right, and what the program says: with the versions of torch in which it
-was seen, and with minifsdp in torch's place. The page ``docs/torch-is-wrong.md`` is made of these docstrings, and
-``test_torch_is_wrong.py`` checks both sides. Of another version of torch nothing is claimed. For that there is::
+The docstring describes the error and the correct behavior. It quotes two outputs of the program: with the versions of
+torch that have the error, and with minifsdp instead of torch. The page ``docs/torch-is-wrong.md`` is generated from
+these docstrings, and ``test_torch_is_wrong.py`` checks both outputs. To check another version of torch, run::
 
     python -m spec_tests.torch_is_wrong
 
-which runs all programs with the torch that is installed and tells which of them say the same.
+It runs all programs with the installed torch and prints which of them have the same output.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ FACTS = re.compile(r"^Spec: (?P<rows>[A-Z0-9, -]+)\.(?: Ranks: (?P<num>\d)\.)?$"
 
 @dataclass(frozen=True)
 class Case:
-    """A program and what its docstring says of it."""
+    """A program and the facts from its docstring."""
 
     name: str
     title: str
     prose: str
-    # Versions of torch in which it was seen.
+    # Versions of torch that have the error.
     versions: tuple[str, ...]
     in_torch: str
     in_minifsdp: str
@@ -49,11 +49,11 @@ class Case:
 
     @property
     def is_fatal(self) -> bool:
-        """Whether torch takes the process with it."""
+        """Whether torch crashes the process."""
         return self.in_torch.startswith("Signal")
 
     def text_for(self, library: str) -> str:
-        """The program with another library in torch's place."""
+        """The program with imports from ``library`` instead of torch."""
         text = (FOLDER / f"{self.name}.py").read_text(encoding="utf-8")
         return re.sub(r"^from torch\.distributed\.fsdp\b", f"from {library}", text, flags=re.MULTILINE)
 
@@ -91,18 +91,18 @@ def _undented(text: str) -> str:
 
 
 def is_said(expected: str, found: str) -> bool:
-    """Whether a program said what it should; the end of a long message may be left out."""
+    """Whether the output is the expected one; an expected text that ends in "..." is only compared as a prefix."""
     return found.startswith(expected[:-3]) if expected.endswith("...") else found == expected
 
 
 def said_by_torchrun(case: Case) -> str:
-    """What rank 0 prints, or the exception or signal that ends it, when the program is started as users start it."""
+    """Starts the program with torchrun; returns the output of rank 0, or the exception or signal that ended it."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-ranks-filter", "0"]
     command = [*launch, "--nproc-per-node", str(case.num_ranks), str(FOLDER / f"{case.name}.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode == 0:
         return done.stdout.strip().removeprefix("rank 0: ")
     errors = re.findall(r"^\[rank0\]: (\w+: .*)", done.stderr, re.MULTILINE)
-    # torchrun ends what is left with signals of its own, and names the first cause last.
+    # torchrun ends the remaining processes with signals of its own, and names the first cause last.
     signals = re.findall(r"Signal \d+ \(\w+\)", done.stderr)
     return (errors or signals or [done.stderr])[-1]

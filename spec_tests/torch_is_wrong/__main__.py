@@ -1,4 +1,4 @@
-"""Runs each program with the torch that is installed: does what the page says of torch hold here?"""
+"""Runs each program with the installed torch and checks whether its output matches the page."""
 
 from __future__ import annotations
 

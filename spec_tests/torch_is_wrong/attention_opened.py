@@ -1,8 +1,8 @@
-"""With mixed precision a policy wraps a part of an attention that it had declined to look into.
+"""With mixed precision, the size-based policy wraps a submodule of ``nn.MultiheadAttention``.
 
-``size_based_auto_wrap_policy`` leaves an ``nn.MultiheadAttention`` whole, since it uses the weights of its parts
-without calling them. In mixed precision batch norms get units of their own. Looking for them, torch asks the policy
-again about everything, inside of the attention, too.
+``size_based_auto_wrap_policy`` does not wrap submodules of ``nn.MultiheadAttention``, because this module uses their
+weights without calling them. With mixed precision, batch norms get units of their own. When torch searches for batch
+norms, it applies the policy to all modules again, including the submodules of the attention.
 
 With torch 2.13.0::
 

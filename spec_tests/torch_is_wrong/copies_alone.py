@@ -1,9 +1,9 @@
-"""Under a hybrid strategy whose sharding group has one rank, copies drift apart.
+"""With a hybrid strategy and a shard group of one rank, replicas diverge.
 
-Two ranks as one by two: each has all of the model, and the other has a copy. torch goes over to ``NO_SHARD``, with a
-warning, but on the group of one that shards and not on that of the copies. So nobody averages the gradients, which are
-divided by the number of copies all the same; each rank trains another model. The batches here are 1 on rank 0 and 2 on
-rank 1, and the mean of their gradients is 1.5.
+Two ranks form two shard groups of one rank, so each rank has a replica of the whole model. torch switches to
+``NO_SHARD`` with a warning. However, it reduces over the shard group of one rank, not over the replicas. The gradients
+are divided by the number of replicas but never summed, so each rank trains a different model. The batches are 1 on
+rank 0 and 2 on rank 1, and the mean of their gradients is 1.5.
 
 With torch 2.13.0::
 

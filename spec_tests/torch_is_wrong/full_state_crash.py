@@ -1,6 +1,6 @@
-"""A full state dict with ``offload_to_cpu=True`` of original parameters crashes on a CPU.
+"""On a CPU, a full state dict with ``offload_to_cpu=True`` and original parameters crashes.
 
-The same program as above, but for ``use_orig_params=True``: freed memory is read, and the process ends.
+This is the same program as above, with ``use_orig_params=True``. It reads freed memory, and the process crashes.
 
 With torch 2.13.0::
 

@@ -1,7 +1,7 @@
-"""A full state dict with ``offload_to_cpu=True`` fails on a CPU.
+"""On a CPU, a full state dict with ``offload_to_cpu=True`` fails.
 
-The entries are taken from gathered memory with ``.cpu()``, which copies nothing there, and then that memory is freed.
-With ``rank0_only=True`` rank 0 fails alone, and the others wait for it until their time is up.
+torch calls ``.cpu()`` on views of the all-gathered memory. On a CPU this does not copy, and then torch frees the
+memory. With ``rank0_only=True`` only rank 0 fails, and the other ranks wait for it until the timeout.
 
 With torch 2.13.0::
 

@@ -1,7 +1,7 @@
-"""A full state dict keeps the parameters of now and the buffers of later.
+"""A full state dict contains copies of the parameters, but not of the buffers.
 
-Parameters are copies there, since what they were gathered into is freed. Buffers are the model's own tensors and change
-with the next batch. A dict that is kept in memory, as the best so far, say, becomes a state that the model never had.
+The parameters are copies, because the all-gathered memory is freed. The buffers are the model's own tensors and change
+with the next batch. If the dict is kept in memory, for example as a best state, it becomes one that never existed.
 
 With torch 2.13.0::
 

@@ -1,7 +1,7 @@
 """A unit that has run on its own cannot become part of a model.
 
-An encoder is tried by itself before it is trained inside of a larger model. From then on it takes itself for a root,
-and the model's first forward ends in an assertion about one of torch's own attributes.
+An encoder runs alone before it is trained inside a larger model. After this run it is marked as a root, and the model's
+first forward fails with an assertion about one of torch's own attributes.
 
 With torch 2.13.0::
 

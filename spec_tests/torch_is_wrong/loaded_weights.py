@@ -1,10 +1,10 @@
-"""Loaded weights are drawn at random again.
+"""Loaded weights are replaced by random initial values.
 
-A model whose body is loaded and whose new head is on the meta device. The documentation promises that modules with
-parameters or buffers on the meta device are initialised. torch finds one of them and then resets every module of the
-tree, with ``reset_parameters()`` or with ``param_init_fn``. What was loaded is gone, without a word.
+The body of the model is loaded, and its new head is on the meta device. According to the documentation, torch
+initializes modules with parameters or buffers on the meta device. If there is one, torch resets every module, with
+``reset_parameters()`` or with ``param_init_fn``. It silently discards the loaded weights.
 
-The body was loaded with sevens.
+All loaded weights of the body are 7.
 
 With torch 2.13.0::
 

@@ -1,6 +1,6 @@
-"""A module in two places of a model is wrapped in one of them.
+"""A module that is used in two places of a model is wrapped in only one of them.
 
-With an ``auto_wrap_policy`` the first place gets the wrapper, the second keeps the module, whose weights are not there.
+With an ``auto_wrap_policy``, only the first place gets the wrapper. The second keeps the module, with freed weights.
 
 With torch 2.13.0::
 

@@ -1,6 +1,6 @@
 """Gradients in float64 cannot be clipped.
 
-``clip_grad_norm_`` asks for norms in float32, and PyTorch refuses to narrow what it adds up.
+``clip_grad_norm_`` requests norms in float32, and PyTorch does not compute a norm in a dtype narrower than its input.
 
 With torch 2.13.0::
 

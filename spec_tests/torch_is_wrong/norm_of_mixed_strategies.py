@@ -1,11 +1,11 @@
-"""The norm of gradients is wrong where strategies are mixed, and each rank clips by its own.
+"""If strategies are mixed, the gradient norm is wrong, and ranks can clip by different norms.
 
-``clip_grad_norm_`` adds up the squares of all sharded gradients over the group of the root. That is right if all units
-are sharded over the same ranks. Elements of a unit with replicas it counts once for each replica; and if it is the root
-that has replicas, parts that lie outside of its group are not seen. In the second case ranks get different norms,
-scale their pieces by different factors, and replicas drift apart.
+``clip_grad_norm_`` sums the squares of all sharded gradients over the shard group of the root. This is correct only if
+all units are sharded over the same ranks. If a unit has replicas, its elements are counted once for each replica. If
+the root has replicas, shards outside its group are not counted. In the second case ranks get different norms, scale
+their shards by different factors, and the replicas diverge.
 
-Four ranks, as two replicas of two. All ranks have the same batch, so the norm must be the same three times.
+Four ranks form two replicas of two shards. All ranks have the same batch, so all three norms must be equal.
 
 With torch 2.13.0::
 
@@ -48,7 +48,7 @@ def norms(of_root: dict, of_inner: dict) -> str:
     layers = [nn.Linear(4, 4, bias=False) for _ in range(2)]
     for layer in layers:
         nn.init.constant_(layer.weight, 0.5)
-    # Half of the first layer has larger gradients.
+    # Larger gradients for a half of the first layer.
     layers[1].weight.data[:, 2:] = 1.0
     model = FSDP(nn.Sequential(FSDP(layers[0], **of_inner), layers[1]), **of_root)
     model(torch.ones(1, 4)).sum().backward()

@@ -1,13 +1,13 @@
-"""Adam's first moments are saved as its second ones.
+"""The saved first moments of Adam contain the values of the second moments.
 
-A full optimizer state of original parameters. torch gathers one kind of state after the other into the same memory and
-takes each from there with ``.cpu()``. That copies nothing where the computation is on the CPU already, so every name
-shows what was gathered last. Whoever resumes from such a dict steps into wrong directions, and nothing says so.
+This happens in the full optimizer state dict of original parameters. torch all-gathers one kind of state after the
+other into the same memory and calls ``.cpu()`` on each. If training runs on the CPU, ``.cpu()`` does not copy, so all
+entries show the state that was all-gathered last. Training that resumes from such a dict silently takes wrong steps.
 
-It takes all of: original parameters, more than one rank, a strategy that shards, the full type with
-``offload_to_cpu=True`` (the default), computation on the CPU. With flat parameters, with ``offload_to_cpu=False``, or
-sharded the values are right. The first step of Adam makes ``exp_avg`` a tenth of a gradient, here of 1, and
-``exp_avg_sq`` a thousandth.
+All of these conditions are necessary: original parameters, more than one rank, a strategy that shards, the full type
+with ``offload_to_cpu=True`` (the default), and training on the CPU. With flat parameters, ``offload_to_cpu=False`` or
+the sharded type, the values are correct. The gradients here are 1. After the first step of Adam, ``exp_avg`` is 0.1
+and ``exp_avg_sq`` is 0.001.
 
 With torch 2.13.0::
 

@@ -1,8 +1,8 @@
-"""Ranks that run units in different orders compute with each other's weights.
+"""If ranks run units in different orders, they compute with mixed weights of these units.
 
-A branch that depends on the rank's own data, and ``fully_shard``. Collectives pair up by their order: the one rank's
-gather of the first unit with the other's gather of the second. If sizes agree nothing fails, and each rank computes
-with weights that are half of one unit and half of the other.
+The model uses ``fully_shard`` and has a branch that depends on the rank's own data. Collectives are matched by their
+order: one rank's all-gather of the first unit is matched with the other rank's all-gather of the second unit. If the
+sizes are equal, there is no error, and each rank computes with half the weights of one unit and half of the other.
 
 The weights of the first unit are 1, those of the second 10.
 

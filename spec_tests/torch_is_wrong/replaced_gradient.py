@@ -1,7 +1,7 @@
-"""A gradient that is replaced while it is summoned is lost.
+"""A gradient that is replaced inside ``summon_full_params`` is lost.
 
-``summon_full_params(with_grads=True)`` writes changes back when it is left. Of gradients it writes back what was
-changed in place; a new tensor as ``.grad`` is dropped, without a word.
+``summon_full_params(with_grads=True)`` writes changes back on exit. For gradients, it only writes back in-place
+changes. If ``.grad`` was set to a new tensor, torch silently discards it.
 
 With torch 2.13.0::
 

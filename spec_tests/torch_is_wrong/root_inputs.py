@@ -1,7 +1,7 @@
 """The root's inputs are cast although ``cast_root_forward_inputs=False``.
 
-For the root this flag overrides ``cast_forward_inputs``, says the documentation. In torch the inputs are cast if either
-of the two is on.
+According to the documentation, this flag overrides ``cast_forward_inputs`` for the root. In fact torch casts the inputs
+if either flag is set.
 
 With torch 2.13.0::
 

@@ -1,7 +1,7 @@
-"""Two roots that share their streams cannot go backward in the order of forward.
+"""If two roots share their communication streams, the second backward fails.
 
-``share_comm_ctx`` is for pipelines, where a root is a stage. The list of what ran in forward is shared, too. The last
-backward of one root clears it, and the next one looks for its place in an empty list.
+``share_comm_ctx`` is for pipelines, where each stage is a root. The roots also share the list of units that ran in
+forward. The last backward of one root clears the list, and the backward of the other root then indexes an empty list.
 
 With torch 2.13.0::
 

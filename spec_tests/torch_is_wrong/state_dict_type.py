@@ -1,7 +1,7 @@
-"""``FSDP.state_dict_type`` around a model of ``fully_shard`` fails when it is left.
+"""``FSDP.state_dict_type`` with a ``fully_shard`` model fails on exit.
 
-The settings are those of the wrapper and mean nothing to such a model. Inside of the block nothing happens, and
-on leaving it torch looks for settings that it has not stored.
+The settings only apply to ``FullyShardedDataParallel`` and have no effect on such a model. On exit, torch looks for the
+previous settings, which it has not stored.
 
 With torch 2.13.0::
 

@@ -1,7 +1,7 @@
-"""An optimizer whose states have two dtypes cannot be saved.
+"""The state of an optimizer with two dtypes cannot be saved.
 
-Optimizers that keep one moment in a low precision do so. With original parameters torch asserts that all states of a
-parameter are of one dtype; with flat ones it saves them.
+Some optimizers store one of the moments in low precision. With original parameters, torch asserts that all states of a
+parameter have the same dtype. With flat parameters, torch saves such states.
 
 With torch 2.13.0::
 

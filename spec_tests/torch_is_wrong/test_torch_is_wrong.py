@@ -1,4 +1,4 @@
-"""Both sides of each program: torch still does what the page says, and minifsdp in its place does what is right."""
+"""Runs each program on both sides: torch still has the error, and minifsdp gives the correct result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASES = {case.name: case for case in cases()}
 
 
 def of(num_ranks: int, *, claimed: bool = False) -> Any:
-    """The programs for so many ranks; if claimed, those that say something of this torch and do not end the process."""
+    """The programs for ``num_ranks``. If claimed, only those with output for this torch that do not crash it."""
     chosen = [
         pytest.param(case.name, marks=[] if claimed else pytest.mark.spec(*case.rows))
         for case in CASES.values()
@@ -72,7 +72,7 @@ def test_minifsdp_is_right_on_four_ranks(name: str) -> None:
     run(name, OURS, CASES[name].in_minifsdp)
 
 
-# It would take the pool's ranks along, so it is started as users start it.
+# Runs in torchrun, because a crash would also end the ranks of the pool.
 @pytest.mark.parametrize("name", [case.name for case in CASES.values() if case.is_fatal and HERE in case.versions])
 def test_torch_takes_the_process_with_it(name: str) -> None:
     assert_says(CASES[name], CASES[name].in_torch, said_by_torchrun(CASES[name]))

@@ -1,7 +1,7 @@
-"""A tied weight in two units becomes two weights.
+"""A weight that is tied across two units becomes two independent weights.
 
-Each unit flattens the weight that it finds, so each has a copy, and the two train apart. The model is no longer the one
-that was written. ``fully_shard`` raises here, in torch as well.
+Each unit flattens the tied weight into its own flat parameter, so there are two copies, which are trained
+independently. ``fully_shard`` raises an error in this case, in torch too.
 
 With torch 2.13.0::
 

@@ -1,8 +1,8 @@
-"""The norm of gradients that were never reduced is a number like any other.
+"""Clipping gradients that were never reduced gives a meaningless norm.
 
-If the last micro-batch of a step ran inside of ``no_sync()``, too, each rank has only its own gradients. Clipping does
-not mind and adds them up as if they were pieces of one: the norm of nobody's gradient. A step that follows fails over
-their size. Here the gradients are eight times 1 and eight times 3; their mean has the norm 5.657.
+If the last micro-batch of a step also runs inside ``no_sync()``, each rank has only its own gradients. Clipping treats
+them as shards of one gradient and returns a norm that belongs to no gradient. A following optimizer step fails because
+of their size. Here the gradients are eight times 1 and eight times 3. The norm of their mean is 5.657.
 
 With torch 2.13.0::
 

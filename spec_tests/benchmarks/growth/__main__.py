@@ -33,7 +33,7 @@ WHAT = {
 
 
 def run(parts: list[str], contenders: list[str]) -> dict[str, Any]:
-    """Measures: by part and contender, one entry for each value of an axis, in its order."""
+    """The measurements by part and contender: one entry for each value of an axis, in its order."""
     with _fresh_processes() as pool:
         found: dict[str, Any] = {
             axis: {name: [_told(pool, measure, name, point) for point in points_of(axis)] for name in contenders}
@@ -46,7 +46,7 @@ def run(parts: list[str], contenders: list[str]) -> dict[str, Any]:
 
 
 def count_anew(record: dict[str, Any]) -> None:
-    """Replaces the calls in a record and nothing else."""
+    """Replaces only the calls in a record."""
     with _fresh_processes() as pool:
         for axis in AXES:
             for name, points in record[axis].items():
@@ -67,7 +67,7 @@ def _told(pool: ProcessPoolExecutor, action: Callable[..., dict[str, float]], *g
 
 
 def tables(found: dict[str, Any]) -> list[str]:
-    """Figures in rows of contenders and columns of an axis."""
+    """Tables with a row for each contender and a column for each value of an axis."""
     lines: list[str] = []
     for axis in [axis for axis in AXES if axis in found]:
         for key, what in WHAT.items():
@@ -95,7 +95,7 @@ def main() -> None:
         parser.error(f"there is no {', '.join(unknown)}")
     if asked.record and (len(parts), len(contenders)) != (len(PARTS), len(FSDPS)):
         parser.error("only a whole run is recorded")
-    # Before the server of the copies starts, which hands it on to them.
+    # Set before the fork server starts, so that its processes inherit it.
     os.environ["OMP_NUM_THREADS"] = "1"
     if asked.calls:
         record = json.loads(RECORD.read_text(encoding="utf-8"))
@@ -106,7 +106,7 @@ def main() -> None:
     found = run(parts, contenders)
     print("\n".join(tables(found)))
     if asked.record:
-        # What the race says about two ranks and their load is not so here, nor is gloo the backend.
+        # The facts of the race about two ranks, their load and gloo do not apply here.
         when, machine, _, versions = circumstances(time.monotonic() - begin)
         told = [when, machine, versions.replace("; gloo", "; fake backend")]
         head = {"date": str(datetime.now(UTC).date()), "circumstances": told}

@@ -1,13 +1,13 @@
-"""The large model: a decoder in the shape of Llama 7B, made on meta, cut for rank 0 of 64, and made real.
+"""The large model: a decoder in the shape of Llama 7B, built on meta, sharded for rank 0 of 64, and materialized.
 
-Nobody can build it whole first: in float32 it is 25.1 GiB. On meta a parameter is a shape without memory, and the two
-front doors make it real in different ways::
+The full model is too large to be built first: in float32 it has 25.1 GiB. On meta, a parameter is a shape without
+memory, and the two front ends materialize it in different ways::
 
-    FSDP1           wrapping a unit makes the whole unit real, cuts it and lets go of the rest: one unit at a time
-    fully_shard     cuts shapes; `to_empty` then makes real what was cut: this rank's 1/64 and never more
+    FSDP1           wrapping materializes a whole unit, shards it and frees the other shards: one unit at a time
+    fully_shard     shards the shapes; `to_empty` then materializes only the shards of this rank, 1/64 of the model
 
-Each weight that becomes real is filled with a constant, because memory that was never written to is not there yet, and
-drawing 6.7 billion random numbers would time the random numbers. Only shapes matter here, so there is no forward.
+Each materialized weight is filled with a constant, because the system only provides memory when it is written. Random
+values would mainly measure the generation of 6.7 billion numbers. Only shapes matter here, so there is no forward.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NUM_RANKS = 64
 
 
 class Block(nn.Module):
-    """Attention and the layer with a gate: seven matrices and two vectors."""
+    """Attention and the gated layer: seven matrices and two vectors."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Decoder(nn.Module):
 
 
 def _fill(module: nn.Module) -> None:
-    """Makes the parameters that the module has itself real."""
+    """Materializes the module's own parameters."""
     module.to_empty(device=CPU, recurse=False)
     _write(module)
 
@@ -78,7 +78,7 @@ def _write(module: nn.Module) -> None:
 
 
 def materialised(contender: str, shape: Shape) -> nn.Module:
-    """The decoder, cut for this rank by ``contender`` and real."""
+    """The decoder, sharded for this rank by ``contender``, and materialized."""
     library: Any = importlib.import_module(TORCH if contender.startswith("torch") else OURS)
     with torch.device("meta"):
         model = Decoder(shape)
@@ -91,20 +91,20 @@ def materialised(contender: str, shape: Shape) -> nn.Module:
 
 
 def stored_bytes(model: nn.Module) -> int:
-    """Of all memory that parameters of this rank lie in; each once."""
+    """The total size of the storages of this rank's parameters, each counted once."""
     locals_ = [getattr(parameter, "_local_tensor", parameter) for parameter in model.parameters()]
     storages = [tensor.untyped_storage() for tensor in locals_]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def large(contender: str) -> dict[str, float]:
-    """In a process of its own.
+    """Measures the large model; must run in a process of its own.
 
     Returns:
-        ``seconds``; ``stored``, MiB that rank 0 keeps, and ``peak``, MiB by which the process was larger at most.
+        ``seconds``; ``stored``, MiB that rank 0 keeps; and ``peak``, the maximum growth of the process in MiB.
     """
     join(NUM_RANKS)
-    # Code is memory, too, once it runs.
+    # Load all code first, because it also counts as memory of the process.
     materialised(contender, SMALL)
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
@@ -114,7 +114,7 @@ def large(contender: str) -> dict[str, float]:
 
 
 def _resident(which: str) -> float:
-    """MiB; Linux only. After 5 was written to ``clear_refs``, the most (``VmHWM``) is the most since then."""
+    """MiB; Linux only. Writing 5 to ``clear_refs`` resets the maximum (``VmHWM``)."""
     found = re.search(rf"{which}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None, f"/proc/self/status has no {which}"
     return int(found[1]) / 1024

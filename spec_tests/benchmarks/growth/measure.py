@@ -1,7 +1,7 @@
-"""One point: what a contender needs to take the model, for the first step and for a later one, and for a state dict.
+"""One point: times for sharding the model, for the first step, for a later step, and for a state dict.
 
-Times are of a fresh process that has torch and minifsdp: whatever else a library imports when it is first used is in
-its first construction or its first step, as it is in life.
+Times are measured in a new process that has imported torch and minifsdp. As in practice, later imports of a library
+are part of its first construction or its first step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-# Not when the first contender takes its model.
+# Imported here, and not when the first contender prepares its model.
 import minifsdp  # noqa: F401
 from spec_tests.benchmarks.contenders import Trained
 from spec_tests.benchmarks.growth.points import FSDPS, Point
@@ -33,14 +33,14 @@ NUM_STATE_DICTS = 3
 
 
 def join(num_ranks: int) -> None:
-    """Makes this process rank 0 of a world that does not exist."""
+    """Makes this process rank 0 of a fake world."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
 
 
 def timed(action: Callable[[], Any]) -> tuple[float, Any]:
-    """Milliseconds, and what ``action`` returns."""
+    """The time of ``action`` in milliseconds, and its result."""
     begin = time.perf_counter()
     result = action()
     return 1000 * (time.perf_counter() - begin), result
@@ -56,13 +56,13 @@ def _stepper(model: nn.Module, workload: Workload) -> Callable[[], None]:
 
 
 def calls_per_step(contender: str, point: Point) -> int:
-    """Calls of Python functions in a warm step, above those of the plain model."""
+    """Python calls in a step after the warm-up, minus those of the plain model."""
     workload = point.workload()
     return _calls(_take(contender, workload).model, workload) - _calls(workload.model(), workload)
 
 
 def count(contender: str, point: Point) -> dict[str, float]:
-    """Only the ``calls`` of `measure`, which are the same however busy the machine is; in a process of its own."""
+    """Only the ``calls`` of `measure`, which do not depend on the load; must run in a process of its own."""
     join(point.ranks)
     return {"calls": calls_per_step(contender, point) / point.units}
 
@@ -90,11 +90,11 @@ def _later(model: nn.Module, step: Callable[[], None]) -> float:
 
 
 def measure(contender: str, point: Point) -> dict[str, float]:
-    """Everything about one point; in a process of its own, because it joins a world.
+    """All measurements of one point; must run in a process of its own, because it joins a fake world.
 
     Returns:
-        ``construct``, ``first``, ``step`` and ``state_dict`` in milliseconds; ``overhead``, microseconds of a step
-        above those of the plain model, and ``calls``, for each unit.
+        ``construct``, ``first``, ``step`` and ``state_dict`` in milliseconds; and for each unit ``overhead``, the time
+        of a step minus that of the plain model in microseconds, and ``calls``.
     """
     join(point.ranks)
     workload = point.workload()

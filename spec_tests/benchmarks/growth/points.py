@@ -1,4 +1,4 @@
-"""What is varied: one thing at a time, from a middle that all parts share."""
+"""The points: each axis varies one value, and the other values have common defaults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FSDPS: dict[str, Contender] = {contender.name: contender for contender in CONTEN
 
 
 class Layer(nn.Module):
-    """A unit: so many weights, one after the other."""
+    """A unit with ``num_parameters`` weights, applied one after the other."""
 
     def __init__(self, num_parameters: int) -> None:
         super().__init__()
@@ -33,12 +33,12 @@ class Layer(nn.Module):
 
 @dataclass(frozen=True)
 class Point:
-    """A model, cut for rank 0 of a world.
+    """A model, sharded for rank 0 of a world.
 
     Attributes:
-        units: how many, beside the root, which has no parameters of its own.
-        ranks: of the world.
-        parameters: of each unit.
+        units: number of units in addition to the root, which has no parameters of its own.
+        ranks: number of ranks in the world.
+        parameters: number of parameters in each unit.
     """
 
     units: int = 48
@@ -46,7 +46,7 @@ class Point:
     parameters: int = 2
 
     def workload(self) -> Workload:
-        """What the contenders of the race take."""
+        """The point as a workload for the contenders of the race."""
         return Workload(
             name="growth", about="", build=lambda: nn.Sequential(*(Layer(self.parameters) for _ in range(self.units))),
             unit_class=Layer, draw=_rows, loss=F.mse_loss,
@@ -61,6 +61,6 @@ AXES = {"units": (12, 48, 192, 768), "ranks": (2, 16, 128, 1024), "parameters": 
 
 
 def points_of(axis: str) -> Iterator[Point]:
-    """The points of one axis; where it is the parameters that grow, a quarter of the units is enough."""
+    """The points of one axis. The parameters axis uses only a quarter of the units, because they are larger."""
     middle = Point(units=12) if axis == "parameters" else Point()
     return (replace(middle, **{axis: value}) for value in AXES[axis])

@@ -1,4 +1,4 @@
-"""The mutants, by sections of the spec; names are unique."""
+"""The mutants by sections of the spec. Names are unique."""
 
 from __future__ import annotations
 

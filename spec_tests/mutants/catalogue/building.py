@@ -1,4 +1,4 @@
-"""Mutants of CTOR, DEV, SYNC, META, IGN, WRAP and NAMES: how units come to be."""
+"""Mutants of CTOR, DEV, SYNC, META, IGN, WRAP and NAMES: how units are created."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of FRESH: sharded parameters after an evaluation, and current weights in the next forward."""
+"""Mutants of FRESH: sharded parameters after an evaluation, and up-to-date weights in the next forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of FS2 and MIG: the in-place front door."""
+"""Mutants of FS2 and MIG: ``fully_shard``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of FUZZ: wrong numbers that the drawn programs must find."""
+"""Mutants of FUZZ: wrong numbers that the randomly generated programs must find."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of HEALTHY: checks that end, refuse or slow programs that are right; and of what they leave behind."""
+"""Mutants of HEALTHY: checks that end, reject or slow down correct programs, and leftovers of such checks."""
 
 from __future__ import annotations
 

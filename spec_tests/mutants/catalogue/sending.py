@@ -1,4 +1,4 @@
-"""Mutants of WIRE: what is sent between CPUs."""
+"""Mutants of WIRE: communication between CPUs."""
 
 from __future__ import annotations
 

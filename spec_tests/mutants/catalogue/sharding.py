@@ -1,4 +1,4 @@
-"""Mutants of SHARD, HYB and ORIG: who stores what, and what modules show."""
+"""Mutants of SHARD, HYB and ORIG: what each rank stores, and which parameters modules register."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of NEW: what torch 2.13 has beyond the documents, most of it switches of the in-place front door."""
+"""Mutants of NEW: public API of torch 2.13 beyond the documents, mostly settings of ``fully_shard``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of SUMMON and CLIP: full parameters by hand, and the norm of all gradients."""
+"""Mutants of SUMMON and CLIP: manually unsharded parameters, and the norm of all gradients."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Broken engines, as data: on the way of the parameters, of the gradients, in memory, and beside the CPU."""
+"""Broken engines as data: all-gathers, reductions, memory, and the CPU."""

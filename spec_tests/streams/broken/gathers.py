@@ -1,4 +1,4 @@
-"""Gathers: waits, follows and holds on the way of the parameters."""
+"""Broken all-gathers: waits, follows and holds for parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CUT_OUT = (
 )
 
 BREAKS = [
-    # --- waiting for a gather ---
+    # --- waiting for an all-gather ---
     Break(
         "promise-never-waits",
         LANES,
@@ -127,7 +127,7 @@ BREAKS = [
         "The same for a parameter that decides what is sent.",
         "each_extended_alone",
     ),
-    # --- what a gather waits for ---
+    # --- waits of an all-gather for other work ---
     Break(
         "follow-does-nothing",
         LANES,
@@ -240,7 +240,7 @@ BREAKS = [
         "flat_full",
         "overlap",
     ),
-    # --- where a gather runs ---
+    # --- the stream of an all-gather ---
     Break(
         "lanes-are-not-left",
         LANES,
@@ -418,7 +418,7 @@ BREAKS = [
         "flat_new_data_not_sharded",
         "wrong values",
     ),
-    # --- None is what NCCL returns ---
+    # --- NCCL returns None ---
     Break(
         "collective-returns-nothing",
         "engine/ledger.py",

@@ -1,4 +1,4 @@
-"""The CPU: what it reads and writes beside the device, and what it stops for."""
+"""Broken accesses and stops of the CPU while the device is running."""
 
 from __future__ import annotations
 

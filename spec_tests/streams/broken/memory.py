@@ -1,4 +1,4 @@
-"""Memory: who may have which bytes next, how many there are at the peak, and how often the CPU is stopped for it."""
+"""Broken memory management: reuse of memory, peak memory, and stops of the CPU because of memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LIFETIME, ROW, PER_PARAMETER = "engine/lifetime.py", "engine/row.py", "engine/pe
 EXTENSION, REDUCE, UNIT, HOOKS = "engine/extension.py", "engine/reduce.py", "engine/unit.py", "engine/hooks.py"
 
 BREAKS = [
-    # --- what the compute stream reads of the gather stream's memory ---
+    # --- memory of the all-gather stream that the compute stream reads ---
     Break(
         "no-record-stream",
         LIFETIME,
@@ -103,7 +103,7 @@ BREAKS = [
         "What the class has given along is made anew while the compute stream reads it.",
         "each_extended_with_metadata",
     ),
-    # --- what a reduction reads ---
+    # --- inputs of a reduction ---
     Break(
         "gradients-kept-until-the-end",
         REDUCE,

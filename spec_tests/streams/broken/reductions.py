@@ -1,4 +1,4 @@
-"""Reductions: waits, follows and streams on the way of the gradients."""
+"""Broken reductions: waits, follows and streams for gradients."""
 
 from __future__ import annotations
 
