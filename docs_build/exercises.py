@@ -324,8 +324,8 @@ def small_updates() -> str:
         wide += 0.001
     return (
         f"bfloat16: **{narrow.item():g}**. float32: **{wide.item():.4f}**. Near 1.0, the distance between bfloat16 "
-        f"numbers is {torch.finfo(torch.bfloat16).eps:g}, so every update is lost by rounding. This is why shards stay in "
-        "float32, and only the unsharded parameters have the low precision."
+        f"numbers is {torch.finfo(torch.bfloat16).eps:g}, so every update is lost by rounding. This is why shards stay "
+        "in float32, and only the unsharded parameters have the low precision."
     )
 
 

@@ -96,9 +96,10 @@ LESSONS = [
     Lesson(
         "tutorials/overlap.py",
         arguments="--folder FOLDER",
-        about_pictures="All pictures have the same time axis. The two CPU cores do both computation and communication, so "
-        "an early all-gather slows down the computation, and prefetching gains nothing here. Compare the order of "
-        'operations. For an accelerator, which computes and communicates at the same time, see <a href="../learn/schedule.html">Prefetching</a>.',
+        about_pictures="All pictures have the same time axis. The two CPU cores do both computation and communication, "
+        "so an early all-gather slows down the computation, and prefetching gains nothing here. Compare the order of "
+        "operations. For an accelerator, which computes and communicates at the same time, see "
+        '<a href="../learn/schedule.html">Prefetching</a>.',
     ),
     Lesson("tutorials/hybrid.py", num_ranks=4),
     Lesson("tutorials/fully_shard.py", arguments="--explicit-prefetch --mixed-precision --dcp FOLDER"),

@@ -46,13 +46,14 @@ def _folded(head: str) -> str:
 def _summary() -> str:
     rows = results.all_rows().values()
     lines = [
-        f"The {len(rows)} requirements define the behaviour of minifsdp. Each test names the requirements that it tests.",
-        "A requirement without a passed test on a backend is *open* on this backend.",
+        f"The {len(rows)} requirements define the behaviour of minifsdp. Each test names the requirements that it",
+        "tests. A requirement without a passed test on a backend is *open* on this backend.",
         "",
         "Each requirement shows where and how it was tested. Green means that tests checked the whole behaviour. A",
         "requirement with `[cuda]` can only be checked completely on CUDA; a CPU checks it *in part*. The [simulated",
-        "accelerator](streams.md) checks order, memory and waits of the CPU, but neither kernels nor time. Some tests check",
-        "*only* the *order* of operations, some check a formula without the package, and some check the text of a page.",
+        "accelerator](streams.md) checks order, memory and waits of the CPU, but neither kernels nor time. Some tests",
+        "check *only* the *order* of operations, some check a formula without the package, and some check the text of",
+        "a page.",
         "",
         f"| backend | proven completely | in part | {' | '.join(results.KINDS[1:])} | failed | open | last run |",
         "|---" * (len(results.KINDS) + 5) + "|",
