@@ -34,11 +34,11 @@ def _broken(broken: list[Break], start: str) -> str:
         return ""
     rows = sorted({row for one in broken for row in one.red})
     ways = "".join(_way(one, start) for one in broken)
-    number = "one way" if len(broken) == 1 else f"{len(broken)} ways"
+    number = "one mutation" if len(broken) == 1 else f"{len(broken)} mutations"
     return (
-        '<div class="sbs-red" data-search-exclude><p>Broken, it turns red: '
+        '<div class="sbs-red" data-search-exclude><p>If this code is broken, tests of these requirements fail: '
         f"{' '.join(spec_link(row, start) for row in rows)}</p>"
-        f"<details><summary>{number} to break it</summary><ul>{ways}</ul></details></div>"
+        f"<details><summary>{number} of this code</summary><ul>{ways}</ul></details></div>"
     )
 
 
@@ -66,9 +66,7 @@ def around_module(module: Module, start: str) -> str:
     """The text above the code: the pages of Learn for the module, and the files that test it."""
     learn = _learn(mentions.pages_on_module(module.name), start)
     files = ", ".join(f"<code>{escape(file)}</code>" for file in _test_files(module.name))
-    notes = (
-        "What stands beside a dotted line is a note, and not in the file" if any(r.note for r in module.rows) else ""
-    )
+    notes = "Text next to a dotted line is a note that is not in the file" if any(r.note for r in module.rows) else ""
     parts = [learn, f"Tested in {files}" if files else "", notes]
     return f'<p class="sbs-around" data-search-exclude>{". ".join(filter(None, parts))}.</p>' if any(parts) else ""
 

@@ -31,14 +31,14 @@ SHORT = {CPU: "CPU", SIMULATED: "simulated", CUDA: "CUDA"}
 ORDER = ("proven", "in part", *(_only(kind) for kind in KINDS[1:]), "failed")
 # The names of a requirement's tags in the filter of the spec page.
 FILTERS = {
-    "proven": "proven whole, by behaviour",
-    "in-part": "shown in part: needs CUDA",
+    "proven": "proven completely, by behaviour",
+    "in-part": "proven in part: needs CUDA",
     "open-on-nccl": "open on NCCL",
     "simulated": "proven on the simulated accelerator",
     "order-only": "order only",
     "arithmetic-only": "arithmetic only",
     "text-only": "text only",
-    "unproven": "proven nowhere",
+    "unproven": "not proven on any backend",
     "not-recorded": "newer than the last recorded run",
     "failed": "failed",
 }

@@ -14,7 +14,7 @@ __all__ = ["RECORD", "table"]
 
 RECORD = ROOT / "docs" / "data" / "debug-cost.json"
 
-NAMES = {"ledger": "what is always on", "all": "all of them"}
+NAMES = {"ledger": "always enabled", "all": "all checks"}
 
 
 def table() -> str:
@@ -30,7 +30,7 @@ def table() -> str:
         cells = [_cell(measured[what].get(check)) for measured in doors.values() for what in ("step", "start")]
         lines.append(f"| {NAMES.get(check, f'`{check}`')} | " + " | ".join(cells) + " |")
     off = [f"{measured[f'{what}_ms']:,.0f} ms" for measured in doors.values() for what in ("step", "start")]
-    lines += ["| with all off | " + " | ".join(off) + " |", "", f"{record['model']}; two ranks on gloo. Medians of"]
+    lines += ["| no check | " + " | ".join(off) + " |", "", f"{record['model']}; two ranks on gloo. Medians of"]
     lines += [f"{record['steps']} pairs of steps and {record['starts']} pairs of starts.", "", *record["circumstances"]]
     return "\n".join(lines)
 

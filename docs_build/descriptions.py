@@ -18,8 +18,8 @@ __all__ = ["LONGEST", "SHORTEST", "description"]
 # Shorter descriptions have too little information, and longer ones are truncated by search engines.
 SHORTEST, LONGEST = 50, 160
 INDEXES = {
-    "read/index.md": "Every module of minifsdp in reading order, prose beside code: a complete FSDP2, then FSDP1.",
-    "tutorials/index.md": "Scripts that read like lessons on FSDP, and what they print and draw, on CPUs or on GPUs.",
+    "read/index.md": "Every module of minifsdp in reading order, with explanations: a complete FSDP2, then FSDP1.",
+    "tutorials/index.md": "FSDP tutorials as annotated scripts for CPUs and GPUs, with output and pictures of runs.",
 }
 
 
@@ -35,14 +35,12 @@ def description(uri: str, head: Mapping[str, Any], title: str) -> str | None:
         return str(head["description"])
     if "minifsdp_module" in head:
         name = head["minifsdp_module"]
-        return fitted(f"{name} of minifsdp: {_first_words(name)}", "Prose beside code.")
+        return fitted(f"{name} of minifsdp: {_first_words(name)}", "Annotated source.")
     if "minifsdp_lesson" in head:
         name = head["minifsdp_lesson"]
-        return fitted(f"{PurePosixPath(name).name}, an FSDP tutorial: {_first_words(name)}", "Prose beside code.")
+        return fitted(f"{PurePosixPath(name).name}, an FSDP tutorial: {_first_words(name)}", "Annotated source.")
     if uri.startswith("lab/") and "symptom" in head:
-        return fitted(
-            f"{title}: {head['symptom']}", "An FSDP script for two ranks, broken on purpose, and how to mend it."
-        )
+        return fitted(f"{title}: {head['symptom']}", "A script for two ranks that uses FSDP incorrectly, and its fix.")
     return INDEXES.get(uri)
 
 

@@ -71,11 +71,11 @@ def _proof(rest: str, start: str) -> str:
     rows = [results.all_rows()[name] for name in rest.split()]
     num_tests = len({test for row in rows for test in row.tests})
     body = "".join(_proof_row(row, start) for row in rows)
-    head = f"What must hold: {counted(len(rows), 'row')}, {counted(num_tests, 'test')}"
+    head = f"Tested here: {counted(len(rows), 'requirement')}, {counted(num_tests, 'test')}"
     head += f"<small>{escape(badges.where_proven(rows))}</small>"
     return _raw(
-        f'<details class="proof"><summary>{head}</summary><table class="proof-rows"><thead><tr><th>row</th>'
-        f"<th>statement</th><th>last result</th></tr></thead><tbody>{body}</tbody></table></details>"
+        f'<details class="proof"><summary>{head}</summary><table class="proof-rows"><thead><tr><th>ID</th>'
+        f"<th>requirement</th><th>last result</th></tr></thead><tbody>{body}</tbody></table></details>"
     )
 
 

@@ -39,7 +39,7 @@ def torch_tests() -> tuple[int, int]:
 
 def _torch_tests() -> tuple[str, str, str]:
     passed, ran = torch_tests()
-    words = "of PyTorch's own FSDP tests pass with minifsdp in torch's place, on CPUs"
+    words = "of PyTorch's own FSDP tests pass with minifsdp instead of torch's FSDP, on CPUs"
     return f"{passed} of {ran}", words, "evidence.html#torchs-own-tests"
 
 
@@ -54,7 +54,8 @@ def _where() -> tuple[str, str, str]:
     rows = results.recorded()["rows"].values()
     cpu, simulated, cuda = (sum(row["results"].get(name) == "proven" for row in rows) for name in results.BACKENDS)
     gpus = f"{cuda} on GPUs" if cuda else "none on a GPU yet"
-    return f"{cpu} of {len(rows)}", f"rows of the spec proven on CPUs, {simulated} simulated, {gpus}", "spec.html"
+    words = f"requirements tested on CPUs, {simulated} on the simulated accelerator, {gpus}"
+    return f"{cpu} of {len(rows)}", words, "spec.html"
 
 
 def mutants() -> tuple[int, int, int]:
@@ -67,7 +68,7 @@ def _breaks() -> tuple[str, str, str]:
     noticed, total, _ = mutants()
     return (
         f"{noticed} of {total}",
-        "breaks of the package, made on purpose, turn a row of the spec red",
+        "mutations of the package make a test of a requirement fail",
         "evidence.html#broken-on-purpose",
     )
 
@@ -87,7 +88,7 @@ def torch_tests_table() -> str:
 def where_table() -> str:
     """The number of tested requirements for each backend, with the date, as Markdown."""
     record = results.recorded()
-    lines = ["| where | rows proven | when | machine |", "|---|--:|---|---|"]
+    lines = ["| backend | requirements tested | date | machine |", "|---|--:|---|---|"]
     for backend, words in results.WHERE.items():
         proven = sum(row["results"].get(backend) == "proven" for row in record["rows"].values())
         run = record["runs"].get(backend, {"date": "never run", "machine": ""})

@@ -56,9 +56,9 @@ def sum_of_two() -> str:
     whole = torch.cat(pieces)
     given = ", ".join(f"`{piece.tolist()}` to rank {rank}" for rank, piece in enumerate(pieces))
     return (
-        f"The reduce-scatter gives {given}. The all-gather gives `{whole.tolist()}` to all of them, which is what an "
-        "**all-reduce** of the gradients gives. The two halves together cost what the whole costs, so to store no more "
-        "than a slice between them saves memory and costs no traffic."
+        f"The reduce-scatter gives {given}. The all-gather gives `{whole.tolist()}` to all of them. An "
+        "**all-reduce** of the gradients has the same result. The two collectives together send as many bytes as the "
+        "all-reduce. So storing only a shard between them saves memory without additional traffic."
     )
 
 
@@ -72,11 +72,11 @@ def one_unit() -> str:
     block = max(unit["bytes"] for unit in units)
     root = min(unit["bytes"] for unit in units)
     return (
-        f"One unit: **{whole:,} bytes**, the whole model; sharding has saved nothing during compute. A unit for each "
+        f"One unit: **{whole:,} bytes**, the whole model, so sharding saves nothing during compute. A unit for each "
         "block: "
-        f"**{blocks:,} bytes**, that is two blocks of {block:,} (the one that computes and the one that backward "
-        "asked for "
-        f"ahead of time) and the root's {root:,}."
+        f"**{blocks:,} bytes**, which is two blocks of {block:,} (the block that computes and the block that backward "
+        "prefetched) "
+        f"and {root:,} for the root."
     )
 
 
@@ -87,8 +87,9 @@ def five_rows() -> str:
     cut = Cut(torch.Size((5, 8)), 0, 4)
     rows = [cut.local_shape(rank)[0] for rank in range(4)]
     return (
-        f"Rows: **{', '.join(map(str, rows))}**. Every rank gets {cut.num_rows} rows until there are none left. Each "
-        f"sends **{cut.chunk_numel}** elements, {cut.padded_numel} together for a weight of {5 * 8}: the rest pads."
+        f"Rows: **{', '.join(map(str, rows))}**. Each rank gets {cut.num_rows} rows until no rows are left. Each rank "
+        f"sends **{cut.chunk_numel}** elements. These are {cut.padded_numel} elements for a weight of {5 * 8}. "
+        "The rest is padding."
     )
 
 
@@ -99,10 +100,10 @@ def padding() -> str:
     partition = Partition((3, 4, 6), 4)
     part = partition.part_in_parameter(2, 2)
     return (
-        f"The row has {partition.numel} elements and is padded to {partition.padded_numel}, so each rank stores "
-        f"{partition.shard_numel}. Rank 2 has the elements {partition.piece(2).start} to "
+        f"The flat parameter has {partition.numel} elements and is padded to {partition.padded_numel}, so each rank "
+        f"stores {partition.shard_numel}. Rank 2 has the elements {partition.piece(2).start} to "
         f"{partition.piece(2).stop - 1} of the "
-        f"row, and of the last parameter those from **{part.start} up to {part.stop - 1}**."
+        f"flat parameter. In the last parameter, these are the elements **{part.start} to {part.stop - 1}**."
     )
 
 
@@ -115,16 +116,16 @@ def root_padding() -> str:
     per_parameter = find("fsdp2-full-pre-block-2")["units"]
     sizes = [next(u["bytes"] for u in units if u["name"] == "") for units in (flat, per_parameter)]
     return (
-        f"4 x 1153 = {4 * 1153:,} bytes without padding. Flat: one number of padding, **{sizes[0]:,} bytes**. Per "
+        f"4 x 1153 = {4 * 1153:,} bytes without padding. Flat: one element of padding, **{sizes[0]:,} bytes**. Per "
         "parameter: "
-        "the last layer has one row, a weight of 64 and a bias of 1, and both are padded to two rows: "
+        "the last layer has a weight of one row with 64 elements and a bias of 1 element. Both are padded to two rows: "
         f"**{sizes[1]:,} bytes**."
     )
 
 
 def who_is_whole() -> str:
-    """Look at the state machine: which arrow does a prefetch take that turns out to be unnecessary? And why must the
-    unit wait for it although its result is not used?
+    """Which transitions of the state machine does an unnecessary prefetch take? Why must the unit wait for its
+    all-gather although it does not use the result?
     """
     seen: list[str] = []
     unit = _watched_unit(seen)
@@ -132,9 +133,10 @@ def who_is_whole() -> str:
         verb()
         seen.append(unit.state.name)
     return (
-        f"`SHARDED -> {seen[0]} -> {seen[-1]}`. What `reshard` did on that way, in this order: "
-        f"**{', '.join(seen[1:-1])}**. The other ranks take part in the same collective; a rank that walked away would "
-        "leave them waiting, and the memory that is still being written would be given to somebody else."
+        f"`SHARDED -> {seen[0]} -> {seen[-1]}`. Steps of `reshard`, in this order: "
+        f"**{', '.join(seen[1:-1])}**. The all-gather still writes to the unsharded memory. If the rank freed this "
+        "memory without waiting, other tensors could get it and would be overwritten. The other ranks take part in "
+        "the same collective and would wait if this rank left it."
     )
 
 
@@ -148,9 +150,9 @@ def _watched_unit(seen: list[str]) -> Unit:
     """A unit whose layout only records the calls it receives."""
 
     def free() -> None:
-        seen.append("the memory was freed")
+        seen.append("free the memory")
 
-    promise = SimpleNamespace(wait=lambda: seen.append("the gather was waited for"))
+    promise = SimpleNamespace(wait=lambda: seen.append("wait for the all-gather"))
     layout = _Layout(gather=lambda _: promise, show_sharded=lambda: None, free=free, offloads=False)
     unit = Unit(
         torch.nn.Identity(), cast(Any, layout), cast(Any, None), cast(Any, None), UnitPolicy(reshard_after_forward=True)
@@ -168,9 +170,9 @@ def first_gather_of_backward() -> str:
     counts = {unit: gathers.count(unit) for unit in dict.fromkeys(gathers)}
     listed = ", ".join(f"{unit or 'root'}: {number}" for unit, number in counts.items())
     return (
-        f"Counted: {listed}. The root's backward follows its forward at once, so it is not freed in between. A block "
-        "is "
-        "freed after its forward and gathered again when the gradient of its output arrives."
+        f"Counted: {listed}. The root's backward follows its forward immediately, so the root stays unsharded. A "
+        "block is "
+        "resharded after its forward, and all-gathered again when the gradient of its output arrives."
     )
 
 
@@ -187,8 +189,8 @@ def two_by_two() -> str:
     for piece in reduced:
         scaling.complete(piece)
     return (
-        f"Scattered: {', '.join(str(p.tolist()) for p in scattered)}. Summed over the replicas: 10 everywhere. "
-        "Divided by "
+        f"After the reduce-scatter: {', '.join(str(p.tolist()) for p in scattered)}. After the all-reduce: 10 on all "
+        "ranks. After the division by "
         f"{scaling.after:g}: **{reduced[0].tolist()}** on each rank, the mean of 1, 2, 3 and 4."
     )
 
@@ -208,8 +210,8 @@ def overflow() -> str:
     return (
         f"After the sum: {late.item() / 8}. The engine divides by {scaling.before:g} before and by {scaling.after:g} "
         "after "
-        f"the sum: **{early.item() / scaling.after:g}**. In bfloat16 and float32 there is room, and it divides once, "
-        "at the end."
+        f"the sum: **{early.item() / scaling.after:g}**. In bfloat16 and float32 the sum does not overflow, so it "
+        "divides only once, after the sum."
     )
 
 
@@ -222,8 +224,8 @@ def post_order() -> str:
         f"{e.kind}{e.unit[-1]}" for e in events[start:] if any(e.kind == k and e.unit.endswith(u) for k, u in wanted)
     ]
     return (
-        f"As recorded: **{' '.join(found[:3])}**. Free first, so that the next gather finds room; reduce last, because "
-        "nobody waits for it."
+        f"As recorded: **{' '.join(found[:3])}**. The engine reshards first, to have memory for the next all-gather. "
+        "It reduces last, because no computation waits for the result."
     )
 
 
@@ -243,7 +245,7 @@ def alive() -> str:
             most = max(most, len(held))
         counts.append(most)
     return (
-        f"**{counts[0]}** with `BACKWARD_PRE`: the root, the block that computes and the one that comes next. "
+        f"**{counts[0]}** with `BACKWARD_PRE`: the root, the block that computes, and the next block. "
         f"**{counts[1]}** without."
     )
 
@@ -266,9 +268,10 @@ def stops_of_the_limiter() -> str:
         limiter.admit(f"block{number}")
         limiter.released(Release())
     return (
-        f"Before the gather of **unit {stops[0]}**, counted from 0. Python has freed the units before it, but the GPU "
-        f"still reads them, so **{stops[0]}** have memory. The CPU waits for the older of the {limiter.num_in_flight} "
-        f"releases, and from there on before every gather: {', '.join(map(str, stops))}."
+        f"Before the all-gather of **unit {stops[0]}**, counted from 0. Python has freed the earlier units, but the "
+        f"GPU still reads them, so **{stops[0]}** units have memory. The CPU waits for the older of the "
+        f"{limiter.num_in_flight} releases. From then on, it waits before every all-gather: "
+        f"{', '.join(map(str, stops))}."
     )
 
 
@@ -276,7 +279,7 @@ def hybrid_slip() -> str:
     """The FSDP paper gives the bytes that leave a host, for each GPU: full replication 2M(W-1)/W, full sharding
     3M(W-1)/W, hybrid 2M(W-1)/(GW), with W GPUs, G of them on a host, and a model of M bytes. It also says to shard
     over F = W/G ranks to keep all-gathers inside one host. Compute all three for W=16, G=8, M=1. Then count the
-    hybrid's bytes yourself. Where are the two slips?
+    hybrid's bytes yourself. What are the two mistakes?
     """
     world, per_host = 16, 8
     replicated, sharded = 2 * (world - 1) / world, 3 * (world - 1) / world
@@ -285,9 +288,9 @@ def hybrid_slip() -> str:
     return (
         f"By the formulas: **{replicated:.4g}**, **{sharded:.4g}** and **{paper:.4g}**. Now count. A host has G "
         "GPUs, so for "
-        "all-gathers to stay inside it the shard group must be F = **G**, not W/G. Then each rank owns M/G, and "
+        "all-gathers to stay inside it the shard group must be F = **G**, not W/G. Then each rank stores M/G, and "
         "only that "
-        f"slice is all-reduced, over the W/G = {hosts} hosts: 2 (M/G) (W/G - 1)/(W/G) = **{exact:.4g}**. The paper's "
+        f"shard is all-reduced, over the W/G = {hosts} hosts: 2 (M/G) (W/G - 1)/(W/G) = **{exact:.4g}**. The paper's "
         "factor "
         f"(W-1)/W belongs to a ring of all W ranks; the ring between hosts has only {hosts}."
     )
@@ -305,9 +308,9 @@ def strategy_bytes() -> str:
         sent = sum(weight.get(event.kind, 0) * event.num_bytes for event in events_of(run)[0]) / model
         lines.append(f"`{title}` **{sent:.3f}**")
     return (
-        f"{', '.join(lines)}. An all-reduce counts twice, since it is a reduce-scatter and an all-gather. "
-        "`FULL_SHARD` is a "
-        "little below 3 because the root is gathered only once."
+        f"{', '.join(lines)}. An all-reduce counts twice, because it is a reduce-scatter and an all-gather. "
+        "`FULL_SHARD` is slightly "
+        "below 3, because the root is all-gathered only once."
     )
 
 
@@ -320,9 +323,9 @@ def small_updates() -> str:
         narrow += 0.001
         wide += 0.001
     return (
-        f"bfloat16: **{narrow.item():g}**. float32: **{wide.item():.4f}**. Next to 1.0 bfloat16 has steps of "
-        f"{torch.finfo(torch.bfloat16).eps:g}, and every single update rounds to nothing. That is why shards stay in "
-        "float32 and only what is gathered is narrow."
+        f"bfloat16: **{narrow.item():g}**. float32: **{wide.item():.4f}**. Near 1.0, the distance between bfloat16 "
+        f"numbers is {torch.finfo(torch.bfloat16).eps:g}, so every update is lost by rounding. This is why shards stay "
+        "in float32, and only the unsharded parameters have the low precision."
     )
 
 
@@ -334,24 +337,25 @@ def ragged() -> str:
     ranks = (first.mean() + second.mean()) / 2
     single = torch.cat([first, second]).mean()
     return (
-        f"The mean of the means: **{ranks:g}**. One process: **{single:g}**. Averaging over ranks gives rank 0's one "
-        "sample "
-        "the weight of rank 1's three. Cure: sum the losses, and multiply by (number of ranks) / (number of samples "
-        "on all ranks)."
+        f"The mean of the means: **{ranks:g}**. One process: **{single:g}**. Averaging over ranks gives the only "
+        "sample of rank 0 "
+        "the weight of the three samples of rank 1. Fix: sum the losses, and multiply by (number of ranks) / (number "
+        "of samples on all ranks)."
     )
 
 
 def two_types() -> str:
     """A block of the step player's model widens from 64 to 128 and narrows again: 16 576 numbers in float32, biases
-    included. What does the optimizer own of it on two ranks, with each API? How many bytes does a rank store?
+    included. Which tensors of it does the optimizer update on two ranks, with each API? How many bytes does a rank
+    store?
     """
     flat = next(u for u in find("fsdp1-full-pre-block-2")["units"] if u["name"].endswith("block0"))
     each = next(u for u in find("fsdp2-full-pre-block-2")["units"] if u["name"].endswith("block0"))
     return (
-        f"`FullyShardedDataParallel`: one flat parameter, **{flat['shard']:,} bytes** a rank. `fully_shard`: four "
+        f"`FullyShardedDataParallel`: one flat parameter, **{flat['shard']:,} bytes** per rank. `fully_shard`: four "
         "DTensors, "
-        f"two weights and two biases, **{each['shard']:,} bytes** together. All dims here are even, so neither needs "
-        "padding."
+        f"two weights and two biases, **{each['shard']:,} bytes** together. All dimensions are even, so neither "
+        "layout needs padding."
     )
 
 
@@ -362,9 +366,9 @@ def rank_0_saves() -> str:
     cut = Cut(torch.Size((10, 4)), 0, 4)
     shape = tuple(cut.local_shape(0))
     return (
-        f"Rows of shape **{shape}**, {shape[0]} of 10. The file looks complete, since every name is in it. Let every "
-        "rank write "
-        "its part (`torch.distributed.checkpoint`), or ask for the full state dict on all ranks and write it on one."
+        f"Rows of shape **{shape}**, {shape[0]} of 10. The file looks complete, because it contains every name. Let "
+        "every rank write "
+        "its shard (`torch.distributed.checkpoint`), or call for the full state dict on all ranks and write it on one."
     )
 
 

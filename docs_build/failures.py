@@ -108,7 +108,7 @@ def what_happens(name: str) -> str:
     script = one.text.partition(MEND)[0].rstrip()
     parts = [
         _fence("python", script),
-        "Guess before you unfold what was said. To run it yourself:",
+        "Guess the output before you unfold it. To run the script:",
         _fence("", f"{one.command}"),
         *[
             f'??? failure "What rank {rank} says"\n\n{indent(_fence("text", _folded(words)), "    ")}'

@@ -59,7 +59,7 @@ def table() -> str:
     rows = [[stage, *(cell(stage, fault) for fault in faults)] for stage in stages]
     num_cells = sum(len(row) for of_kind in kinds.values() for row in of_kind.values())
     words = (
-        f"{num_cells} cells, between CPUs with gloo, of 2 ranks or, hybrid, 4. The groups' time-out is {timeout:g} s."
+        f"{num_cells} cells, on CPUs with gloo, with 2 ranks (hybrid: 4). The timeout of the groups is {timeout:g} s."
     )
     return _told(_rows(["a rank ... at", *faults], rows), record, words)
 
@@ -75,7 +75,7 @@ def by_kind() -> str:
     def cell(kind: str, fault: str) -> str:
         return _span([row[fault] for row in kinds[kind].values() if fault in row])
 
-    return "\n".join(_rows(["who, and how it trains", *faults], [[k, *(cell(k, f) for f in faults)] for k in kinds]))
+    return "\n".join(_rows(["API and training mode", *faults], [[k, *(cell(k, f) for f in faults)] for k in kinds]))
 
 
 def _axes(kinds: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -124,7 +124,7 @@ def kills() -> str:
         by_moment.setdefault(name, Counter())[kill["door"]] += 1
     rows = [[name, *(counts[door] for door in doors)] for name, counts in by_moment.items()]
     lost = sum("wrong" in kill for kill in record["kills"])
-    rows.append(["**all, of which a checkpoint was lost in**", *(_of_door(record, door) for door in doors)])
+    rows.append(["**all, checkpoints lost**", *(_of_door(record, door) for door in doors)])
     return _told(_rows(["killed", *(f"`{door}`" for door in doors)], rows), record, f"Checkpoints lost: {lost}.")
 
 
@@ -171,7 +171,7 @@ _WORDS = {
     "tensor_bytes": "their bytes",
     "objects": "objects of the package",
     "queued": "messages in queues",
-    "ledger": "entries of the ledger",
+    "ledger": "records in the collective log",
     "descriptors": "file descriptors",
     "on_disk": "files of checkpoints",
     "python_bytes": "Python's memory",

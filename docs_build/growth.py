@@ -21,7 +21,7 @@ RECORD = ROOT / "docs" / "data" / "growth.json"
 AXES = {"units": "units", "ranks": "ranks", "parameters": "parameters in a unit"}
 COSTS = {
     "calls": "Python calls for each unit and step",
-    "overhead": "Above the plain model, for each unit and step, microseconds",
+    "overhead": "In addition to the plain model, for each unit and step, microseconds",
     "step": "A step, ms",
     "first": "The first step, ms",
     "construct": "Construction, ms",

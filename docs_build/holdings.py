@@ -19,10 +19,10 @@ NUM_PARAMETERS = 10**9
 # The letter of a kind in a drawing, its name, and its bytes for one parameter.
 KINDS = [("p", "parameters", 4), ("g", "gradients", 4), ("o", "optimizer state", 8)]
 STAGES = [
-    "DDP: all of it, on all ranks",
-    "ZeRO-1: the optimizer is cut",
-    "ZeRO-2: gradients too",
-    "ZeRO-3: parameters too",
+    "DDP: every rank stores everything",
+    "ZeRO-1: optimizer state is sharded",
+    "ZeRO-2: gradients, too",
+    "ZeRO-3: parameters, too",
 ]
 SHORT = ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
 LEGEND = [(kind, f"{name}, {width} bytes for each parameter") for kind, name, width in KINDS]
@@ -64,7 +64,7 @@ def _holding(stage: int, num_ranks: int) -> Panel:
             y += height + 3
     held = sum(bytes_held(stage, num_ranks).values())
     also = f" In minifsdp: {IN_TORCH[stage]}." if stage in IN_TORCH else ""
-    text = f"Each rank holds {size_of(held)}; all {num_ranks} together hold {size_of(num_ranks * held)}.{also}"
+    text = f"Each rank stores {size_of(held)}; all {num_ranks} together store {size_of(num_ranks * held)}.{also}"
     return Panel(STAGES[stage], parts, left + num_ranks * (whole + gap), y + 2, text)
 
 
@@ -84,4 +84,4 @@ def _bars(num_ranks: int) -> Panel:
             parts.append(bar(kind, x, y, width, 20))
             x += width
         parts.append(label(size_of(sum(bytes_held(stage, num_ranks).values())), x + 6, y + 15))
-    return Panel(f"Each of {num_ranks} ranks holds", parts, left + room + 64, 8 + 30 * len(SHORT))
+    return Panel(f"Each of {num_ranks} ranks stores", parts, left + room + 64, 8 + 30 * len(SHORT))

@@ -28,11 +28,11 @@ TITLES = {
 }
 WORDS = {
     ("AG", True): "the all-gather of {unit} is issued ({size})",
-    ("AG", False): "the all-gather of {unit} is waited for",
+    ("AG", False): "{unit} waits for its all-gather",
     ("F", True): "the forward of {unit} begins",
-    ("F", False): "the forward of {unit} is over",
-    ("FREE", True): "the full parameters of {unit} are freed ({size})",
-    ("B", True): "the gradient of {unit}'s output is there",
+    ("F", False): "the forward of {unit} is complete",
+    ("FREE", True): "the unsharded parameters of {unit} are freed ({size})",
+    ("B", True): "the gradient of {unit}'s output has arrived",
     ("B", False): "the gradients of {unit} are complete",
     ("RS", True): "the reduce-scatter of {unit} is issued ({size})",
     ("RS", False): "the reduce-scatter of {unit} is complete",
@@ -97,8 +97,8 @@ def _draw(hook: str, caption: str) -> str:
             parts.append(box(x, y, WHOLE, HEIGHT))
             parts += _held(step, name, x, y, rank)
     words = "; ".join(_said(*one) for one in step.happened)
-    held = f"Each rank has {size_of(unit['bytes'] if step.is_whole else unit['shard'])} of its parameters"
-    held += {True: ", and the whole gradient is on its way.", False: "."}[step.is_reducing]
+    held = f"Each rank stores {size_of(unit['bytes'] if step.is_whole else unit['shard'])} of its parameters"
+    held += {True: ", and the reduction of the unsharded gradient is in flight.", False: "."}[step.is_reducing]
     if step.gradient:
         held = f"{held.removesuffix('.')}, and {size_of(step.gradient)} of the mean gradient."
     source = f"From a run recorded on {data['date']} with 2 gloo ranks; the unit has {size_of(unit['bytes'])}."

@@ -34,7 +34,7 @@ def _what_it_said(lesson: Lesson) -> str:
     run = recorded()[lesson.name]
     pictures = _pictures(lesson)
     return (
-        f'<section class="lesson-run"><h2 id="run">A run of it</h2><pre><code>$ {escape(lesson.command)}\n\n'
+        f'<section class="lesson-run"><h2 id="run">A recorded run</h2><pre><code>$ {escape(lesson.command)}\n\n'
         f"{escape(run['output'].rstrip())}\n</code></pre>{pictures}"
         f"<p><small>{run['date']}, {_time(lesson)}; {escape(run['machine'])}</small></p></section>"
     )
@@ -48,9 +48,8 @@ def _pictures(lesson: Lesson) -> str:
         return linkbytes.draw_table(run["output"], f"Recorded on {run['date']} with {lesson.num_ranks} ranks.")
     if any(unevenness(svg) > EVEN for svg in pictures):
         return (
-            "<p>Equal blocks took unequal times in this run. Its pictures show that more than the lesson, so they are "
-            "left out. "
-            'Calm recordings of the same settings are on <a href="../learn/schedule.html">Prefetching</a>.</p>'
+            "<p>Equal blocks took unequal times in this run. Its pictures would mainly show that, so they are omitted. "
+            'Better recordings of the same settings are on <a href="../learn/schedule.html">Prefetching</a>.</p>'
         )
     about = f"<p>{lesson.about_pictures}</p>" if lesson.about_pictures else ""
     return about + "".join(f'<figure class="lesson-picture">{_scalable(svg)}</figure>' for svg in pictures)
@@ -67,11 +66,11 @@ def index_page() -> str:
     cards = "".join(_card(lesson) for lesson in LESSONS)
     return (
         "# Tutorials\n\n"
-        "Each is a script that reads like a lesson: an essay first, then code, and at the end assertions of all that "
-        "was said. A page shows the script beside its prose, and what a run of it has printed and drawn. They run on "
-        "two CPU cores or on GPUs, whichever is there.\n\n"
-        "Times are those of recorded runs, from the start of the launcher to its end, and depend on the machine and "
-        "on what else it does; so each says how many cores other programs used meanwhile.\n\n"
+        "Each tutorial is a script with an introduction, the code, and assertions of every statement at the end. A "
+        "page shows the script next to its prose, and the output and pictures of a recorded run. The scripts run on "
+        "two CPU cores or on GPUs.\n\n"
+        "Times are those of recorded runs, from the start of the launcher to its end. They depend on the machine and "
+        "on other programs, so each time is shown with the number of cores that other programs used.\n\n"
         f'<ol class="lessons">{cards}</ol>\n\n'
         f"<p><small>{escape(_where())}</small></p>\n"
     )

@@ -96,9 +96,10 @@ LESSONS = [
     Lesson(
         "tutorials/overlap.py",
         arguments="--folder FOLDER",
-        about_pictures="All on one axis. Two CPU cores compute and send, both: what is asked for early takes time from "
-        "what is computed meanwhile, and nothing is gained here. Compare the order. What an accelerator gains, which "
-        'computes and sends at once, is drawn on <a href="../learn/schedule.html">Prefetching</a>.',
+        about_pictures="All pictures have the same time axis. The two CPU cores do both computation and communication, "
+        "so an early all-gather slows down the computation, and prefetching gains nothing here. Compare the order of "
+        "operations. For an accelerator, which computes and communicates at the same time, see "
+        '<a href="../learn/schedule.html">Prefetching</a>.',
     ),
     Lesson("tutorials/hybrid.py", num_ranks=4),
     Lesson("tutorials/fully_shard.py", arguments="--explicit-prefetch --mixed-precision --dcp FOLDER"),

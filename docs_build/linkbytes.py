@@ -45,8 +45,12 @@ SOURCE = "Computed by minifsdp.tools.links for 1 billion parameters, Adam and fl
 
 # A line of the tutorial's table: FULL_SHARD  25,056  451,008  451,008  0.24721   0>1:225,504 1>2:225,504
 ROW = re.compile(r"^(\w+) +([\d,]+) +([\d,]+) +([\d,]+) +[\d.]+ +((?:\d+>\d+:[\d,]+ ?)+)$", re.MULTILINE)
-CAPTION = "Bytes of the last step over each link, there and back; solid lines stay within a machine, dashed ones go "
-CAPTION += "through the network. Plain bars are bytes within a machine, striped ones between machines, for each rank."
+CAPTION = (
+    "Bytes of the last step over each link, in both directions. Solid lines are links within a machine, and dashed "
+)
+CAPTION += (
+    "lines are network links. For each rank, plain bars show bytes within a machine, striped bars between machines."
+)
 
 
 @dataclass(frozen=True)

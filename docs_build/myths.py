@@ -21,10 +21,10 @@ def page(start: str) -> str:
     rows = [row for row in all_rows().values() if row.id.startswith("MYTH")]
     shown = [row for row in rows if _demonstrations().get(row.id)]
     others = len(rows) - len(shown)
-    rest = f" The other {others} follow from the rows of the spec that they name." if others else ""
+    rest = f" The other {others} follow from the requirements that they name." if others else ""
     which = f"For {len(shown)} of them" if others else "For each of them"
     head = to_html(
-        f"{len(rows)} claims. {which} there is a test that shows what is true; unfold it to read it.{rest}",
+        f"{len(rows)} claims. {which} a test shows the correct behaviour. Unfold it to read the test.{rest}",
         is_markdown=True,
     )
     return directives._raw(head + "".join(_entry(row) for row in rows))
@@ -33,7 +33,7 @@ def page(start: str) -> str:
 def _entry(row: SpecRow) -> str:
     claim, truth = (_inline(cell) for cell in row.cells[:2])
     tests = "".join(_test(name, code, row) for name, code in _demonstrations().get(row.id, []))
-    how = "" if tests else f'<p class="myth-claim"><small>To see it: {_inline(row.cells[2])}</small></p>'
+    how = "" if tests else f'<p class="myth-claim"><small>To verify: {_inline(row.cells[2])}</small></p>'
     return (
         f'<section class="myth" id="{row.id}">'
         f'<p class="myth-claim"><a href="#{row.id}">{row.id}</a> &ldquo;{claim}&rdquo;</p>'

@@ -18,7 +18,7 @@ NUM_RANKS = 4
 DRAWN, REAL = torch.Size((4, 6)), torch.Size((4096, 4096))
 CELL, GAP, LEFT, TOP = 12, 8, 6, 24
 WHOLE = 4 * REAL.numel()
-SOURCE = "Drawn from the cut that fully_shard makes; the bytes are those of minifsdp's own formulas."
+SOURCE = "Drawn from the sharding of fully_shard; minifsdp's formulas give the bytes."
 
 
 def rows_of(rank: int) -> list[int]:
@@ -39,13 +39,17 @@ def draw(caption: str) -> str:
     reduced = ring_reduce_scatter_sends(WHOLE, NUM_RANKS)
     part, whole = size_of(stored()), size_of(WHOLE)
     cut, gathered = [rows_of(rank) for rank in range(NUM_RANKS)], [list(range(DRAWN[0]))] * NUM_RANKS
-    mean = f"A reduce-scatter: each rank sends {size_of(reduced)}, and has its rows of the mean, {part}."
+    mean = f"A reduce-scatter: each rank sends {size_of(reduced)} and receives its rows of the mean, {part}."
     panels = [
-        _panel("1. Cut", cut, f"Each rank stores its rows: {part} of {whole}."),
-        _panel("2. Gathered", gathered, f"An all-gather: each rank sends {size_of(sent)}, and has all {whole}."),
-        _panel("3. Used", gathered, "Each rank computes with the whole weight, on its own batch.", "x"),
-        _panel("4. Let go", cut, f"Forward of this layer is over: back to {part}. In backward, 2 comes again."),
-        _panel("5. Its gradient", gathered, f"Each rank has a whole one, {whole}, of its own batch.", gradient=True),
+        _panel("1. Sharded", cut, f"Each rank stores its rows: {part} of {whole}."),
+        _panel(
+            "2. All-gathered", gathered, f"An all-gather: each rank sends {size_of(sent)}, and then has all {whole}."
+        ),
+        _panel("3. Used", gathered, "Each rank computes with the unsharded weight, on its own batch.", "x"),
+        _panel("4. Resharded", cut, f"After the layer's forward, each rank keeps {part}. Backward repeats step 2."),
+        _panel(
+            "5. Gradient", gathered, f"Each rank has the unsharded gradient of its own batch, {whole}.", gradient=True
+        ),
         _panel("6. Reduced", cut, mean, gradient=True),
     ]
     return figure(panels, caption, SOURCE)

@@ -35,11 +35,11 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
     ),
     (
         "FSDP1: `FullyShardedDataParallel`",
-        "The same engine with another layout, and the wrapper in front.",
+        "The same engine with another layout, and the wrapper.",
         ["engine/flat.py", "fsdp1/wrapper.py", "checkpoint/state_dict.py", "checkpoint/optim_state.py"],
     ),
     (
-        "The engine's ground floor",
+        "Lower modules of the engine",
         "Read these when one of the pages above names them.",
         [
             "engine/mesh.py",
@@ -69,7 +69,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
     ),
     (
         "Behind FSDP2",
-        "What is around `fully_shard`.",
+        "Additional modules of `fully_shard`.",
         [
             "fsdp2/module.py",
             "fsdp2/by_hand.py",
@@ -80,7 +80,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
     ),
     (
         "Behind FSDP1",
-        "What is around the wrapper.",
+        "Additional modules of the wrapper.",
         [
             "fsdp1/options.py",
             "fsdp1/policies.py",
@@ -119,8 +119,8 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
         ],
     ),
     (
-        "Older spellings and frameworks",
-        "Attached to FSDP1 and FSDP2: names that programs and libraries look for.",
+        "Compatibility with older names and frameworks",
+        "Attached to FSDP1 and FSDP2: names that programs and libraries use.",
         [
             "compat/legacy.py",
             "compat/optim_state_legacy.py",
@@ -132,12 +132,12 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
     ),
     (
         "The ledger",
-        "Attached to FSDP1 and FSDP2: where every rank is, told when a collective fails.",
+        "Attached to FSDP1 and FSDP2: reports the position of every rank when a collective fails.",
         ["ledger/watcher.py", "ledger/board.py", "ledger/report.py", "ledger/__main__.py"],
     ),
     (
         "Debugging",
-        "Attached while `minifsdp.debug()` is on, and else not there.",
+        "Only attached while `minifsdp.debug()` is on.",
         [
             "debugging/switch.py",
             "debugging/attach.py",
@@ -150,7 +150,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
     ),
     (
         "Around the engine",
-        "Recording, drawing, and the names under which torch has these things.",
+        "Recording, drawing, and modules with the names of torch's modules.",
         [
             "trace.py",
             "tools/events.py",

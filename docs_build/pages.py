@@ -188,16 +188,16 @@ def index_page() -> str:
     parts = [
         "# Read the code",
         "",
-        "The package is written to be read. Each page below shows one module: docstrings and comments on the left,",
-        "the code they speak about on the right. Names in the code lead to where they are defined. In the modules",
-        "that carry a training step, notes on a dotted line say more than the file does. What only records, for",
-        "pictures and for the ledger, is folded away. The number of a line is a link to it; a click copies it. Below",
-        "a block stands which rows of the [spec](../spec.md) turned red when it was broken on purpose.",
+        "Each page shows one module, with docstrings and comments on the left and the code on the right. Names in the",
+        "code are links to their definitions. The pages of the core modules contain additional notes, marked with a",
+        "dotted line. Code that only records, for pictures and for the collective log, is folded. A line number is a",
+        "link to the line; a click copies it. Below a block are the requirements of the [spec](../spec.md) whose tests",
+        "failed when the block was broken on purpose.",
         "",
         f"There are {len(_steps()[0])} modules with {_num_lines():,} lines, prose included. The first {_num(0)} are a "
-        f"complete FSDP2; with {_num(1)} more you",
-        "have read FSDP1, too. What each of them promises is tested in the file of the same name under `spec_tests/`;",
-        "[Break it](../learn/index.md#break-it) shows how to see that.",
+        f"complete FSDP2, and the next {_num(1)} add",
+        "FSDP1. The file of the same name under `spec_tests/` tests a module.",
+        "[Break it](../learn/index.md#break-it) shows how to watch a test fail.",
         "",
     ]
     for title, line, names in reading_order():

@@ -106,7 +106,11 @@ def _texts(quotes: str) -> list[str]:
 def quoted(rest: str, is_first: bool) -> str:
     """A line of an entry: the words by which the box, the search and a reader recognise the message."""
     codes = ", ".join(f"<code>{escape(text, quote=False)}</code>" for text in _texts(rest))
-    how = "Read as" if is_first else "Mostly it follows from another error, so look for that one first. Read as"
+    how = (
+        "Read as"
+        if is_first
+        else "This error usually follows from another error, so look for that error first. Read as"
+    )
     return f'<p class="quoted">{how} {codes}</p>'
 
 
@@ -122,8 +126,8 @@ def box() -> str:
     return (
         '<link rel="stylesheet" href="assets/css/paste.css">'
         '<form id="paste" class="paste" data-search-exclude><label for="paste-text">Paste your traceback</label>'
-        '<p id="paste-hint" class="paste-hint">All of it, from all ranks, or a few words. It is compared here, in your '
-        "browser, and goes nowhere.</p>"
+        '<p id="paste-hint" class="paste-hint">The whole traceback of all ranks, or a few words. The search runs '
+        "in your browser, and the text is not sent anywhere.</p>"
         '<textarea id="paste-text" rows="7" spellcheck="false" autocomplete="off" aria-describedby="paste-hint">'
         '</textarea><p class="paste-buttons"><button type="button" id="paste-example">Show an example</button>'
         '<button type="reset">Empty the box</button></p><p id="paste-status" role="status" aria-live="polite"></p>'

@@ -67,7 +67,7 @@ def _ratios(by_workload: Mapping[str, Mapping[str, Ratio]]) -> str:
         return LEFT + (column - LEFT - RIGHT) * ratio / ticks[-1]
 
     whole = height * math.ceil(len(panels) / 2)
-    title = "Time of a step, over the time of the fastest FSDP of torch"
+    title = "Time of a step, divided by the time of torch's fastest FSDP"
     return str(_SHAPES.ratios(title, panels, WIDTH, whole, LEFT, ROW, ticks, place))
 
 
@@ -110,7 +110,7 @@ def _memory(curves: Mapping[str, list[list[float]]], kind: str) -> str:
         }
         for name, curve in shown.items()
     ]
-    title, labels = f"Live tensors over a step, {kind}", [f"{tick:g}" for tick in ticks]
+    title, labels = f"Live tensors during a step, {kind}", [f"{tick:g}" for tick in ticks]
     height = bottom + 28
     marks = list(zip(labels, map(level, ticks), strict=True))
     return str(_SHAPES.memory(title, drawn, WIDTH, height, MEMORY_LEFT, MEMORY_TOP, bottom, marks))

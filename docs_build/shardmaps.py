@@ -34,11 +34,11 @@ def draw(name: str) -> str:
 
 def _layouts() -> str:
     rows = [
-        ("flat: the row", _flat_row()),
-        ("per parameter: gathered", _gathered()),
-        ("per parameter: whole", _whole()),
+        ("flat parameter", _flat_row()),
+        ("per parameter: all-gathered", _gathered()),
+        ("per parameter: sorted", _whole()),
     ]
-    return _picture("Who holds what", "sends it", rows)
+    return _picture("The elements of each rank", "sends it", rows)
 
 
 def _checkpoints() -> str:

@@ -46,15 +46,16 @@ def _folded(head: str) -> str:
 def _summary() -> str:
     rows = results.all_rows().values()
     lines = [
-        f"Every behaviour that minifsdp promises, in {len(rows)} rows. A test names the rows that it proves; what no",
-        "test has proven on a backend is open there, and shown so.",
+        f"The {len(rows)} requirements define the behaviour of minifsdp. Each test names the requirements that it",
+        "tests. A requirement without a passed test on a backend is *open* on this backend.",
         "",
-        "Each row says where it was proven and how. Green is only what was seen whole, by its behaviour. A row that",
-        "says `[cuda]` can be seen whole on CUDA only: what a CPU shows of it is *in part*; the [simulated",
-        "accelerator](streams.md) shows order, memory and stops, but neither kernels nor time. Some tests see the",
-        "*order* of what is asked for *only*; some compute without the package, and some read a page.",
+        "Each requirement shows where and how it was tested. Green means that tests checked the whole behaviour. A",
+        "requirement with `[cuda]` can only be checked completely on CUDA; a CPU checks it *in part*. The [simulated",
+        "accelerator](streams.md) checks order, memory and waits of the CPU, but neither kernels nor time. Some tests",
+        "check *only* the *order* of operations, some check a formula without the package, and some check the text of",
+        "a page.",
         "",
-        f"| where | proven whole | in part | {' | '.join(results.KINDS[1:])} | failed | open | last run |",
+        f"| backend | proven completely | in part | {' | '.join(results.KINDS[1:])} | failed | open | last run |",
         "|---" * (len(results.KINDS) + 5) + "|",
     ]
     lines += [_summary_of(backend, list(rows)) for backend in results.BACKENDS]
@@ -62,7 +63,7 @@ def _summary() -> str:
     lines += ["", *(f"* {results.WHERE[backend]}: {runs[backend]['machine']}" for backend in runs)]
     new = sum(not row.is_recorded for row in rows)
     if new:
-        lines.append(f"* {new} rows are newer than the last recorded run and count as open")
+        lines.append(f"* {new} requirements are newer than the last recorded run and count as open")
     return "\n".join(lines)
 
 

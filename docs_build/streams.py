@@ -25,7 +25,7 @@ BREAKS = ROOT / "docs" / "data" / "stream-breaks.json"
 PEAKS = ROOT / "docs" / "data" / "stream-peaks.json"
 FINDINGS = ROOT / "spec_tests" / "streams" / "torch-findings.md"
 NOT_FOUND = "NOT FOUND"
-SOURCE = "Simulated: order and waits are those of a logged step. Nothing of this was seen on a GPU."
+SOURCE = "Simulated: the order and the waits come from the log of a step. This was not measured on a GPU."
 
 
 def figure(name: str, caption: str) -> str:
@@ -46,7 +46,7 @@ def breaks() -> str:
     rows = "".join(_break(one) for one in known)
     return (
         f'<details class="proof"><summary>{num_found} of {len(known)} broken engines found</summary>'
-        '<table class="proof-rows"><thead><tr><th>broken</th><th>what is wrong</th><th>noticed by</th></tr></thead>'
+        '<table class="proof-rows"><thead><tr><th>broken</th><th>what is wrong</th><th>detected by</th></tr></thead>'
         f"<tbody>{rows}</tbody></table></details>"
     )
 

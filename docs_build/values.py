@@ -82,7 +82,7 @@ def counts_table() -> str:
         events = events_of(key)[0]
         counts = [str(sum(event.kind == kind for event in events)) for kind in ("AG", "RS", "AR")]
         rows.append([title, *counts, f"{peak_gathered_bytes(events) / 1e6:.2f} MB"])
-    return _rows(["run", "all-gathers", "reduce-scatters", "all-reduces", "peak of gathered parameters"], rows)
+    return _rows(["run", "all-gathers", "reduce-scatters", "all-reduces", "peak of unsharded parameters"], rows)
 
 
 def prefetch_table() -> str:
@@ -113,7 +113,7 @@ def bf16_table() -> str:
         sums = [sum(e.num_bytes for e in events if e.kind == kind) / 1e6 for kind in ("AG", "RS")]
         peak = peak_gathered_bytes(events) / 1e6
         rows.append([title, f"{sums[0]:.2f} MB", f"{sums[1]:.2f} MB", f"{peak:.2f} MB"])
-    return _rows(["compute and reduce dtype", "gathered in a step", "reduced in a step", "peak of gathered"], rows)
+    return _rows(["compute and reduce dtype", "all-gathered in a step", "reduced in a step", "unsharded peak"], rows)
 
 
 def _proven(backend: str) -> str:

@@ -14,54 +14,64 @@ __all__ = ["call_path", "verb_table"]
 # The verbs of `Layout` in groups, and a short description of each layout's implementation.
 VERBS: list[tuple[str, list[str], str, str]] = [
     (
-        "what the optimizer owns",
+        "parameters for the optimizer",
         ["local_parameters"],
-        "one flat parameter; or, with `use_orig_params`, the originals as 1-D slices",
-        "one DTensor for each parameter, its rows of `Shard(0)`",
+        "one flat parameter; with `use_orig_params`, the original parameters as 1-D shards",
+        "one DTensor for each parameter, sharded by rows (`Shard(0)`)",
     ),
     (
-        "gather",
+        "all-gather",
         ["gather"],
-        "one collective from the slice into the very memory that is computed on; a cast lands in the slice's own place",
-        "one collective from the row of all pieces, then one operator sorts what arrived by parameter",
+        "one collective from the local shard directly into the memory that forward reads; a cast is written there, too",
+        "one collective from the bucket of all local shards, then one operator sorts its output by parameter",
     ),
     (
-        "show the full parameters",
+        "register the unsharded parameters",
         ["show_unsharded", "show_again"],
-        "views of one split, made at use; for backward the recorded ones again",
-        "the leaves, the same ones every time",
+        "views of one split, created at use; a recomputed forward gets the recorded views again",
+        "the same leaf tensors every time",
     ),
-    ("show what rests", ["show_sharded", "show_resting"], "stand-ins without values, or the slices", "the DTensors"),
     (
-        "free",
+        "register the sharded parameters",
+        ["show_sharded", "show_resting"],
+        "placeholders without values, or the local shards of the original parameters",
+        "the DTensors",
+    ),
+    (
+        "reshard",
         ["free", "is_stale"],
-        "the storage of the unsharded row goes to 0 bytes",
-        "one storage under all leaves of a row goes to 0 bytes",
+        "resizes the storage of the unsharded flat parameter to 0 bytes",
+        "resizes the storage that the leaf tensors of a bucket share to 0 bytes",
     ),
     (
         "is the gradient complete?",
         ["on_gradient", "is_trained"],
-        "a hook on the one leaf knows",
-        "nobody knows; the unit's inputs tell, or the end of backward",
+        "a hook on the only leaf tensor detects this",
+        "detected from the gradients of the unit's inputs, or at the end of backward",
     ),
     (
         "take and pack gradients",
         ["take_gradient", "pack"],
-        "the whole row; parameters without a gradient are zeros in it",
-        "only parameters that have a gradient, cut by rows and sorted by rank",
+        "the whole flat gradient, with zeros for parameters without a gradient",
+        "only parameters that have a gradient, split by rows and sorted by rank",
     ),
-    ("accept the reduced piece", ["accept_gradient"], "added to the slice's gradient", "a DTensor gradient for each"),
+    (
+        "store the reduced gradient shard",
+        ["accept_gradient"],
+        "added to the gradient of the local shard",
+        "a DTensor gradient for each parameter",
+    ),
     (
         "gradients that wait for a reduction",
         ["keep_unreduced", "has_unreduced"],
         "visible as `.grad` of the flat parameter",
-        "kept out of sight, in the dtype in which they will travel",
+        "stored internally, in the reduce dtype",
     ),
     (
-        "notice the user's edits",
+        "detect changes by the user",
         ["notice_edits", "settle"],
-        "refuses what cannot stand there",
-        "takes the new tensors over",
+        "raises an error for a replaced parameter",
+        "uses the new tensors if they fit",
     ),
 ]
 FLAT, EACH = ("engine/flat.py", "FlatLayout"), ("engine/per_param.py", "PerParameterLayout")
@@ -81,7 +91,7 @@ def verb_table(start: str) -> str:
             f"<td>{_text(each)}<br>{_links(*EACH, verbs, start)}</td></tr>"
         )
         rows.append(f'<tr class="verb-code"><td colspan="3">{_both(title, verbs, start)}</td></tr>')
-    head = "<tr><th>verb</th><th>flat (FSDP1)</th><th>per parameter (FSDP2)</th></tr>"
+    head = "<tr><th>operation</th><th>flat (FSDP1)</th><th>per parameter (FSDP2)</th></tr>"
     return directives._raw(f'<table class="verbs"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table>')
 
 
@@ -120,16 +130,16 @@ def _both(title: str, verbs: list[str], start: str) -> str:
 UNIT = "stage0.block1"
 PARAMETER = f"{UNIT}.widen.weight"
 WORDS = {
-    ("AG", True): "its gather is issued",
-    ("AG", False): "somebody needs it: the gather is waited for",
-    ("F", True): "it is shown to its module, and forward runs",
-    ("F", False): "forward of its unit is over",
-    ("FREE", True): "its memory is given back",
+    ("AG", True): "its all-gather is issued",
+    ("AG", False): "its unit waits for the all-gather",
+    ("F", True): "it is registered on its module, and forward runs",
+    ("F", False): "the forward of its unit is complete",
+    ("FREE", True): "its unsharded memory is freed",
     ("B", True): "the gradient of its unit's output has arrived",
     ("B", False): "the gradient of the unit is complete",
-    ("RS", True): "its gradient is packed and sent",
-    ("RS", False): "this rank's piece of the mean is accepted",
-    ("STEP", True): "the optimizer steps on the piece that this rank owns",
+    ("RS", True): "its gradient is packed, and the reduce-scatter is issued",
+    ("RS", False): "this rank's shard of the mean gradient is stored",
+    ("STEP", True): "the optimizer updates this rank's shard",
 }
 
 
@@ -166,7 +176,7 @@ def _frame(frame: list[object], start: str) -> str:
     known = plain in {row.anchor for row in read_module(str(name)).rows}
     link = f'<a href="{address(start, str(name), plain if known else "")}"><code>{plain}</code></a>'
     # The function itself has returned; its hook is running.
-    return f"hook laid by {link}" if "<locals>" in str(qualified) else link
+    return f"hook registered by {link}" if "<locals>" in str(qualified) else link
 
 
 def frame_address(frame: list[object], start: str) -> str:

@@ -28,7 +28,7 @@ def prose(case: Case) -> str:
         to_markdown(case.prose),
         f"torch {versions}:",
         f"```text\n{case.in_torch}\n```",
-        "minifsdp in its place:",
+        "With minifsdp instead:",
         f"```text\n{case.in_minifsdp}\n```",
     ]
     return "\n\n".join(parts) + "\n"

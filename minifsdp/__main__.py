@@ -23,7 +23,7 @@ from minifsdp.engine.messages import MORE, PAGE, texts
 WRAPPER = textwrap.TextWrapper(100, break_on_hyphens=False, break_long_words=False)
 TOOLS = """
 python -m minifsdp explain-error E-...   explain an error or a warning of minifsdp
-python -m minifsdp.ledger FILE           draw the log of collectives that a rank has written at a failure
+python -m minifsdp.ledger FILE           draw the collective log that a rank wrote at a failure
 
 In a program:
   minifsdp.explain(model)                memory and traffic of a model, its units, and warnings

@@ -159,7 +159,7 @@ def _first_row(value: Any) -> int:
 def _cut_how(value: Any) -> str:
     if not isinstance(value, DTensor):
         return ""
-    return f" (the DTensor lies on ranks {value.device_mesh.mesh.tolist()} with placements {value.placements})"
+    return f" (the DTensor is on ranks {value.device_mesh.mesh.tolist()} with placements {value.placements})"
 
 
 def gathered_rows(value: Any, group: Group | None, device: torch.device) -> torch.Tensor:

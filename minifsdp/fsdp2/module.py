@@ -199,7 +199,7 @@ class FSDPModule:
 
     def set_custom_all_gather(self, comm: Any) -> NoReturn:
         """Not supported (NEW-18)."""
-        raise _not_offered("set_custom_all_gather", "the gather of engine/collectives.py")
+        raise _not_offered("set_custom_all_gather", "the built-in all-gather")
 
     def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
         """Not supported (NEW-18)."""
@@ -216,11 +216,11 @@ class FSDPModule:
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> NoReturn:
         """Not supported (NEW-18)."""
-        raise _not_offered("set_separate_reduce_scatter_group", "one group; reductions have a lane of their own")
+        raise _not_offered("set_separate_reduce_scatter_group", "one process group; reductions have their own stream")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> NoReturn:
         """Not supported (NEW-18)."""
-        raise _not_offered("set_reduce_scatter_max_input_buffers", "the one reduction in flight that there is")
+        raise _not_offered("set_reduce_scatter_max_input_buffers", "the default of one reduction in flight")
 
     # --- overrides of nn.Module methods ---
 

@@ -48,10 +48,10 @@ def drawn(report: dict[str, Any], most: int) -> str:
 def main() -> None:
     """Prints the drawing of the file that is given on the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m minifsdp.ledger", description="Draws what was written at a failure."
+        prog="python -m minifsdp.ledger", description="Draws the collective logs that a rank wrote at a failure."
     )
-    parser.add_argument("file", type=Path, help="as the error names it")
-    parser.add_argument("--last", type=int, default=40, help="how many collectives to show")
+    parser.add_argument("file", type=Path, help="the file that the error message names")
+    parser.add_argument("--last", type=int, default=40, help="number of collectives to show, counted from the end")
     options = parser.parse_args()
     print(drawn(json.loads(options.file.read_text(encoding="utf-8")), options.last))
 

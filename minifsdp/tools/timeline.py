@@ -128,9 +128,9 @@ def svg(
     lanes = [lane for lane in LANES if lane != "all_reduce" or any(event.lane == lane for event in everything)]
     zero = "each rank's own first event" if origins is None else "the end of a barrier that all ranks shared"
     clock = f"Milliseconds of the CPU clock since {zero}."
-    spans = "A collective lasts from its issue until it was waited for."
+    spans = "A collective lasts from its issue to the end of the wait for it."
     if any(event.arrived is not None for event in everything):
-        spans += " Where its box turns pale, its data was there."
+        spans += " Its box is pale after the data has arrived."
     top = y = _draw_heading(sheet, everything, title, clock, spans)
     for rank, events in enumerate(ranks):
         y = _draw_rank(sheet, y, f"rank {rank}", events, lanes)

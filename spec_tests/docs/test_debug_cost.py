@@ -26,7 +26,7 @@ def test_the_table_is_made_from_what_the_command_writes(tmp_path: Path, monkeypa
     lines = debugcost.table().splitlines()
     assert "| `values` | 1.25 (1.50) |  | 1.25 (1.50) |  |" in lines
     assert "| `meta` | 1.25 (1.50) | 1.25 (1.50) | 1.25 (1.50) | 1.25 (1.50) |" in lines
-    assert "| with all off | 9 ms | 10,000 ms | 9 ms | 10,000 ms |" in lines
+    assert "| no check | 9 ms | 10,000 ms | 9 ms | 10,000 ms |" in lines
     assert lines[-1] == "* recorded today"
 
 

@@ -52,7 +52,7 @@ def test_the_matrix_is_shown_by_stage_and_by_kind_of_training(data: Path) -> Non
     lines = faults.table().splitlines()
     assert "| a rank ... at | raises | is slow |" in lines
     assert "| save | 1.0 to 5.0 | **wrong** |" in lines
-    assert "5 cells, between CPUs with gloo, of 2 ranks or, hybrid, 4. The groups' time-out is 4 s." in lines
+    assert "5 cells, on CPUs with gloo, with 2 ranks (hybrid: 4). The timeout of the groups is 4 s." in lines
     assert lines[-1] == "* recorded today"
     kinds = faults.by_kind().splitlines()
     assert "| last rank, wrapper, full | 1.0 to 1.0 | **wrong** |" in kinds
@@ -83,7 +83,7 @@ def test_kills_are_counted_by_moment(data: Path) -> None:
     lines = faults.kills().splitlines()
     assert "| some milliseconds after it began | 10 | 10 |" in lines
     assert "| before any call | 10 | 10 |" in lines
-    assert "| **all, of which a checkpoint was lost in** | **50, 1** | **50, 0** |" in lines
+    assert "| **all, checkpoints lost** | **50, 1** | **50, 0** |" in lines
     assert "Checkpoints lost: 1." in lines
 
 

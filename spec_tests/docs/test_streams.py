@@ -39,4 +39,4 @@ def test_each_picture_of_streams_is_on_a_page_and_says_that_it_is_simulated() ->
     prose = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
     for path in streams.PICTURES.glob("*.svg"):
         assert f"{{{{ simulated {path.stem} | " in prose
-        assert "Simulated: order and waits" in streams.figure(path.stem, "A caption.")
+        assert "Simulated: the order and the waits" in streams.figure(path.stem, "A caption.")

@@ -25,7 +25,7 @@
       draw();
     }
     function draw() {
-      way.replaceChildren(...frames.flatMap((frame, i) => [i ? " \u2190 " : "", frame[3] ? "hook laid by " : "", choice(frame, i)]));
+      way.replaceChildren(...frames.flatMap((frame, i) => [i ? " \u2190 " : "", frame[3] ? "hook registered by " : "", choice(frame, i)]));
       if (!frames.length) {
         way.textContent = wanted.run.knows.source ? "The training loop runs, outside of the package." : "";
         title.textContent = wanted.run.knows.source ? "" : wanted.run.remark;
