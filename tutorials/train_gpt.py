@@ -1,4 +1,4 @@
-"""Train a GPT on Python's own source code, with every parameter sharded over the ranks.
+"""Train a GPT on the source code of Python, with every parameter sharded over the ranks.
 
 Run it in one of two ways; the second one starts the first::
 
