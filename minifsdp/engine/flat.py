@@ -252,8 +252,7 @@ class FlatLayout(Layout):
     @property
     def has_gradient(self) -> bool:
         """Whether a leaf has a gradient."""
-        here = self._now.leaf.grad is not None
-        return here or (len(self._variants) > 1 and any(v.leaf.grad is not None for v in self._variants.values()))
+        return self._now.leaf.grad is not None or any(v.leaf.grad is not None for v in self._variants.values())
 
     def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
         """Takes the flat gradient, summed over forwards in both precisions, and adds the unreduced one if requested."""

@@ -218,7 +218,7 @@ def _of_rank(state: State | None) -> str:
     if state is None:
         return "no answer: it is stopped, has sharded no model, is blocked outside of Python, or its machine is lost"
     if state["ended"] not in ("", ENDED_BY_LAUNCHER):
-        return f"has ended, {state['ended']}"
+        return f"has ended, {state['ended']}" + (f" ({state['place']})" if state["ended"].startswith("by ") else "")
     doing = f"waits for {state['waits']}" if state["waits"] else f"last sent: {state['last'] or 'nothing'}"
     ending = "; got SIGTERM" if state["ended"] else ""
     return f"{state['place']}, iteration {state['iteration']}; {doing}{ending}"
