@@ -11,7 +11,7 @@
   const { make, bytes } = player;
 
   const CHOICES = {
-    door: { label: "Front door", options: { fsdp1: "FullyShardedDataParallel", fsdp2: "fully_shard", torch1: "torch's FullyShardedDataParallel", torch2: "torch's fully_shard" } },
+    door: { label: "API", options: { fsdp1: "FullyShardedDataParallel", fsdp2: "fully_shard", torch1: "torch's FullyShardedDataParallel", torch2: "torch's fully_shard" } },
     strategy: {
       label: "Strategy",
       options: {
@@ -92,13 +92,13 @@
 
   // --- the page ---
   const button = (text, title, action, kind = "") => make("button", { type: "button", class: "player-button " + kind, textContent: text, title, onclick: action });
-  const beside = button("Two side by side", "Shows a second run on the same axis", () => {
+  const beside = button("Compare two runs", "Shows a second run on the same axis", () => {
     number = 3 - number;
     if (number === 2) both[1].choice = { ...both[0].choice };
     load();
   }, "player-beside");
   /* The same model by torch on the left, and by this package on the right. */
-  const versus = button("Beside torch", "torch's own FSDP on the left, the same of this package on the right", () => {
+  const versus = button("Compare with torch", "Shows torch's FSDP on the left and this package on the right", () => {
     const { door, strategy } = both[0].choice, rest = `${door.slice(-1)}-${strategy === "zero2" ? strategy : "full"}-pre-block-2`;
     number = 2;
     ["torch", "fsdp"].forEach((library, n) => Object.assign(both[n], { choice: choiceOf(library + rest), file: null }));
@@ -140,7 +140,7 @@
     choosers.dataset.runs = number;
     both[1].form.hidden = number === 1;
     versus.hidden = number === 2;
-    beside.textContent = number === 1 ? "Two side by side" : "Only the first";
+    beside.textContent = number === 1 ? "Compare two runs" : "Show only the first";
     both.forEach(fill);
     const missing = shown().filter((one) => !runOf(one)).map((one) => keyOf(one.choice));
     if (!missing.length) return begin();

@@ -51,7 +51,7 @@
   function toTarget() {
     document.documentElement.style.setProperty("--spec-filter", `${form.offsetHeight}px`);
     const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
-    if (!target || !target.matches(".spec-row, .spec-filter ~ h2")) return;
+    if (!target || !target.matches(".spec-row, .spec-filter ~ h2, .spec-filter ~ h3")) return;
     if (!target.offsetParent) {
       for (const field of Object.values(fields)) field.value = "";
       apply();
