@@ -88,11 +88,11 @@ class _Watch:
             time.sleep(PAUSE)
 
 
-def _works(promise: Any) -> list[Any]:
+def _works(handle: Any) -> list[Any]:
     """Gloo's handles of one of the engine's handles."""
-    while hasattr(promise, "_work"):
-        promise = promise._work
-    return list(getattr(promise, "_works", [promise]))
+    while hasattr(handle, "_work"):
+        handle = handle._work
+    return list(getattr(handle, "_works", [handle]))
 
 
 @contextmanager

@@ -152,8 +152,8 @@ def _watched_unit(seen: list[str]) -> Unit:
     def free() -> None:
         seen.append("free the memory")
 
-    promise = SimpleNamespace(wait=lambda: seen.append("wait for the all-gather"))
-    layout = _Layout(gather=lambda _: promise, show_sharded=lambda: None, free=free, offloads=False)
+    handle = SimpleNamespace(wait=lambda: seen.append("wait for the all-gather"))
+    layout = _Layout(gather=lambda _: handle, use_sharded_params=lambda: None, free=free, offloads=False)
     unit = Unit(
         torch.nn.Identity(), cast(Any, layout), cast(Any, None), cast(Any, None), UnitPolicy(reshard_after_forward=True)
     )

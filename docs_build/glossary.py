@@ -52,7 +52,7 @@ def definitions() -> str:
 
 
 def _forms(title: str) -> list[str]:
-    """The spellings of an entry in a text; ``Mesh`` also as ``mesh``, ``meshes`` and ``Meshes``."""
+    """The spellings of an entry in a text; ``MeshGroups`` also as ``mesh``, ``meshes`` and ``Meshes``."""
     found = []
     for name in title.split(", "):
         # `DTensor` and `ZeRO` are always spelled like this, `Rank` only at the beginning of a sentence.

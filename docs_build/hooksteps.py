@@ -71,7 +71,7 @@ def _while(hook: str, moments: list[Any]) -> range:
     """The moments during which ``hook`` of `UNIT` ran."""
 
     def runs(moment: Any) -> bool:
-        return any(function == f"Cycle.{hook}" for _, function, *_ in moment[6])
+        return any(function == f"IterationState.{hook}" for _, function, *_ in moment[6])
 
     # The end of backward belongs to all units.
     first = next(n for n, one in enumerate(moments) if runs(one) and (one[1] == UNIT or hook == "end_backward"))

@@ -28,11 +28,11 @@ def _event(
     num_bytes: int,
     ranks: list[int],
     dtype: str,
-    lane: str,
+    stream: str,
     arrived: float | None,
 ) -> Event:
     known = None if dtype == "None" else getattr(torch, dtype.removeprefix("torch."))
-    return Event(kind, unit, start, end, num_bytes, tuple(ranks), known, lane, arrived)
+    return Event(kind, unit, start, end, num_bytes, tuple(ranks), known, stream, arrived)
 
 
 def longest(keys: Iterable[str]) -> float | None:

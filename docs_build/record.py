@@ -344,7 +344,7 @@ def _as_data(recorder: trace.Recorder, origin: float) -> dict[str, Any]:
         return None if seconds is None else round(seconds - origin, 7)
 
     events = [
-        [e.kind, e.unit, since(e.start), since(e.end), e.num_bytes, e.ranks, str(e.dtype), e.lane, since(e.arrived)]
+        [e.kind, e.unit, since(e.start), since(e.end), e.num_bytes, e.ranks, str(e.dtype), e.stream, since(e.arrived)]
         for e in recorder.events
     ]
     noted = recorder.moments if isinstance(recorder, Watcher) else []

@@ -21,19 +21,19 @@ VERBS: list[tuple[str, list[str], str, str]] = [
     ),
     (
         "all-gather",
-        ["gather"],
+        ["all_gather"],
         "one collective from the local shard directly into the memory that forward reads; a cast is written there, too",
         "one collective from the bucket of all local shards, then one operator sorts its output by parameter",
     ),
     (
         "register the unsharded parameters",
-        ["show_unsharded", "show_again"],
+        ["use_unsharded_params", "use_unsharded_params_again"],
         "views of one split, created at use; a recomputed forward gets the recorded views again",
         "the same leaf tensors every time",
     ),
     (
         "register the sharded parameters",
-        ["show_sharded", "show_resting"],
+        ["use_sharded_params", "use_kept_params"],
         "placeholders without values, or the local shards of the original parameters",
         "the DTensors",
     ),
@@ -69,7 +69,7 @@ VERBS: list[tuple[str, list[str], str, str]] = [
     ),
     (
         "detect changes by the user",
-        ["notice_edits", "settle"],
+        ["accept_replacements", "refresh_from_module"],
         "raises an error for a replaced parameter",
         "uses the new tensors if they fit",
     ),

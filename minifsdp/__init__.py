@@ -25,9 +25,9 @@ from minifsdp.engine import extension as _extension
 from minifsdp.engine import gloo as _gloo
 from minifsdp.engine import ledger as _ledger
 from minifsdp.engine import mesh as _mesh
-from minifsdp.engine import misuse as _misuse
 from minifsdp.engine import optimizer_watch as _optimizer_watch
 from minifsdp.engine import rows as _rows
+from minifsdp.engine import validation as _misuse
 from minifsdp.fsdp1.grad_scaler import ShardedGradScaler
 from minifsdp.fsdp2 import fully_shard as _second_door
 from minifsdp.fsdp2.by_hand import UnshardHandle
@@ -67,7 +67,7 @@ __version__ = "0.1.0"
 # The core does not import the code for state dicts, frameworks, custom all-gather extensions and sends between CPUs.
 # This code is attached here, and to the wrapper in ``fully_sharded_data_parallel.py``.
 _second_door.state_class = ComposableState
-_second_door.before_cut.append(warn_if_different)
+_second_door.before_sharding.append(warn_if_different)
 _mesh.transports.append(_gloo.transport_between)
 _misuse.watchers.append(_optimizer_watch.watch)
 _optimizer_watch.before_saving.append(_comparison.read_all)

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
 from minifsdp.engine import collectives
-from minifsdp.engine.lanes import Lane
+from minifsdp.engine.comm_streams import CommStream
 from minifsdp.engine.ledger import Collective
 from minifsdp.engine.mesh import Group, default_group
 from minifsdp.engine.messages import message, warn
@@ -113,22 +113,22 @@ class _Talk:
         kinds = [torch.device(kind) for kind in group.process_group._device_types]
         self._device = next((kind for kind in kinds if kind.type == "cpu"), None) or _current(kinds[0])
         # A separate communication stream, so that reading the result does not wait for the compute stream.
-        self._lane = Lane("batches", self._device)
+        self._comm_stream = CommStream("batches", self._device)
         self._options = AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
         self._options.asyncOp = False
 
     def ask(self, mine: int) -> tuple[torch.Tensor, Any]:
         """Issues the all-reduce of ``mine``. Pass the returned value to `least`."""
-        with self._lane as lane:
+        with self._comm_stream as comm_stream:
             number = torch.full((1,), mine, device=self._device)
             send = self._group.process_group.allreduce
             how = (send, [number], self._options)
             work = Collective("while_all_have_data", self._group, 8, *how, on_cpu=number.is_cpu)
-            if lane.stream is None:
+            if comm_stream.stream is None:
                 return number, work.wait
             work.wait()
-            answer, event = number.to("cpu", non_blocking=True), lane.stream.record_event()
+            answer, event = number.to("cpu", non_blocking=True), comm_stream.stream.record_event()
             # It is complete when the CPU has the result, so the watchdog sees a rank that waits for it.
             work.wait_for(event.synchronize)
             return answer, work.wait

@@ -61,7 +61,7 @@ class Event:
         num_bytes: size of the unsharded tensor that was all-gathered, reduced or released; 0 for other events.
         ranks: global ranks of the group that communicated; empty without communication.
         dtype: dtype of the data that was sent, or ``None``.
-        lane: the stream of the work: ``"compute"``, ``"gather"``, ``"reduce"`` or ``"all_reduce"``.
+        stream: the stream of the work: ``"compute"``, ``"gather"``, ``"reduce"`` or ``"all_reduce"``.
         arrived: seconds; time when a collective's data arrived, if it was measured.
     """
 
@@ -72,7 +72,7 @@ class Event:
     num_bytes: int = 0
     ranks: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
-    lane: str = "compute"
+    stream: str = "compute"
     arrived: float | None = None
 
 

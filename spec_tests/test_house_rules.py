@@ -44,10 +44,10 @@ APART = (
 BUDGETS = {
     # Names of torch that other programs read: 34 lines. The state of a module after an evaluation, and a count of steps
     # per root: 44. Gradients that share memory, and their dtypes: 50. The order check of each unit: 12.
-    "house": 6396,
-    "story": 3078,
+    "house": 6414,
+    "story": 3094,
     # Messages of a new order have their own tags: 9 lines.
-    TRANSPORT: 160,
+    TRANSPORT: 163,
     DEBUGGING: 380,
     ARGUMENTS: 166,
     "batches.py": 100,
@@ -59,10 +59,10 @@ BUDGETS = {
     # Includes the location of the error in a program that is about to end, fast answers after a query, and ranks killed
     # on this machine. It ends with its process group, restores what it replaced, and writes private files: 80 lines.
     "ledger/": 586,
-    "checkpoint/": 1436,
+    "checkpoint/": 1438,
     "compat/": 280,
     # The calculator includes data in flight between CPUs, and the time at which a unit's activations are freed.
-    TOOLS: 523,
+    TOOLS: 524,
     # The list of tools, and the explanation of an error message.
     COMMAND: 48,
     # For a given model it reports which ranks send between CPUs, and whether reductions overlap.
@@ -70,12 +70,12 @@ BUDGETS = {
 }
 LONGEST_FILE = 300  # including prose
 LONGER = {
-    "engine/flat.py": 359,
+    "engine/flat.py": 360,
     "engine/hooks.py": 310,
     "engine/layout.py": 307,
     "engine/ledger.py": 359,
-    "engine/per_param.py": 341,
-    "engine/reduce.py": 370,
+    "engine/per_param.py": 343,
+    "engine/reduce.py": 372,
     "fsdp2/module.py": 323,
     "ledger/watcher.py": 350,
 }
@@ -118,7 +118,7 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all modules that `fully_shard` imports, without the parts attached to it.
-FULLY_SHARD = 2647
+FULLY_SHARD = 2659
 
 
 def imported_for(module: str) -> set[str]:

@@ -306,11 +306,11 @@ def test_the_counter_sees_ddp_and_calls_on_the_group_itself() -> None:
     with count_collectives() as counts:
         forward_backward(ddp, MODELS["mlp"], Recipe(), dist.get_rank(), 0)
     assert counts.num_bytes["all_reduce"] == sum(parameter.nbytes for parameter in ddp.parameters())
-    group, piece, whole = dist.group.WORLD, torch.ones(3, device=device()), torch.empty(6, device=device())
+    group, local_shard, whole = dist.group.WORLD, torch.ones(3, device=device()), torch.empty(6, device=device())
     with count_collectives() as counts:
-        group._allgather_base(whole, piece).wait()
-        group._reduce_scatter_base(piece, whole).wait()
-        group.allreduce([piece]).wait()
+        group._allgather_base(whole, local_shard).wait()
+        group._reduce_scatter_base(local_shard, whole).wait()
+        group.allreduce([local_shard]).wait()
     assert counts.order == [("all_gather", 24), ("reduce_scatter", 24), ("all_reduce", 12)]
 
 

@@ -24,12 +24,12 @@ def test_it_is_off_by_default() -> None:
 def test_an_event_begins_as_a_moment_and_becomes_a_span_when_it_is_finished() -> None:
     recorder = Recorder()
     before = time.perf_counter()
-    event = recorder.begin("AG", "0", num_bytes=32, ranks=(0, 1), dtype=torch.bfloat16, lane="gather")
+    event = recorder.begin("AG", "0", num_bytes=32, ranks=(0, 1), dtype=torch.bfloat16, stream="gather")
     assert before <= event.start == event.end <= time.perf_counter()
     recorder.finish(event)
     assert event.start < event.end <= time.perf_counter()
     assert recorder.events == [event]
-    assert (event.kind, event.unit, event.num_bytes, event.ranks, event.dtype, event.lane) == (
+    assert (event.kind, event.unit, event.num_bytes, event.ranks, event.dtype, event.stream) == (
         "AG", "0", 32, (0, 1), torch.bfloat16, "gather",
     )  # fmt: skip
 
@@ -37,7 +37,7 @@ def test_an_event_begins_as_a_moment_and_becomes_a_span_when_it_is_finished() ->
 @pytest.mark.pure
 def test_what_is_not_said_of_an_event_is_empty() -> None:
     event = Recorder().begin("F", "")
-    assert (event.num_bytes, event.ranks, event.dtype, event.lane) == (0, (), None, "compute")
+    assert (event.num_bytes, event.ranks, event.dtype, event.stream) == (0, (), None, "compute")
 
 
 @pytest.mark.pure
@@ -114,7 +114,7 @@ def test_the_example_of_the_essay_holds() -> None:
     gathered, computed, freed = recorder.events
     assert gathered.num_bytes == freed.num_bytes == 32
     assert (gathered.ranks, freed.ranks) == ((0, 1), ())
-    assert (gathered.lane, computed.lane) == ("gather", "compute")
+    assert (gathered.stream, computed.stream) == ("gather", "compute")
 
 
 @ranks(2)

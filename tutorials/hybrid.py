@@ -135,8 +135,8 @@ def lesson(place: Place) -> None:
         numbers = f"{stored[strategy]:>10,}{near:>14,}{far[strategy]:>14,}{losses[strategy][-1]:>12.5f}"
         say(place, f"{strategy.name:<21}{numbers}   {shown}")
         if strategy in HYBRIDS:
-            pieces = from_all_ranks([p.detach().cpu() for p in model.parameters()])
-            same = [all(map(torch.equal, pieces[0], pieces[rank])) for rank in range(place.num_ranks)]
+            local_shards = from_all_ranks([p.detach().cpu() for p in model.parameters()])
+            same = [all(map(torch.equal, local_shards[0], local_shards[rank])) for rank in range(place.num_ranks)]
             # Ranks in the same column have the same shard, ranks in the same row have different ones.
             assert same == [rank % PER_MACHINE == 0 for rank in range(place.num_ranks)]
 

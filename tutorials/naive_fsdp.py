@@ -74,8 +74,8 @@ class Unit:
         # B. The memory shrinks and grows but the tensor stays the same one, because autograd saves views of it during
         #    forward. `.data` hides the write from autograd, which would otherwise report an in-place modification.
         self.row.untyped_storage().resize_(self.num_bytes)
-        pieces = list(self.row.data.chunk(dist.get_world_size()))
-        self.arriving = dist.all_gather(pieces, self.slice.data, async_op=True)
+        local_shards = list(self.row.data.chunk(dist.get_world_size()))
+        self.arriving = dist.all_gather(local_shards, self.slice.data, async_op=True)
 
     def wait(self) -> None:
         """Waits for the all-gather. The row can be read afterwards."""

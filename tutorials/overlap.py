@@ -190,7 +190,7 @@ def simulate(*, limited: bool, num_units: int = 10, seconds_of_gpu: int = 20) ->
     """
     clock, limiter, releases, most = Clock(), RateLimiter(limited), [], 0
     for number in range(num_units):
-        limiter.admit(str(number))
+        limiter.throttle(str(number))
         clock.now += 1
         releases.append(Release(clock, seconds_of_gpu * (number + 1)))
         most = max(most, sum(not release.query() for release in releases))

@@ -279,9 +279,10 @@ def loaders(tokenizer: object, options: argparse.Namespace, place: Place) -> lis
     order = torch.randperm(len(docstrings), generator=torch.Generator().manual_seed(0)).tolist()
     shuffled = [docstrings[i] for i in order]
     sizes = (options.validation_items, options.train_items)
-    pieces = (shuffled[: sizes[0]], shuffled[sizes[0] : sum(sizes)])
+    local_shards = (shuffled[: sizes[0]], shuffled[sizes[0] : sum(sizes)])
     validation, training = (
-        Summaries(tokenizer, piece, len(piece), options.input_length, options.target_length) for piece in pieces
+        Summaries(tokenizer, local_shard, len(local_shard), options.input_length, options.target_length)
+        for local_shard in local_shards
     )
     on_gpu = {"num_workers": 2, "pin_memory": True} if place.device.type == "cuda" else {}
     made = []

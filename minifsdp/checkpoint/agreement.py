@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from minifsdp.engine import collectives, comparison, ledger
-from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message, rank_of_this_process
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class StateDictMismatchError(RuntimeError, ValueError):
     """A state dict does not fit. ``nn.Module`` raises the one base class for this, and optimizers the other."""
 
 
-def groups_of(meshes: Iterable[Mesh]) -> list[Group]:
+def groups_of(meshes: Iterable[MeshGroups]) -> list[Group]:
     """The groups of all meshes without duplicates, shard groups first. Equal on all ranks that build equal trees.
 
     Groups of a simulation are excluded.

@@ -179,7 +179,7 @@ def gathered_rows(value: Any, group: Group | None, device: torch.device) -> torc
     mine = torch.zeros((size, *shape[1:]), dtype=rows.dtype, device=device)
     mine[: rows.shape[0]].copy_(rows)
     everybody = torch.empty((size * group.size, *shape[1:]), dtype=rows.dtype, device=device)
-    collectives.gather(group, everybody.view(-1), mine.view(-1)).wait()
+    collectives.all_gather(group, everybody.view(-1), mine.view(-1)).wait()
     return everybody[: shape[0]]
 
 

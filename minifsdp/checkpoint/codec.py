@@ -34,7 +34,7 @@ from minifsdp.checkpoint.names import names_in_state
 from minifsdp.checkpoint.state_dict_options import OptimStateDictConfig, StateDictConfig, StateDictType
 from minifsdp.engine import collectives
 from minifsdp.engine.flat_parameter import FLAT_NAME
-from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import detail
 from minifsdp.fsdp1.wrapper import Wrapper
 
@@ -91,7 +91,7 @@ class UnitCodec:
         unit = wrapper._unit
         assert unit is not None
         self.unit, self.layout, self._wrapper = unit, unit.layout, wrapper
-        self.mesh: Mesh = unit.plan.mesh
+        self.mesh: MeshGroups = unit.plan.mesh
         self.group: Group | None = self.mesh.shard
         self.shapes, self._partition = self.layout.shapes, self.layout.partition
         self.keys = [(number, prefix + name) for number, name in names_in_state(unit, wrapper.module)]
@@ -102,7 +102,7 @@ class UnitCodec:
     @cached_property
     def places(self) -> list[slice]:
         """By number, the range of the parameter's elements in this rank's shard; may be empty."""
-        return self._partition.slices_of_piece(self.mesh.shard_index)
+        return self._partition.slices_of_local_shard(self.mesh.shard_index)
 
     def is_here(self, number: int) -> bool:
         """Whether this rank has an element of the parameter."""
@@ -118,23 +118,23 @@ class UnitCodec:
     def empty_row(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """An uninitialized bucket on the compute device, and this rank's shard as a view of it, filled with zeros."""
         row = torch.empty(self._partition.padded_numel, dtype=dtype, device=self.layout.device)
-        piece = row[self._partition.piece(self.mesh.shard_index)]
-        return row, piece.zero_()
+        local_shard = row[self._partition.local_shard(self.mesh.shard_index)]
+        return row, local_shard.zero_()
 
-    def gather(self, row: torch.Tensor, piece: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, row: torch.Tensor, local_shard: torch.Tensor) -> list[torch.Tensor]:
         """All-gathers the shards of all ranks into a bucket. All ranks of the shard group must call it.
 
         Args:
             row: the bucket, from `empty_row`.
-            piece: this rank's shard; it may be a view of the bucket.
+            local_shard: this rank's shard; it may be a view of the bucket.
 
         Returns:
             The parameters as views of the bucket, in their shapes.
         """
         if self.group is None:
-            row.copy_(piece)
+            row.copy_(local_shard)
         else:
-            collectives.gather(self.group, row, piece.to(row.device)).wait()
+            collectives.all_gather(self.group, row, local_shard.to(row.device)).wait()
         return self.layout.views_of(row)
 
     def formed(self, full: torch.Tensor, form: Form, device: torch.device) -> Any:
@@ -148,11 +148,11 @@ class UnitCodec:
             return chunks.as_dtensor(full, self.group, self._device_mesh, device)
         return chunks.as_sharded_tensor(chunks.rows_of(full, self.group).to(device, copy=True), full.shape, self.group)
 
-    def local_piece(self, form: Form) -> Any:
+    def local_shard(self, form: Form) -> Any:
         """A copy of this rank's shard for a local state dict."""
-        piece = self.layout.local_values().to("cpu" if form.offload else self.layout.device, copy=True)
+        local_shard = self.layout.local_values().to("cpu" if form.offload else self.layout.device, copy=True)
         row = torch.Size([self._partition.padded_numel])
-        return piece if self.group is None else chunks.as_sharded_tensor(piece, row, self.group)
+        return local_shard if self.group is None else chunks.as_sharded_tensor(local_shard, row, self.group)
 
     @cached_property
     def _device_mesh(self) -> Any:
@@ -176,7 +176,7 @@ class UnitCodec:
         elif is_rows and tuple(value.size()) == shape:
             yield from chunks.misplaced_rows(value, key, self.group)
 
-    def given_piece(self, state: Mapping[str, Any]) -> torch.Tensor | None:
+    def given_local_shard(self, state: Mapping[str, Any]) -> torch.Tensor | None:
         """This rank's shard in a local state dict, under either of its keys; ``None`` if there is none."""
         given = [state[key] for key in (self.local_key, self.flat_key) if key in state]
         return chunks.on_this_rank(given[0]) if given else None
@@ -193,8 +193,8 @@ class UnitCodec:
         # A lazy tensor of a framework that reads files late provides its values in `copy_`.
         return torch.empty(tuple(value.size()), dtype=value.dtype).copy_(value)
 
-    def lay(self, full: torch.Tensor, number: int, piece: torch.Tensor) -> None:
-        """Copies this rank's elements of a full parameter to their range in ``piece``. Nothing is communicated."""
+    def lay(self, full: torch.Tensor, number: int, local_shard: torch.Tensor) -> None:
+        """Copies this rank's elements of a full parameter to their range in ``local_shard``, without communication."""
         elements = self.layout.forms[number].local(full.detach()).reshape(-1)
         part = self._partition.part_in_parameter(self.mesh.shard_index, number)
-        piece[self.places[number]].copy_(elements[part])
+        local_shard[self.places[number]].copy_(elements[part])

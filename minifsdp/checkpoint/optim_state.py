@@ -131,13 +131,13 @@ class _Writing:
 
     def _gathered(self, key: str, dtype: torch.dtype, numbers: Sequence[int]) -> list[torch.Tensor]:
         unit = self.unit
-        row, piece = unit.empty_row(dtype)
+        row, local_shard = unit.empty_row(dtype)
         # Filled in place in the bucket, so that the all-gather needs no additional memory for the shard.
         for number, own in self._own(key, filter(unit.is_here, numbers)).items():
             place = unit.places[number]
             # The state of a flat parameter already has the layout of the local shard.
-            piece[place].copy_(own[place] if unit.is_flat else own)
-        return unit.gather(row, piece)
+            local_shard[place].copy_(own[place] if unit.is_flat else own)
+        return unit.all_gather(row, local_shard)
 
 
 # ---- 4. the parameter groups, and other entries ---------------------------------------------------------------------

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_flatten
 
 from minifsdp.checkpoint import agreement
 from minifsdp.checkpoint.optim_state_names import ParameterNames, UnitNames
-from minifsdp.engine.mesh import Mesh
+from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import detail, rank_of_this_process
 
 # By parameter of the optimizer, by name of the state.
@@ -161,7 +161,7 @@ def facts_of_all_ranks(names: ParameterNames, states: States) -> tuple[list[Fact
         told = {owner: _once(_facts_here(owner, states[owner]), known) for owner in {*unit.owners} & states.keys()}
         mine.append({number: told[owner] for number, owner in enumerate(unit.owners) if owner in told})
     # Replicas have equal shards, so the facts of this rank's shard group are enough.
-    sharers = agreement.groups_of(Mesh(unit.mesh.shard, None) for unit in names.units)
+    sharers = agreement.groups_of(MeshGroups(unit.mesh.shard, None) for unit in names.units)
     by_rank = agreement.tell(sharers, mine)
     problems: list[str] = []
     merged = [

@@ -43,7 +43,7 @@ from minifsdp.checkpoint.optim_state_check import Target, check
 from minifsdp.checkpoint.optim_state_facts import Facts, Shaped, copied, each_state, facts_given, tensors_in
 from minifsdp.checkpoint.optim_state_names import ParameterNames, UnitNames, parameters_of, regrouped
 from minifsdp.engine import collectives
-from minifsdp.engine.mesh import Mesh
+from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import detail, message
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ def _outline(given: Mapping[str, Any], names: ParameterNames) -> tuple[list[Fact
     return facts_given(names, given["state"]), rest, given.get("param_groups")
 
 
-def _broadcast(value: T, mesh: Mesh) -> T:
+def _broadcast(value: T, mesh: MeshGroups) -> T:
     """The first rank's value. It is broadcast to the first rank's replicas, and then in each of their shard groups."""
     box = [value]
     for group in (mesh.replicate, mesh.shard):
@@ -144,8 +144,8 @@ class _Reading:
         unit = self.unit
         if unit.keeps_shapes:
             return {number: self._whole(number, key) for number in numbers}
-        piece = self._piece(key, dtype, numbers)
-        return {number: piece if unit.is_flat else piece[unit.places[number]].clone() for number in numbers}
+        local_shard = self._local_shard(key, dtype, numbers)
+        return {number: local_shard if unit.is_flat else local_shard[unit.places[number]].clone() for number in numbers}
 
     def _whole(self, number: int, key: str) -> torch.Tensor:
         unit, fact = self.unit, self.facts[number][key]
@@ -155,15 +155,15 @@ class _Reading:
             value = _from_first(unit.mesh, value, torch.empty(shape, dtype=fact.dtype, device=unit.layout.device))
         return unit.whole(value).to(unit.layout.local_values().device, copy=True)
 
-    def _piece(self, key: str, dtype: torch.dtype, numbers: Sequence[int]) -> torch.Tensor:
+    def _local_shard(self, key: str, dtype: torch.dtype, numbers: Sequence[int]) -> torch.Tensor:
         unit = self.unit
-        piece = torch.zeros_like(unit.layout.local_values(), dtype=dtype)
+        local_shard = torch.zeros_like(unit.layout.local_values(), dtype=dtype)
         if self.target.form.first_only:
-            mine = _from_first(unit.mesh, self._row(key, dtype, numbers), piece.to(unit.layout.device))
-            return mine.to(piece.device)
+            mine = _from_first(unit.mesh, self._row(key, dtype, numbers), local_shard.to(unit.layout.device))
+            return mine.to(local_shard.device)
         for number in numbers:
-            unit.lay(unit.whole(self.values[unit.names[number]][key]), number, piece)
-        return piece
+            unit.lay(unit.whole(self.values[unit.names[number]][key]), number, local_shard)
+        return local_shard
 
     def _row(self, key: str, dtype: torch.dtype, numbers: Sequence[int]) -> torch.Tensor | None:
         """The shards of all ranks, concatenated; ``None`` if this is not the first rank."""
@@ -176,14 +176,14 @@ class _Reading:
         return row
 
 
-def _from_first(mesh: Mesh, whole: torch.Tensor | None, mine: torch.Tensor) -> torch.Tensor:
+def _from_first(mesh: MeshGroups, whole: torch.Tensor | None, mine: torch.Tensor) -> torch.Tensor:
     """Fills ``mine`` from the first rank's ``whole``: a scatter over its shard group, then a broadcast to replicas."""
     if mesh.shard is None:
         if whole is not None:
             mine.copy_(whole)
     elif mesh.replicate is None or mesh.replicate.rank == 0:
-        pieces = None if whole is None else list(whole.chunk(mesh.shard.size))
-        collectives.call(dist.scatter, mesh.shard, mine, pieces, mesh.shard.ranks[0])
+        local_shards = None if whole is None else list(whole.chunk(mesh.shard.size))
+        collectives.call(dist.scatter, mesh.shard, mine, local_shards, mesh.shard.ranks[0])
     if mesh.replicate is not None:
         collectives.call(dist.broadcast, mesh.replicate, mine, mesh.replicate.ranks[0])
     return mine

@@ -79,7 +79,7 @@ def write_unit(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) ->
     if form.is_local:
         for _, key in codec.keys:
             state.pop(key, None)
-        state[codec.local_key] = codec.local_piece(form)
+        state[codec.local_key] = codec.local_shard(form)
     elif not codec.layout.is_summoned:
         with _gathered(codec.unit) as full_values:
             if is_wanted:
@@ -118,7 +118,7 @@ def _gathered(unit: FlatUnit) -> Generator[list[torch.Tensor]]:
     """Every parameter's full value. All ranks of the unit's shard group must enter and exit it."""
     layout, group = unit.layout, unit.plan.mesh.shard
     if trace.recorder is not None and group is not None:
-        trace.recorder.begin("AG", unit.name, num_bytes=layout.num_bytes, ranks=group.ranks, lane="gather")
+        trace.recorder.begin("AG", unit.name, num_bytes=layout.num_bytes, ranks=group.ranks, stream="gather")
     yield layout.views_of(full_row(layout))
     if trace.recorder is not None and group is not None:
         trace.recorder.begin("FREE", unit.name, num_bytes=layout.num_bytes)

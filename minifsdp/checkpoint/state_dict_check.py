@@ -137,7 +137,7 @@ def _value_problems(state: Mapping[str, Any], expected: Expected, form: Form) ->
 
 
 def _local_problems(codec: UnitCodec, state: Mapping[str, Any], strict: bool) -> Iterator[str]:
-    where, found, mine = codec.local_key, codec.given_piece(state), codec.layout.local_values()
+    where, found, mine = codec.local_key, codec.given_local_shard(state), codec.layout.local_values()
     if found is None and strict:
         yield detail("local-missing", where=where, expected=mine.numel())
     if found is not None and not isinstance(found, torch.Tensor):

@@ -84,11 +84,11 @@ class Reading:
         check_idle(codec.unit)
         # The walk will report these names as missing.
         self._not_for_the_walk = {codec.flat_key, *(key for _, key in codec.keys)}
-        piece = self._local_piece(codec, state) if self._form.is_local else self._piece(codec, state)
-        if piece is not None:
-            codec.layout.overwrite_local(piece)
+        local_shard = self._given_local_shard(codec, state) if self._form.is_local else self._local_shard(codec, state)
+        if local_shard is not None:
+            codec.layout.overwrite_local(local_shard)
 
-    def _piece(self, codec: UnitCodec, state: MutableMapping[str, Any]) -> torch.Tensor:
+    def _local_shard(self, codec: UnitCodec, state: MutableMapping[str, Any]) -> torch.Tensor:
         given: dict[int, Any] = {}
         problems: list[str] = []
         for number, key in codec.keys:
@@ -99,18 +99,18 @@ class Reading:
             # Checked again: custom code of an outer module may have changed it.
             problems.extend(codec.misfit(number, key, given[number], self._form))
         agreement.refuse_together([], problems, OPENING)
-        piece = codec.layout.local_values().clone()
+        local_shard = codec.layout.local_values().clone()
         for number, value in given.items():
-            codec.lay(codec.whole(value), number, piece)
-        return piece
+            codec.lay(codec.whole(value), number, local_shard)
+        return local_shard
 
-    def _local_piece(self, codec: UnitCodec, state: MutableMapping[str, Any]) -> torch.Tensor | None:
-        piece = codec.given_piece(state)
+    def _given_local_shard(self, codec: UnitCodec, state: MutableMapping[str, Any]) -> torch.Tensor | None:
+        local_shard = codec.given_local_shard(state)
         for key in (codec.local_key, codec.flat_key):
             state.pop(key, None)
-        if piece is None:
+        if local_shard is None:
             self._missing.append(codec.local_key)
-        return piece
+        return local_shard
 
     def after_walk(self, missing: list[str], unexpected: list[str]) -> None:
         """Corrects the lists of keys: removes keys that the unit has loaded, and converts names to plain names."""

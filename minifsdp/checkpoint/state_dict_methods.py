@@ -33,7 +33,7 @@ from minifsdp.checkpoint.state_dict_options import (
     common_settings,
     settings_for,
 )
-from minifsdp.engine.mesh import Mesh
+from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message, rank_of_this_process
 from minifsdp.fsdp1.wrapper import PREFIX, Wrapper, clean_name
 
@@ -90,7 +90,9 @@ class StateDictMethods(Wrapper):
         self._before = dict(given.get("destination") or {}) if self._is_outermost_here(prefix) else {}
         if self._is_outermost_here(prefix):
             gathered = [w for w in wrappers_in(self) if not (w._form.is_local or _is_shown(w))]
-            self._meet("state_dict()", [Mesh(w.mesh.shard, None) for w in gathered], custom_state.writes_by_itself)
+            self._meet(
+                "state_dict()", [MeshGroups(w.mesh.shard, None) for w in gathered], custom_state.writes_by_itself
+            )
         with state_dict.shown_to_walk(self._unit, is_looked_at=self._is_looked_at):
             state: dict[str, Any] = super().state_dict(*args, **kwargs)
             if self._is_outermost_here(prefix) and not given.get("keep_vars"):
@@ -100,7 +102,7 @@ class StateDictMethods(Wrapper):
         self._before = {}
         return state
 
-    def _meet(self, call: str, meshes: Iterable[Mesh], looks: Callable[[nn.Module], bool]) -> None:
+    def _meet(self, call: str, meshes: Iterable[MeshGroups], looks: Callable[[nn.Module], bool]) -> None:
         """Waits for all ranks, and notes which units must be unsharded: on all of a unit's ranks or on none.
 
         A user may have a hook on one rank only.

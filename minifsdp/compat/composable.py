@@ -67,7 +67,7 @@ class _ParamGroup:
         policy, mesh = self._unit.policy, self.mesh_info.mesh
         if not policy.reshard_after_forward:
             return None
-        return _info(smaller_mesh(mesh, int(self._reshard_to or 0)) if policy.resting else mesh)
+        return _info(smaller_mesh(mesh, int(self._reshard_to or 0)) if policy.post_forward_mesh else mesh)
 
     @property
     def _orig_dtype(self) -> torch.dtype | None:

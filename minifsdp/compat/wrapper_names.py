@@ -87,7 +87,7 @@ class Slice:
         layout = self._unit.layout
         for parameter in layout.local_parameters():
             parameter.data = parameter.data.to(values.device, values.dtype)
-        layout.settle()
+        layout.refresh_from_module()
         layout.overwrite_local(values)
 
 
@@ -172,8 +172,8 @@ class FrameworkNames(StateDictMethods, _FSDPState):  # type: ignore[misc]
 
     @property
     def _exec_order_data(self) -> Any:
-        # `mend` reshards all units, waits for issued reductions, and drops their results.
-        return SimpleNamespace(next_iter=self._current_tree().mend)
+        # `recover_after_error` reshards all units, waits for issued reductions, and drops their results.
+        return SimpleNamespace(next_iter=self._current_tree().recover_after_error)
 
     # Torch's checkpoint functions compare, set and restore these three.
     _state_dict_type = _in_torchs_words("state_dict_type")

@@ -3,8 +3,8 @@
 The modules of the training step contain no code for debugging. A check that is on replaces a method by a wrapper, which
 calls the method and the functions of the check::
 
-    Cycle.pre_forward        the method itself, while no check is on
-    Cycle.pre_forward        observed(): the method, then ``values`` inspects the unsharded parameters
+    IterationState.pre_forward        the method itself, while no check is on
+    IterationState.pre_forward        observed(): the method, then ``values`` inspects the unsharded parameters
 
 Several checks may observe one method. The first check installs the wrapper, and the end of the last one restores the
 original method. So a check that is off costs nothing, not even a condition.

@@ -124,17 +124,17 @@ def _refuse_unset(modules: Sequence[nn.Module], tree: Root) -> None:
 
 def _unset_in_units(tree: Root) -> Iterator[str]:
     for unit in tree.units:
-        pieces = zip(unit.layout.parameters, _pieces(unit.layout), strict=True)
-        for owned, piece in pieces:
-            if any(slot.module in _made for slot in owned.slots) and _is_unset(piece):
+        local_shards = zip(unit.layout.parameters, _local_shards(unit.layout), strict=True)
+        for owned, local_shard in local_shards:
+            if any(slot.module in _made for slot in owned.slots) and _is_unset(local_shard):
                 yield unit.layout.full_name(owned.path)
 
 
-def _pieces(layout: Layout) -> list[torch.Tensor]:
+def _local_shards(layout: Layout) -> list[torch.Tensor]:
     """This rank's shard of each parameter."""
     if isinstance(layout, FlatLayout):
         row = layout.local_values()
-        return [row[piece] for piece in layout.partition.slices_of_piece(layout.mesh.shard_index)]
+        return [row[local_shard] for local_shard in layout.partition.slices_of_local_shard(layout.mesh.shard_index)]
     return list(layout.local_parameters())
 
 

@@ -40,7 +40,7 @@ from minifsdp.checkpoint.agreement import groups_of, tell
 from minifsdp.debugging.attach import attached
 from minifsdp.engine import collectives
 from minifsdp.engine.flat import FlatLayout
-from minifsdp.engine.hooks import Cycle
+from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.layout import Gradient, Layout
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import detail, message
@@ -71,12 +71,12 @@ def looked_at() -> Iterator[None]:
     """Checks the values of all units inside the block."""
     places = (
         (Root, "begin_forward", _after_begin),
-        (Cycle, "pre_forward", _after_gather),
-        (Cycle, "watch_output", _after_module),
+        (IterationState, "pre_forward", _after_gather),
+        (IterationState, "watch_output", _after_module),
         (Root, "end_forward", _after_forward),
         (FlatLayout, "take_gradient", _after_gradient),
         (PerParameterLayout, "take_gradient", _after_gradient),
-        (Cycle, "end_backward", _after_backward),
+        (IterationState, "end_backward", _after_backward),
     )
     with ExitStack() as stack:
         for owner, name, look in places:
@@ -94,7 +94,7 @@ def _after_begin(is_outermost: bool, tree: Root, caller: Unit | None = None) -> 
         _forget(tree.units)
 
 
-def _after_gather(_: None, cycle: Cycle, unit: Unit) -> None:
+def _after_gather(_: None, iteration: IterationState, unit: Unit) -> None:
     if unit.phase is not Phase.FORWARD:
         return
     layout = unit.layout
@@ -106,7 +106,7 @@ def _after_gather(_: None, cycle: Cycle, unit: Unit) -> None:
     _look(layout, [getattr(slot.module, slot.name) for slot in slots], describe)
 
 
-def _after_module(_: bool, cycle: Cycle, unit: Unit, inputs: Any, output: Any) -> None:
+def _after_module(_: bool, iteration: IterationState, unit: Unit, inputs: Any, output: Any) -> None:
     outputs = list(tensors_in(output))
 
     def describe(number: int, counts: Counts) -> str:
@@ -153,12 +153,12 @@ def _look(layout: Layout, tensors: Sequence[torch.Tensor], describe: Callable[[i
 
 def _after_forward(_: None, tree: Root) -> None:
     # In an evaluation without communication, ranks may reach this point at different times or not at all.
-    if tree.cycle.is_recorded or any(unit.plan.mesh.shard is not None for unit in tree.units):
+    if tree.iteration.is_recorded or any(unit.plan.mesh.shard is not None for unit in tree.units):
         _agree(tree.units, "forward", tree.fail_forward)
 
 
-def _after_backward(_: None, cycle: Cycle) -> None:
-    _agree(cycle.units, "backward")
+def _after_backward(_: None, iteration: IterationState) -> None:
+    _agree(iteration.units, "backward")
 
 
 def _agree(units: Sequence[Unit], what: str, tidy: Callable[[], None] | None = None) -> None:

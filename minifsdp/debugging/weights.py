@@ -35,7 +35,7 @@ from minifsdp.debugging.first_use import late_units_named
 from minifsdp.engine.dtensors import Sharding
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.layout import OwnedParameter
-from minifsdp.engine.mesh import Mesh
+from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import detail, message, warn
 from minifsdp.engine.partition import local_part
 from minifsdp.fsdp2 import fully_shard
@@ -49,18 +49,23 @@ def compared() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(late_units_named("weights"))
         stack.enter_context(attached(FlatLayout, "__init__", before=_before_flat))
-        fully_shard.before_cut.append(_before_cut)
-        stack.callback(fully_shard.before_cut.remove, _before_cut)
+        fully_shard.before_sharding.append(_before_sharding)
+        stack.callback(fully_shard.before_sharding.remove, _before_sharding)
         yield
 
 
 def _before_flat(
-    layout: FlatLayout, home: nn.Module, owned: Mapping[nn.Parameter, OwnedParameter], mesh: Mesh, *_: Any, **__: Any
+    layout: FlatLayout,
+    home: nn.Module,
+    owned: Mapping[nn.Parameter, OwnedParameter],
+    mesh: MeshGroups,
+    *_: Any,
+    **__: Any,
 ) -> None:
     compare(type(home).__name__, owned.items(), mesh)
 
 
-def _before_cut(
+def _before_sharding(
     parameters: dict[nn.Parameter, OwnedParameter], shardings: Sequence[Sharding], device: torch.device
 ) -> None:
     for table in dict.fromkeys(sharding.table for sharding in shardings):
@@ -68,7 +73,7 @@ def _before_cut(
         compare("the module", [item for item, sharding in both if sharding.table == table], table)
 
 
-def compare(unit: str, parameters: Iterable[tuple[nn.Parameter, OwnedParameter]], mesh: Mesh) -> None:
+def compare(unit: str, parameters: Iterable[tuple[nn.Parameter, OwnedParameter]], mesh: MeshGroups) -> None:
     """Issues a warning if values of parameters differ between ranks. Every rank of the mesh must call it.
 
     Args:

@@ -5,17 +5,17 @@ From the bottom up, each module using only those above it in this list:
 ``messages``        error messages and warnings
 ``compiler``        functions that ``torch.compile`` must not trace
 ``mesh``            shard groups and replicate groups
-``lanes``           communication streams, and how to wait for them
+``comm_streams``    communication streams, and how to wait for them
 ``collectives``     the collectives of a training step
 ``gloo``            a faster transport between CPUs for two of them
 ``precision``       the dtype at each step
 ``lifetime``        when memory can be reused; the rate limiter
 ``partition``       how a flat parameter is sharded
 ``cut``             how a single parameter is sharded
-``misuse``          mistakes that are detected when they are made
+``validation``      mistakes that are detected when they are made
 ``layout``          the interface for storing a unit's parameters
 ``optimizer_watch`` mistakes that are detected at an optimizer's step
-``absent``          the placeholder for a parameter that is not available
+``placeholder``     the placeholder for a parameter that is not available
 ``unsharded``       the unsharded tensor, which autograd owns
 ``ownership``       the parameters of the optimizer, and their gradients
 ``flat_parameter``  ... one flat parameter
@@ -30,11 +30,11 @@ From the bottom up, each module using only those above it in this list:
 ``reduce``          gradient reduction
 ``unit``            the state machine: all-gather, wait, reshard
 ``schedule``        prefetching: which unit is all-gathered next
-``triggers``        detects where a unit's backward starts and ends
+``backward_hooks``  detects where a unit's backward starts and ends
 ``order_check``     whether all ranks all-gather the same unit
 ``hooks``           forward and backward hooks
 ``root``            the root state: lazy start, begin and end of an iteration
 
 Suggested reading order: ``layout``, ``row``, ``per_param``, ``unit``, ``hooks``, ``reduce``, ``schedule``,
-``lifetime`` and ``root``; then ``flat``.
+``lifetime``        and ``root``; then ``flat``.
 """

@@ -60,21 +60,21 @@ _GATHER_METHOD = "all_gather_single" if _IS_RENAMED else "_allgather_base"
 _REDUCE_SCATTER_METHOD = "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
 
 
-def gather(group: Group, output: torch.Tensor, piece: torch.Tensor, unit: str | None = None) -> Collective:
+def all_gather(group: Group, output: torch.Tensor, local_shard: torch.Tensor, unit: str | None = None) -> Collective:
     """All-gather: fills ``output`` with the shards of all ranks, one after the other, in order of their position.
 
     Every rank of the group must call it.
 
     Args:
         group: the ranks that take part.
-        output: 1-D, ``group.size * piece.numel()`` elements.
-        piece: 1-D, contiguous, the same number of elements on every rank.
+        output: 1-D, ``group.size * local_shard.numel()`` elements.
+        local_shard: 1-D, contiguous, the same number of elements on every rank.
         unit: the name of the unit, if the collective belongs to one; the same in the functions below.
     """
     if output.is_complex():
-        output, piece = torch.view_as_real(output), torch.view_as_real(piece)
+        output, local_shard = torch.view_as_real(output), torch.view_as_real(local_shard)
     carrier = group.process_group if group.transport is None or not output.is_cpu else group.transport
-    how = (getattr(carrier, _GATHER_METHOD), output, piece, _GATHER)
+    how = (getattr(carrier, _GATHER_METHOD), output, local_shard, _GATHER)
     return Collective("all-gather", group, output.nbytes, *how, on_cpu=output.is_cpu, unit=unit, dtype=output.dtype)
 
 
@@ -88,46 +88,46 @@ def ask(group: Group, answers: torch.Tensor, mine: torch.Tensor) -> Collective:
     return Collective("order check", group, answers.nbytes, method, answers, mine, _GATHER)
 
 
-def gathers_each(group: Group | None, outputs: Sequence[torch.Tensor]) -> bool:
-    """Whether `gather_each` can fill ``outputs``, and is faster."""
+def all_gathers_each(group: Group | None, outputs: Sequence[torch.Tensor]) -> bool:
+    """Whether `all_gather_each` can fill ``outputs``, and is faster."""
     transport = None if group is None or not outputs[0].is_cpu else group.transport
-    return transport is not None and bool(transport.gathers_each(outputs))
+    return transport is not None and bool(transport.all_gathers_each(outputs))
 
 
-def gather_each(
-    group: Group, outputs: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], unit: str | None = None
+def all_gather_each(
+    group: Group, outputs: Sequence[torch.Tensor], local_shards: Sequence[torch.Tensor], unit: str | None = None
 ) -> Collective:
-    """One all-gather of several tensors, if `gathers_each` allows it; the result needs no sorting.
+    """One all-gather of several tensors, if `all_gathers_each` allows it; the result needs no sorting.
 
     Every rank of the group must call it.
 
     Args:
         group: the ranks that take part.
         outputs: each of shape (``group.size``, elements), contiguous in one memory.
-        pieces: each 1-D, contiguous in one memory as well; cast to the dtype of its output.
+        local_shards: each 1-D, contiguous in one memory as well; cast to the dtype of its output.
     """
     if outputs[0].is_complex():
-        outputs, pieces = ([torch.view_as_real(each) for each in tensors] for tensors in (outputs, pieces))
+        outputs, local_shards = ([torch.view_as_real(each) for each in tensors] for tensors in (outputs, local_shards))
     num_bytes = sum(output.nbytes for output in outputs)
     send = group.transport.all_gather_each
     dtype = outputs[0].dtype
-    return Collective("all-gather", group, num_bytes, send, outputs, pieces, on_cpu=True, unit=unit, dtype=dtype)
+    return Collective("all-gather", group, num_bytes, send, outputs, local_shards, on_cpu=True, unit=unit, dtype=dtype)
 
 
 def reduce_scatter(
-    group: Group, piece: torch.Tensor, whole: torch.Tensor, unit: str | None = None, parts: Sequence[int] = ()
+    group: Group, local_shard: torch.Tensor, whole: torch.Tensor, unit: str | None = None, parts: Sequence[int] = ()
 ) -> Collective:
-    """Reduce-scatter: fills ``piece`` with this rank's part of the sum of ``whole`` over the group.
+    """Reduce-scatter: fills ``local_shard`` with this rank's part of the sum of ``whole`` over the group.
 
-    Every rank of the group must call it. ``whole`` is 1-D with ``group.size * piece.numel()`` elements. It must be kept
-    alive until the handle was waited for. ``parts`` are the numbers of the parameters whose gradients it contains.
+    Every rank of the group must call it. ``whole`` is 1-D with ``group.size * local_shard.numel()`` elements. It must
+    be kept alive until the handle was waited for. ``parts`` are the numbers of the parameters in it.
     """
     if whole.is_complex():
-        piece, whole = torch.view_as_real(piece), torch.view_as_real(whole)
+        local_shard, whole = torch.view_as_real(local_shard), torch.view_as_real(whole)
     carrier = group.process_group if group.transport is None or not whole.is_cpu else group.transport
     method = getattr(carrier, _REDUCE_SCATTER_METHOD)
     what: dict[str, Any] = {"on_cpu": whole.is_cpu, "unit": unit, "parts": parts, "dtype": whole.dtype}
-    return Collective("reduce-scatter", group, whole.nbytes, method, piece, whole, _REDUCE_SCATTER, **what)
+    return Collective("reduce-scatter", group, whole.nbytes, method, local_shard, whole, _REDUCE_SCATTER, **what)
 
 
 def all_reduce(group: Group, tensor: torch.Tensor, unit: str | None = None, parts: Sequence[int] = ()) -> Collective:
@@ -186,7 +186,7 @@ class Scaling:
         if self.before != 1.0:
             whole.div_(self.before)
 
-    def complete(self, piece: torch.Tensor) -> None:
+    def complete(self, local_shard: torch.Tensor) -> None:
         """Divides the sum in place."""
         if self.after != 1.0:
-            piece.div_(self.after)
+            local_shard.div_(self.after)

@@ -42,7 +42,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from minifsdp.engine import collectives, ledger
-from minifsdp.engine.lanes import Lanes
+from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.ledger import Collective, Tree
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.unit import Unit
@@ -66,12 +66,12 @@ class Comparison:
 
     Args:
         units: all units of the root, in the same order on every rank.
-        lanes: the communication streams of the root.
+        comm_streams: the communication streams of the root.
         tree: the units in the collective log.
     """
 
-    def __init__(self, units: Sequence[Unit], lanes: Lanes, tree: Tree) -> None:
-        self._lanes, self._tree = lanes, tree
+    def __init__(self, units: Sequence[Unit], comm_streams: CommStreams, tree: Tree) -> None:
+        self._comm_streams, self._tree = comm_streams, tree
         meshes = [plan.mesh for unit in units for plan in unit.plans]
         groups = [mesh.shard for mesh in meshes] + [mesh.replicate for mesh in meshes]
         self._groups = {group.chain: group for group in groups if group is not None}
@@ -93,10 +93,10 @@ class Comparison:
             return
         self.read_now()
         has_stepped, self._num_steps = ledger.num_steps != self._num_steps, ledger.num_steps
-        with _disable_current_modes(), self._lanes.gather as lane:
+        with _disable_current_modes(), self._comm_streams.all_gather as comm_stream:
             for chain, group in groups:
                 # Filled by kernels, one number after the other. A copy from the CPU would block the CPU.
-                mine = torch.full((4,), chain.digest, device=self._lanes.device)
+                mine = torch.full((4,), chain.digest, device=self._comm_streams.device)
                 mine[1], mine[2], mine[3] = chain.number, 0, has_stepped
                 if self._asked:
                     # The question to the next group contains whether the last group differs.
@@ -106,10 +106,10 @@ class Comparison:
                 self._asked.append(collectives.ask(group, answers, mine))
                 self._answers = answers.view(group.size, 4)
                 chain.begin_epoch()
-            if lane.stream is not None:
+            if comm_stream.stream is not None:
                 self._asked[-1].wait()
                 self._answers = self._answers.to("cpu", non_blocking=True)
-                self._arrived = ledger.on_its_way = lane.stream.record_event()
+                self._arrived = ledger.on_its_way = comm_stream.stream.record_event()
                 _unread.append(self)
 
     def read(self) -> None:

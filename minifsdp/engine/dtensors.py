@@ -32,25 +32,25 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from minifsdp.engine.cut import Cut
-from minifsdp.engine.mesh import Mesh
+from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message
 
 # Returns the local tensor of a DTensor itself. ``to_local()`` creates another tensor, for autograd.
-piece_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
+local_shard_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 
 
-def set_piece(tensor: torch.Tensor, piece: torch.Tensor) -> None:
+def set_local_shard(tensor: torch.Tensor, local_shard: torch.Tensor) -> None:
     """Replaces the local tensor of a DTensor."""
-    tensor._local_tensor = piece  # type: ignore[attr-defined]
+    tensor._local_tensor = local_shard  # type: ignore[attr-defined]
 
 
-def gradient_of(parameter: torch.Tensor, piece: torch.Tensor) -> DTensor:
+def gradient_of(parameter: torch.Tensor, local_shard: torch.Tensor) -> DTensor:
     """Wraps a local shard of the gradient of ``parameter`` in a DTensor.
 
     It shares the spec object of the parameter. DTensor compares specs for each operator of the optimizer, and the
     comparison of an object with itself is fast.
     """
-    return DTensor(piece, parameter._spec, requires_grad=False)  # type: ignore[attr-defined]
+    return DTensor(local_shard, parameter._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
 def _around(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
@@ -80,7 +80,7 @@ class Sharding:
         ValueError: a parameter without dims, or a placement that is not a ``Shard``.
     """
 
-    def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh, table: Mesh, placement: Any, path: str) -> None:
+    def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh, table: MeshGroups, placement: Any, path: str) -> None:
         self.mesh, self.table = mesh, table
         where = f"parameter {path!r}"
         if parameter.ndim == 0:
@@ -125,22 +125,22 @@ class Sharding:
     def local_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The tensor to shard: the parameter's values, or their local tensor if tensor parallelism has sharded them."""
         values = parameter.detach()
-        return piece_of(values) if isinstance(values, DTensor) else values
+        return local_shard_of(values) if isinstance(values, DTensor) else values
 
     def cut_out_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """This rank's shard of the values, as a view."""
         return self.cut.local_part(self.local_of(parameter), self.table.shard_index)
 
-    def wrap(self, piece: torch.Tensor) -> DTensor:
+    def wrap(self, local_shard: torch.Tensor) -> DTensor:
         """Wraps a local shard in a DTensor."""
-        return _around(piece, self._spec)
+        return _around(local_shard, self._spec)
 
-    def wrap_among(self, mesh: DeviceMesh, piece: torch.Tensor) -> DTensor | None:
+    def wrap_among(self, mesh: DeviceMesh, local_shard: torch.Tensor) -> DTensor | None:
         """Wraps a shard over the last axis of ``mesh`` in a DTensor; ``None`` with tensor parallelism."""
         if self._tensor_parallel is not None:
             return None
         placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(self.cut.dim))
-        return _around(piece, DTensorSpec(mesh, placements, tensor_meta=self._spec.tensor_meta))
+        return _around(local_shard, DTensorSpec(mesh, placements, tensor_meta=self._spec.tensor_meta))
 
     def fits(self, other: torch.Tensor) -> bool:
         """Whether ``other`` is a DTensor of the same shape, mesh and placements."""
@@ -164,5 +164,5 @@ class Sharding:
             assert self._tensor_parallel is not None
             if gradient.placements != self._tensor_parallel.placements:
                 gradient = gradient.redistribute(placements=self._tensor_parallel.placements)
-            return piece_of(gradient)
+            return local_shard_of(gradient)
         return gradient

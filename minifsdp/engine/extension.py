@@ -29,8 +29,8 @@ import torch
 from torch import nn
 
 from minifsdp.engine import collectives, lifetime
+from minifsdp.engine.comm_streams import COMPLETED, CommStream, Handle, compute_event
 from minifsdp.engine.cut import Cut
-from minifsdp.engine.lanes import NOTHING, Lane, Promise, compute_event
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import message
 from minifsdp.engine.row import Options
@@ -43,7 +43,7 @@ class ExtendedRow:
 
     Args:
         cut: how the parameter is sharded.
-        piece: this rank's local shard.
+        local_shard: this rank's local shard.
         group: the ranks that store the shards; ``None`` if the parameter is not sharded.
         options: compute device and dtype.
         mesh: the ranks of the all-gather, as a 1-D mesh; passed to the first method.
@@ -53,62 +53,62 @@ class ExtendedRow:
     is_borrowed = False
 
     def __init__(
-        self, cut: Cut, piece: torch.Tensor, group: Group | None, options: Options, mesh: Any, module: nn.Module
+        self, cut: Cut, local_shard: torch.Tensor, group: Group | None, options: Options, mesh: Any, module: nn.Module
     ) -> None:
         self._cut, self.group, self._mesh, self._module, self._policy = cut, group, mesh, module, options.policy
-        self.device, self.dtype = options.device, options.compute_dtype(piece.dtype)
+        self.device, self.dtype = options.device, options.compute_dtype(local_shard.dtype)
         self.num_bytes = cut.padded_numel * self.dtype.itemsize
-        self._home = options.home_of(piece)
-        self._pad(piece)
+        self._home = options.home_of(local_shard)
+        self._pad(local_shard)
         # A placeholder of the same shape, without memory, until the first all-gather creates the leaf.
         self.leaves = [nn.Parameter(torch.empty(cut.shape, dtype=self.dtype, device="meta"), requires_grad=False)]
         self._freed_at: Any = None
         self._outputs: list[torch.Tensor] = []
         self._inner: list[tuple[torch.Tensor, int]] = []
 
-    def take(self, pieces: Sequence[torch.Tensor]) -> None:
+    def take(self, local_shards: Sequence[torch.Tensor]) -> None:
         """Replaces the local shard by another one of the same dtype and device."""
-        if pieces[0] is not self.pieces[0]:
-            self._pad(pieces[0])
+        if local_shards[0] is not self.local_shards[0]:
+            self._pad(local_shards[0])
 
     def _pad(self, part: torch.Tensor) -> None:
         self._is_patched = BEFORE in vars(part)
         if self._is_patched:
             # 4. The same tensor object, with memory of its own.
             part.data = part.clone()
-            self._padded, self.pieces = part, [part]
+            self._padded, self.local_shards = part, [part]
             return
         # 1. A tensor of the parameter's class, with memory of its own.
         self._padded = part.new_zeros(self._cut.local_shape(0)).to(self._home)
-        piece = self._padded.narrow(self._cut.dim, 0, part.shape[self._cut.dim])
-        piece.copy_(part)
-        self.pieces = [piece]
+        local_shard = self._padded.narrow(self._cut.dim, 0, part.shape[self._cut.dim])
+        local_shard.copy_(part)
+        self.local_shards = [local_shard]
 
     def stamp(self) -> object:
         """Never equal to an earlier stamp, because a change inside a tensor subclass cannot be detected."""
         return object()
 
-    def gather(self, lane: Lane, name: str | None = None) -> list[Promise]:
+    def all_gather(self, comm_stream: CommStream, name: str | None = None) -> list[Handle]:
         """Calls the first method, and issues an all-gather for each tensor that it returns."""
         if self._freed_at is not None:
             # The metadata was created on the communication stream, and the compute stream read it until then.
-            lane.follow(self._freed_at)
+            comm_stream.wait_compute(self._freed_at)
         shard = self._padded if self._is_patched else self._padded.to(self.device, non_blocking=True)
         tensors, self._metadata = self._ask(shard)
         sent = [self._filled_up(tensor).to(self.device).contiguous() for tensor in tensors]
         num = 1 if self.group is None else self.group.size
         if not self._outputs:
             self._outputs = [t.new_empty((num * t.shape[0], *t.shape[1:])) for t in sent]
-        promises = []
+        handles = []
         for tensor, output in zip(sent, self._outputs, strict=True):
             output.untyped_storage().resize_(output.numel() * output.element_size())
-            work = NOTHING
+            work = COMPLETED
             if self.group is None:
                 output.copy_(tensor)
             else:
-                work = collectives.gather(self.group, output.view(-1), tensor.view(-1), name)
-            promises.append(lane.promise(work))
-        return promises
+                work = collectives.all_gather(self.group, output.view(-1), tensor.view(-1), name)
+            handles.append(comm_stream.handle(work))
+        return handles
 
     def _ask(self, shard: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
         before, shape = getattr(shard, BEFORE), self._cut.shape

@@ -40,15 +40,15 @@ import torch
 from torch import nn
 
 from minifsdp.engine import collectives, optimizer_watch
-from minifsdp.engine.absent import GUARD, guards_for
+from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
 from minifsdp.engine.flat_parameter import FlatOwnership
-from minifsdp.engine.lanes import NOTHING, Lanes, Promise
 from minifsdp.engine.layout import Gradient, Layout, OwnedParameter, Slot, replaced_parameter_error
 from minifsdp.engine.lifetime import ReleaseEvent
-from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.originals import OriginalOwnership
 from minifsdp.engine.ownership import Ownership, check_uniform_dtype
 from minifsdp.engine.partition import Form, Partition, local_part
+from minifsdp.engine.placeholder import GUARD, guards_for
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.unsharded import Unsharded
 
@@ -72,13 +72,13 @@ class FlatLayout(Layout):
         is_summoned: whether the modules have the unsharded parameters of ``summon_full_params``, see ``summoned.py``.
     """
 
-    _make_room: Callable[..., None] | None = None
+    _before_concat: Callable[..., None] | None = None
 
     def __init__(
         self,
         home: nn.Module,
         parameters: Mapping[nn.Parameter, OwnedParameter],
-        mesh: Mesh,
+        mesh: MeshGroups,
         device: torch.device,
         precision: Precision,
         *,
@@ -120,7 +120,7 @@ class FlatLayout(Layout):
         # A unit that computes in the memory of the shard is always unsharded.
         stays = self._now.is_borrowed and self.hides_originals
         self._guards = guards_for(self.parameters) if stays or not self.hides_originals else []
-        self._show(self.views_of(self._now.leaf) if stays else self.owner.stand_ins)
+        self._show(self.views_of(self._now.leaf) if stays else self.owner.placeholders)
 
     # --- the unsharded tensor ---
 
@@ -137,15 +137,15 @@ class FlatLayout(Layout):
         self._now, self.is_stored = self._variants[dtype], stored
         self.dtype, self.num_bytes = dtype, self._now.num_bytes
 
-    def on_gradient(self, notify: Callable[[], None] | None, make_room: Callable[..., None] | None = None) -> bool:
+    def on_gradient(self, notify: Callable[[], None] | None, before_concat: Callable[..., None] | None = None) -> bool:
         """Sets the functions to call when the unsharded gradient is complete. A hook of the leaf detects that."""
-        self._on_gradient, self._make_room = notify, make_room
+        self._on_gradient, self._before_concat = notify, before_concat
         self._guard()
         return True
 
-    def settle(self) -> None:
+    def refresh_from_module(self) -> None:
         """Adapts to a shard that has another dtype now, for instance after ``model.half()``."""
-        self.owner.settle()
+        self.owner.refresh_from_module()
         if self.dtype is not (self._compute_dtype or self.owner.shard.dtype):
             self._variants.clear()
             self.use_stored_dtype(False)
@@ -158,28 +158,29 @@ class FlatLayout(Layout):
     # --- memory ---
 
     @property
-    def gather_group(self) -> Group | None:
+    def all_gather_group(self) -> Group | None:
         """The shard group."""
         return self.mesh.shard
 
-    def gather(self, lanes: Lanes) -> Promise | None:
+    def all_gather(self, comm_streams: CommStreams) -> Handle | None:
         """Fills the unsharded tensor: by an all-gather, or by a copy of the shard if the unit is not sharded."""
         if self.owner.collect():
             # Copied on the compute stream. The communication stream must wait for that.
-            lanes.gather.follow()
+            comm_streams.all_gather.wait_compute()
         self._gathered_at = self.steps.count, self.owner.stamp()
         now, shard, group = self._now, self.owner.shard.data, self.mesh.shard
         if now.is_borrowed:
-            now.follow(shard)
+            now.wait_compute(shard)
             return None
-        with lanes.gather as lane:
+        with comm_streams.all_gather as comm_stream:
             now.allocate()
-            piece = shard
+            local_shard = shard
             if shard.device != self.device or shard.dtype is not self.dtype:
                 # A cast, or a copy to the device, writes to this rank's part of the all-gather output.
-                piece = now.alias[self.partition.piece(self.mesh.shard_index)]
-                piece.copy_(shard, non_blocking=True)
-            return lane.promise(NOTHING if group is None else collectives.gather(group, now.alias, piece, self.name))
+                local_shard = now.alias[self.partition.local_shard(self.mesh.shard_index)]
+                local_shard.copy_(shard, non_blocking=True)
+            work = COMPLETED if group is None else collectives.all_gather(group, now.alias, local_shard, self.name)
+            return comm_stream.handle(work)
 
     def free(self) -> ReleaseEvent | None:
         """Releases the memory of the unsharded tensor."""
@@ -192,14 +193,14 @@ class FlatLayout(Layout):
 
     # --- the attributes of modules ---
 
-    def notice_edits(self) -> None:
+    def accept_replacements(self) -> None:
         """Raises an error if a module has another tensor than the one that was assigned last."""
         shown = self._shown
         for dictionary, slot, index in self._places:
             if dictionary.get(slot.name) is not shown[index]:
                 raise replaced_parameter_error(slot, self.name)
 
-    def show_unsharded(self) -> None:
+    def use_unsharded_params(self) -> None:
         """Creates new views and assigns them to the modules."""
         leaf = self._now.leaf
         leaf.requires_grad_(self.owner.requires_grad)
@@ -207,27 +208,27 @@ class FlatLayout(Layout):
         views = self.views_of(leaf)
         if torch.is_grad_enabled():
             self._recorded, self.is_recorded_stored = views, self.is_stored
-            if self._make_room is not None and len(views) > 1 and leaf.requires_grad and not self._any_distributed:
+            if self._before_concat is not None and len(views) > 1 and leaf.requires_grad and not self._any_distributed:
                 # The backward of the split, which runs after that of the view.
-                views[0].grad_fn.next_functions[0][0].register_prehook(self._make_room)  # type: ignore[union-attr]
+                views[0].grad_fn.next_functions[0][0].register_prehook(self._before_concat)  # type: ignore[union-attr]
         self._show(views)
 
-    def show_again(self) -> None:
+    def use_unsharded_params_again(self) -> None:
         """Assigns the views of the recorded forward again, for a recomputed forward inside this unit."""
         # Otherwise tensors that the user assigned since the forward would be overwritten silently.
-        self.notice_edits()
+        self.accept_replacements()
         if self._recorded is not None:
             self._show(self._recorded)
 
-    def show_resting(self, *, is_kept: bool) -> None:
+    def use_kept_params(self, *, is_kept: bool) -> None:
         """Assigns the sharded tensors, unless unsharded original parameters are kept on purpose (ORIG-09)."""
         if not is_kept or self.hides_originals or self.mesh.shard is None:
-            self.show_sharded()
+            self.use_sharded_params()
 
-    def show_sharded(self) -> None:
+    def use_sharded_params(self) -> None:
         """Assigns the sharded tensors to the modules, unless the unsharded views are always valid."""
-        if self._shown is not self.owner.stand_ins and not (self._now.is_borrowed and self.hides_originals):
-            self._show(self.owner.stand_ins)
+        if self._shown is not self.owner.placeholders and not (self._now.is_borrowed and self.hides_originals):
+            self._show(self.owner.placeholders)
 
     def _show(self, tensors: Sequence[torch.Tensor]) -> None:
         self._shown = tensors
@@ -240,7 +241,7 @@ class FlatLayout(Layout):
 
     def _guard(self) -> None:
         """Adds or removes the forward guards. Modules must not run while sharded, or without a gradient callback."""
-        is_unfit = self._shown is self.owner.stand_ins or self._on_gradient is None
+        is_unfit = self._shown is self.owner.placeholders or self._on_gradient is None
         for hooks, hook in self._guards:
             if is_unfit and not self.is_summoned:
                 hooks[GUARD] = hook
@@ -289,14 +290,14 @@ class FlatLayout(Layout):
         """
         return gradient.parts[0].to(dtype, copy=is_written and self._is_shared)
 
-    def copy_to_host(self, piece: torch.Tensor) -> torch.Tensor:
+    def copy_to_host(self, local_shard: torch.Tensor) -> torch.Tensor:
         """Casts on the device, because the CPU would have to wait for the copy. PyTorch pins the copy's memory."""
-        dtype = piece.dtype if self.owner.keep_reduce_dtype else self.owner.shard.dtype
-        return piece.to(dtype).to(self.owner.shard.device, non_blocking=True)
+        dtype = local_shard.dtype if self.owner.keep_reduce_dtype else self.owner.shard.dtype
+        return local_shard.to(dtype).to(self.owner.shard.device, non_blocking=True)
 
-    def accept_gradient(self, gradient: Gradient, piece: torch.Tensor) -> None:
+    def accept_gradient(self, gradient: Gradient, local_shard: torch.Tensor) -> None:
         """Adds a reduced gradient shard to ``.grad``."""
-        self.owner.add_reduced(piece)
+        self.owner.add_reduced(local_shard)
 
     @property
     def has_unreduced(self) -> bool:
@@ -315,10 +316,10 @@ class FlatLayout(Layout):
         if not self.is_summoned:
             self.owner.collect()
 
-    def overwrite_local(self, piece: torch.Tensor) -> None:
+    def overwrite_local(self, local_shard: torch.Tensor) -> None:
         """Writes new values into this rank's shard."""
         self._collect()
-        self.owner.overwrite(piece)
+        self.owner.overwrite(local_shard)
 
     def views_of(self, row: torch.Tensor) -> list[torch.Tensor]:
         """The parameters in an unsharded flat tensor ``row``: views in the original shapes, or DTensors of them."""
@@ -331,7 +332,7 @@ class FlatLayout(Layout):
         """The parameters of this unit that the optimizer owns."""
         return self.owner.parameters
 
-    def show_summoned(self, parameters: Sequence[nn.Parameter]) -> None:
+    def use_summoned_params(self, parameters: Sequence[nn.Parameter]) -> None:
         """Registers unsharded parameters on the modules for ``summon_full_params``, in the modules' original order."""
         self.is_summoned = True
         for dictionary, slot, index in self._places:

@@ -2,7 +2,8 @@
 
 The shard of a unit is one 1-D tensor. The simplest way to pass it to an optimizer is as one parameter, the *flat
 parameter*. It is registered on the unit's module under the name ``_flat_param``. ``named_parameters()`` then does not
-yield the original parameters. While the unit is sharded, modules have an `AbsentParameter` in place of each of them.
+yield the original parameters. While the unit is sharded, modules have a
+`PlaceholderParameter` in place of each of them.
 
 Worked example, ``weight`` of shape (2, 3) and ``bias`` of shape (3), two ranks::
 
@@ -22,11 +23,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from minifsdp.engine import misuse
-from minifsdp.engine.absent import AbsentParameter
+from minifsdp.engine import validation
 from minifsdp.engine.layout import OwnedParameter
 from minifsdp.engine.messages import message
 from minifsdp.engine.ownership import Ownership, frozen_among_trained
+from minifsdp.engine.placeholder import PlaceholderParameter
 
 FLAT_NAME = "_flat_param"
 
@@ -66,15 +67,17 @@ class FlatOwnership(Ownership):
         # `isinstance` and other frameworks recognize torch's FlatParameter by these attributes.
         self.shard._is_flat_param = True  # type: ignore[attr-defined]
         self.shard._fsdp_flattened = True  # type: ignore[attr-defined]
-        self.stand_ins = [AbsentParameter(p.shape, p.dtype, p.device, owned.path) for p, owned in parameters.items()]
+        self.placeholders = [
+            PlaceholderParameter(p.shape, p.dtype, p.device, owned.path) for p, owned in parameters.items()
+        ]
         for original, owned in parameters.items():
-            misuse.note_taken(original, owned.path, is_replaced=True)
+            validation.note_taken(original, owned.path, is_replaced=True)
             for slot in owned.slots:
                 delattr(slot.module, slot.name)
-        misuse.note_place(home, FLAT_NAME, None)
+        validation.note_place(home, FLAT_NAME, None)
         self.hide_full()
 
-    def show_full(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
+    def use_full_params(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
         """Ordinary parameters for ``views``. Removes the flat parameter from the module until `hide_full`."""
         del self.home._parameters[FLAT_NAME]
         return [nn.Parameter(view, requires_grad=self.requires_grad) for view in views]

@@ -59,14 +59,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, FakeProcessGroup, HashStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from minifsdp.engine.lanes import Promise
+from minifsdp.engine.comm_streams import Handle
 
 # Arbitrary numbers that no program uses for its own messages.
 _REDUCE_TAG, _QUESTION_TAG, _SIZES_TAG = 0x6D696E6A, 0x6D697100, 0x6D697200
 _GATHER_TAGS = 0x20000000  # and as many numbers after it
 # 5. In bytes, measured: `spec_tests.benchmarks` has benchmarks of smaller and larger sizes.
 _WORTH_A_MESSAGE = 2**18
-_SOON = 0.0005  # seconds, measured with `tiny`
+_POLL_SECONDS = 0.0005  # seconds, measured with `tiny`
 _ALL_TO_ALL = AllToAllOptions()
 
 
@@ -102,29 +102,29 @@ class Transport:
         self._is_known, self._salt = is_known, num_errors % 4096 << 16
         self._gather_tag = _GATHER_TAGS + (identity ^ self._salt) % _GATHER_TAGS
 
-    def all_gather_single(self, output: torch.Tensor, piece: torch.Tensor, options: Any) -> Promise:
+    def all_gather_single(self, output: torch.Tensor, local_shard: torch.Tensor, options: Any) -> Handle:
         """Issues an all-gather, with the signature of the process group's method."""
         if torch._C._len_torch_dispatch_stack():
-            self._show_gather(output, piece, options)
-        if piece.nbytes >= self._least_bytes or not self._is_known:
-            return self._send_to_all([output.view(self._size, *piece.shape)], [piece])
+            self._show_gather(output, local_shard, options)
+        if local_shard.nbytes >= self._least_bytes or not self._is_known:
+            return self._send_to_all([output.view(self._size, *local_shard.shape)], [local_shard])
         if self._size > 2:
-            return _Soon(self._gather_in_thread(output, piece, options))
+            return _PollingWork(self._gather_in_thread(output, local_shard, options))
         places = output.tensor_split(2)
-        if places[self._rank].data_ptr() != piece.data_ptr():
-            places[self._rank].copy_(piece)
-        return self._swap_in_thread(places[1 - self._rank], piece)
+        if places[self._rank].data_ptr() != local_shard.data_ptr():
+            places[self._rank].copy_(local_shard)
+        return self._swap_in_thread(places[1 - self._rank], local_shard)
 
     def all_gather_apart(
-        self, output: torch.Tensor, piece: torch.Tensor, options: Any, tag: int = _QUESTION_TAG
-    ) -> Promise:
+        self, output: torch.Tensor, local_shard: torch.Tensor, options: Any, tag: int = _QUESTION_TAG
+    ) -> Handle:
         """Issues an all-gather that cannot pair up with any other collective; dispatch modes do not see it.
 
         With gloo's collectives, a rank that issues a collective of another size than the other ranks ends its process.
         """
-        outputs = [output.view(self._size, *piece.shape)]
+        outputs = [output.view(self._size, *local_shard.shape)]
         # All-gathers of different sizes must not pair up either.
-        return self._send_to_all(outputs, [piece], tag + piece.nbytes, self._questions)
+        return self._send_to_all(outputs, [local_shard], tag + local_shard.nbytes, self._questions)
 
     def numbers_of_all(self, number: int) -> Callable[[], list[int]]:
         """Sends a number to all ranks; every rank must call it. The function that it returns waits for all numbers."""
@@ -140,69 +140,72 @@ class Transport:
 
         return answers
 
-    def gathers_each(self, outputs: Sequence[torch.Tensor]) -> bool:
+    def all_gathers_each(self, outputs: Sequence[torch.Tensor]) -> bool:
         """Whether one all-gather for each tensor is faster than one for all of them (5)."""
         return sum(output[0].nbytes for output in outputs) >= _WORTH_A_MESSAGE * len(outputs)
 
-    def all_gather_each(self, outputs: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor]) -> Promise:
+    def all_gather_each(self, outputs: Sequence[torch.Tensor], local_shards: Sequence[torch.Tensor]) -> Handle:
         """Issues the all-gather of several tensors, each directly into its own output, which has one row for each rank.
 
         The tensors must be contiguous parts of one storage, and so must the outputs.
         """
         if torch._C._len_torch_dispatch_stack():
             numel = sum(output[0].numel() for output in outputs)
-            whole, piece = outputs[0].as_strided((self._size * numel,), (1,)), pieces[0].as_strided((numel,), (1,))
-            self._show_gather(whole, piece, AllgatherOptions())
-        return self._send_to_all(outputs, pieces)
+            whole, local_shard = (
+                outputs[0].as_strided((self._size * numel,), (1,)),
+                local_shards[0].as_strided((numel,), (1,)),
+            )
+            self._show_gather(whole, local_shard, AllgatherOptions())
+        return self._send_to_all(outputs, local_shards)
 
     def _send_to_all(
         self,
         outputs: Sequence[torch.Tensor],
-        pieces: Sequence[torch.Tensor],
+        local_shards: Sequence[torch.Tensor],
         tag: int | None = None,
         queue: _Queue | None = None,
-    ) -> Promise:
+    ) -> Handle:
         works, tag = [], (self._gather_tag if tag is None else tag + self._salt)
         for output in outputs:
             works += [self._backend.recv([output[other]], other, tag) for other in self._others]
-        for output, piece in zip(outputs, pieces, strict=True):
+        for output, local_shard in zip(outputs, local_shards, strict=True):
             own = output[self._rank]
-            if own.data_ptr() != piece.data_ptr():
-                own.copy_(piece)
+            if own.data_ptr() != local_shard.data_ptr():
+                own.copy_(local_shard)
             works += [self._backend.send([own], other, tag) for other in self._others]
         return _Exchange(works, queue or self._gathers)
 
-    def reduce_scatter_single(self, piece: torch.Tensor, whole: torch.Tensor, options: Any) -> Promise:
+    def reduce_scatter_single(self, local_shard: torch.Tensor, whole: torch.Tensor, options: Any) -> Handle:
         """Issues a reduce-scatter, with the signature of the process group's method."""
         if torch._C._len_torch_dispatch_stack():
-            self._show_reduce_scatter(piece, whole, options)
+            self._show_reduce_scatter(local_shard, whole, options)
         own = whole.tensor_split(self._size)
-        is_small = piece.nbytes < self._least_bytes
+        is_small = local_shard.nbytes < self._least_bytes
         if is_small and self._size > 2:
             received = torch.empty_like(whole)
-            work = _Soon(self._backend.alltoall_base(received, whole, [], [], _ALL_TO_ALL))
-            return _Sum(work, received.tensor_split(self._size), piece)
+            work = _PollingWork(self._backend.alltoall_base(received, whole, [], [], _ALL_TO_ALL))
+            return _Sum(work, received.tensor_split(self._size), local_shard)
         # 2. One of the first two summands comes from another rank, and is received in the output.
         parts, first = list(own), 1 if self._rank == 0 else 0
         for other in self._others:
-            parts[other] = piece if other == first else torch.empty_like(piece)
+            parts[other] = local_shard if other == first else torch.empty_like(local_shard)
         if is_small:
-            return _Sum(self._swap_in_thread(piece, own[first]), parts, piece)
+            return _Sum(self._swap_in_thread(local_shard, own[first]), parts, local_shard)
         works = [self._backend.recv([parts[other]], other, _REDUCE_TAG + self._salt) for other in self._others]
         works += [self._backend.send([own[other]], other, _REDUCE_TAG + self._salt) for other in self._others]
-        return _Sum(_Exchange(works, self._reductions), parts, piece)
+        return _Sum(_Exchange(works, self._reductions), parts, local_shard)
 
-    def _swap_in_thread(self, received: torch.Tensor, sent: torch.Tensor) -> Promise:
+    def _swap_in_thread(self, received: torch.Tensor, sent: torch.Tensor) -> Handle:
         """5. Exchanges tensors between two ranks: an all-to-all in which no rank sends to itself."""
         length = sent.shape[0]
         lengths = [0, length] if self._rank == 0 else [length, 0]
-        return _Soon(self._backend.alltoall_base(received, sent, lengths, lengths, _ALL_TO_ALL))
+        return _PollingWork(self._backend.alltoall_base(received, sent, lengths, lengths, _ALL_TO_ALL))
 
     # Their names before torch 2.13.
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 
 
-def _collectives_of(group: Any) -> tuple[Callable[..., Promise], Callable[..., Promise]]:
+def _collectives_of(group: Any) -> tuple[Callable[..., Handle], Callable[..., Handle]]:
     """The methods for all-gather and reduce-scatter; torch 2.13 renamed them."""
     if hasattr(group, "all_gather_single"):
         return group.all_gather_single, group.reduce_scatter_single
@@ -243,7 +246,7 @@ class _Exchange:
         self._queue.drop_until(self._number)
 
 
-class _Soon:
+class _PollingWork:
     """The handle of a small collective that runs in gloo's thread."""
 
     __slots__ = ("_work",)
@@ -252,26 +255,26 @@ class _Soon:
         self._work = work
 
     def wait(self) -> None:
-        until = time.perf_counter() + _SOON
+        until = time.perf_counter() + _POLL_SECONDS
         while not self._work.is_completed() and time.perf_counter() < until:
             os.sched_yield()
         self._work.wait()
 
 
 class _Sum:
-    """The handle of a reduce-scatter: waits for the parts of all ranks, and writes their sum to ``piece``."""
+    """The handle of a reduce-scatter: waits for the parts of all ranks, and writes their sum to ``local_shard``."""
 
-    __slots__ = ("_parts", "_piece", "_work")
+    __slots__ = ("_local_shard", "_parts", "_work")
 
-    def __init__(self, work: Promise, parts: Sequence[torch.Tensor], piece: torch.Tensor) -> None:
-        self._work, self._parts, self._piece = work, parts, piece
+    def __init__(self, work: Handle, parts: Sequence[torch.Tensor], local_shard: torch.Tensor) -> None:
+        self._work, self._parts, self._local_shard = work, parts, local_shard
 
     def wait(self) -> None:
         self._work.wait()
         # 4. In the order of the ranks.
-        torch.add(self._parts[0], self._parts[1], out=self._piece)
+        torch.add(self._parts[0], self._parts[1], out=self._local_shard)
         for part in self._parts[2:]:
-            self._piece.add_(part)
+            self._local_shard.add_(part)
 
 
 # One for each process group, because messages can outlive the models that are sharded over the group.

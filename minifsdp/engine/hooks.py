@@ -13,7 +13,7 @@
 How the backward hooks are called:
 
 1. *Pre-backward* is a hook on the output tensors of forward. Each forward has new ones, so each registers the hook.
-2. *Post-backward* is called by the unit's *trigger*, which uses its leaf or its inputs (``triggers.py``).
+2. *Post-backward* is called by the unit's *trigger*, which uses its leaf or its inputs (``backward_hooks.py``).
 3. *End of backward* is a callback that autograd runs after its last node. It can only be queued during a backward, so
    the first pre-backward hook queues it. It also handles units whose post-backward hook did not run.
 
@@ -38,16 +38,16 @@ from torch.autograd import Variable
 
 from minifsdp import trace
 from minifsdp.engine import order_check as checks
+from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, backward_hooks_for, graph_task, register_pre_backward_hook
 from minifsdp.engine.comparison import Comparison
 from minifsdp.engine.layout import Gradient
 from minifsdp.engine.order_check import OrderCheck
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
-from minifsdp.engine.triggers import NOT_IN_BACKWARD, graph_task, lay_wires, trigger_for
 from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
 
 
-class Cycle:
+class IterationState:
     """The runtime of one root: the state of an iteration that all its units share.
 
     Args:
@@ -58,7 +58,7 @@ class Cycle:
         forward_prefetch: whether to prefetch the next unit in forward.
 
     Attributes:
-        triggers: the trigger of each unit, which calls its backward hooks.
+        backward_hooks: the trigger of each unit, which calls its backward hooks.
         in_backward: a backward of this root has begun and not ended.
         is_recorded: grad mode was on when the outermost of the running forwards began.
         num_forwards: number of outermost forwards that have begun.
@@ -80,11 +80,11 @@ class Cycle:
         self.schedule = Schedule()
         self.in_backward = self.is_recorded = False
         self.is_last_backward, self.num_forwards = True, 0
-        self._lingering: Unit | None = None
+        self._deferred: Unit | None = None
         self._spans: dict[Unit, trace.Event] = {}
         # 2. Once, not in each forward.
-        tells = (self.pre_backward, self.post_backward, self._close, reducer.make_room)
-        self.triggers = {unit: trigger_for(unit, *tells) for unit in units}
+        tells = (self.pre_backward, self.post_backward, self._close, reducer.before_concat)
+        self.backward_hooks = {unit: backward_hooks_for(unit, *tells) for unit in units}
 
     def dissolve(self) -> None:
         """Unregisters the gradient callbacks, because the units are moving to another root."""
@@ -98,8 +98,8 @@ class Cycle:
         if unit.phase is Phase.PRE_BACKWARD:
             # 4. Recomputation: the parameters are already unsharded.
             return
-        if self._lingering is not None:
-            self._release_lingering(unit)
+        if self._deferred is not None:
+            self._run_deferred_reshard(unit)
         unit.phase = Phase.FORWARD
         if unit.state is not State.UNSHARDED:
             unit.is_for_evaluation = not self.is_recorded
@@ -113,10 +113,10 @@ class Cycle:
                 next_one = self.schedule.next_forward(unit)
                 if next_one is not None:
                     next_one.unshard()
-        for ahead in unit.policy.ahead_in_forward or ():
+        for ahead in unit.policy.prefetch_in_forward or ():
             ahead.unshard()
         unit.wait()
-        unit.layout.show_unsharded()
+        unit.layout.use_unsharded_params()
         if trace.recorder is not None:
             self._spans[unit] = trace.recorder.begin("F", unit.name)
 
@@ -127,7 +127,7 @@ class Cycle:
 
     def watch_output(self, unit: Unit, inputs: Any, output: Any) -> bool:
         """1. Registers the pre-backward hook on the output of a module. Returns whether a backward can follow."""
-        return torch.is_grad_enabled() and self.triggers[unit].watch_output(inputs, output)
+        return torch.is_grad_enabled() and self.backward_hooks[unit].watch_output(inputs, output)
 
     def leave_forward(self, unit: Unit, *, is_recorded: bool) -> None:
         """The forward of the unit is over, and `watch_output` was called for the outputs of all its modules."""
@@ -142,17 +142,17 @@ class Cycle:
             self.schedule.leave(unit)
             if graph_task() != NOT_IN_BACKWARD:
                 # 5. The backward of the recomputed part runs next.
-                self._lingering = unit
+                self._deferred = unit
                 return
         if self._frees_after_forward(unit):
-            unit.reshard(rests=unit.awaits_backward and self.is_recorded)
+            unit.reshard(to_smaller_mesh=unit.awaits_backward and self.is_recorded)
         else:
-            unit.layout.show_resting(is_kept=not unit.policy.reshard_after_forward)
+            unit.layout.use_kept_params(is_kept=not unit.policy.reshard_after_forward)
 
     def _frees_after_forward(self, unit: Unit) -> bool:
         if unit.policy.reshard_after_forward:
             # The root's backward runs right after its forward: resharding would only cause another all-gather.
-            return not (unit.policy.stays_for_backward and unit.awaits_backward and self.is_recorded)
+            return not (unit.policy.keep_unsharded_for_backward and unit.awaits_backward and self.is_recorded)
         # A part without grad mode inside a recorded forward is not an evaluation: it is checkpointed and runs again.
         return unit.policy.reshard_after_evaluation and unit.policy.reshard_after_backward and not self.is_recorded
 
@@ -177,14 +177,14 @@ class Cycle:
         unit.graph_task = graph_task()
         if trace.recorder is not None:
             self._spans[unit] = trace.recorder.begin("B", unit.name)
-        if self._lingering is not None:
-            self._release_lingering(unit)
+        if self._deferred is not None:
+            self._run_deferred_reshard(unit)
         unit.awaits_backward = False
-        if unit.policy.gathers_in_backward and unit.state is State.SHARDED:
+        if unit.policy.unshards_in_backward and unit.state is State.SHARDED:
             unit.unshard()
         if unit.state is not State.SHARDED:
             unit.wait()
-            unit.layout.show_again()
+            unit.layout.use_unsharded_params_again()
         if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             # Not earlier: by now the all-gather buffer of this unit has been freed.
             self._prefetch_backward(unit)
@@ -198,7 +198,7 @@ class Cycle:
         if trace.recorder is not None:
             trace.recorder.finish(self._spans.pop(unit, None))
         if nested and unit.state is State.UNSHARDED:
-            self._lingering = unit
+            self._deferred = unit
         elif unit.policy.reshard_after_backward:
             unit.reshard()
         if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
@@ -219,26 +219,26 @@ class Cycle:
                 self.reducer.reduce(unit.name, unit.layout, plan, part)
 
     def _prefetch_backward(self, unit: Unit) -> None:
-        if unit.policy.ahead_in_backward is not None:
-            for ahead in unit.policy.ahead_in_backward:
+        if unit.policy.prefetch_in_backward is not None:
+            for ahead in unit.policy.prefetch_in_backward:
                 ahead.unshard()
             return
         next_one = self.schedule.next_backward(unit)
-        if next_one is not None and next_one.awaits_backward and next_one.policy.gathers_in_backward:
+        if next_one is not None and next_one.awaits_backward and next_one.policy.unshards_in_backward:
             next_one.unshard()
 
-    def _release_lingering(self, arriving: Unit) -> None:
+    def _run_deferred_reshard(self, arriving: Unit) -> None:
         """5. If the next unit to run is not the lingering one or inside it, the deferred reshard happens now."""
-        lingering = self._lingering
-        if lingering is None or lingering is arriving or arriving in lingering.inner:
+        deferred = self._deferred
+        if deferred is None or deferred is arriving or arriving in deferred.inner:
             return
-        self._lingering = None
+        self._deferred = None
         if (
-            lingering.phase is not Phase.PRE_BACKWARD
-            and lingering.policy.reshard_after_forward
-            and not lingering.policy.stays_for_backward
+            deferred.phase is not Phase.PRE_BACKWARD
+            and deferred.policy.reshard_after_forward
+            and not deferred.policy.keep_unsharded_for_backward
         ):
-            lingering.reshard()
+            deferred.reshard()
 
     def _close(self, unit: Unit) -> None:
         """Ends this backward for the unit."""
@@ -248,7 +248,7 @@ class Cycle:
             unit.reshard()
         else:
             # The memory is kept for the next iteration, but the user may now read the gradients.
-            unit.layout.show_resting(is_kept=False)
+            unit.layout.use_kept_params(is_kept=False)
 
     def end_backward(self) -> None:
         """3. Autograd is done. Afterwards the optimizer can use every gradient, and every unit is idle.
@@ -257,7 +257,7 @@ class Cycle:
         parameters. It is resharded, because the next forward must not use values from before the optimizer step.
         """
         for unit in reversed(self.units):
-            if unit.phase is not Phase.POST_BACKWARD and self.triggers[unit].is_overdue():
+            if unit.phase is not Phase.POST_BACKWARD and self.backward_hooks[unit].is_overdue():
                 self.post_backward(unit)
         if not self.is_last_backward:
             # This iteration has another backward, which waits for these reductions and uses the recorded order.
@@ -281,7 +281,7 @@ class Cycle:
     def _forget_backward(self) -> None:
         for unit in self.units:
             unit.awaits_backward, unit.num_uses, unit.num_pending = False, 0, 0
-        self._lingering = None
+        self._deferred = None
         self._leave_backward()
 
     def _leave_backward(self) -> None:
@@ -295,7 +295,7 @@ class Cycle:
     def watch(self, output: Any) -> None:
         """For an outermost module without parameters of its own: only detects the beginning of backward."""
         if torch.is_grad_enabled():
-            lay_wires(output, lambda _: self.begin_backward())
+            register_pre_backward_hook(output, lambda _: self.begin_backward())
 
     # --- after an error ---
 

@@ -29,10 +29,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from minifsdp.engine import misuse
-from minifsdp.engine.lanes import Lanes, Promise
+from minifsdp.engine import validation
+from minifsdp.engine.comm_streams import CommStreams, Handle
 from minifsdp.engine.lifetime import ReleaseEvent
-from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message
 
 
@@ -112,10 +112,10 @@ def owned_parameters(
     found: dict[nn.Parameter, OwnedParameter] = {}
     for prefix, module in modules:
         for name, parameter in module._parameters.items():
-            if parameter is None or parameter in ignored or misuse.is_flattened(module, name):
+            if parameter is None or parameter in ignored or validation.is_flattened(module, name):
                 continue
             slot = Slot.of(module, name, full_name(prefix, name))
-            misuse.check_free(parameter, module, name, slot.path)
+            validation.check_free(parameter, module, name, slot.path)
             found.setdefault(parameter, OwnedParameter(parameter.shape, [])).slots.append(slot)
     return found
 
@@ -141,7 +141,7 @@ class Steps:
 class Layout(ABC):
     """How the parameters of one unit are stored. The only autograd state that a layout changes is its own leaf tensors.
 
-    Work is issued on communication streams, and each operation returns a handle to wait for; see ``lanes.py``.
+    Work is issued on communication streams, and each operation returns a handle to wait for; see ``comm_streams.py``.
 
     Attributes:
         name: full name of the unit's module inside the root, for messages; set by the root.
@@ -169,20 +169,20 @@ class Layout(ABC):
 
     # --- the unsharded tensor ---
 
-    def on_gradient(self, notify: Callable[[], None] | None, make_room: Callable[..., None] | None = None) -> bool:
+    def on_gradient(self, notify: Callable[[], None] | None, before_concat: Callable[..., None] | None = None) -> bool:
         """Registers callbacks for the unsharded gradient; ``None`` unregisters them.
 
         Args:
             notify: called when the unsharded gradient is complete.
-            make_room: called just before the gradients of the parameters are concatenated to the unsharded gradient.
+            before_concat: called just before the parameters' gradients are concatenated to the unsharded gradient.
 
         Returns:
-            Whether the layout can detect this. A layout with several leaves cannot: see ``triggers.py``.
+            Whether the layout can detect this. A layout with several leaves cannot: see ``backward_hooks.py``.
         """
         return False
 
     @abstractmethod
-    def settle(self) -> None:
+    def refresh_from_module(self) -> None:
         """Adapts to changes of the module between construction and the first forward."""
 
     @property
@@ -194,11 +194,11 @@ class Layout(ABC):
 
     @property
     @abstractmethod
-    def gather_group(self) -> Group | None:
+    def all_gather_group(self) -> Group | None:
         """The ranks of the next all-gather; ``None`` if it needs no other rank."""
 
     @abstractmethod
-    def gather(self, lanes: Lanes) -> Promise | None:
+    def all_gather(self, comm_streams: CommStreams) -> Handle | None:
         """Allocates the unsharded memory and issues the all-gather. ``None`` if there is nothing to wait for."""
 
     @abstractmethod
@@ -212,7 +212,7 @@ class Layout(ABC):
     # --- what modules see ---
 
     @abstractmethod
-    def notice_edits(self) -> None:
+    def accept_replacements(self) -> None:
         """Accepts tensors that the user has put in place of the unit's parameters, or raises an error.
 
         Raises:
@@ -220,14 +220,14 @@ class Layout(ABC):
         """
 
     @abstractmethod
-    def show_unsharded(self) -> None:
+    def use_unsharded_params(self) -> None:
         """Registers the unsharded parameters on the modules, with new views for a new forward."""
 
     @abstractmethod
-    def show_again(self) -> None:
+    def use_unsharded_params_again(self) -> None:
         """Registers the views of the last forward that autograd recorded again, for its backward."""
 
-    def show_resting(self, *, is_kept: bool) -> None:  # noqa: B027
+    def use_kept_params(self, *, is_kept: bool) -> None:  # noqa: B027
         """Registers the tensors that modules have between forward and backward if memory is kept. Default: no change.
 
         Args:
@@ -236,7 +236,7 @@ class Layout(ABC):
         """
 
     @abstractmethod
-    def show_sharded(self) -> None:
+    def use_sharded_params(self) -> None:
         """Registers the tensors that modules have while the parameters are sharded."""
 
     # --- gradients ---
@@ -254,7 +254,7 @@ class Layout(ABC):
             ``None`` if there is no gradient.
         """
 
-    def part_over(self, mesh: Mesh, gradient: Gradient) -> Gradient:
+    def part_over(self, mesh: MeshGroups, gradient: Gradient) -> Gradient:
         """The part of ``gradient`` whose parameters are sharded over ``mesh``; all of it if there is only one mesh."""
         return gradient
 
@@ -274,10 +274,10 @@ class Layout(ABC):
         """
 
     @abstractmethod
-    def copy_to_host(self, piece: torch.Tensor) -> torch.Tensor:
+    def copy_to_host(self, local_shard: torch.Tensor) -> torch.Tensor:
         """With CPU offload: an asynchronous copy of a reduced shard on the CPU, issued on the current stream.
 
-        If an asynchronous copy is not possible, returns ``piece`` unchanged, and `accept_gradient` copies it.
+        If an asynchronous copy is not possible, returns ``local_shard`` unchanged, and `accept_gradient` copies it.
         """
 
     @property
@@ -291,7 +291,7 @@ class Layout(ABC):
         return any(p._post_accumulate_grad_hooks for p in self.local_parameters())
 
     @abstractmethod
-    def accept_gradient(self, gradient: Gradient, piece: torch.Tensor) -> None:
+    def accept_gradient(self, gradient: Gradient, local_shard: torch.Tensor) -> None:
         """Adds this rank's shard of the reduced ``gradient`` to the gradient that the optimizer uses."""
 
     @property

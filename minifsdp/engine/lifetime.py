@@ -32,7 +32,7 @@ from typing import Any, Protocol
 import torch
 
 from minifsdp import trace
-from minifsdp.engine.lanes import current_stream
+from minifsdp.engine.comm_streams import current_stream
 
 
 class ReleaseEvent(Protocol):
@@ -96,7 +96,7 @@ class RateLimiter:
         """Number of release events in the queue."""
         return len(self._events)
 
-    def admit(self, unit_name: str) -> None:
+    def throttle(self, unit_name: str) -> None:
         """Called before an all-gather; blocks the CPU while too many units are in flight."""
         if len(self._events) < self.num_in_flight:
             return

@@ -113,7 +113,7 @@ def _let_threads_finish_at_exit() -> None:
 
 
 @dataclass(frozen=True)
-class Mesh:
+class MeshGroups:
     """The shard group and the replicate group of this rank. ``None`` represents a group of one.
 
     Attributes:
@@ -125,18 +125,18 @@ class Mesh:
     replicate: Group | None
 
     @classmethod
-    def sharded(cls, group: Group) -> Mesh:
+    def sharded(cls, group: Group) -> MeshGroups:
         """One copy, with one shard for each rank of the group."""
         # A group of one counts as no group: without another rank, nothing is sharded.
         return cls(group, None) if group.size > 1 else cls(None, None)
 
     @classmethod
-    def replicated(cls, group: Group) -> Mesh:
+    def replicated(cls, group: Group) -> MeshGroups:
         """One unsharded copy for each rank of the group."""
         return cls(None, group if group.size > 1 else None)
 
     @classmethod
-    def hybrid(cls, shard: Group, replicate: Group) -> Mesh:
+    def hybrid(cls, shard: Group, replicate: Group) -> MeshGroups:
         """Several sharded copies."""
         return cls(shard if shard.size > 1 else None, replicate if replicate.size > 1 else None)
 

@@ -2,7 +2,7 @@
 
 * *An optimizer that was built before wrapping.* It holds the original parameters, which no module uses any more. Its
   step changes tensors without an effect on the model. The loss stays flat, without an error. So every parameter that a
-  unit has replaced is recorded (``misuse.py``), and the first step of each optimizer is checked against these records.
+  unit has replaced is recorded (``validation.py``), and the first step of each optimizer is checked against them.
 * *A step after* ``no_sync()`` *without a reducing backward.* Then ``.grad`` holds the sum of this rank alone, in the
   unsharded size, and not this rank's shard of a mean.
 * *A step inside* ``summon_full_params()``. The optimizer's parameters are hidden there, and overwritten at the end of
@@ -38,7 +38,7 @@ from torch.optim import optimizer as torch_optimizer
 from minifsdp.engine import ledger
 from minifsdp.engine.layout import Layout, Steps
 from minifsdp.engine.messages import message, warn
-from minifsdp.engine.misuse import replaced
+from minifsdp.engine.validation import replaced
 
 _unreduced: weakref.WeakSet[Layout] = weakref.WeakSet()
 # Layouts inside `summon_full_params`. A step there would be lost, or change values that are overwritten later.
@@ -88,7 +88,7 @@ def check_reduced(what: str, layouts: Iterable[Layout]) -> None:
     chosen = list(layouts)
     if not summoned.isdisjoint(chosen):
         raise RuntimeError(message("step-while-summoned", what=what))
-    if any(layout.has_unreduced and layout.gather_group is not None for layout in chosen):
+    if any(layout.has_unreduced and layout.all_gather_group is not None for layout in chosen):
         raise RuntimeError(message("unreduced-gradients", what=what))
 
 

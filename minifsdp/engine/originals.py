@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from minifsdp.engine import misuse
+from minifsdp.engine import validation
 from minifsdp.engine.layout import OwnedParameter
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.ownership import Ownership, frozen_among_trained
@@ -61,16 +61,16 @@ class OriginalOwnership(Ownership):
         self.shapes = [local_part(original).shape for original in parameters]
         self._paths = [owned.path for owned in parameters.values()]
         # Where each parameter lies in this rank's shard.
-        self._slices = partition.slices_of_piece(index)
+        self._slices = partition.slices_of_local_shard(index)
         self._mine = self.parts(shard)
         self.parameters = []
         for original, owned in parameters.items():
             is_replaced = isinstance(original, DTensor)
             self.parameters.append(_in_place_of(original) if is_replaced else original)
-            misuse.note_taken(original, owned.path, is_replaced=is_replaced)
+            validation.note_taken(original, owned.path, is_replaced=is_replaced)
             for slot in owned.slots:
-                misuse.note_place(slot.module, slot.name, None)
-        self.stand_ins = self.parameters
+                validation.note_place(slot.module, slot.name, None)
+        self.placeholders = self.parameters
         frozen = frozen_among_trained(parameters)
         if frozen:
             warn(message("frozen-among-trained", frozen=frozen))
@@ -79,7 +79,7 @@ class OriginalOwnership(Ownership):
 
     # --- registered parameters ---
 
-    def show_full(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
+    def use_full_params(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
         """The original parameters with ``views`` as their data; new ones for a ``DTensor``. Removes their gradients."""
         self._gradients_before = [p.grad for p in self.parameters]
         shown = []
@@ -93,17 +93,17 @@ class OriginalOwnership(Ownership):
         return shown
 
     def hide_full(self) -> None:
-        """Makes the originals views of the shard again, and restores the gradients that `show_full` has removed."""
+        """Makes the originals views of the shard again, and restores the gradients that `use_full_params` removed."""
         for original, mine in zip(self.parameters, self._mine, strict=True):
             original.data = mine
         gradients, self._gradients_before = self._gradients_before, []
         self.assign(gradients)
 
-    def parts(self, piece: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter's part of ``piece``: 1-D, or in the original shape if the unit is not sharded."""
+    def parts(self, local_shard: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter's part of ``local_shard``: 1-D, or in the original shape if the unit is not sharded."""
         if self.partition.num_shards == 1:
-            return [piece[part].view(shape) for part, shape in zip(self._slices, self.shapes, strict=True)]
-        return [piece[part] for part in self._slices]
+            return [local_shard[part].view(shape) for part, shape in zip(self._slices, self.shapes, strict=True)]
+        return [local_shard[part] for part in self._slices]
 
     def whole_parts(self, row: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter in the unsharded tensor ``row``, in its original shape."""
@@ -132,7 +132,7 @@ class OriginalOwnership(Ownership):
             has_copied = True
         return has_copied
 
-    def settle(self) -> None:
+    def refresh_from_module(self) -> None:
         """Creates a new shard if the originals have another dtype or device now, and copies their values into it."""
         first = self.parameters[0]
         if first.dtype is not self.shard.dtype or first.device != self.shard.device:

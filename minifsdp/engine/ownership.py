@@ -50,14 +50,14 @@ class Ownership(ABC):
     Attributes:
         shard: 1-D, this rank's shard in the stored dtype; a parameter itself, or the memory behind several.
         parameters: the parameters that the optimizer updates.
-        stand_ins: for each original parameter, the tensor that modules refer to while the unit is sharded.
+        placeholders: for each original parameter, the tensor that modules refer to while the unit is sharded.
         hides_originals: whether the original parameters are not registered between computations.
         keep_reduce_dtype: whether a reduced gradient may have another dtype than the shard.
     """
 
     shard: torch.Tensor
     parameters: list[nn.Parameter]
-    stand_ins: Sequence[torch.Tensor]
+    placeholders: Sequence[torch.Tensor]
     hides_originals: bool
     keep_reduce_dtype: bool
     # The reduced gradients that unreduced ones replace in `.grad`; `None` while there are no unreduced ones.
@@ -70,21 +70,21 @@ class Ownership(ABC):
         """Whether any parameter is trained. The user may change this at any time."""
         return any(map(_REQUIRES_GRAD, self.parameters))
 
-    def parts(self, piece: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter's part of ``piece``, a tensor of the shard's size, as views. One part is ``piece`` itself."""
-        return [piece]
+    def parts(self, local_shard: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter's part of ``local_shard``, as views. A single part is ``local_shard`` itself."""
+        return [local_shard]
 
     def whole_parts(self, row: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's part of ``row``, an unsharded flat tensor with padding."""
         return [row]
 
     @abstractmethod
-    def show_full(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
+    def use_full_params(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
         """Ordinary parameters with the values ``views``, for the modules inside ``summon_full_params``."""
 
     @abstractmethod
     def hide_full(self) -> None:
-        """Ends `show_full`."""
+        """Ends `use_full_params`."""
 
     # --- values ---
 
@@ -92,13 +92,13 @@ class Ownership(ABC):
         """Copies values into the shard that the user has put into other memory. Returns whether there were any."""
         return False
 
-    def settle(self) -> None:  # noqa: B027
+    def refresh_from_module(self) -> None:  # noqa: B027
         """Adapts the shard if its parameters have another dtype or device now, for instance after ``model.half()``."""
 
-    def overwrite(self, piece: torch.Tensor) -> None:
+    def overwrite(self, local_shard: torch.Tensor) -> None:
         """Writes new values into the shard. `stamp` differs afterwards."""
         with torch.no_grad():
-            self.shard.copy_(piece)
+            self.shard.copy_(local_shard)
         for parameter in self.parameters:
             torch.autograd.graph.increment_version(parameter)
 
@@ -115,11 +115,11 @@ class Ownership(ABC):
             if gradient is not None:
                 assign_gradient(parameter, gradient)
 
-    def add_reduced(self, piece: torch.Tensor) -> None:
+    def add_reduced(self, local_shard: torch.Tensor) -> None:
         """Adds a reduced gradient to ``.grad`` of the trained parameters."""
-        if piece.dtype is not self.shard.dtype and not self.keep_reduce_dtype:
-            piece = piece.to(self.shard.dtype)
-        for parameter, part in zip(self.parameters, self.parts(piece), strict=True):
+        if local_shard.dtype is not self.shard.dtype and not self.keep_reduce_dtype:
+            local_shard = local_shard.to(self.shard.dtype)
+        for parameter, part in zip(self.parameters, self.parts(local_shard), strict=True):
             # An original parameter without elements on this rank gets no gradient here.
             if not parameter.requires_grad or (part.numel() == 0 and not self.hides_originals):
                 continue
@@ -135,15 +135,15 @@ class Ownership(ABC):
         """The reduced gradient as one tensor, with zeros where it is missing, and which parameters have one here."""
         gradients = [parameter.grad for parameter in self.parameters]
         dtype = next((gradient.dtype for gradient in gradients if gradient is not None), self.shard.dtype)
-        piece = torch.zeros_like(self.shard, dtype=dtype)
-        for gradient, part in zip(gradients, self.parts(piece), strict=True):
+        local_shard = torch.zeros_like(self.shard, dtype=dtype)
+        for gradient, part in zip(gradients, self.parts(local_shard), strict=True):
             if gradient is not None:
                 part.copy_(gradient)
-        return piece, [gradient is not None for gradient in gradients]
+        return local_shard, [gradient is not None for gradient in gradients]
 
-    def overwrite_gradient(self, piece: torch.Tensor, present: list[bool]) -> None:
-        """Replaces the reduced gradient by a copy of ``piece``, which may be a view of an unsharded tensor."""
-        parts = zip(self.parts(piece.clone()), present, strict=True)
+    def overwrite_gradient(self, local_shard: torch.Tensor, present: list[bool]) -> None:
+        """Replaces the reduced gradient by a copy of ``local_shard``, which may be a view of an unsharded tensor."""
+        parts = zip(self.parts(local_shard.clone()), present, strict=True)
         self.assign([part if is_there and part.numel() else None for part, is_there in parts])
 
     # --- unreduced gradients ---

@@ -128,7 +128,7 @@ class Partition:
         """Whether the flat tensor is one parameter without padding."""
         return len(self.numels) == 1 and self.numel == self.padded_numel
 
-    def piece(self, index: int) -> slice:
+    def local_shard(self, index: int) -> slice:
         """The elements of the padded flat tensor that rank ``index`` stores."""
         return slice(index * self.shard_numel, (index + 1) * self.shard_numel)
 
@@ -138,9 +138,9 @@ class Partition:
         for target, value in zip(row.split(self.split_sizes), values, strict=False):
             target.copy_(value.reshape(-1))
         # Without the clone, the shard would keep the memory of the unsharded tensor alive.
-        return row if self.num_shards == 1 else row[self.piece(index)].clone()
+        return row if self.num_shards == 1 else row[self.local_shard(index)].clone()
 
-    def slices_of_piece(self, index: int) -> list[slice]:
+    def slices_of_local_shard(self, index: int) -> list[slice]:
         """For each parameter, its range inside the shard of rank ``index``. Can be empty."""
         slices, first = [], -index * self.shard_numel
         for numel in self.numels:
@@ -163,5 +163,5 @@ class Partition:
         """
         if self.is_single:
             return [row.view(shapes[0])]
-        pieces = row.split_with_sizes(self.split_sizes)
-        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=False)]
+        local_shards = row.split_with_sizes(self.split_sizes)
+        return [local_shard.view(shape) for local_shard, shape in zip(local_shards, shapes, strict=False)]

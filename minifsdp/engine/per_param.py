@@ -38,11 +38,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp.engine import lifetime
-from minifsdp.engine.dtensors import Sharding, gradient_of, piece_of
-from minifsdp.engine.lanes import Lanes, Promise
+from minifsdp.engine.comm_streams import CommStreams, Handle
+from minifsdp.engine.dtensors import Sharding, gradient_of, local_shard_of
 from minifsdp.engine.layout import Gradient, Layout, OwnedParameter, replaced_parameter_error
 from minifsdp.engine.lifetime import ReleaseEvent
-from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message
 from minifsdp.engine.row import VERSION, Options
 from minifsdp.engine.rows import Rows
@@ -96,16 +96,18 @@ class PerParameterLayout(Layout):
 
     # --- the unsharded tensors ---
 
-    def settle(self) -> None:
+    def refresh_from_module(self) -> None:
         """Adapts to changes of the parameters, and checks that they have values.
 
         Raises:
             RuntimeError: some of them are on the meta device.
         """
-        self.notice_edits()
+        self.accept_replacements()
         # A local tensor may have gained or lost the methods of a custom all-gather (`rows.special_rows`).
         self._take_over(is_edited=False)
-        without = [self.full_name(entry.owned.path) for entry in self._entries if entry.piece.device.type == "meta"]
+        without = [
+            self.full_name(entry.owned.path) for entry in self._entries if entry.local_shard.device.type == "meta"
+        ]
         if without:
             raise RuntimeError(message("still-meta", without=without))
 
@@ -117,26 +119,26 @@ class PerParameterLayout(Layout):
     # --- memory ---
 
     @property
-    def gather_group(self) -> Group | None:
+    def all_gather_group(self) -> Group | None:
         """The ranks of the next all-gather."""
         return next((row.group for row in self._rows if row.group is not None), None)
 
-    def gather(self, lanes: Lanes) -> Promise | None:
+    def all_gather(self, comm_streams: CommStreams) -> Handle | None:
         """Issues one all-gather for each bucket, nearly always one. The layout itself is the handle: see `wait`."""
         self._gathered_at = self._stamp()
         if self._has_copied:
             # Copied on the compute stream; the communication stream has not waited since.
-            lanes.gather.follow()
+            comm_streams.all_gather.wait_compute()
             self._has_copied = False
-        with lanes.gather as lane:
-            self._promises = [promise for row in self._rows for promise in row.gather(lane, self.name)]
+        with comm_streams.all_gather as comm_stream:
+            self._handles = [handle for row in self._rows for handle in row.all_gather(comm_stream, self.name)]
         return self
 
     def wait(self) -> None:
         """Waits for all buckets, and runs the copy-out."""
-        promises, self._promises = self._promises, []
-        for promise in promises:
-            promise.wait()
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.wait()
         for row in self._rows:
             row.arrive()
         for entry in self._entries:
@@ -161,11 +163,11 @@ class PerParameterLayout(Layout):
 
     def wake(self) -> None:
         """The next all-gather reads the optimizer's shards again."""
-        resting, self._resting = self._resting, None
-        if resting is not None:
+        post_forward_mesh, self._resting = self._resting, None
+        if post_forward_mesh is not None:
             for row in self._rows:
                 row.wake()
-            if self._shown is resting:
+            if self._shown is post_forward_mesh:
                 self._show(self._sharded)
 
     def _stamp(self) -> object:
@@ -175,11 +177,11 @@ class PerParameterLayout(Layout):
 
     def is_stale(self) -> bool:
         """Whether a shard has changed since the last all-gather began. A copy that is only cast is always stale."""
-        return self._gathered_at != self._stamp() or (self.gather_group is None and not self._is_borrowed)
+        return self._gathered_at != self._stamp() or (self.all_gather_group is None and not self._is_borrowed)
 
     # --- what modules see ---
 
-    def notice_edits(self) -> None:
+    def accept_replacements(self) -> None:
         """Accepts tensors that the user has registered instead of the unit's, and values in other memory.
 
         Raises:
@@ -192,7 +194,7 @@ class PerParameterLayout(Layout):
                 if not isinstance(found, nn.Parameter) or not entry.sharding.fits(found):
                     raise replaced_parameter_error(slot, self.name)
                 entry.parameter, is_edited = found, True
-            elif piece_of(entry.parameter) is not entry.piece:
+            elif local_shard_of(entry.parameter) is not entry.local_shard:
                 is_edited = True
         if is_edited:
             self._take_over(is_edited=True)
@@ -218,15 +220,15 @@ class PerParameterLayout(Layout):
         self._describe()
         self._show(self._leaves if shows_leaves else self._sharded)
 
-    def show_unsharded(self) -> None:
+    def use_unsharded_params(self) -> None:
         """Registers the leaves on the modules; they are the same tensors every time."""
         self._show(self._leaves)
 
-    def show_again(self) -> None:
+    def use_unsharded_params_again(self) -> None:
         """Registers the leaves, as in forward."""
         self._show(self._leaves)
 
-    def show_sharded(self) -> None:
+    def use_sharded_params(self) -> None:
         """Registers the DTensors on the modules."""
         self._show(self._sharded if self._resting is None else self._resting)
 
@@ -266,7 +268,7 @@ class PerParameterLayout(Layout):
                 taken.parts.append(part)
         return taken if taken.parts else None
 
-    def part_over(self, mesh: Mesh, gradient: Gradient) -> Gradient:
+    def part_over(self, mesh: MeshGroups, gradient: Gradient) -> Gradient:
         """The gradients of the parameters that are sharded over ``mesh``."""
         both = zip(gradient.parts, gradient.numbers, strict=True)
         over = [(part, number) for part, number in both if self._entries[number].sharding.table == mesh]
@@ -302,32 +304,32 @@ class PerParameterLayout(Layout):
         torch._chunk_cat(parts, dim=0, num_chunks=num, out=row.view(num, -1))
         return row
 
-    def copy_to_host(self, piece: torch.Tensor) -> torch.Tensor:
+    def copy_to_host(self, local_shard: torch.Tensor) -> torch.Tensor:
         """Copies all parameters at once, if they have one dtype. Without pinned memory, every copy blocks."""
-        dtypes = {entry.piece.dtype for entry in self._entries}
+        dtypes = {entry.local_shard.dtype for entry in self._entries}
         if len(dtypes) > 1 or not self._pins:
-            return piece
+            return local_shard
         # Cast first: the CPU cannot cast values that have not arrived. PyTorch pins the destination of such a copy.
-        return piece.to(dtypes.pop()).to(self._entries[0].piece.device, non_blocking=True)
+        return local_shard.to(dtypes.pop()).to(self._entries[0].local_shard.device, non_blocking=True)
 
-    def accept_gradient(self, gradient: Gradient, piece: torch.Tensor) -> None:
-        """3. DTensors around the parts of ``piece``."""
+    def accept_gradient(self, gradient: Gradient, local_shard: torch.Tensor) -> None:
+        """3. DTensors around the parts of ``local_shard``."""
         # If `copy_to_host` did not copy, copy here, with one wait for all parameters.
-        piece = piece.to(self._entries[0].piece.device)
+        local_shard = local_shard.to(self._entries[0].local_shard.device)
         start = 0
         for number in gradient.numbers:
             entry = self._entries[number]
-            part = piece[start : start + entry.piece.numel()].view(entry.piece.shape)
+            part = local_shard[start : start + entry.local_shard.numel()].view(entry.local_shard.shape)
             start += entry.sharding.cut.chunk_numel
-            if part.is_complex() and not entry.piece.is_complex():
+            if part.is_complex() and not entry.local_shard.is_complex():
                 part = part.real.contiguous()
-            if part.dtype is not entry.piece.dtype:
-                part = part.to(entry.piece.dtype)
+            if part.dtype is not entry.local_shard.dtype:
+                part = part.to(entry.local_shard.dtype)
             before = entry.parameter.grad
             if before is None:
                 entry.parameter.grad = gradient_of(entry.parameter, part)
             else:
-                piece_of(before).add_(part)
+                local_shard_of(before).add_(part)
             # Autograd did not set this gradient, so the post-accumulate-grad hooks must be called here.
             hooks = entry.parameter._post_accumulate_grad_hooks
             if hooks:

@@ -55,10 +55,10 @@ import torch
 from minifsdp import trace
 from minifsdp.engine import collectives
 from minifsdp.engine.collectives import Scaling
-from minifsdp.engine.lanes import NOTHING, Lanes, Promise, current_stream
+from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle, current_stream
 from minifsdp.engine.layout import Gradient, Layout
 from minifsdp.engine.ledger import UnitName
-from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message
 
 CommHook = Callable[..., Any]
@@ -73,15 +73,15 @@ class ReducePlan:
         dtype: the reduce dtype.
         scaling: the divisors.
         hook: the user's communication hook, which replaces stages 2 to 5. For a sharded unit ``hook(whole, piece)``
-            must fill ``piece``; otherwise ``hook(whole)`` must change ``whole`` in place.
+            must fill ``local_shard``; otherwise ``hook(whole)`` must change ``whole`` in place.
         all_reduces: whether to all-reduce over replicas in this backward. If False, accumulate into `partial` instead.
         overlaps: whether the reduction runs while the next unit's backward computes.
         partial: sum of earlier backwards that was not all-reduced yet, with the numbers of its parameters.
         after: a function of the user that is called with the reduced shard before the layout accepts it.
-        after_lane: the accelerator stream on which to call it; ``None`` for the communication stream of the reduction.
+        after_stream: the accelerator stream on which to call it; ``None`` for the reduction's communication stream.
     """
 
-    mesh: Mesh
+    mesh: MeshGroups
     dtype: torch.dtype
     scaling: Scaling
     hook: CommHook | None = None
@@ -89,10 +89,10 @@ class ReducePlan:
     overlaps: bool = True
     partial: tuple[list[int], torch.Tensor] | None = None
     after: Callable[[torch.Tensor], None] | None = None
-    after_lane: Any = None
+    after_stream: Any = None
 
     @classmethod
-    def mean(cls, mesh: Mesh, dtype: torch.dtype) -> ReducePlan:
+    def mean(cls, mesh: MeshGroups, dtype: torch.dtype) -> ReducePlan:
         """The mean over all ranks of the mesh."""
         return cls(mesh, dtype, Scaling.mean(mesh.num_ranks, dtype))
 
@@ -108,7 +108,7 @@ class _InFlight:
 
     Attributes:
         whole: the packed gradient.
-        piece: the result of the stages that were issued.
+        local_shard: the result of the stages that were issued.
         all_reduces: whether stage 4 is an all-reduce, a copy of the plan's value.
         scattered: handle of stages 1 to 3, after which `whole` is not read any more.
         ended: handle of the later stages.
@@ -123,10 +123,10 @@ class _InFlight:
     plan: ReducePlan
     gradient: Gradient
     whole: torch.Tensor
-    piece: torch.Tensor
+    local_shard: torch.Tensor
     all_reduces: bool
-    scattered: Promise = NOTHING
-    ended: Promise = NOTHING
+    scattered: Handle = COMPLETED
+    ended: Handle = COMPLETED
     event: trace.Event | None = None
     result: torch.Tensor | None = None
     copied: Any = None
@@ -138,14 +138,14 @@ class Reducer:
     """Reduces the gradients of all units of one root, one reduction in flight at a time.
 
     Args:
-        lanes: the communication streams of the root.
+        comm_streams: the communication streams of the root.
         offloads: whether a unit has its shard and gradient on the CPU.
     """
 
-    __slots__ = ("_arriving", "_in_flight", "_lanes", "_offloads")
+    __slots__ = ("_arriving", "_comm_streams", "_in_flight", "_offloads")
 
-    def __init__(self, lanes: Lanes, offloads: bool = False) -> None:
-        self._lanes, self._offloads = lanes, offloads
+    def __init__(self, comm_streams: CommStreams, offloads: bool = False) -> None:
+        self._comm_streams, self._offloads = comm_streams, offloads
         self._in_flight: _InFlight | None = None
         # Being copied to the CPU. Readable after the CPU has waited; dropped if backward fails.
         self._arriving: list[tuple[Layout, Gradient, torch.Tensor]] = []
@@ -156,19 +156,19 @@ class Reducer:
             # Check before the stream reads the gradient: after an error nothing would keep the gradient alive.
             _check_partial(name, plan.partial[0], gradient.numbers)
         before = self._in_flight
-        if before is not None and before.scattered is not NOTHING:
-            self.make_room()
+        if before is not None and before.scattered is not COMPLETED:
+            self.before_concat()
         # 1. On the compute stream, which allocated the parts, so their memory can be reused immediately.
         # During backward, other code may write to memory that the gradient shares.
         is_written = plan.overlaps or plan.mesh.shard is None or plan.hook is not None or plan.scaling.before != 1.0
         whole = layout.pack(gradient, plan.dtype, is_written=is_written)
         gradient.parts.clear()
         new = _InFlight(name, layout, plan, gradient, whole, whole, plan.all_reduces)
-        self._lanes.reduce.follow()
+        self._comm_streams.reduce.wait_compute()
         try:
-            with self._lanes.reduce as lane:
-                new.scattered = lane.promise(self._issue(new))
-            if lane.stream is not None:
+            with self._comm_streams.reduce as comm_stream:
+                new.scattered = comm_stream.handle(self._issue(new))
+            if comm_stream.stream is not None:
                 self._issue_end(new)
         except BaseException:
             self._wait_for_streams()
@@ -177,16 +177,16 @@ class Reducer:
         self._complete(before)
         if not plan.overlaps:
             del whole
-            self.make_room()
+            self.before_concat()
             self._in_flight = None
             self._complete(new)
 
-    def make_room(self, *_: Any) -> None:
+    def before_concat(self, *_: Any) -> None:
         """Called before a gradient is concatenated or packed: frees the unsharded gradient in flight."""
         last = self._in_flight
-        if last is not None and last.scattered is not NOTHING:
+        if last is not None and last.scattered is not COMPLETED:
             last.scattered.wait()
-            last.scattered, last.whole = NOTHING, last.piece
+            last.scattered, last.whole = COMPLETED, last.local_shard
 
     def finish(self) -> None:
         """Completes the reduction in flight. Afterwards the compute stream and the host can read every gradient."""
@@ -197,7 +197,7 @@ class Reducer:
             layout.accept_gradient(gradient, result)
         self._arriving.clear()
 
-    def settle(self) -> None:
+    def refresh_from_module(self) -> None:
         """Completes reductions that an earlier backward has left in flight, if any."""
         if self._in_flight is not None or self._arriving:
             self.finish()
@@ -213,62 +213,62 @@ class Reducer:
 
     def _wait_for_streams(self) -> None:
         """After an exception in a hook: prevents reuse of memory that the communication streams still use."""
-        lanes = (self._lanes.reduce, self._lanes.all_reduce)
-        for lane in lanes:
-            lane.join()
-        for lane in lanes:
-            lane.follow()
+        comm_streams = (self._comm_streams.reduce, self._comm_streams.all_reduce)
+        for comm_stream in comm_streams:
+            comm_stream.join()
+        for comm_stream in comm_streams:
+            comm_stream.wait_compute()
 
     def _stop_cpu(self) -> None:
         """With CPU offload: the CPU waits, to read gradients, and to write to shards that all-gathers have read.
 
         The compute stream has waited for each reduction, but possibly not for the all-gather of an unused prefetch.
         """
-        if self._offloads and self._lanes.gather.stream is not None:
-            self._lanes.gather.join()
-            current_stream(self._lanes.device).synchronize()
+        if self._offloads and self._comm_streams.all_gather.stream is not None:
+            self._comm_streams.all_gather.join()
+            current_stream(self._comm_streams.device).synchronize()
 
-    def _issue(self, new: _InFlight) -> Promise:
+    def _issue(self, new: _InFlight) -> Handle:
         plan, shard, replicas = new.plan, new.plan.mesh.shard, new.plan.mesh.replicate
         if plan.hook is not None:
             _run_hook(new, plan.hook)
-            return NOTHING
+            return COMPLETED
         # 2. Before the sum.
         plan.scaling.prepare(new.whole)
         if shard is not None:
             # 3. A sharded unit needs only this rank's shard of the sum.
-            new.piece = new.whole.new_empty(new.whole.numel() // shard.size)
+            new.local_shard = new.whole.new_empty(new.whole.numel() // shard.size)
             new.event = _noted("RS", new, shard, "reduce")
             if replicas is not None and new.all_reduces and isinstance(new.name, UnitName):
                 # The all-reduce is issued later, maybe after the ranks compare this backward.
                 new.name.tree.used.add(replicas.chain)
-            return collectives.reduce_scatter(shard, new.piece, new.whole, new.name, new.gradient.numbers)
+            return collectives.reduce_scatter(shard, new.local_shard, new.whole, new.name, new.gradient.numbers)
         if replicas is not None and new.all_reduces:
             # 4. Without a shard group the all-reduce is the only collective, so it can be issued immediately.
             _add_partial(new)
             new.event = _noted("AR", new, replicas, "reduce")
-            return collectives.all_reduce(replicas, new.piece, new.name, new.gradient.numbers)
-        return NOTHING
+            return collectives.all_reduce(replicas, new.local_shard, new.name, new.gradient.numbers)
+        return COMPLETED
 
     def _issue_end(self, new: _InFlight) -> None:
         """On an accelerator: issues the stages that a CPU runs at completion."""
         mesh = new.plan.mesh
         # It uses another network than the reduce-scatter, so it has its own stream.
         is_hybrid = mesh.shard is not None and mesh.replicate is not None
-        with self._lanes.all_reduce if is_hybrid else self._lanes.reduce as lane:
+        with self._comm_streams.all_reduce if is_hybrid else self._comm_streams.reduce as comm_stream:
             new.scattered.wait()
             _end(new)
-            new.ended = lane.promise()
-            if new.result is not None and new.result is not new.piece:
-                new.copied = lane.stream.record_event()
+            new.ended = comm_stream.handle()
+            if new.result is not None and new.result is not new.local_shard:
+                new.copied = comm_stream.stream.record_event()
                 if not is_hybrid and mesh.shard is not None:
                     # It was allocated on this stream, and no other stream reads it.
-                    new.piece = new.result
+                    new.local_shard = new.result
 
     def _complete(self, old: _InFlight | None) -> None:
         if old is None:
             return
-        is_ended = self._lanes.reduce.stream is not None
+        is_ended = self._comm_streams.reduce.stream is not None
         (old.ended if is_ended else old.scattered).wait()
         if trace.recorder is not None:
             trace.recorder.finish(old.event)
@@ -283,20 +283,20 @@ class Reducer:
                 return
             old.copied.synchronize()
         # 6. The layout stores the gradient for the optimizer.
-        if self._lanes.gather.stream is None or not old.layout.has_gradient_hooks:
+        if self._comm_streams.all_gather.stream is None or not old.layout.has_gradient_hooks:
             old.layout.accept_gradient(old.gradient, old.result)
         else:
             self._accept_with_hooks(old.layout, old.gradient, old.result)
 
     def _accept_with_hooks(self, layout: Layout, gradient: Gradient, result: torch.Tensor) -> None:
         """A hook may run an optimizer, which must write after earlier all-gathers and before later ones."""
-        gather = self._lanes.gather
+        all_gather = self._comm_streams.all_gather
         if layout.offloads:
-            gather.synchronize()
+            all_gather.synchronize()
         else:
-            gather.join()
+            all_gather.join()
         layout.accept_gradient(gradient, result)
-        gather.follow()
+        all_gather.wait_compute()
 
 
 def _end(item: _InFlight) -> None:
@@ -306,35 +306,35 @@ def _end(item: _InFlight) -> None:
         if replicas is not None and (plan.mesh.shard is not None or not item.all_reduces):
             _add_partial(item)
             if not item.all_reduces:
-                plan.partial = (item.gradient.numbers, item.piece)
+                plan.partial = (item.gradient.numbers, item.local_shard)
                 return
             event = _noted("AR", item, replicas, "all_reduce")
             # 4. Over the replicas.
-            collectives.all_reduce(replicas, item.piece, item.name, item.gradient.numbers).wait()
+            collectives.all_reduce(replicas, item.local_shard, item.name, item.gradient.numbers).wait()
             if trace.recorder is not None:
                 trace.recorder.finish(event)
         # 5. After the sum.
-        plan.scaling.complete(item.piece)
+        plan.scaling.complete(item.local_shard)
         if plan.after is not None:
-            _call_after(plan.after, plan.after_lane, item.piece)
-    item.result = item.piece
+            _call_after(plan.after, plan.after_stream, item.local_shard)
+    item.result = item.local_shard
     if item.layout.offloads:
         if trace.recorder is not None:
-            trace.recorder.begin("D2H", item.name, num_bytes=item.piece.nbytes)
-        item.result = item.layout.copy_to_host(item.piece)
+            trace.recorder.begin("D2H", item.name, num_bytes=item.local_shard.nbytes)
+        item.result = item.layout.copy_to_host(item.local_shard)
 
 
-def _call_after(after: Callable[[torch.Tensor], None], stream: Any, piece: torch.Tensor) -> None:
+def _call_after(after: Callable[[torch.Tensor], None], stream: Any, local_shard: torch.Tensor) -> None:
     if stream is None:
-        after(piece)
+        after(local_shard)
         return
-    here = current_stream(piece.device)
+    here = current_stream(local_shard.device)
     stream.wait_stream(here)
     try:
-        with torch.get_device_module(piece.device).stream(stream):
-            after(piece)
+        with torch.get_device_module(local_shard.device).stream(stream):
+            after(local_shard)
     finally:
-        # Also after an exception: `piece` is released next.
+        # Also after an exception: `local_shard` is released next.
         here.wait_stream(stream)
 
 
@@ -344,7 +344,7 @@ def _add_partial(item: _InFlight) -> None:
         return
     _check_partial(item.name, item.plan.partial[0], item.gradient.numbers)
     (_, item.partial), item.plan.partial = item.plan.partial, None
-    item.piece.add_(item.partial)
+    item.local_shard.add_(item.partial)
 
 
 def _check_partial(name: str, waiting: list[int], new: list[int]) -> None:
@@ -359,12 +359,14 @@ def _run_hook(new: _InFlight, hook: CommHook) -> None:
     if shard is None:
         hook(new.whole)
         return
-    new.piece = new.whole.new_empty(new.whole.numel() // shard.size)
-    hook(new.whole, new.piece)
+    new.local_shard = new.whole.new_empty(new.whole.numel() // shard.size)
+    hook(new.whole, new.local_shard)
 
 
-def _noted(kind: str, item: _InFlight, group: Group, lane: str) -> trace.Event | None:
+def _noted(kind: str, item: _InFlight, group: Group, stream: str) -> trace.Event | None:
     if trace.recorder is None:
         return None
-    sent = item.whole if kind == "RS" else item.piece
-    return trace.recorder.begin(kind, item.name, num_bytes=sent.nbytes, ranks=group.ranks, dtype=sent.dtype, lane=lane)
+    sent = item.whole if kind == "RS" else item.local_shard
+    return trace.recorder.begin(
+        kind, item.name, num_bytes=sent.nbytes, ranks=group.ranks, dtype=sent.dtype, stream=stream
+    )

@@ -6,7 +6,7 @@ units inside its module share its root state. They share
 
 * the communication streams: three streams for a hundred units, not three hundred;
 * the rate limiter: "two in flight" applies to all units together;
-* the `Cycle`, with the recorded order and the one reduction in flight.
+* the `IterationState`, with the recorded order and the one reduction in flight.
 
 The beginning of an iteration does the following, in this order:
 
@@ -32,17 +32,17 @@ from typing import Any
 
 import torch
 
-from minifsdp.engine import ledger, misuse
+from minifsdp.engine import ledger, validation
+from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
+from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.comparison import Comparison
-from minifsdp.engine.hooks import Cycle
-from minifsdp.engine.lanes import Lanes
+from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.layout import Steps
 from minifsdp.engine.ledger import Tree, UnitName
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.order_check import OrderCheck
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch
-from minifsdp.engine.triggers import NOT_IN_BACKWARD, graph_task
 from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
 
 
@@ -55,9 +55,9 @@ class Root:
         device: the compute device.
         backward_prefetch: when backward prefetches the next unit; ``None`` disables prefetching.
         forward_prefetch: whether forward prefetches the next unit.
-        limit_gathers: whether the rate limiter is enabled.
+        limit_all_gathers: whether the rate limiter is enabled.
         keeps_outermost: whether ``outermost`` stays unsharded until its backward, whatever its strategy.
-        lanes: streams shared with other roots; ``None`` creates new ones.
+        comm_streams: streams shared with other roots; ``None`` creates new ones.
 
     Attributes:
         after_optimizer: an accelerator event, recorded after the optimizer step. The next all-gathers wait for it, not
@@ -72,13 +72,13 @@ class Root:
         *,
         backward_prefetch: BackwardPrefetch | None,
         forward_prefetch: bool,
-        limit_gathers: bool,
+        limit_all_gathers: bool,
         keeps_outermost: bool = True,
-        lanes: Lanes | None = None,
+        comm_streams: CommStreams | None = None,
     ) -> None:
         self.device, self.outermost = device, outermost
-        self.lanes = lanes or Lanes(device)
-        self.limiter = RateLimiter(limit_gathers)
+        self.comm_streams = comm_streams or CommStreams(device)
+        self.limiter = RateLimiter(limit_all_gathers)
         self.units = [unit for _, unit in units]
         self._forward_is_open = self.is_dissolved = False
         self.after_optimizer: Any = None
@@ -88,18 +88,18 @@ class Root:
             unit.tree = tree
             shapes = [(owned.path, owned.shape) for owned in unit.layout.parameters]
             unit.name = unit.layout.name = UnitName(name, shapes, tree)
-            unit.choose(stays_for_backward=unit is outermost and keeps_outermost)
+            unit.choose(keep_unsharded_for_backward=unit is outermost and keeps_outermost)
             if unit.phase is not Phase.SUMMONED:
-                unit.layout.settle()
+                unit.layout.refresh_from_module()
             unit.plan_reductions()
         order_check = OrderCheck(self.units, device)
         for unit in self.units:
-            unit.join(self.lanes, self.limiter, order_check)
-        self.cycle = Cycle(
+            unit.join(self.comm_streams, self.limiter, order_check)
+        self.iteration = IterationState(
             self.units,
-            Reducer(self.lanes, offloads=any(unit.layout.offloads for unit in self.units)),
+            Reducer(self.comm_streams, offloads=any(unit.layout.offloads for unit in self.units)),
             order_check,
-            Comparison(self.units, self.lanes, tree),
+            Comparison(self.units, self.comm_streams, tree),
             backward_prefetch=backward_prefetch,
             forward_prefetch=forward_prefetch,
         )
@@ -114,16 +114,16 @@ class Root:
             inside = (by_module.get(module) for module in unit.module.modules())
             unit.inner = frozenset(other for other in inside if other is not None and other is not unit)
 
-    def dissolve(self, *, keeps_gathered: bool = False) -> None:
+    def dissolve(self, *, keeps_unsharded: bool = False) -> None:
         """Releases the units. The next forward creates a root state again, perhaps with a larger root or another dtype.
 
         Args:
-            keeps_gathered: idle units keep their state, for instance if they were unsharded manually.
+            keeps_unsharded: idle units keep their state, for instance if they were unsharded manually.
         """
         is_idle = all(unit.phase is Phase.IDLE and not unit.awaits_backward for unit in self.units)
-        if not keeps_gathered or not is_idle or self.is_busy:
-            self.cycle.recover()
-        self.cycle.dissolve()
+        if not keeps_unsharded or not is_idle or self.is_busy:
+            self.iteration.recover()
+        self.iteration.dissolve()
         self.is_dissolved = True
 
     def begin_forward(self, caller: Unit | None = None) -> bool:
@@ -140,64 +140,64 @@ class Root:
             # Inside another forward, or a recomputation during backward: not a new iteration.
             return False
         # 1. An iteration that ended normally leaves no unit in forward and no backward open.
-        if self.cycle.in_backward or Phase.FORWARD in [unit.phase for unit in self.units]:
-            self.cycle.recover()
+        if self.iteration.in_backward or Phase.FORWARD in [unit.phase for unit in self.units]:
+            self.iteration.recover()
         # 2. Before the first collective, so that a mistake raises an error on every rank.
         for unit in self.units if caller is None else (caller, *caller.inner):
             if unit.phase is Phase.SUMMONED:
                 raise not_while_summoned(unit, "forward")
-        misuse.check_not_in_ddp((unit.layout.local_parameters(), unit.plan.mesh) for unit in self.units)
+        validation.check_not_in_ddp((unit.layout.local_parameters(), unit.plan.mesh) for unit in self.units)
         for unit in self.units:
             if unit.phase is not Phase.SUMMONED:
-                unit.layout.notice_edits()
+                unit.layout.accept_replacements()
             if unit.layout.dtype is not unit.planned_for:
                 unit.plan_reductions()
         # 3. Once in an iteration is enough: nothing else writes to shards during the iteration.
-        self.lanes.gather.follow(self.after_optimizer)
+        self.comm_streams.all_gather.wait_compute(self.after_optimizer)
         self.after_optimizer = None
         ledger.iteration += 1
         # 4. The shard has changed since the all-gather.
-        is_recorded = self.cycle.is_recorded = torch.is_grad_enabled()
+        is_recorded = self.iteration.is_recorded = torch.is_grad_enabled()
         for unit in self.units:
-            if (unit.state is not State.SHARDED or unit.policy.resting is not None) and (
+            if (unit.state is not State.SHARDED or unit.policy.post_forward_mesh is not None) and (
                 (unit.is_for_evaluation and (is_recorded or unit.policy.reshard_after_evaluation))
                 or unit.layout.is_stale()
             ):
                 unit.reshard()
         self._forward_is_open, self._caller = True, caller
-        self.cycle.num_forwards += 1
+        self.iteration.num_forwards += 1
         return True
 
     def end_forward(self) -> None:
         """Called when the outermost call has returned."""
         self._forward_is_open = False
         # If no backward follows, the optimizer may run next and write to a shard that an unused prefetch still reads.
-        self.lanes.gather.join()
+        self.comm_streams.all_gather.join()
         units = self.units if self._caller is None else (self._caller,)
-        if self.cycle.is_recorded and any(unit.counted_in == self.cycle.num_forwards for unit in units):
+        if self.iteration.is_recorded and any(unit.counted_in == self.iteration.num_forwards for unit in units):
             return
         # 5. Memory is kept for later evaluations, or for the backward of an earlier forward.
         for unit in self.units:
-            if unit.ran_in == self.cycle.num_forwards and unit.state is not State.SHARDED:
-                unit.layout.show_sharded()
+            if unit.ran_in == self.iteration.num_forwards and unit.state is not State.SHARDED:
+                unit.layout.use_sharded_params()
                 # With grad mode, autograd may need the memory for a loss that is not in the output. Later forwards do
                 # not use it.
-                unit.is_for_evaluation |= self.cycle.is_recorded and not unit.awaits_backward
+                unit.is_for_evaluation |= self.iteration.is_recorded and not unit.awaits_backward
         if any(unit.layout.offloads for unit in self.units):
             # No backward will wait for the copies of the shards, and the user may write to the shards next.
-            self.lanes.gather.synchronize()
+            self.comm_streams.all_gather.synchronize()
 
     def fail_forward(self) -> None:
         """Called when the outermost call has raised: resets the units, as if the forward had never begun."""
         self._forward_is_open = False
-        self.cycle.recover()
+        self.iteration.recover()
 
-    def mend(self) -> None:
+    def recover_after_error(self) -> None:
         """Called when the user reads parameters or gradients: cleans up after a backward that failed."""
-        if self.cycle.in_backward and graph_task() == NOT_IN_BACKWARD:
-            self.cycle.recover()
+        if self.iteration.in_backward and graph_task() == NOT_IN_BACKWARD:
+            self.iteration.recover()
 
     @property
     def is_busy(self) -> bool:
         """Whether a forward or a backward of this root is running."""
-        return self._forward_is_open or self.cycle.in_backward
+        return self._forward_is_open or self.iteration.in_backward

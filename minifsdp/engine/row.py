@@ -39,8 +39,8 @@ import torch
 from torch import nn
 
 from minifsdp.engine import collectives
+from minifsdp.engine.comm_streams import COMPLETED, CommStream, Handle, compute_event
 from minifsdp.engine.cut import Cut
-from minifsdp.engine.lanes import NOTHING, Lane, Promise, compute_event
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.precision import Precision
 
@@ -70,9 +70,9 @@ class Options:
         """The compute dtype for values that are stored in the dtype ``stored``."""
         return (self.precision.compute or stored) if stored.is_floating_point else stored
 
-    def home_of(self, piece: torch.Tensor) -> torch.device:
-        """The device on which the memory for ``piece`` is allocated."""
-        return torch.device("cpu") if self.offload and not piece.is_meta else piece.device
+    def home_of(self, local_shard: torch.Tensor) -> torch.device:
+        """The device on which the memory for ``local_shard`` is allocated."""
+        return torch.device("cpu") if self.offload and not local_shard.is_meta else local_shard.device
 
 
 class _Source:
@@ -85,8 +85,8 @@ class _Source:
         local: 1-D, zeros; the memory of all shards.
 
     Attributes:
-        pieces: the shard of each parameter, in the memory of `local`.
-        num_pieces, rank: size of the group, and this rank's position in it.
+        local_shards: the shard of each parameter, in the memory of `local`.
+        num_local_shards, rank: size of the group, and this rank's position in it.
         is_split_only: whether every parameter is sharded along its first dim.
         targets: the memory into which each parameter is all-gathered.
         goes_straight: whether each parameter is sent separately, directly into its target.
@@ -94,22 +94,22 @@ class _Source:
 
     def __init__(self, cuts: Sequence[Cut], group: Group | None, sizes: list[int], local: torch.Tensor) -> None:
         self.cuts, self.group, self.sizes, self.local = cuts, group, sizes, local
-        self.num_pieces, self.rank = (1, 0) if group is None else (group.size, group.rank)
+        self.num_local_shards, self.rank = (1, 0) if group is None else (group.size, group.rank)
         self.is_split_only = group is None or not any(cut.dim for cut in cuts)
         each = zip(local.split(sizes), (cut.local_shape(self.rank) for cut in cuts), strict=True)
-        self.pieces = [_cut_out(chunk[: shape.numel()].view(shape)) for chunk, shape in each]
+        self.local_shards = [_cut_out(chunk[: shape.numel()].view(shape)) for chunk, shape in each]
 
     def take(self, values: Sequence[torch.Tensor]) -> None:
         """Copies the values of each shard, unless they are already in its memory."""
-        for piece, value in zip(self.pieces, values, strict=True):
-            if piece.data_ptr() != value.data_ptr():
-                piece.copy_(value)
+        for local_shard, value in zip(self.local_shards, values, strict=True):
+            if local_shard.data_ptr() != value.data_ptr():
+                local_shard.copy_(value)
 
     def set_targets(self, rooms: Sequence[torch.Tensor]) -> None:
         """Sets the memory for each parameter, shaped with one row for each rank. The tensors must have memory."""
-        num = self.num_pieces
+        num = self.num_local_shards
         self.targets = [room[: num * size].view(num, size) for room, size in zip(rooms, self.sizes, strict=True)]
-        self.goes_straight = self.is_split_only and collectives.gathers_each(self.group, self.targets)
+        self.goes_straight = self.is_split_only and collectives.all_gathers_each(self.group, self.targets)
 
 
 class Row:
@@ -117,13 +117,13 @@ class Row:
 
     Args:
         cuts: how each parameter is sharded.
-        pieces: the local shard of each.
+        local_shards: the local shard of each.
         group: the shard group; ``None`` if there are no other ranks.
         options: where to compute, and in which dtype.
 
     Attributes:
         local: 1-D, the local shards, including padding.
-        pieces: the local shard of each parameter, in the memory of `local`.
+        local_shards: the local shard of each parameter, in the memory of `local`.
         leaves: the unsharded parameters; they have memory only while all-gathered.
         dtype: of the leaves.
         is_borrowed: whether the leaves have no memory of their own (note 4).
@@ -131,9 +131,9 @@ class Row:
     """
 
     def __init__(
-        self, cuts: Sequence[Cut], pieces: Sequence[torch.Tensor], group: Group | None, options: Options
+        self, cuts: Sequence[Cut], local_shards: Sequence[torch.Tensor], group: Group | None, options: Options
     ) -> None:
-        stored, home = pieces[0].dtype, options.home_of(pieces[0])
+        stored, home = local_shards[0].dtype, options.home_of(local_shards[0])
         self.device, self.dtype = options.device, options.compute_dtype(stored)
         # 5. The data that is sent has no gaps. Without other ranks, nothing is sent.
         sizes = [cut.chunk_numel if group is not None else self._aligned(cut.chunk_numel) for cut in cuts]
@@ -141,13 +141,13 @@ class Row:
         if options.pin and home.type == "cpu" and self.device.type != "cpu":
             self.local = self.local.pin_memory()
         self._own = _Source(cuts, group, sizes, self.local)
-        self.pieces = self._own.pieces
-        self.take(pieces)
+        self.local_shards = self._own.local_shards
+        self.take(local_shards)
         self._make_leaves(cuts, group)
 
-    def take(self, pieces: Sequence[torch.Tensor]) -> None:
+    def take(self, local_shards: Sequence[torch.Tensor]) -> None:
         """Copies new values into the shards, of the same dtype and device."""
-        self._own.take(pieces)
+        self._own.take(local_shards)
 
     def _aligned(self, numel: int) -> int:
         # 5. 16 elements are a multiple of 16 bytes in every dtype, so a cast keeps the positions of the gaps.
@@ -157,7 +157,7 @@ class Row:
         own = self._own
         # 4. The compute memory is the memory of the shards.
         self.is_borrowed = group is None and self.dtype is own.local.dtype and own.local.device == self.device
-        rooms = [self._aligned(own.num_pieces * size) for size in own.sizes]
+        rooms = [self._aligned(own.num_local_shards * size) for size in own.sizes]
         whole = own.local if self.is_borrowed else torch.empty(sum(rooms), dtype=self.dtype, device=self.device)
         self.num_bytes = sum(cut.padded_numel for cut in cuts) * self.dtype.itemsize
         self._storage, self._whole = whole.untyped_storage(), whole.data
@@ -185,38 +185,39 @@ class Row:
 
     def stamp(self) -> object:
         """Differs from an earlier stamp if values were changed in place, or memory replaced, in between."""
-        return self.local.data_ptr(), list(map(VERSION, self.pieces))
+        return self.local.data_ptr(), list(map(VERSION, self.local_shards))
 
     # --- all-gather ---
 
-    def gather(self, lane: Lane, name: str | None = None) -> list[Promise]:
-        """Issues the all-gather of the unit ``name`` on the stream ``lane``. Call `arrive` after the wait."""
+    def all_gather(self, comm_stream: CommStream, name: str | None = None) -> list[Handle]:
+        """Issues the all-gather of the unit ``name`` on the stream ``comm_stream``. Call `arrive` after the wait."""
         if self.is_borrowed:
             return []
-        self._lane, source = lane, self._source
+        self._comm_stream, source = comm_stream, self._source
         if source is not self._own:
             # The compute stream wrote this source after the communication stream last waited for it.
-            lane.follow(self._rested_at)
-        piece, num = source.local, source.num_pieces
+            comm_stream.wait_compute(self._rested_at)
+        local_shard, num = source.local, source.num_local_shards
         if source.goes_straight:
             # 2. Nothing to sort.
             assert source.group is not None
             self._storage.resize_(self._whole.nbytes)
-            return [collectives.gather_each(source.group, source.targets, piece.split(source.sizes), name)]
+            return [collectives.all_gather_each(source.group, source.targets, local_shard.split(source.sizes), name)]
         if not self._copies:
             # 2. Nothing to sort.
             self._storage.resize_(self._whole.nbytes)
-            buffer = self._whole[: num * piece.numel()]
+            buffer = self._whole[: num * local_shard.numel()]
         else:
-            buffer = torch.empty(num * piece.numel(), dtype=self.dtype, device=self.device)
+            buffer = torch.empty(num * local_shard.numel(), dtype=self.dtype, device=self.device)
         self._in_flight = buffer, source
-        if piece.dtype is not self.dtype or piece.device != self.device or source.group is None:
+        if local_shard.dtype is not self.dtype or local_shard.device != self.device or source.group is None:
             # 1. Memory for the cast.
-            mine = buffer[source.rank * piece.numel() : (source.rank + 1) * piece.numel()]
-            mine.copy_(piece, non_blocking=True)
-            piece = mine
+            mine = buffer[source.rank * local_shard.numel() : (source.rank + 1) * local_shard.numel()]
+            mine.copy_(local_shard, non_blocking=True)
+            local_shard = mine
         group = source.group
-        return [lane.promise(NOTHING if group is None else collectives.gather(group, buffer, piece, name))]
+        work = COMPLETED if group is None else collectives.all_gather(group, buffer, local_shard, name)
+        return [comm_stream.handle(work)]
 
     def arrive(self) -> None:
         """2. The copy-out of the all-gathered data."""
@@ -225,13 +226,13 @@ class Row:
             return
         self._storage.resize_(self._whole.nbytes)
         buffer, source = in_flight
-        sorted_by_rank = buffer.view(source.num_pieces, -1)
+        sorted_by_rank = buffer.view(source.num_local_shards, -1)
         if source.is_split_only:
             torch.split_with_sizes_copy(sorted_by_rank, source.sizes, dim=1, out=source.targets)
         else:
             self._concatenate(sorted_by_rank, source)
         # The buffer's memory returns to its stream, which must not reuse it before the copy is done.
-        self._lane.follow()
+        self._comm_stream.wait_compute()
 
     def _concatenate(self, sorted_by_rank: torch.Tensor, source: _Source) -> None:
         """The copy-out for parameters that are sharded along another dim than the first."""
@@ -240,8 +241,8 @@ class Row:
             if cut.dim == 0:
                 target.copy_(part)
             else:
-                pieces = [piece.view(cut.local_shape(0)) for piece in part]
-                torch.cat(pieces, dim=cut.dim, out=leaf.data)
+                local_shards = [local_shard.view(cut.local_shape(0)) for local_shard in part]
+                torch.cat(local_shards, dim=cut.dim, out=leaf.data)
 
     def free(self) -> None:
         """Frees the memory of `leaves`. It was allocated and read on the compute stream, so no wait is needed."""
@@ -264,7 +265,7 @@ class Row:
         self._rested_at = compute_event(self.device)
         source.set_targets(self._rooms)
         self._source = source
-        return source.pieces
+        return source.local_shards
 
     def wake(self) -> None:
         """The next all-gather reads the optimizer's shards again, whose values may have changed."""

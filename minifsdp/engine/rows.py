@@ -24,8 +24,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifsdp.engine import misuse
-from minifsdp.engine.dtensors import Sharding, piece_of, set_piece
+from minifsdp.engine import validation
+from minifsdp.engine.dtensors import Sharding, local_shard_of, set_local_shard
 from minifsdp.engine.layout import OwnedParameter, full_name
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import message
@@ -48,7 +48,7 @@ class Entry:
         owned: shape and slots.
         sharding: how it is sharded, and how a shard becomes a DTensor.
         row, number: the bucket with its memory, and its index there.
-        piece: the local tensor of `parameter`.
+        local_shard: the local tensor of `parameter`.
         unreduced: gradient that waits for its reduction.
         is_trained: ``requires_grad`` of `parameter` and `leaf` when they last agreed.
     """
@@ -56,7 +56,7 @@ class Entry:
     parameter: nn.Parameter
     row: AnyRow
     number: int
-    piece: torch.Tensor
+    local_shard: torch.Tensor
 
     def __init__(self, owned: OwnedParameter, sharding: Sharding) -> None:
         self.owned, self.sharding = owned, sharding
@@ -64,17 +64,17 @@ class Entry:
 
     def replace(self, original: nn.Parameter) -> None:
         """Creates the sharded parameter that replaces the user's parameter."""
-        self.parameter = nn.Parameter(self.sharding.wrap(self.piece), requires_grad=original.requires_grad)
+        self.parameter = nn.Parameter(self.sharding.wrap(self.local_shard), requires_grad=original.requires_grad)
         # `nn.Parameter` detaches, which replaces the local tensor. Restore it.
-        set_piece(self.parameter, self.piece)
+        set_local_shard(self.parameter, self.local_shard)
         # Copy attributes set by users, such as marks for optimizer groups. Skip those of a tensor subclass: the shards
         # have them as well, and those of the original may hold the unsharded values.
-        for name in vars(original).keys() - vars(self.piece).keys():
+        for name in vars(original).keys() - vars(self.local_shard).keys():
             setattr(self.parameter, name, vars(original)[name])
-        misuse.note_taken(original, self.owned.path, is_replaced=True)
+        validation.note_taken(original, self.owned.path, is_replaced=True)
         for slot in self.owned.slots:
             # Store the module and name, not the tensor: a reference, even a weak one, makes `to()` fail for a DTensor.
-            misuse.note_place(slot.module, slot.name, self.owned.path)
+            validation.note_place(slot.module, slot.name, self.owned.path)
         self.make_leaf()
 
     def make_leaf(self) -> None:
@@ -114,16 +114,16 @@ class Rows:
         for entry, original in zip(self.entries, parameters, strict=True):
             entry.replace(original)
 
-    def _sort(self, pieces: Sequence[torch.Tensor]) -> None:
+    def _sort(self, local_shards: Sequence[torch.Tensor]) -> None:
         """Assigns each shard to a bucket of one dtype and mesh. A parameter with a custom all-gather gets its own."""
         sorted_in: dict[Any, list[int]] = {}
-        for number, (entry, piece) in enumerate(zip(self.entries, pieces, strict=True)):
-            special = next(filter(None, (ask(piece, entry.owned.path) for ask in special_rows)), None)
+        for number, (entry, local_shard) in enumerate(zip(self.entries, local_shards, strict=True)):
+            special = next(filter(None, (ask(local_shard, entry.owned.path) for ask in special_rows)), None)
             alone = number if special else None
-            sorted_in.setdefault((special, alone, piece.dtype, entry.sharding.table), []).append(number)
+            sorted_in.setdefault((special, alone, local_shard.dtype, entry.sharding.table), []).append(number)
         before, self._made = self._made, {}
         for (special, *_), numbers in sorted_in.items():
-            mine = [pieces[number] for number in numbers]
+            mine = [local_shards[number] for number in numbers]
             key = (special, mine[0].dtype, self._options.home_of(mine[0]), *numbers)
             row = before.get(key)
             if row is None:
@@ -133,23 +133,23 @@ class Rows:
             self._made[key] = row
             for place, number in enumerate(numbers):
                 entry = self.entries[number]
-                entry.row, entry.number, entry.piece = row, place, row.pieces[place]
+                entry.row, entry.number, entry.local_shard = row, place, row.local_shards[place]
         self.rows = list(self._made.values())
 
-    def _make(self, special: Any, numbers: list[int], pieces: list[torch.Tensor]) -> AnyRow:
+    def _make(self, special: Any, numbers: list[int], local_shards: list[torch.Tensor]) -> AnyRow:
         entries = [self.entries[number] for number in numbers]
         cuts, first = [entry.sharding.cut for entry in entries], entries[0].sharding
         if special is None:
-            return Row(cuts, pieces, first.table.shard, self._options)
+            return Row(cuts, local_shards, first.table.shard, self._options)
         module = entries[0].owned.slots[0].module
-        return special(cuts[0], pieces[0], first.table.shard, self._options, first.shard_axis, module)
+        return special(cuts[0], local_shards[0], first.table.shard, self._options, first.shard_axis, module)
 
     def rest(self, group: Group, mesh: DeviceMesh) -> list[torch.Tensor]:
         """Reshards all buckets to the ranks of ``group``, the last dim of ``mesh``; returns DTensors over ``mesh``."""
-        pieces = {id(row): row.rest(group) for row in self.rows}
+        local_shards = {id(row): row.rest(group) for row in self.rows}
         shown: list[torch.Tensor] = []
         for entry in self.entries:
-            whole = entry.sharding.wrap_among(mesh, pieces[id(entry.row)][entry.number])
+            whole = entry.sharding.wrap_among(mesh, local_shards[id(entry.row)][entry.number])
             requires_grad = entry.parameter.requires_grad
             shown.append(entry.parameter if whole is None else nn.Parameter(whole, requires_grad=requires_grad))
         return shown
@@ -160,16 +160,18 @@ class Rows:
         Raises:
             RuntimeError: they are on different devices.
         """
-        pieces = [piece_of(entry.parameter) for entry in self.entries]
-        if len({piece.device for piece in pieces}) > 1:
+        local_shards = [local_shard_of(entry.parameter) for entry in self.entries]
+        if len({local_shard.device for local_shard in local_shards}) > 1:
             raise _converted_apart(self.entries, unit_name)
         # From now on the values stay on the device that the user chose.
         self._options = replace(self._options, offload=False)
-        self._sort(pieces)
+        self._sort(local_shards)
         for entry in self.entries:
-            set_piece(entry.parameter, entry.piece)
+            set_local_shard(entry.parameter, entry.local_shard)
 
 
 def _converted_apart(entries: Sequence[Entry], unit_name: str) -> RuntimeError:
-    paths = [f"{full_name(unit_name, entry.owned.path)} ({piece_of(entry.parameter).device})" for entry in entries]
+    paths = [
+        f"{full_name(unit_name, entry.owned.path)} ({local_shard_of(entry.parameter).device})" for entry in entries
+    ]
     return RuntimeError(message("converted-apart", parameters=", ".join(paths)))

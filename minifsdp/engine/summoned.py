@@ -28,20 +28,20 @@ from minifsdp.engine.partition import local_part
 Gradients = tuple[torch.Tensor, list[bool]]
 
 
-def full_row(layout: FlatLayout, piece: torch.Tensor | None = None) -> torch.Tensor:
+def full_row(layout: FlatLayout, local_shard: torch.Tensor | None = None) -> torch.Tensor:
     """The unsharded flat tensor in the stored dtype; the shard itself if nothing is sharded.
 
     All ranks of the shard group must call it, because it issues an all-gather.
 
     Args:
         layout: the unit's layout.
-        piece: another tensor of the shard's size to all-gather; ``None`` for the shard.
+        local_shard: another tensor of the shard's size to all-gather; ``None`` for the shard.
     """
-    piece, group = layout.local_values().data if piece is None else piece, layout.mesh.shard
+    local_shard, group = layout.local_values().data if local_shard is None else local_shard, layout.mesh.shard
     if group is None:
-        return piece
-    row = torch.empty(layout.partition.padded_numel, dtype=piece.dtype, device=layout.device)
-    collectives.gather(group, row, piece.to(layout.device)).wait()
+        return local_shard
+    row = torch.empty(layout.partition.padded_numel, dtype=local_shard.dtype, device=layout.device)
+    collectives.all_gather(group, row, local_shard.to(layout.device)).wait()
     return row
 
 
@@ -50,8 +50,8 @@ def full_gradient_row(layout: FlatLayout) -> Gradients:
 
     All ranks of the shard group must call it.
     """
-    piece, present = layout.owner.reduced_gradient()
-    row, group = full_row(layout, piece), layout.mesh.shard
+    local_shard, present = layout.owner.reduced_gradient()
+    row, group = full_row(layout, local_shard), layout.mesh.shard
     if group is None:
         return row, present
     votes = torch.tensor(present, dtype=torch.int32, device=layout.device)
@@ -70,13 +70,13 @@ class Summoned:
 
     def __init__(self, layout: FlatLayout, row: torch.Tensor, gradients: Gradients | None) -> None:
         self._layout, self._row, self._gradients = layout, row, gradients
-        self._parameters = layout.owner.show_full(layout.views_of(row))
+        self._parameters = layout.owner.use_full_params(layout.views_of(row))
         if gradients is not None:
             for parameter, view, is_there in zip(
                 self._parameters, layout.views_of(gradients[0]), gradients[1], strict=True
             ):
                 parameter.grad = view if is_there else None
-        layout.show_summoned(self._parameters)
+        layout.use_summoned_params(self._parameters)
 
     def hide(self, *, keep_changes: bool) -> None:
         """Restores the attributes of the modules. If ``keep_changes``, writes this rank's changes to the shard.
@@ -86,18 +86,18 @@ class Summoned:
         """
         layout = self._layout
         exchanged = layout.hide_summoned(self._parameters)
-        piece = layout.partition.piece(layout.mesh.shard_index)
+        local_shard = layout.partition.local_shard(layout.mesh.shard_index)
         gradients = [parameter.grad for parameter in self._parameters]
         if keep_changes:
             self._collect(self._row, [parameter.data for parameter in self._parameters])
             if layout.mesh.shard is not None:
-                layout.owner.overwrite(self._row[piece])
+                layout.owner.overwrite(self._row[local_shard])
             # Otherwise `_row` is the shard itself. A copy in another dtype may exist from an earlier all-gather.
             layout.forget_gather()
         layout.owner.hide_full()
         if keep_changes and self._gradients is not None:
             self._collect(self._gradients[0], gradients)
-            layout.owner.overwrite_gradient(self._gradients[0][piece], [one is not None for one in gradients])
+            layout.owner.overwrite_gradient(self._gradients[0][local_shard], [one is not None for one in gradients])
         if exchanged:
             raise replaced_parameter_error(exchanged[0], layout.name)
 

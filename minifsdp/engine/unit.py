@@ -40,8 +40,8 @@ from torch import nn
 from typing_extensions import TypeVar
 
 from minifsdp import trace
-from minifsdp.engine import misuse
-from minifsdp.engine.lanes import Lanes, Promise
+from minifsdp.engine import validation
+from minifsdp.engine.comm_streams import CommStreams, Handle
 from minifsdp.engine.layout import Layout, full_name
 from minifsdp.engine.ledger import Tree
 from minifsdp.engine.lifetime import RateLimiter
@@ -69,7 +69,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True)
-class Resting:
+class PostForwardMesh:
     """Resharding to a smaller mesh between a forward and its backward.
 
     Attributes:
@@ -90,21 +90,21 @@ class UnitPolicy:
         reshard_after_backward: reshard after a backward.
         reshard_after_evaluation: reshard after a forward without grad mode, even if the unit would stay unsharded for a
             backward. If False, later evaluations use the memory again.
-        stays_for_backward: keep the root unit unsharded until its backward, because its backward runs first.
-        resting: the smaller mesh to which the unit is resharded after forward, if any.
-        gathers_in_backward: whether backward needs the parameters.
-        ahead_in_forward, ahead_in_backward: units to prefetch after this one; ``None`` uses the schedule.
+        keep_unsharded_for_backward: keep the root unit unsharded until its backward, because its backward runs first.
+        post_forward_mesh: the smaller mesh to which the unit is resharded after forward, if any.
+        unshards_in_backward: whether backward needs the parameters.
+        prefetch_in_forward, prefetch_in_backward: units to prefetch after this one; ``None`` uses the schedule.
         reduces: whether the next backward ends in a reduction.
     """
 
     reshard_after_forward: bool
     reshard_after_backward: bool = True
     reshard_after_evaluation: bool = True
-    stays_for_backward: bool = False
-    resting: Resting | None = None
-    gathers_in_backward: bool = True
-    ahead_in_forward: tuple[Unit, ...] | None = None
-    ahead_in_backward: tuple[Unit, ...] | None = None
+    keep_unsharded_for_backward: bool = False
+    post_forward_mesh: PostForwardMesh | None = None
+    unshards_in_backward: bool = True
+    prefetch_in_forward: tuple[Unit, ...] | None = None
+    prefetch_in_backward: tuple[Unit, ...] | None = None
     reduces: bool = True
 
 
@@ -156,13 +156,13 @@ class Unit(Generic[LayoutT]):
         self.awaits_backward = self.is_for_evaluation = False
         self.inner: frozenset[Unit] = frozenset()
         self.graph_task, self.num_uses, self.num_pending, self.counted_in, self.ran_in = -1, 0, 0, -1, -1
-        self.lanes: Lanes
+        self.comm_streams: CommStreams
         self.limiter: RateLimiter
         # An `OrderCheck` until all ranks agree on this unit, then ``None``.
         self.order_check: Any = None
-        self._promise: Promise | None = None
+        self._handle: Handle | None = None
         self._event: trace.Event | None = None
-        for watch in misuse.watchers:
+        for watch in validation.watchers:
             watch(layout)
 
     def choose(self, **changes: Any) -> None:
@@ -175,9 +175,9 @@ class Unit(Generic[LayoutT]):
         for plan in self.plans:
             plan.use(self.precision.reduces_in(self.planned_for))
 
-    def join(self, lanes: Lanes, limiter: RateLimiter, order_check: Any = None) -> None:
+    def join(self, comm_streams: CommStreams, limiter: RateLimiter, order_check: Any = None) -> None:
         """Adds the unit to a root, which shares its communication streams, its rate limiter and its order check."""
-        self.lanes, self.limiter, self.order_check = lanes, limiter, order_check
+        self.comm_streams, self.limiter, self.order_check = comm_streams, limiter, order_check
 
     def unshard(self, *, is_ahead: bool = True) -> None:
         """SHARDED -> GATHERING: issues the all-gather. Does nothing in other states.
@@ -192,15 +192,15 @@ class Unit(Generic[LayoutT]):
             self.order_check.ask(self)
             if not is_ahead:
                 self.order_check.read(self)
-        self.limiter.admit(self.name)
+        self.limiter.throttle(self.name)
         layout = self.layout
         if trace.recorder is not None and layout.offloads:
             trace.recorder.begin("H2D", self.name, num_bytes=layout.num_bytes // self.plan.mesh.num_shards)
-        if trace.recorder is not None and (group := layout.gather_group) is not None:
+        if trace.recorder is not None and (group := layout.all_gather_group) is not None:
             self._event = trace.recorder.begin(
-                "AG", self.name, num_bytes=layout.num_bytes, ranks=group.ranks, dtype=layout.dtype, lane="gather"
+                "AG", self.name, num_bytes=layout.num_bytes, ranks=group.ranks, dtype=layout.dtype, stream="gather"
             )
-        self._promise = self.layout.gather(self.lanes)
+        self._handle = self.layout.all_gather(self.comm_streams)
         self.state = State.GATHERING
 
     def wait(self) -> None:
@@ -215,31 +215,31 @@ class Unit(Generic[LayoutT]):
             raise RuntimeError(message("never-gathered", name=self.name))
         if self.order_check is not None:
             self.order_check.read(self)
-        promise, self._promise = self._promise, None
-        if promise is not None:
-            promise.wait()
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.wait()
         event, self._event = self._event, None
         if trace.recorder is not None:
             trace.recorder.finish(event)
         self.state = State.UNSHARDED
 
-    def reshard(self, *, rests: bool = False) -> None:
+    def reshard(self, *, to_smaller_mesh: bool = False) -> None:
         """Any state -> SHARDED: frees the unsharded parameters. Waits first for an all-gather in flight.
 
         Args:
-            rests: reshard to a smaller mesh, if the policy has one.
+            to_smaller_mesh: reshard to a smaller mesh, if the policy has one.
         """
-        resting = self.policy.resting
-        if resting is not None:
+        post_forward_mesh = self.policy.post_forward_mesh
+        if post_forward_mesh is not None:
             # Also if the unit is already SHARDED on a smaller mesh: the next all-gather must read the normal shards.
-            resting.end()
+            post_forward_mesh.end()
         if self.state is State.SHARDED:
             return
         if self.state is State.GATHERING:
             self.wait()
-        if rests and resting is not None:
-            resting.begin()
-        self.layout.show_sharded()
+        if to_smaller_mesh and post_forward_mesh is not None:
+            post_forward_mesh.begin()
+        self.layout.use_sharded_params()
         self.state = State.SHARDED
         event = self.layout.free()
         if event is not None:

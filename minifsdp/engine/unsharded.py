@@ -56,7 +56,7 @@ class Unsharded:
         if lender is None:
             self.alias.untyped_storage().resize_(0)
 
-    def follow(self, lender: torch.Tensor) -> None:
+    def wait_compute(self, lender: torch.Tensor) -> None:
         """Uses the memory of ``lender`` from now on, if the user has given the shard other memory."""
         if lender.data_ptr() != self.alias.data_ptr():
             self.alias = self.leaf.data = lender

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minifsdp.engine import misuse
+from minifsdp.engine import validation
 from minifsdp.engine.flat import FlatLayout
-from minifsdp.engine.mesh import Group, Mesh, default_group, node_groups
+from minifsdp.engine.mesh import Group, MeshGroups, default_group, node_groups
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1 import policies
@@ -57,12 +57,12 @@ def check_options(module: Any, options: Options) -> None:
         raise TypeError(message("strategy-type", members=members, sharding_strategy=strategy))
     if options.auto_wrap_policy is not None:
         policies.require_policy(options.auto_wrap_policy)
-    if misuse.is_only_called_in_parts(module):
+    if validation.is_only_called_in_parts(module):
         # Here and in `strategy_on`, the message begins with torch's wording, because programs match on it.
         warn(message("wraps-container", type=type(module).__name__))
 
 
-def strategy_on(mesh: Mesh, strategy: ShardingStrategy) -> ShardingStrategy:
+def strategy_on(mesh: MeshGroups, strategy: ShardingStrategy) -> ShardingStrategy:
     """Returns ``strategy``, or ``NO_SHARD`` with a warning if the shard group has one rank (CTOR-18).
 
     The warning names no module and is always issued from the same line, so Python shows it once, not once per unit.
@@ -73,7 +73,7 @@ def strategy_on(mesh: Mesh, strategy: ShardingStrategy) -> ShardingStrategy:
     return ShardingStrategy.NO_SHARD
 
 
-def choose_mesh(options: Options, strategy: ShardingStrategy, device: torch.device) -> tuple[Mesh, ProcessGroups]:
+def choose_mesh(options: Options, strategy: ShardingStrategy, device: torch.device) -> tuple[MeshGroups, ProcessGroups]:
     """Returns the shard and replicate groups for a strategy, and the process groups to pass to inner units.
 
     Every rank must call it, because a hybrid strategy creates its groups if the user passed none.
@@ -86,14 +86,14 @@ def choose_mesh(options: Options, strategy: ShardingStrategy, device: torch.devi
     given = options.process_group if options.device_mesh is None else _groups_of_mesh(options, strategy)
     if strategy in HYBRID:
         pair = _hybrid_groups(given, strategy, has_policy=options.auto_wrap_policy is not None, device=device)
-        return Mesh.hybrid(Group.of(pair[0]), Group.of(pair[1])), pair
+        return MeshGroups.hybrid(Group.of(pair[0]), Group.of(pair[1])), pair
     if isinstance(given, (tuple, list)):
         raise ValueError(message("pair-of-groups", strategy=strategy.name))
     group = default_group() if given is None else given
     if not _is_group(group):
         raise TypeError(message("group-type", process_group=group))
     sharers = Group.of(group)
-    return (Mesh.replicated if strategy is ShardingStrategy.NO_SHARD else Mesh.sharded)(sharers), group
+    return (MeshGroups.replicated if strategy is ShardingStrategy.NO_SHARD else MeshGroups.sharded)(sharers), group
 
 
 def _groups_of_mesh(options: Options, strategy: ShardingStrategy) -> Any:
@@ -175,5 +175,5 @@ def flattened_in(modules: list[tuple[str, nn.Module]]) -> set[nn.Parameter]:
         parameter
         for _, module in modules
         for name, parameter in module._parameters.items()
-        if parameter is not None and misuse.is_flattened(module, name)
+        if parameter is not None and validation.is_flattened(module, name)
     }

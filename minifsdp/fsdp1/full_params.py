@@ -25,10 +25,10 @@ from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from minifsdp.engine import optimizer_watch
+from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.root import Root
 from minifsdp.engine.summoned import Summoned, full_gradient_row, full_row
-from minifsdp.engine.triggers import NOT_IN_BACKWARD, graph_task
 from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.build import FlatUnit
 

@@ -27,7 +27,7 @@ from torch import nn
 
 from minifsdp import trace
 from minifsdp.engine import collectives
-from minifsdp.engine.mesh import Mesh
+from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.partition import local_part
 
@@ -95,7 +95,7 @@ def _move(tensor: torch.Tensor, device: torch.device) -> None:
         tensor.data = tensor.data.to(device)
 
 
-def cut_in_place(modules: Modules, device: torch.device, ignored: set[nn.Parameter], *, sends: bool) -> None:
+def shard_in_place(modules: Modules, device: torch.device, ignored: set[nn.Parameter], *, sends: bool) -> None:
     """2. Without ``device_id``: moves only buffers; the unit is sharded on its modules' device (DEV-03, SYNC-04).
 
     Args:
@@ -119,7 +119,7 @@ def cut_in_place(modules: Modules, device: torch.device, ignored: set[nn.Paramet
             _move(buffer, device)
 
 
-def synchronize(modules: Modules, mesh: Mesh, ignored: set[nn.Parameter], unit_name: str) -> None:
+def synchronize(modules: Modules, mesh: MeshGroups, ignored: set[nn.Parameter], unit_name: str) -> None:
     """3. Broadcasts the unit's parameters and buffers from the first rank. Every rank must call it.
 
     One broadcast sends all tensors of one dtype. A buffer that several units share is sent only with the first unit.
@@ -136,7 +136,7 @@ def synchronize(modules: Modules, mesh: Mesh, ignored: set[nn.Parameter], unit_n
             tensor._is_synchronized = True  # type: ignore[attr-defined]
 
 
-def _broadcast(tensors: list[torch.Tensor], mesh: Mesh, unit_name: str) -> None:
+def _broadcast(tensors: list[torch.Tensor], mesh: MeshGroups, unit_name: str) -> None:
     row = torch.cat([t.reshape(-1) for t in tensors])
     # First over the replicate group, then over each shard group: all values come from the first rank.
     for group in (mesh.replicate, mesh.shard):

@@ -45,7 +45,7 @@ def gradient_parts(layout: FlatLayout) -> list[tuple[tuple[Group, ...], torch.Te
         return [(sharers, gradient) for gradient in gradients]
     if layout.hides_originals:
         whole = gradients[0]
-        places = layout.partition.slices_of_piece(layout.mesh.shard_index)
+        places = layout.partition.slices_of_local_shard(layout.mesh.shard_index)
         gradients = [None if whole is None or place.start == place.stop else whole[place] for place in places]
     return [((*sharers, *form.groups), part) for form, part in zip(layout.forms, gradients, strict=True)]
 

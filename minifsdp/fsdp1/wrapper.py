@@ -38,7 +38,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from minifsdp.engine import misuse
+from minifsdp.engine import validation
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.layout import owned_parameters
 from minifsdp.engine.messages import message
@@ -83,7 +83,7 @@ class Wrapper(nn.Module):
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         options = Options(*args, **kwargs)
         build.check_options(module, options)
-        misuse.check_one_door(module, "FullyShardedDataParallel")
+        validation.check_one_api(module, "FullyShardedDataParallel")
         super().__init__()
         strategy = options.sharding_strategy or ShardingStrategy.FULL_SHARD
         ignored = find_ignored(module, options.ignored_modules, options.ignored_states, is_wrapper)
@@ -137,7 +137,7 @@ class Wrapper(nn.Module):
         if options.device_id is not None:
             initial.move_modules(modules, self.compute_device, ignored)
         else:
-            initial.cut_in_place(modules, self.compute_device, ignored, sends=options.sync_module_states)
+            initial.shard_in_place(modules, self.compute_device, ignored, sends=options.sync_module_states)
         if options.sync_module_states:
             initial.synchronize(modules, self.mesh, ignored, type(self.module).__name__)
 
@@ -193,12 +193,12 @@ class Wrapper(nn.Module):
                 self._choose_precision()
             args, kwargs = self._prepare_inputs(args, kwargs, is_outermost_call)
             if unit is not None:
-                tree.cycle.pre_forward(unit)
+                tree.iteration.pre_forward(unit)
             output = self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
             if unit is not None:
-                tree.cycle.post_forward(unit, (args, kwargs), output)
+                tree.iteration.post_forward(unit, (args, kwargs), output)
             elif is_outermost_call:
-                tree.cycle.watch(output)
+                tree.iteration.watch(output)
         except BaseException:
             if is_outermost_call:
                 tree.fail_forward()
@@ -242,7 +242,7 @@ class Wrapper(nn.Module):
     def _mend(self) -> None:
         """Cleans up after a backward that raised an exception. Called before the user reads parameters or gradients."""
         if self._tree is not None:
-            self._tree.mend()
+            self._tree.recover_after_error()
 
     def _find_tree(self) -> Root:
         """Creates the tree with this wrapper as its root: its forward runs outside of any other wrapper (CTOR-10)."""
@@ -258,7 +258,7 @@ class Wrapper(nn.Module):
             self.compute_device,
             backward_prefetch=self.backward_prefetch,
             forward_prefetch=self.forward_prefetch,
-            limit_gathers=self.limit_all_gathers,
+            limit_all_gathers=self.limit_all_gathers,
         )
         for _, wrapper in wrappers:
             wrapper._tree = tree
@@ -285,7 +285,7 @@ class Wrapper(nn.Module):
         if self._tree is not None and not self._tree.is_dissolved:
             self._tree.dissolve()
         if self._unit is not None and self._unit.phase is Phase.IDLE:
-            self._unit.layout.settle()
+            self._unit.layout.refresh_from_module()
         return self
 
     def _only_on_the_root(self, what: str) -> None:

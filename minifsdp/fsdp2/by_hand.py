@@ -36,8 +36,8 @@ class HandledState(FSDPState, UnshardHandle):
         if self.unit is not None:
             tree = self.current_tree()
             # As at the start of an iteration: the user may have replaced or modified the sharded parameters.
-            self.unit.layout.notice_edits()
-            tree.lanes.gather.follow()
+            self.unit.layout.accept_replacements()
+            tree.comm_streams.all_gather.wait_compute()
             if self.unit.layout.is_stale():
                 self.unit.reshard()
             self.unit.unshard()
@@ -46,7 +46,7 @@ class HandledState(FSDPState, UnshardHandle):
         """Completes the all-gather and registers the unsharded parameters. Does nothing after a reshard."""
         if self.unit is not None and self.unit.state is not State.SHARDED:
             self.unit.wait()
-            self.unit.layout.show_unsharded()
+            self.unit.layout.use_unsharded_params()
 
     def reshard(self) -> None:
         """Reshards this state's unit, which frees the unsharded parameters."""

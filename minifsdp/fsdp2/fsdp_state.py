@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minifsdp.engine.lanes import Lanes
+from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.precision import cast_floating, move
 from minifsdp.engine.root import Root
 from minifsdp.engine.schedule import BackwardPrefetch
@@ -83,7 +83,7 @@ class FSDPState:
         self.reshard_after_forward = reshard_after_forward
         self.tree: Root | None = None
         self.is_tree_root = False
-        self.shared_lanes: Lanes | None = None
+        self.shared_comm_streams: CommStreams | None = None
         self._has_begun = False
         # 1. Modules of this state that have not run yet in the current forward, and the number of that forward.
         self._waiting: set[nn.Module] = set()
@@ -117,8 +117,8 @@ class FSDPState:
             args, kwargs = self._cast_inputs(args, kwargs)
         if self.unit is None or self._is_between(tree):
             return args, kwargs
-        tree.cycle.pre_forward(self.unit)
-        watched: tuple[Any, Any] = tree.cycle.triggers[self.unit].watch_inputs((args, kwargs))
+        tree.iteration.pre_forward(self.unit)
+        watched: tuple[Any, Any] = tree.iteration.backward_hooks[self.unit].watch_inputs((args, kwargs))
         return watched
 
     def _is_inner_call(self, module: nn.Module) -> bool:
@@ -143,9 +143,9 @@ class FSDPState:
         """1. Whether another module of this state has already run, and all-gathered the unit, in this forward."""
         if len(self.modules) == 1 or (self.unit is not None and self.unit.phase is Phase.PRE_BACKWARD):
             return False
-        if self._waiting and self._waits_in == tree.cycle.num_forwards:
+        if self._waiting and self._waits_in == tree.iteration.num_forwards:
             return True
-        self._waiting, self._waits_in = set(self.modules), tree.cycle.num_forwards
+        self._waiting, self._waits_in = set(self.modules), tree.iteration.num_forwards
         return False
 
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -165,11 +165,11 @@ class FSDPState:
             # 1. Hook each module's output, because any of the modules can be the last to run.
             self._leave(tree, self.unit, {module}, (args, kwargs), output)
         elif self._has_begun:
-            tree.cycle.watch(output)
+            tree.iteration.watch(output)
         if self._has_begun:
             self._has_begun = False
             for state in self._grouped:
-                if state.unit is not None and state._waiting and state._waits_in == tree.cycle.num_forwards:
+                if state.unit is not None and state._waiting and state._waits_in == tree.iteration.num_forwards:
                     # Some of its modules were not called in this forward. Their parameters may be used anyway, and
                     # backward may reach them before it reaches an output of the other modules.
                     state._leave(tree, state.unit, state._waiting, (args, kwargs), output)
@@ -178,11 +178,11 @@ class FSDPState:
 
     def _leave(self, tree: Root, unit: Unit, modules: set[nn.Module], inputs: Any, output: Any) -> None:
         """Called when ``modules`` have finished. If no others are left, ends the forward of the unit."""
-        self._is_recorded |= tree.cycle.watch_output(unit, inputs, output)
+        self._is_recorded |= tree.iteration.watch_output(unit, inputs, output)
         self._waiting -= modules
         if not self._waiting:
             is_recorded, self._is_recorded = self._is_recorded, False
-            tree.cycle.leave_forward(unit, is_recorded=is_recorded)
+            tree.iteration.leave_forward(unit, is_recorded=is_recorded)
 
     def break_off(self) -> None:
         """Resets the tree after an exception, so that a new iteration can begin."""
@@ -206,7 +206,7 @@ class FSDPState:
         for state in found:
             if state.tree is not None and not state.tree.is_dissolved:
                 # Units that were unsharded manually before stay unsharded.
-                state.tree.dissolve(keeps_gathered=True)
+                state.tree.dissolve(keeps_unsharded=True)
             if state.unit is not None and state.reshard_after_forward is None:
                 # The root's backward directly follows its forward.
                 state.unit.choose(reshard_after_forward=state is not self)
@@ -216,9 +216,9 @@ class FSDPState:
             self.device,
             backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
             forward_prefetch=False,
-            limit_gathers=False,
+            limit_all_gathers=False,
             keeps_outermost=False,
-            lanes=self.shared_lanes,
+            comm_streams=self.shared_comm_streams,
         )
         grouped = [state for state in found if len(state.modules) > 1]
         for state in found:

@@ -31,16 +31,16 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from minifsdp.engine import misuse
+from minifsdp.engine import validation
 from minifsdp.engine.dtensors import Sharding
 from minifsdp.engine.layout import OwnedParameter, owned_parameters
-from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.row import Options
-from minifsdp.engine.unit import Resting, Unit, UnitPolicy, modules_of_unit
+from minifsdp.engine.unit import PostForwardMesh, Unit, UnitPolicy, modules_of_unit
 from minifsdp.fsdp2.fsdp_state import FSDPState, state_of
 from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fsdp2.reshard import choose_reshard, smaller_mesh
@@ -48,9 +48,9 @@ from minifsdp.fsdp2.reshard import choose_reshard, smaller_mesh
 _NO_POLICY = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
 # Both are set in ``minifsdp/__init__.py``. A call instantiates `state_class`, which is `FSDPState` or a subclass. The
-# functions in `before_cut` are called with the parameters, their shardings and the device before sharding.
+# functions in `before_sharding` are called with the parameters, their shardings and the device before sharding.
 state_class: type[FSDPState] = FSDPState
-before_cut: list[Callable[[dict[nn.Parameter, OwnedParameter], list[Sharding], torch.device], None]] = []
+before_sharding: list[Callable[[dict[nn.Parameter, OwnedParameter], list[Sharding], torch.device], None]] = []
 
 M = TypeVar("M", bound=nn.Module | list[nn.Module])
 
@@ -105,7 +105,7 @@ def fully_shard(
     parameters = owned_parameters(owners, set(ignored_params or ()))
     _move_to(device, owners, parameters)
     shardings = _shardings(parameters, mesh, shard_placement_fn)
-    for look in before_cut:
+    for look in before_sharding:
         look(parameters, shardings, device)
     # 2. The layout takes over the values and registers DTensors on the modules.
     unit = None
@@ -124,11 +124,11 @@ def _check_modules(modules: list[nn.Module]) -> None:
         raise ValueError(message("no-modules"))
     for module in modules:
         # In a list of several modules, the forwards of the other modules all-gather its parameters.
-        if len(modules) == 1 and misuse.is_only_called_in_parts(module):
+        if len(modules) == 1 and validation.is_only_called_in_parts(module):
             raise ValueError(message("no-forward", type=type(module).__name__))
         if state_of(module) is not None:
             raise AssertionError(message("sharded-twice", type=type(module).__name__))
-        misuse.check_one_door(module, "fully_shard")
+        validation.check_one_api(module, "fully_shard")
     inside = [one for one in modules for other in modules if other is not one and one in set(other.modules())]
     if inside:
         raise ValueError(message("nested-in-list", type=type(inside[0]).__name__))
@@ -145,13 +145,13 @@ def _default_mesh() -> DeviceMesh:
     return init_device_mesh(device.type if device is not None else "cpu", (torch.distributed.get_world_size(),))
 
 
-def _table(mesh: DeviceMesh) -> Mesh:
+def _table(mesh: DeviceMesh) -> MeshGroups:
     """This rank's shard group and replicate group on the user's mesh, see ``mesh.py``."""
     if mesh.ndim == 1:
-        return Mesh.sharded(Group.of(mesh.get_group()))
+        return MeshGroups.sharded(Group.of(mesh.get_group()))
     if mesh.ndim != 2:
         raise ValueError(message("mesh-axes", ndim=mesh.ndim, mesh=mesh))
-    return Mesh.hybrid(shard=Group.of(mesh.get_group(1)), replicate=Group.of(mesh.get_group(0)))
+    return MeshGroups.hybrid(shard=Group.of(mesh.get_group(1)), replicate=Group.of(mesh.get_group(0)))
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
@@ -221,7 +221,7 @@ def _make_unit(
     if num_ranks is not None:
         small = smaller_mesh(mesh, num_ranks)
         begin = functools.partial(layout.rest, Group.of(small.get_group(1)), small)
-        unit.choose(resting=Resting(begin, layout.wake))
+        unit.choose(post_forward_mesh=PostForwardMesh(begin, layout.wake))
     return unit
 
 

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from minifsdp.engine import collectives
 from minifsdp.engine.dtensors import Sharding
 from minifsdp.engine.layout import OwnedParameter
-from minifsdp.engine.mesh import Mesh
+from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message, warn
 
 
@@ -47,7 +47,7 @@ def warn_if_different(
             _compare(real, table, device)
 
 
-def _compare(values: dict[str, torch.Tensor], table: Mesh, device: torch.device) -> None:
+def _compare(values: dict[str, torch.Tensor], table: MeshGroups, device: torch.device) -> None:
     # Tensor-parallel shards differ between ranks by design. Only ranks that hold the same shard are compared.
     sums = [_checksum(value) for value in values.values()]
     mine = torch.tensor(sums, dtype=torch.float64, device=device)
@@ -55,7 +55,7 @@ def _compare(values: dict[str, torch.Tensor], table: Mesh, device: torch.device)
     for group in (table.shard, table.replicate):
         if group is not None:
             everybody = mine.new_empty(group.size * len(sums))
-            collectives.gather(group, everybody, mine).wait()
+            collectives.all_gather(group, everybody, mine).wait()
             different |= (everybody.view(group.size, -1) != mine).any(dim=0)
     names = [path for path, differs in zip(values, different.tolist(), strict=True) if differs]
     if names:

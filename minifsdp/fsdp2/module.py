@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from minifsdp.engine.collectives import Scaling
-from minifsdp.engine.lanes import Lanes
+from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.unit import Unit
@@ -105,7 +105,7 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Sets whether the next backward ends the iteration. If not, it does not wait for its reductions (NEW-07)."""
-        _state(self).current_tree().cycle.is_last_backward = is_last_backward
+        _state(self).current_tree().iteration.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Sets whether backward reduces gradients. If not, they stay unsharded and accumulate (FS2-SYNC-01)."""
@@ -143,7 +143,7 @@ class FSDPModule:
         for plan in _plans(self, recurse=False):
             if stream is not None and plan.mesh.replicate is not None:
                 raise ValueError(message("hook-stream"))
-            plan.after, plan.after_lane = hook, stream
+            plan.after, plan.after_stream = hook, stream
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Sets whether parameters without a gradient on this rank are reduced as zeros (NEW-14)."""
@@ -169,7 +169,7 @@ class FSDPModule:
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Sets whether backward needs this unit's parameters. For an embedding, for example, it does not (NEW-11)."""
-        _choose(self, recurse=False, gathers_in_backward=unshard_in_backward)
+        _choose(self, recurse=False, unshards_in_backward=unshard_in_backward)
 
     # --- prefetch ---
 
@@ -179,7 +179,7 @@ class FSDPModule:
         Raises:
             ValueError: if a module is not an ``FSDPModule``.
         """
-        _choose(self, recurse=False, ahead_in_forward=_units_of(modules))
+        _choose(self, recurse=False, prefetch_in_forward=_units_of(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Sets which modules to all-gather, in this order, when this module's backward begins (FS2-PREF-04).
@@ -189,7 +189,7 @@ class FSDPModule:
         Raises:
             ValueError: if a module is not an ``FSDPModule``.
         """
-        _choose(self, recurse=False, ahead_in_backward=_units_of(modules) or None)
+        _choose(self, recurse=False, prefetch_in_backward=_units_of(modules) or None)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Sets the event that the next iteration's all-gathers wait for, instead of the compute stream (NEW-12)."""
@@ -234,7 +234,7 @@ class FSDPModule:
         tree = _state(self).tree
         if tree is not None and not tree.is_busy:
             # After `set_is_last_backward(False)` a reduction may still be in flight, and add to `.grad` later.
-            tree.cycle.reducer.settle()
+            tree.iteration.reducer.refresh_from_module()
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in _units(self, recurse=True):
             # Gradients that are not reduced or not all-reduced yet.
@@ -318,6 +318,6 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """
     states = [_listed(module) for module in modules]
     if states:
-        lanes = Lanes(states[0].device)
+        comm_streams = CommStreams(states[0].device)
         for state in states:
-            state.shared_lanes = lanes
+            state.shared_comm_streams = comm_streams

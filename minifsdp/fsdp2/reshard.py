@@ -39,10 +39,10 @@ def choose_reshard(unit: Unit, choice: bool | int) -> int | None:
         raise ValueError(message("reshard-factor", choice=choice, num_shards=num_shards))
     # In a group of one rank, every rank keeps all parameters unsharded.
     frees = choice if isinstance(choice, bool) else choice == num_shards or choice > 1
-    if unit.policy.resting is not None:
+    if unit.policy.post_forward_mesh is not None:
         # Release shards on the smaller mesh that are left from this iteration. Nothing else would release them.
-        unit.policy.resting.end()
-    unit.choose(reshard_after_forward=frees, reshard_after_evaluation=frees, resting=None)
+        unit.policy.post_forward_mesh.end()
+    unit.choose(reshard_after_forward=frees, reshard_after_evaluation=frees, post_forward_mesh=None)
     if isinstance(choice, bool) or choice in (1, num_shards):
         return None
     if len(unit.plans) > 1:

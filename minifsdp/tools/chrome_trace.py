@@ -11,7 +11,7 @@ Spec: the paragraph "The tracer" at the head of the spec.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from minifsdp.tools.events import LANES, EventsPerRank, from_zero, gathered_bytes, rows_of
+from minifsdp.tools.events import STREAMS, EventsPerRank, from_zero, gathered_bytes, rows_of
 from minifsdp.trace import Event
 
 
@@ -33,13 +33,13 @@ def chrome_trace(events_per_rank: EventsPerRank, *, origins: Sequence[float] | N
 def _items(rank: int, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
     """All items of one rank: its name, its threads, the spans and moments by lane and row, and its memory."""
     yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-    for number, lane in enumerate(LANES):
-        on_lane = [event for event in events if event.lane == lane]
-        rows = rows_of(on_lane, 0.0)
+    for number, stream in enumerate(STREAMS):
+        on_stream = [event for event in events if event.stream == stream]
+        rows = rows_of(on_stream, 0.0)
         for row in sorted({*rows}):
-            name = lane if row == 0 else f"{lane} ({row + 1})"
+            name = stream if row == 0 else f"{stream} ({row + 1})"
             yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": 100 * number + row, "args": {"name": name}}
-        for event, row in zip(on_lane, rows, strict=True):
+        for event, row in zip(on_stream, rows, strict=True):
             yield {"pid": rank, "tid": 100 * number + row} | _chrome_event(event)
     for seconds, num_bytes in gathered_bytes(events):
         yield {"ph": "C", "name": "gathered", "pid": rank, "ts": _micro(seconds), "args": {"bytes": num_bytes}}

@@ -101,19 +101,19 @@ def cost_of(job: Job) -> Cost:
     trained = job.num_trained / job.shards
     states = elements * job.stored.itemsize + trained * job.optimizer
     here, host = (0.0, states) if job.offload else (states, 0.0)
-    resting = here + job.buffers * (job.buffer or job.stored).itemsize
+    post_forward_mesh = here + job.buffers * (job.buffer or job.stored).itemsize
     gradients = job.settled(sum(job.gradients))
     # From the second micro-batch on, the gradients of the first exist in forward as well.
     earlier = sum(job.gradients) if job.no_sync else gradients
     # The peak is in the first backward of the step, in a middle one, or in the last.
     backwards = {0, job.micro_batches // 2, job.micro_batches - 1}
     return Cost(
-        stored=resting,
+        stored=post_forward_mesh,
         host=host,
-        after_backward=resting + gradients,
-        peak_forward=resting + (earlier if job.micro_batches > 1 else 0.0) + peak_of_forward(job),
-        peak_backward=resting + max(peak_of_backward(job, number) for number in backwards),
-        peak_optimizer=resting + (0.0 if job.offload else gradients + trained * job.scratch),
+        after_backward=post_forward_mesh + gradients,
+        peak_forward=post_forward_mesh + (earlier if job.micro_batches > 1 else 0.0) + peak_of_forward(job),
+        peak_backward=post_forward_mesh + max(peak_of_backward(job, number) for number in backwards),
+        peak_optimizer=post_forward_mesh + (0.0 if job.offload else gradients + trained * job.scratch),
         sent=sent_bytes(job),
         num_collectives=num_collectives(job),
     )
@@ -156,13 +156,13 @@ def sent_bytes(job: Job) -> dict[str, float]:
 
 
 def _rested(job: Job) -> float:
-    """Bytes of the units that are kept on ``rests_with`` ranks and all-gathered among these for backward."""
-    return job.micro_batches * sum(job.sizes[1:]) if job.rests_with and not job.keeps else 0.0
+    """Bytes of the units that are kept on ``reshards_to`` ranks and all-gathered among these for backward."""
+    return job.micro_batches * sum(job.sizes[1:]) if job.reshards_to and not job.keeps else 0.0
 
 
 def sent_for_rested(job: Job) -> float:
-    """The bytes that each rank sends in all-gathers among ``rests_with`` ranks."""
-    return gather_sends(_rested(job), job.rests_with or 1)
+    """The bytes that each rank sends in all-gathers among ``reshards_to`` ranks."""
+    return gather_sends(_rested(job), job.reshards_to or 1)
 
 
 def num_collectives(job: Job) -> dict[str, int]:

@@ -24,7 +24,7 @@ from minifsdp.trace import Event
 
 EventsPerRank = Sequence[Sequence[Event]]
 
-LANES = ("compute", "gather", "reduce", "all_reduce")
+STREAMS = ("compute", "gather", "reduce", "all_reduce")
 
 
 def gathered_bytes(events: Iterable[Event]) -> list[tuple[float, int]]:

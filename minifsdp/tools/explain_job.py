@@ -49,7 +49,7 @@ def _choices(unit: UnitSummary) -> dict[str, object]:
         "reduce dtype": unit.reduce,
         "offload": "host" if unit.offloads else "device",
         # The root's own has another rule, which the job includes.
-        "resharding after forward": None if unit.is_root else (unit.frees, unit.rests_with),
+        "resharding after forward": None if unit.is_root else (unit.frees, unit.reshards_to),
     }
 
 
@@ -89,7 +89,7 @@ def job_for(
         num_replicas=like.num_replicas,
         per_parameter=like.per_parameter,
         root_frees=root is not None and root.frees,
-        rests_with=like.rests_with,
+        reshards_to=like.reshards_to,
         stored=like.stored,
         compute=like.compute,
         reduce=like.reduce,

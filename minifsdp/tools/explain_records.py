@@ -69,7 +69,7 @@ class UnitSummary:
         num_replicas: number of replicas.
         per_parameter: made by ``fully_shard``, with each parameter sharded separately; otherwise a flat parameter.
         frees: whether it is resharded after forward and all-gathered again for backward.
-        rests_with: ranks that share the parameters between forward and backward, if an integer was chosen.
+        reshards_to: ranks that share the parameters between forward and backward, if an integer was chosen.
         compute: dtype of the unsharded parameters.
         reduce: dtype in which gradients are reduced.
         offloads: whether the shards are on the host.
@@ -86,7 +86,7 @@ class UnitSummary:
     num_replicas: int
     per_parameter: bool
     frees: bool
-    rests_with: int | None
+    reshards_to: int | None
     compute: torch.dtype
     reduce: torch.dtype
     offloads: bool

@@ -170,7 +170,7 @@ def _units_in_place(model: nn.Module, names: Names) -> Iterator[UnitSummary]:
         for entry in unit.layout._entries:  # type: ignore[attr-defined]
             cut: Cut = entry.sharding.cut
             owned = dict(zip(_ranks(entry.sharding.table.shard), _elements_by_rank(cut), strict=True))
-            trained, dtype = entry.parameter.requires_grad, entry.piece.dtype
+            trained, dtype = entry.parameter.requires_grad, entry.local_shard.dtype
             places = _places(entry.owned.slots, names)
             parameters.append(ParameterSummary(*places, tuple(cut.shape), cut.dim, dtype, trained, owned))
         is_root = state is state_of(model)
@@ -191,8 +191,8 @@ def _places(slots: Sequence[Slot], names: Names) -> tuple[str, tuple[str, ...]]:
 
 def _elements_in_row(partition: Partition) -> list[tuple[int, ...]]:
     """The number of elements that each rank stores, for each parameter in a flat parameter."""
-    pieces = [partition.slices_of_piece(index) for index in range(partition.num_shards)]
-    return [tuple(part.stop - part.start for part in parts) for parts in zip(*pieces, strict=True)]
+    local_shards = [partition.slices_of_local_shard(index) for index in range(partition.num_shards)]
+    return [tuple(part.stop - part.start for part in parts) for parts in zip(*local_shards, strict=True)]
 
 
 def _elements_by_rank(cut: Cut) -> tuple[int, ...]:
@@ -204,7 +204,7 @@ def _summary(
     unit: Unit, parameters: Sequence[ParameterSummary], names: Names, buffers: torch.dtype | None = None
 ) -> UnitSummary:
     """The fields that are read in the same way for both APIs."""
-    layout, mesh, resting = unit.layout, unit.plan.mesh, unit.policy.resting
+    layout, mesh, post_forward_mesh = unit.layout, unit.plan.mesh, unit.policy.post_forward_mesh
     inside = [slot.module for owned in layout.parameters for slot in owned.slots]
     return UnitSummary(
         name="",
@@ -214,7 +214,7 @@ def _summary(
         num_replicas=mesh.num_ranks // mesh.num_shards,
         per_parameter=not isinstance(layout, FlatLayout),
         frees=unit.policy.reshard_after_forward,
-        rests_with=None if resting is None else resting.begin.args[0].size,  # type: ignore[attr-defined]
+        reshards_to=None if post_forward_mesh is None else post_forward_mesh.begin.args[0].size,  # type: ignore[attr-defined]
         compute=layout.dtype,
         reduce=unit.precision.reduce or layout.dtype,
         offloads=layout.offloads,
@@ -265,7 +265,7 @@ def _planned(model: nn.Module, names: Names, like: UnitSummary | None, num_shard
         num_replicas=like.num_replicas if like else 1,
         per_parameter=not is_flat,
         frees=False,
-        rests_with=None,
+        reshards_to=None,
         compute=compute,
         reduce=like.reduce if like else stored,
         offloads=like is not None and like.offloads,

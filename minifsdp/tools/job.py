@@ -37,7 +37,7 @@ class Job:
         num_replicas: ranks in the replicate group; with ``NO_SHARD`` all ranks.
         per_parameter: ``fully_shard``, which shards the first dim of each parameter, instead of the wrapper.
         root_frees: the root's own parameters are resharded after forward like any unit, and all-gathered again.
-        rests_with: ``reshard_after_forward`` as an integer: 1/``rests_with`` of each unit is kept for backward.
+        reshards_to: ``reshard_after_forward`` as an integer: 1/``reshards_to`` of each unit is kept for backward.
         stored: dtype of the stored weights.
         compute: ``param_dtype``; ``None`` for the stored one.
         reduce: ``reduce_dtype``; ``None`` for the compute dtype.
@@ -65,7 +65,7 @@ class Job:
     num_replicas: int = 1
     per_parameter: bool = False
     root_frees: bool = False
-    rests_with: int | None = None
+    reshards_to: int | None = None
     stored: torch.dtype = torch.float32
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
@@ -145,9 +145,9 @@ class Job:
         return not self.per_parameter and (len(shapes) > 1 or self.numel(shapes) > sum(map(math.prod, shapes)))
 
     @property
-    def rests(self) -> float:
-        """Bytes of all units that are kept for backward with ``rests_with``."""
-        return sum(self.sizes[1:]) / self.rests_with if self.rests_with else 0.0
+    def to_smaller_mesh(self) -> float:
+        """Bytes of all units that are kept for backward with ``reshards_to``."""
+        return sum(self.sizes[1:]) / self.reshards_to if self.reshards_to else 0.0
 
     def kept(self, num: int | None = None) -> float:
         """Bytes of activations after the root and ``num`` units have computed; ``None`` for the end of forward."""

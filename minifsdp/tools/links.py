@@ -86,7 +86,7 @@ def sent_by_link(job: Job, per_machine: int) -> dict[str, Sent]:
     num_ranks = job.shards * job.num_replicas
     # For each ring: the bytes that a rank sends in it, its number of ranks, and the distance between them.
     rings = {
-        "AG": [(sent["AG"] - rested, job.shards, 1), (rested, job.rests_with or 1, 1)],
+        "AG": [(sent["AG"] - rested, job.shards, 1), (rested, job.reshards_to or 1, 1)],
         "RS": [(sent["RS"], job.shards, 1)],
         "AR": [(sent["AR"], job.num_replicas, job.shards)],
     }

@@ -41,7 +41,7 @@ def peak_of_forward(job: Job) -> float:
         earlier = sum(sizes[:i]) if job.keeps else 0.0
         coming = sum(sizes[i + 1 : i + 2]) if job.forward_prefetch else 0.0
         moments.append(root + earlier + copies * size + coming + job.kept(i + 1))
-    return job.rests + max(moments)
+    return job.to_smaller_mesh + max(moments)
 
 
 def peak_of_backward(job: Job, number: int) -> float:
@@ -49,7 +49,7 @@ def peak_of_backward(job: Job, number: int) -> float:
     units = job.sizes
     # The root's unit is the last one, if it has parameters of its own.
     at_work = range(0 if units[0] else 1, len(units))
-    return job.rests + max((_moment(job, units, i, number) for i in at_work), default=job.kept(0))
+    return job.to_smaller_mesh + max((_moment(job, units, i, number) for i in at_work), default=job.kept(0))
 
 
 def _moment(job: Job, units: Sequence[float], i: int, number: int) -> float:
@@ -60,14 +60,14 @@ def _moment(job: Job, units: Sequence[float], i: int, number: int) -> float:
     gathered = 0.0 if job.is_borrowed else units[i]
     twice = gathered + 2 * here if job.puts_together(i) else 0.0
     if not job.reduces(number):
-        return beside + max(gathered + here, twice, gathered + _lingering(job, units, i))
+        return beside + max(gathered + here, twice, gathered + _deferred(job, units, i))
     # While gradients are computed, the reduction of the previous unit runs. Only its output is left when this unit's
     # gradients are concatenated or packed, which needs them twice. It is completed when the reduction of this unit has
     # been issued, and cast if the stored dtype differs from the reduce dtype.
-    left = _piece(job, after)
+    left = _local_shard(job, after)
     cast = job.settled(after) if job.stored.itemsize != job.reduce_width else 0.0
     stages = [
-        _reduction(job, after) + gathered + max(here, _lingering(job, units, i)),
+        _reduction(job, after) + gathered + max(here, _deferred(job, units, i)),
         left + twice,
         left + _reduction(job, here) + cast,
     ]
@@ -77,7 +77,7 @@ def _moment(job: Job, units: Sequence[float], i: int, number: int) -> float:
     return beside + max(stages)
 
 
-def _lingering(job: Job, units: Sequence[float], i: int) -> float:
+def _deferred(job: Job, units: Sequence[float], i: int) -> float:
     """Bytes of the previous unit if it is frozen and flat: its backward ends only with its input gradients."""
     if job.per_parameter or job.keeps or i + 1 == len(units) or job.gradients[i + 1]:
         return 0.0
@@ -95,10 +95,10 @@ def _reduction(job: Job, size: float) -> float:
     whole = size * job.reduce_width / job.width
     if job.shards == 1:
         return whole  # an unsharded gradient is summed in place
-    return whole + _piece(job, size) * (job.shards - 1 if job.by_messages else 1)
+    return whole + _local_shard(job, size) * (job.shards - 1 if job.by_messages else 1)
 
 
-def _piece(job: Job, size: float) -> float:
+def _local_shard(job: Job, size: float) -> float:
     """Bytes of the output of a reduction."""
     return size * job.reduce_width / job.width / job.shards
 

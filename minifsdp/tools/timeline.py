@@ -38,7 +38,7 @@ from typing import Any
 import jinja2
 
 from minifsdp.engine.messages import message
-from minifsdp.tools.events import LANES, EventsPerRank, from_zero, gathered_bytes, peak_gathered_bytes, rows_of
+from minifsdp.tools.events import STREAMS, EventsPerRank, from_zero, gathered_bytes, peak_gathered_bytes, rows_of
 from minifsdp.trace import Event
 
 BOXES = ("F", "B", "AG", "RS", "AR")
@@ -83,7 +83,7 @@ class _Sheet:
         for number, line in enumerate(lines):
             self.shapes.append(_SHAPES.text(x, y + 16 * number, line, classes))
 
-    def lane(self, y: float, height: float, *names: str) -> None:
+    def stream(self, y: float, height: float, *names: str) -> None:
         """Draws the background of a lane, and its names to the left of it."""
         self.ground.append(_SHAPES.band(_LEFT, y, self.width - _LEFT - _RIGHT, height))
         self.text(_LEFT - 10, y + 14, "soft end", *names)
@@ -125,7 +125,9 @@ def svg(
     # A recording without events, or of a single moment, still has a width.
     seconds = max((event.end for event in everything), default=0.0) or 1e-3 if seconds is None else seconds
     sheet = _Sheet(width, seconds, max(map(peak_gathered_bytes, ranks), default=0))
-    lanes = [lane for lane in LANES if lane != "all_reduce" or any(event.lane == lane for event in everything)]
+    streams = [
+        stream for stream in STREAMS if stream != "all_reduce" or any(event.stream == stream for event in everything)
+    ]
     zero = "each rank's own first event" if origins is None else "the end of a barrier that all ranks shared"
     clock = f"Milliseconds of the CPU clock since {zero}."
     spans = "A collective lasts from its issue to the end of the wait for it."
@@ -133,7 +135,7 @@ def svg(
         spans += " Its box is pale after the data has arrived."
     top = y = _draw_heading(sheet, everything, title, clock, spans)
     for rank, events in enumerate(ranks):
-        y = _draw_rank(sheet, y, f"rank {rank}", events, lanes)
+        y = _draw_rank(sheet, y, f"rank {rank}", events, streams)
     _draw_grid(sheet, top, y)
     return sheet.finished(y + 34, title)
 
@@ -155,13 +157,13 @@ def _draw_heading(sheet: _Sheet, events: Sequence[Event], title: str, *captions:
     return y + 14
 
 
-def _draw_rank(sheet: _Sheet, y: float, name: str, events: Sequence[Event], lanes: Sequence[str]) -> float:
+def _draw_rank(sheet: _Sheet, y: float, name: str, events: Sequence[Event], streams: Sequence[str]) -> float:
     """Draws all lanes of one rank from ``y`` down; returns the position below them."""
     sheet.text(20, y + 15, "rank", name)
     y += 24
-    for lane in lanes:
-        y = _draw_lane(sheet, y, lane.replace("_", "-"), [event for event in events if event.lane == lane])
-        if lane == "gather":
+    for stream in streams:
+        y = _draw_stream(sheet, y, stream.replace("_", "-"), [event for event in events if event.stream == stream])
+        if stream == "gather":
             # Between the all-gathers and the memory, because a reshard ends the former and decreases the latter.
             for event in events:
                 if event.kind == "FREE":
@@ -170,14 +172,14 @@ def _draw_rank(sheet: _Sheet, y: float, name: str, events: Sequence[Event], lane
     return y + 10
 
 
-def _draw_lane(sheet: _Sheet, y: float, name: str, events: Sequence[Event]) -> float:
+def _draw_stream(sheet: _Sheet, y: float, name: str, events: Sequence[Event]) -> float:
     boxes = [event for event in events if event.kind in BOXES]
     marks = [event for event in events if event.kind not in BOXES and event.kind != "FREE"]
     # An overlap of half a pixel is invisible and does not need another row.
     rows = rows_of(boxes, 0.5 * sheet.seconds / sheet.width)
     strip = _ROW * (1 + max(rows, default=0))
     height = strip + (_STRIP if marks else 0)
-    sheet.lane(y, height, name)
+    sheet.stream(y, height, name)
     for event, row in zip(boxes, rows, strict=True):
         x = sheet.x(event.start)
         width = max(sheet.x(event.end) - x, 1.0)
@@ -198,7 +200,7 @@ def _label(event: Event, width: float) -> str:
 def _draw_memory(sheet: _Sheet, y: float, events: Sequence[Event]) -> float:
     """Draws the unsharded bytes as steps, with the same scale for all ranks."""
     peak, floor = peak_gathered_bytes(events), y + _MEMORY
-    sheet.lane(y, _MEMORY, "gathered", f"peak {_size(peak)}")
+    sheet.stream(y, _MEMORY, "gathered", f"peak {_size(peak)}")
     if peak:
         scale = (_MEMORY - 4) / sheet.num_bytes
         stairs = [(sheet.x(seconds), floor - scale * num_bytes) for seconds, num_bytes in gathered_bytes(events)]

@@ -16,7 +16,7 @@ import minifsdp
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy, batches, fully_shard
 from minifsdp.engine import ledger
-from minifsdp.engine.lanes import Lane
+from minifsdp.engine.comm_streams import CommStream
 from minifsdp.engine.mesh import Group
 from spec_tests.harness import device, ranks
 from spec_tests.models.values import assert_same, full_gradients
@@ -70,8 +70,8 @@ def test_the_next_batch_is_fetched_and_asked_for_before_the_one_in_hand_is_given
 def test_the_watcher_sees_who_waits_for_an_accelerators_answer() -> None:
     talk, seen = batches._Talk(Group.of(dist.group.WORLD)), []
     # As if the group had no CPU backend.
-    talk._device, talk._lane = device(), Lane("batches", device())
-    event = type(talk._lane.stream.record_event())
+    talk._device, talk._comm_stream = device(), CommStream("batches", device())
+    event = type(talk._comm_stream.stream.record_event())
     with pytest.MonkeyPatch.context() as patch:
         wait = event.synchronize
         patch.setattr(event, "synchronize", lambda self: (seen.append(ledger.waiting), wait(self))[1])

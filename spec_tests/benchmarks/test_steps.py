@@ -117,7 +117,7 @@ def test_ours_needs_no_more_memory(race: Race, workload: Any, contender: Any) ->
     outcomes = race(workload.name)[0]
     ours, theirs = _of(outcomes, contender.name), _of(outcomes, contender.peer)
     # No communication is in flight between two steps.
-    assert ours.resting <= 1.001 * theirs.resting
+    assert ours.post_forward_mesh <= 1.001 * theirs.post_forward_mesh
     # Buffers in flight while the next unit computes need no more memory than gloo's copies when torch waits at once.
     # There may be one more activation at that moment.
     assert ours.computing <= 1.005 * theirs.computing

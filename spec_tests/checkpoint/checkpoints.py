@@ -95,9 +95,9 @@ def gathered(value: Any) -> Tensor:
         return value.to(device()).full_tensor()
     if not isinstance(value, ShardedTensor):
         return value
-    pieces: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pieces, [(s.metadata.shard_offsets, s.tensor.cpu()) for s in value.local_shards()])
-    rows = sorted((offsets, tensor) for of_rank in pieces for offsets, tensor in of_rank)
+    local_shards: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(local_shards, [(s.metadata.shard_offsets, s.tensor.cpu()) for s in value.local_shards()])
+    rows = sorted((offsets, tensor) for of_rank in local_shards for offsets, tensor in of_rank)
     return torch.cat([tensor for _, tensor in rows])
 
 

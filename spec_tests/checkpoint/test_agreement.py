@@ -13,15 +13,15 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy
 from minifsdp.checkpoint import agreement
 from minifsdp.engine import ledger
-from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.engine.mesh import Group, MeshGroups
 from spec_tests.checkpoint.checkpoints import flat_or_original, make, step, wrapped
 from spec_tests.harness import ranks
 from spec_tests.harness.programs import output_of_ranks
 from spec_tests.models.sharding import grid
 
 
-def hybrid() -> Mesh:
-    return Mesh.hybrid(*map(Group.of, grid()))
+def hybrid() -> MeshGroups:
+    return MeshGroups.hybrid(*map(Group.of, grid()))
 
 
 @pytest.mark.spec("SD-FULL-03", "HYB-10")

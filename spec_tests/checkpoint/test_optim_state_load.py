@@ -168,8 +168,8 @@ def test_with_rank0_only_the_first_ranks_dict_is_enough(keep: bool, nothing: Any
     # A scatter instead of a broadcast, so no rank receives data of another rank. Two moments of three units.
     assert counts.calls["scatter_"] == 6
     sent = sum(num_bytes for kind, num_bytes in counts.order if kind == "scatter_")
-    pieces = [parameter.numel() for parameter in wrapped(make()).parameters()]
-    assert sent <= 2 * 4 * 2 * sum(pieces), "no more than each rank's own pieces"
+    local_shards = [parameter.numel() for parameter in wrapped(make()).parameters()]
+    assert sent <= 2 * 4 * 2 * sum(local_shards), "no more than each rank's own pieces"
 
 
 @pytest.mark.spec("OSD-LOAD-05", "HYB-10")

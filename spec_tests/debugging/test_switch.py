@@ -15,7 +15,7 @@ import minifsdp
 from minifsdp.debugging import switch
 from minifsdp.engine import order_check
 from minifsdp.engine.flat import FlatLayout
-from minifsdp.engine.hooks import Cycle
+from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.root import Root
 from minifsdp.engine.unit import Unit
@@ -30,7 +30,7 @@ from spec_tests.models.running import batch, iterate
 from spec_tests.models.values import assert_same, full_values
 
 ALL = {"weights", "values", "order", "meta"}
-CLASSES = (Root, Cycle, Unit, FlatLayout, PerParameterLayout, Wrapper, FSDPState, nn.Module)
+CLASSES = (Root, IterationState, Unit, FlatLayout, PerParameterLayout, Wrapper, FSDPState, nn.Module)
 
 
 def on() -> set[str]:
@@ -99,14 +99,14 @@ def test_the_environment_is_read_when_the_package_is_imported() -> None:
 @pytest.mark.parametrize("leaves_early", [False, True])
 def test_off_means_that_nothing_of_it_is_there(leaves_early: bool) -> None:
     before = everything_of_classes()
-    looks = list(fully_shard.before_cut)
+    looks = list(fully_shard.before_sharding)
     first, second = minifsdp.debug("weights", "values"), minifsdp.debug()
     assert everything_of_classes() != before
     assert order_check.always
     for one in (first, second) if leaves_early else (second, first):
         one.off()
     assert everything_of_classes() == before
-    assert fully_shard.before_cut == looks
+    assert fully_shard.before_sharding == looks
     assert not order_check.always
 
 

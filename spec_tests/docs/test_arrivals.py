@@ -53,10 +53,10 @@ def test_data_has_arrived_when_the_other_rank_has_sent_it_and_not_when_it_is_wai
     with arrivals.noted(recorder):
         dist.barrier()
         time.sleep(LATE * rank)
-        event = recorder.begin(kind, "unit", lane="gather")
-        promise, found, expected = issue(number)
+        event = recorder.begin(kind, "unit", stream="gather")
+        handle, found, expected = issue(number)
         time.sleep(MUCH_LATER)
-        promise.wait()
+        handle.wait()
         recorder.finish(event)
     assert torch.equal(found, expected), "what was put into the memory is gone"
     assert event.arrived is not None
@@ -70,9 +70,9 @@ def test_memory_that_is_given_back_after_the_wait_is_looked_at_no_more() -> None
     recorder = trace.Recorder()
     with arrivals.noted(recorder):
         for _ in range(50):
-            event = recorder.begin("AG", "unit", lane="gather")
-            promise, output, _ = gather(MESSAGES)
-            promise.wait()
+            event = recorder.begin("AG", "unit", stream="gather")
+            handle, output, _ = gather(MESSAGES)
+            handle.wait()
             output.untyped_storage().resize_(0)
             recorder.finish(event)
     assert all(event.start < event.arrived <= event.end for event in recorder.events)

@@ -229,7 +229,7 @@ def test_memory_is_shown_over_time_with_each_ranks_peak(address: str, tab: Tab, 
     run = recordings.find(key)
     for rank, of_rank in enumerate(run["ranks"]):
         totals = [after(run, rank, n)["together"] for n in range(len(of_rank["moments"]))]
-        drawn = tab.look("[...document.querySelectorAll('.lane-peak')].map(e => e.textContent)")
+        drawn = tab.look("[...document.querySelectorAll('.stream-peak')].map(e => e.textContent)")
         assert drawn[rank] == f"peak {size(max(totals))}"
         tab.look(f"document.querySelectorAll('.card')[{rank}].querySelector('.card-button:last-child').click()")
         assert card(tab, rank)["together"] == size(max(totals))
@@ -289,7 +289,7 @@ def test_the_line_that_runs_is_highlighted_on_the_page(address: str, tab: Tab) -
     at(tab, address)
     line = "document.querySelector('.source-line[aria-current]')"
     tab.wait_for(f"!!{line}")
-    assert "self.layout.gather(self.lanes)" in tab.look(f"{line}.textContent")
+    assert "self.layout.gather(self.streams)" in tab.look(f"{line}.textContent")
     run = recordings.find(KEY)
     for n in each_moment(tab, 0):
         if not run["ranks"][0]["moments"][n][6]:
@@ -306,7 +306,7 @@ def test_the_line_that_runs_is_highlighted_on_the_page(address: str, tab: Tab) -
     tab.look("document.querySelectorAll('.source-frame')[1].click()")
     assert "unit.unshard(is_ahead=False)" in tab.look(f"{line}.textContent")
     href = tab.look("document.querySelector('.source-title a').getAttribute('href')")
-    assert re.fullmatch(r"\.\./read/engine/hooks\.html#Cycle\.pre_forward.*", href)
+    assert re.fullmatch(r"\.\./read/engine/hooks\.html#IterationState\.pre_forward.*", href)
 
 
 @in_browser
@@ -455,7 +455,7 @@ def test_gathers_and_reductions_differ_for_the_colour_blind(address: str, tab: T
     assert contrast_within(gather) < 10
     assert contrast_within(reduction) > 35
     # Each stream has a label.
-    names = tab.look("[...document.querySelectorAll('.lane-name:not(.lane-peak)')].map(e => e.textContent)")
+    names = tab.look("[...document.querySelectorAll('.stream-name:not(.stream-peak)')].map(e => e.textContent)")
     assert names == ["compute", "gather", "reduce", "memory"] * 2
 
 
@@ -516,7 +516,7 @@ def test_a_trace_is_dropped_and_plays(address: str, tab: Tab, steps: str) -> Non
     tab.press("1")
     assert re.fullmatch(r"Rank 1: all-gather of root is issued between ranks 0 and 1, [\d.]+ kB", tab.look(NOW))
     peak = max(num for _, num in timeline.gathered_bytes(events[1]))
-    assert tab.look("document.querySelectorAll('.lane-peak')[1].textContent") == f"peak {size(peak)}"
+    assert tab.look("document.querySelectorAll('.stream-peak')[1].textContent") == f"peak {size(peak)}"
     assert set(card(tab, 1)) == {"gathered"}
     # The page says which data is missing, and does not draw it.
     assert "no source lines" in tab.look("document.querySelector('.source-title').textContent")

@@ -53,9 +53,9 @@ def test_boxes_that_share_a_lane_of_a_timeline_have_colours_that_everybody_tells
     compared = 0
     for boxes in pictures:
         assert boxes
-        assert all(lane >= 0 for lane, *_ in boxes)
-        for number in {lane for lane, *_ in boxes}:
-            looks = {kind: (colour(ground), colour(edge)) for lane, kind, ground, edge in boxes if lane == number}
+        assert all(stream >= 0 for stream, *_ in boxes)
+        for number in {stream for stream, *_ in boxes}:
+            looks = {kind: (colour(ground), colour(edge)) for stream, kind, ground, edge in boxes if stream == number}
             for one, other in combinations(looks, 2):
                 compared += 1
                 seen = {kind: max(map(apart, looks[one], looks[other], [kind] * 2)) for kind in KINDS}

@@ -71,8 +71,8 @@ def full_gradients(model: FSDP) -> dict[str, Tensor | None]:
         if not isinstance(wrapper, FSDP) or wrapper._unit is None:
             continue
         layout: Any = wrapper._unit.layout
-        piece = _gradient_piece(layout)
-        views = [None] * len(layout.parameters) if piece is None else _put_together(layout, piece)
+        local_shard = _gradient_piece(layout)
+        views = [None] * len(layout.parameters) if local_shard is None else _put_together(layout, local_shard)
         for owned, view in zip(layout.parameters, views, strict=True):
             found[clean_name(f"{prefix}.{owned.path}".removeprefix("."))] = view
     return found
@@ -84,19 +84,19 @@ def _gradient_piece(layout: Any) -> Tensor | None:
         return layout.owner.shard.grad
     if all(p.grad is None for p in parameters):
         return None
-    piece = torch.zeros_like(layout.owner.shard)
+    local_shard = torch.zeros_like(layout.owner.shard)
     for part, p in zip(layout.owner._slices, parameters, strict=True):
         if p.grad is not None:
-            piece[part] = p.grad.reshape(-1)
-    return piece
+            local_shard[part] = p.grad.reshape(-1)
+    return local_shard
 
 
-def _put_together(layout: Any, piece: Tensor) -> list[Tensor]:
-    row, group = piece, layout.mesh.shard
+def _put_together(layout: Any, local_shard: Tensor) -> list[Tensor]:
+    row, group = local_shard, layout.mesh.shard
     if group is not None:
-        pieces = [torch.empty_like(piece) for _ in range(group.size)]
-        dist.all_gather(pieces, piece, group=group.process_group)
-        row = torch.cat(pieces)
+        local_shards = [torch.empty_like(local_shard) for _ in range(group.size)]
+        dist.all_gather(local_shards, local_shard, group=group.process_group)
+        row = torch.cat(local_shards)
     padding = row[layout.partition.numel :]
     assert padding.eq(0).all(), f"rank {dist.get_rank()}: the padding of a gradient is {padding}"
     return layout.partition.views(row, layout.shapes)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from minifsdp.engine.lanes import Lanes
+from minifsdp.engine.comm_streams import CommStreams
 
 DEVICE = torch.device("cuda", 1)
 
@@ -77,8 +77,8 @@ class StandIn:
         """Logs an operation on the current stream."""
         self.log.append(f"{self._current[-1].name}: {what}")
 
-    def lanes(self) -> Lanes:
-        return Lanes(DEVICE)
+    def comm_streams(self) -> CommStreams:
+        return CommStreams(DEVICE)
 
 
 @pytest.fixture

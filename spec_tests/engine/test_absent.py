@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from minifsdp.engine.absent import AbsentParameter
 from minifsdp.engine.layout import Slot
+from minifsdp.engine.placeholder import PlaceholderParameter
 from spec_tests.engine.small import draw, shard_each
 from spec_tests.harness import ranks
 from spec_tests.models.modules import chain
@@ -19,15 +19,15 @@ from spec_tests.models.modules import chain
 CPU = torch.device("cpu")
 
 
-def absent(dtype: torch.dtype = torch.float32) -> AbsentParameter:
-    return AbsentParameter(torch.Size([2, 3]), dtype, CPU, "layer.weight")
+def placeholder(dtype: torch.dtype = torch.float32) -> PlaceholderParameter:
+    return PlaceholderParameter(torch.Size([2, 3]), dtype, CPU, "layer.weight")
 
 
 @pytest.mark.pure
 @pytest.mark.spec("ORIG-11")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_it_knows_its_shape_its_dtype_and_its_device(dtype: torch.dtype) -> None:
-    tensor = absent(dtype)
+    tensor = placeholder(dtype)
     assert (tensor.shape, tensor.dtype, tensor.device) == (torch.Size([2, 3]), dtype, CPU)
     assert (tensor.numel(), tensor.dim(), tensor.ndim, len(tensor), tensor.size(1)) == (6, 2, 2, 2, 3)
     assert tensor.is_floating_point()
@@ -36,10 +36,10 @@ def test_it_knows_its_shape_its_dtype_and_its_device(dtype: torch.dtype) -> None
 
 @pytest.mark.pure
 def test_its_text_names_the_parameter_and_has_no_values() -> None:
-    text = "AbsentParameter('layer.weight', shape=(2, 3), dtype=torch.float32)"
-    assert repr(absent()) == text
-    assert str(absent()) == text
-    assert f"{absent()}" == text
+    text = "PlaceholderParameter('layer.weight', shape=(2, 3), dtype=torch.float32)"
+    assert repr(placeholder()) == text
+    assert str(placeholder()) == text
+    assert f"{placeholder()}" == text
 
 
 OPERATIONS: dict[str, Callable[[Any], Any]] = {
@@ -77,7 +77,7 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_any_operation_raises_with_the_name_and_the_remedy(operation: str) -> None:
     with pytest.raises(RuntimeError) as caught:
-        OPERATIONS[operation](absent())
+        OPERATIONS[operation](placeholder())
     message = str(caught.value)
     assert "rank 0: parameter 'layer.weight' (shape (2, 3)) is sharded right now" in message
     assert "wrap that part as a unit" in message
@@ -86,14 +86,14 @@ def test_any_operation_raises_with_the_name_and_the_remedy(operation: str) -> No
 
 @pytest.mark.pure
 def test_it_has_no_memory_to_read_by_accident() -> None:
-    assert absent().data_ptr() == 0
+    assert placeholder().data_ptr() == 0
 
 
 @pytest.mark.pure
 @pytest.mark.spec("NEW-22")
 def test_a_deep_copy_raises_with_the_remedy() -> None:
     with pytest.raises(RuntimeError, match=r"copy\.deepcopy.*'layer\.weight'.*before wrapping.*state_dict") as caught:
-        copy.deepcopy({"model": [absent()]})
+        copy.deepcopy({"model": [placeholder()]})
     assert "rank 0" in str(caught.value)
 
 
@@ -102,7 +102,7 @@ def test_a_place_that_shows_it_can_be_looked_at() -> None:
     linear = nn.Linear(3, 2)
     slot = Slot.of(linear, "weight", "layer.weight")
     del linear.weight
-    linear.__dict__["weight"] = absent()
+    linear.__dict__["weight"] = placeholder()
     assert slot.path == "layer.weight"
     assert linear.weight.shape == (2, 3)
     with pytest.raises(RuntimeError, match=r"layer\.weight"):

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from minifsdp.engine.collectives import (
     Scaling,
+    all_gather,
     all_reduce,
     broadcast,
-    gather,
     reduce_scatter,
 )
 from minifsdp.engine.mesh import Group, default_group
@@ -107,16 +107,16 @@ def test_a_division_by_one_touches_nothing() -> None:
 def test_a_gather_puts_the_pieces_one_after_the_other() -> None:
     rank = dist.get_rank()
     output = torch.zeros(4, device=device())
-    gather(everybody(), output, row(2 * rank + 1, 2 * rank + 2)).wait()
+    all_gather(everybody(), output, row(2 * rank + 1, 2 * rank + 2)).wait()
     assert output.tolist() == [1, 2, 3, 4]
 
 
 @ranks(2)
 def test_a_reduce_scatter_leaves_each_rank_its_part_of_the_sum() -> None:
     rank = dist.get_rank()
-    piece = torch.zeros(2, device=device())
-    reduce_scatter(everybody(), piece, row(*[4 * rank + i for i in (1, 2, 3, 4)])).wait()
-    assert piece.tolist() == [[6, 8], [10, 12]][rank]
+    local_shard = torch.zeros(2, device=device())
+    reduce_scatter(everybody(), local_shard, row(*[4 * rank + i for i in (1, 2, 3, 4)])).wait()
+    assert local_shard.tolist() == [[6, 8], [10, 12]][rank]
 
 
 @ranks(2)
@@ -141,11 +141,11 @@ def test_complex_numbers_travel_and_are_added_like_others() -> None:
     rank = dist.get_rank()
     mine = torch.tensor([1 + 2j, 3 - 1j], device=device()) * (rank + 1)
     output = torch.zeros(4, dtype=mine.dtype, device=device())
-    gather(everybody(), output, mine).wait()
+    all_gather(everybody(), output, mine).wait()
     assert output.tolist() == [1 + 2j, 3 - 1j, 2 + 4j, 6 - 2j]
-    piece = torch.zeros(1, dtype=mine.dtype, device=device())
-    reduce_scatter(everybody(), piece, mine).wait()
-    assert piece.tolist() == [[3 + 6j], [9 - 3j]][rank]
+    local_shard = torch.zeros(1, dtype=mine.dtype, device=device())
+    reduce_scatter(everybody(), local_shard, mine).wait()
+    assert local_shard.tolist() == [[3 + 6j], [9 - 3j]][rank]
     broadcast(everybody(), output.mul_(rank))
     assert not output.any()
     all_reduce(everybody(), mine).wait()
@@ -166,10 +166,10 @@ def _all_reduce_two_ways(num_elements: int) -> tuple[torch.Tensor, torch.Tensor]
     gradient = torch.randn(num_elements, generator=torch.Generator().manual_seed(dist.get_rank())).to(device())
     reduced = gradient.clone()
     all_reduce(group, reduced).wait()
-    piece = gradient.new_empty(num_elements // group.size)
-    reduce_scatter(group, piece, gradient).wait()
+    local_shard = gradient.new_empty(num_elements // group.size)
+    reduce_scatter(group, local_shard, gradient).wait()
     put_together = torch.empty_like(gradient)
-    gather(group, put_together, piece).wait()
+    all_gather(group, put_together, local_shard).wait()
     return reduced, put_together
 
 

@@ -18,7 +18,7 @@ from minifsdp import (
     ShardingStrategy,
     fully_shard,
 )
-from minifsdp.engine.lanes import Lanes, current_stream
+from minifsdp.engine.comm_streams import CommStreams, current_stream
 from spec_tests.fsdp1.whole import group_of, whole
 from spec_tests.harness import device, ranks
 from spec_tests.models.sharding import grid_mesh
@@ -88,12 +88,12 @@ def once(function: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
-def send(group: Any, gradient: Tensor, piece: Tensor | None = None) -> None:
+def send(group: Any, gradient: Tensor, local_shard: Tensor | None = None) -> None:
     gradient.div_(dist.get_world_size(group))
-    if piece is None:
+    if local_shard is None:
         dist.all_reduce(gradient, group=group)
     else:
-        dist.reduce_scatter(piece, list(gradient.chunk(dist.get_world_size(group))), group=group)
+        dist.reduce_scatter(local_shard, list(gradient.chunk(dist.get_world_size(group))), group=group)
 
 
 def wrapped(strategy: ShardingStrategy, **options: Any) -> FullyShardedDataParallel:
@@ -160,12 +160,12 @@ def test_a_post_accumulate_grad_hook_raises(api: str, offload: bool) -> None:
 @pytest.mark.spec("GRAD-05")
 @ranks(1)
 def test_a_stream_that_is_entered_again_is_left_in_order() -> None:
-    lanes = Lanes(device())
-    if lanes.reduce.stream is None:
+    comm_streams = CommStreams(device())
+    if comm_streams.reduce.stream is None:
         return
     before = current_stream(device())
-    with lanes.reduce:
-        with lanes.gather, lanes.reduce:
-            assert current_stream(device()) == lanes.reduce.stream
-        assert current_stream(device()) == lanes.reduce.stream
-    assert current_stream(device()) == before != lanes.reduce.stream
+    with comm_streams.reduce:
+        with comm_streams.all_gather, comm_streams.reduce:
+            assert current_stream(device()) == comm_streams.reduce.stream
+        assert current_stream(device()) == comm_streams.reduce.stream
+    assert current_stream(device()) == before != comm_streams.reduce.stream

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp.engine.absent import AbsentParameter
+from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.flat import FlatLayout
-from minifsdp.engine.lanes import Lanes
 from minifsdp.engine.layout import owned_parameters
-from minifsdp.engine.mesh import Group, Mesh, default_group
+from minifsdp.engine.mesh import Group, MeshGroups, default_group
+from minifsdp.engine.placeholder import PlaceholderParameter
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.summoned import full_row
 from spec_tests.engine.small import draw, shard_each, square_loss, train_once, units_of
@@ -29,19 +29,19 @@ def a_block() -> MLP:
 
 
 def lay_out(
-    module: nn.Module, mesh: Mesh | None = None, *, compute: torch.dtype | None = None, **options: Any
+    module: nn.Module, mesh: MeshGroups | None = None, *, compute: torch.dtype | None = None, **options: Any
 ) -> FlatLayout:
     parameters = owned_parameters(module.named_modules(), set())
-    mesh = Mesh.sharded(Group.of(default_group())) if mesh is None else mesh
+    mesh = MeshGroups.sharded(Group.of(default_group())) if mesh is None else mesh
     return FlatLayout(module, parameters, mesh, device(), Precision(compute=compute), **options)
 
 
-def gather(layout: FlatLayout) -> None:
-    lanes = Lanes(device())
-    lanes.gather.follow()  # like a root, once per iteration
-    promise = layout.gather(lanes)
-    if promise is not None:
-        promise.wait()
+def all_gather(layout: FlatLayout) -> None:
+    comm_streams = CommStreams(device())
+    comm_streams.all_gather.wait_compute()  # like a root, once per iteration
+    handle = layout.all_gather(comm_streams)
+    if handle is not None:
+        handle.wait()
 
 
 def values_of(module: nn.Module) -> list[Tensor]:
@@ -103,15 +103,15 @@ def test_a_gather_shows_the_full_values_as_views_and_a_free_takes_their_memory(o
     layout = lay_out(block, keep_originals=original)
     seen: list[Tensor] = []
     for _ in range(2):
-        gather(layout)
-        layout.show_unsharded()
+        all_gather(layout)
+        layout.use_unsharded_params()
         shown = values_of(block)
         assert len({tensor.untyped_storage().data_ptr() for tensor in shown}) == 1, "one flat storage"
         for tensor, value in zip(shown, expected, strict=True):
             assert torch.equal(tensor, value)
             assert type(tensor) is plain_tensor()
             assert tensor.requires_grad
-        layout.show_sharded()
+        layout.use_sharded_params()
         event = layout.free()
         assert event is not None
         assert all(tensor.untyped_storage().size() == 0 for tensor in shown)
@@ -126,11 +126,11 @@ def test_a_sharded_module_shows_absent_parameters() -> None:
     block = a_block()
     layout = lay_out(block)
     for round_ in range(2):
-        assert all(isinstance(tensor, AbsentParameter) for tensor in values_of(block)), round_
+        assert all(isinstance(tensor, PlaceholderParameter) for tensor in values_of(block)), round_
         assert [tensor.shape for tensor in values_of(block)] == [(4, 3), (4,), (3, 4), (3,)]
-        gather(layout)
-        layout.show_unsharded()
-        layout.show_sharded()
+        all_gather(layout)
+        layout.use_unsharded_params()
+        layout.use_sharded_params()
         layout.free()
 
 
@@ -146,9 +146,9 @@ def test_with_original_parameters_a_sharded_module_shows_its_own_part_of_each() 
         assert [p.numel() for p in values_of(block)] == expected
         assert all(p.dim() == 1 for p in values_of(block))
         assert all(a is b for a, b in zip(values_of(block), mine, strict=True))
-        gather(layout)
-        layout.show_unsharded()
-        layout.show_sharded()
+        all_gather(layout)
+        layout.use_unsharded_params()
+        layout.use_sharded_params()
         layout.free()
 
 
@@ -156,14 +156,14 @@ def test_with_original_parameters_a_sharded_module_shows_its_own_part_of_each() 
 def test_a_gather_writes_to_where_it_is_computed_on_and_is_not_noticed_by_autograd() -> None:
     block = a_block()
     layout = lay_out(block)
-    gather(layout)
-    layout.show_unsharded()
+    all_gather(layout)
+    layout.use_unsharded_params()
     x = draw(0)
     loss = block(x).square().sum()
-    layout.show_sharded()
+    layout.use_sharded_params()
     layout.free()
-    gather(layout)
-    layout.show_again()
+    all_gather(layout)
+    layout.use_unsharded_params_again()
     assert block.up.weight.untyped_storage().size() == layout.num_bytes
     loss.backward()
     taken = layout.take_gradient(with_unreduced=True)
@@ -184,8 +184,8 @@ def test_the_unsharded_parameters_have_the_compute_dtype_and_the_shard_keeps_its
     block = a_block()
     expected = [p.detach().bfloat16() for p in block.parameters()]
     layout = lay_out(block, compute=torch.bfloat16, keep_originals=original)
-    gather(layout)
-    layout.show_unsharded()
+    all_gather(layout)
+    layout.use_unsharded_params()
     for tensor, value in zip(values_of(block), expected, strict=True):
         assert tensor.dtype is torch.bfloat16
         assert torch.equal(tensor, value)
@@ -205,11 +205,11 @@ def test_a_unit_that_nobody_shares_is_computed_on_where_it_is_stored() -> None:
         # No callback is registered yet, so the gradient would go unnoticed.
         block(draw(0))
     layout.on_gradient(lambda: None)
-    assert layout.gather(Lanes(device())) is None
-    layout.show_unsharded()
+    assert layout.all_gather(CommStreams(device())) is None
+    layout.use_unsharded_params()
     assert block.up.weight.untyped_storage().data_ptr() == layout.owner.shard.untyped_storage().data_ptr()
     assert layout.free() is None
-    layout.show_sharded()
+    layout.use_sharded_params()
     assert torch.equal(block(draw(0)), a_block()(draw(0))), "the full values may stay in sight"
 
 
@@ -218,8 +218,8 @@ def test_a_unit_that_nobody_shares_follows_its_parameter_to_other_memory() -> No
     block = a_block()
     layout = lay_out(block)
     layout.owner.shard.data = layout.owner.shard.data * 2
-    layout.gather(Lanes(device()))
-    layout.show_unsharded()
+    layout.all_gather(CommStreams(device()))
+    layout.use_unsharded_params()
     torch.testing.assert_close(block.up.weight, a_block().up.weight * 2)
 
 
@@ -228,11 +228,11 @@ def test_a_unit_that_nobody_shares_follows_its_parameter_to_other_memory() -> No
 def test_a_unit_that_nobody_shares_but_somebody_casts_has_a_copy_that_is_freed() -> None:
     block = a_block()
     layout = lay_out(block, compute=torch.bfloat16)
-    gather(layout)
-    layout.show_unsharded()
+    all_gather(layout)
+    layout.use_unsharded_params()
     view = block.up.weight
     assert torch.equal(view, a_block().up.weight.bfloat16())
-    layout.show_sharded()
+    layout.use_sharded_params()
     assert layout.free() is not None
     assert view.untyped_storage().size() == 0
 
@@ -251,10 +251,10 @@ def test_a_layout_notices_that_its_shard_was_changed_since_the_gather(original: 
         lambda p: torch.optim.SGD([p], lr=0.1).step(),
     ]
     for change in changes:
-        gather(layout)
+        all_gather(layout)
         assert not layout.is_stale()
-        layout.show_unsharded()
-        layout.show_sharded()
+        layout.use_unsharded_params()
+        layout.use_sharded_params()
         layout.free()
         assert not layout.is_stale()
         with torch.no_grad():

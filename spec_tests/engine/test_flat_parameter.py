@@ -124,7 +124,7 @@ def test_the_stamp_changes_with_the_values_and_with_the_memory_and_with_nothing_
 @pytest.mark.pure
 def test_while_it_is_lent_the_flat_parameter_is_not_listed() -> None:
     made = owner()
-    shown = made.show_full([row(1).view(1, 1), row(2)])
+    shown = made.use_full_params([row(1).view(1, 1), row(2)])
     assert [type(p) for p in shown] == [nn.Parameter, nn.Parameter]
     assert list(made.home.named_parameters()) == []
     made.hide_full()

@@ -44,19 +44,19 @@ def parts(number: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def check_values(number: int, dtype: torch.dtype, least_bytes: int) -> None:
-    group, piece = world(), values(number, dist.get_rank(), dtype)
+    group, local_shard = world(), values(number, dist.get_rank(), dtype)
     vars(group)["transport"] = gloo.Transport(group.process_group._get_backend(torch.device("cpu")), least_bytes)
     output = torch.empty(group.size * number, dtype=dtype)
-    collectives.gather(group, output, piece).wait()
+    collectives.all_gather(group, output, local_shard).wait()
     assert torch.equal(output, torch.cat([values(number, rank, dtype) for rank in range(group.size)]))
     if dtype is torch.bool:
         return
-    collectives.reduce_scatter(group, piece, values(group.size * number, group.rank, dtype)).wait()
+    collectives.reduce_scatter(group, local_shard, values(group.size * number, group.rank, dtype)).wait()
     by_rank = parts(number, dtype)
     expected = by_rank[0].clone()
     for part in by_rank[1:]:
         expected += part
-    assert torch.equal(piece, expected), "the parts are summed in the order of the ranks"
+    assert torch.equal(local_shard, expected), "the parts are summed in the order of the ranks"
 
 
 @ranks(2)
@@ -98,11 +98,11 @@ def test_a_group_of_some_ranks_sends_between_these_alone() -> None:
     if dist.get_rank() in members:
         group = Group.of(process_group)
         output = torch.empty(4)
-        collectives.gather(group, output, torch.full((2,), float(dist.get_rank()))).wait()
+        collectives.all_gather(group, output, torch.full((2,), float(dist.get_rank()))).wait()
         assert output.tolist() == [1.0, 1.0, 3.0, 3.0]
-        piece = torch.empty(2)
-        collectives.reduce_scatter(group, piece, output * (group.rank + 1)).wait()
-        assert piece.tolist() == [[3.0, 3.0], [9.0, 9.0]][group.rank]
+        local_shard = torch.empty(2)
+        collectives.reduce_scatter(group, local_shard, output * (group.rank + 1)).wait()
+        assert local_shard.tolist() == [[3.0, 3.0], [9.0, 9.0]][group.rank]
 
 
 class Counted:
@@ -189,13 +189,13 @@ class Coming:
 def test_a_small_piece_is_looked_for_before_one_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     # Each reading of the clock advances it by a tenth of the polling time.
     ticks = itertools.count()
-    monkeypatch.setattr(gloo, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * gloo._SOON / 10))
+    monkeypatch.setattr(gloo, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * gloo._POLL_SECONDS / 10))
     for after, num_looks in ((0, 1), (5, 6), (1000, 10)):
         work = Coming(after)
-        gloo._Soon(work).wait()
+        gloo._PollingWork(work).wait()
         assert (work.num_looks, work.num_waits) == (num_looks, 1)
     with pytest.raises(RuntimeError, match="closed"):
-        gloo._Soon(Coming(1, RuntimeError("closed"))).wait()
+        gloo._PollingWork(Coming(1, RuntimeError("closed"))).wait()
 
 
 @pytest.mark.spec("WIRE-11")
@@ -208,10 +208,10 @@ def test_so_are_all_that_go_in_gloos_thread(size: int) -> None:
     backend = process_group._get_backend(torch.device("cpu"))
     transport = gloo.Transport(backend, least_bytes=2**18)
     gathered = transport.all_gather_single(torch.empty(size), torch.ones(1), AllgatherOptions())
-    assert type(gathered) is gloo._Soon
+    assert type(gathered) is gloo._PollingWork
     gathered.wait()
     summed = transport.reduce_scatter_single(torch.empty(1), torch.ones(size), None)
-    assert type(summed._work) is gloo._Soon
+    assert type(summed._work) is gloo._PollingWork
     summed.wait()
 
 
@@ -219,13 +219,13 @@ def memory_of(number: int) -> tuple[int, int]:
     """Extra bytes that an all-gather and a reduce-scatter of ``number`` elements per rank allocate."""
     group = world()
     with LiveBytes() as live:
-        output, piece = torch.zeros(group.size * number), torch.zeros(number)
+        output, local_shard = torch.zeros(group.size * number), torch.zeros(number)
         given = live.now()
         live.forget_peak()
-        collectives.gather(group, output, piece).wait()
+        collectives.all_gather(group, output, local_shard).wait()
         gathering = live.peak - given
         live.forget_peak()
-        collectives.reduce_scatter(group, piece, output).wait()
+        collectives.reduce_scatter(group, local_shard, output).wait()
     return gathering, live.peak - given
 
 
@@ -245,17 +245,17 @@ def test_four_ranks_need_two_pieces_to_sum_and_nothing_to_gather() -> None:
 @pytest.mark.spec("WIRE-05")
 @ranks(2)
 def test_who_issues_goes_on_although_no_other_rank_has_come() -> None:
-    group, output, piece = world(), torch.zeros(2_000_000), torch.full((1_000_000,), 1.0 + dist.get_rank())
+    group, output, local_shard = world(), torch.zeros(2_000_000), torch.full((1_000_000,), 1.0 + dist.get_rank())
     store = dist.distributed_c10d._get_default_store()
     store.delete_key("rank 0 has issued")
 
     def issue() -> tuple[Collective, Collective]:
         group.chain.begin_epoch()
-        gathered = collectives.gather(group, output, piece)
-        return gathered, collectives.reduce_scatter(group, torch.empty_like(piece), torch.ones(2_000_000))
+        gathered = collectives.all_gather(group, output, local_shard)
+        return gathered, collectives.reduce_scatter(group, torch.empty_like(local_shard), torch.ones(2_000_000))
 
-    for promise in issue():  # the first time, all ranks check that they are about to send the same amount
-        promise.wait()
+    for handle in issue():  # the first time, all ranks check that they are about to send the same amount
+        handle.wait()
     dist.barrier()
     if group.rank == 1:
         store.wait(["rank 0 has issued"])
@@ -274,18 +274,20 @@ def test_several_are_under_way_at_once_beside_messages_of_the_program() -> None:
     outputs, sums = [torch.empty(2) for _ in range(3)], [torch.empty(1) for _ in range(3)]
     mine, theirs = torch.tensor([100.0 + rank]), torch.empty(1)
     received = dist.irecv(theirs, 1 - rank)
-    promises = [collectives.gather(group, output, torch.tensor([10.0 * i + rank])) for i, output in enumerate(outputs)]
+    handles = [
+        collectives.all_gather(group, output, torch.tensor([10.0 * i + rank])) for i, output in enumerate(outputs)
+    ]
     sent = dist.isend(mine, 1 - rank)
     wholes = [torch.tensor([1.0 * i, 2.0 * i]) for i in range(3)]
-    promises += [collectives.reduce_scatter(group, sums[i], wholes[i]) for i in range(3)]
+    handles += [collectives.reduce_scatter(group, sums[i], wholes[i]) for i in range(3)]
     # Wait in a different order from the order of issue.
-    for promise in reversed(promises):
-        promise.wait()
+    for handle in reversed(handles):
+        handle.wait()
     for work in (received, sent):
         assert work is not None
         work.wait()
     assert [output.tolist() for output in outputs] == [[0.0, 1.0], [10.0, 11.0], [20.0, 21.0]]
-    assert [piece.item() for piece in sums] == [0.0, 2.0 * (1 + rank), 4.0 * (1 + rank)]
+    assert [local_shard.item() for local_shard in sums] == [0.0, 2.0 * (1 + rank), 4.0 * (1 + rank)]
     assert theirs.item() == 101.0 - rank
 
 
@@ -295,27 +297,27 @@ def test_what_nobody_waits_for_is_not_taken_for_what_comes_next() -> None:
     group, output = world(), torch.empty(2)
     for number in range(20):
         lost = torch.full((400_000,), -1.0)
-        collectives.gather(group, lost, lost[:200_000].clone())
+        collectives.all_gather(group, lost, lost[:200_000].clone())
         collectives.reduce_scatter(group, torch.empty(200_000), lost)
         memory = weakref.ref(lost)
         del lost
-        collectives.gather(group, output, torch.tensor([10.0 * number + group.rank])).wait()
+        collectives.all_gather(group, output, torch.tensor([10.0 * number + group.rank])).wait()
         assert output.tolist() == [10.0 * number, 10.0 * number + 1]
-        piece = torch.empty(1)
-        collectives.reduce_scatter(group, piece, output).wait()
-        assert piece.item() == 2 * output[group.rank]
+        local_shard = torch.empty(1)
+        collectives.reduce_scatter(group, local_shard, output).wait()
+        assert local_shard.item() == 2 * output[group.rank]
         assert comes_true(lambda: memory() is None), "it is kept until it has come, and no longer"
 
 
 @pytest.mark.spec("WIRE-06")
 @ranks(2)
 def test_modes_that_count_collectives_see_each_of_them_once() -> None:
-    group, output, piece = world(), torch.zeros(6), torch.ones(3)
+    group, output, local_shard = world(), torch.zeros(6), torch.ones(3)
     with count_collectives() as counts:
-        collectives.gather(group, output, piece).wait()
+        collectives.all_gather(group, output, local_shard).wait()
         assert output.tolist() == [1.0] * 6
-        collectives.reduce_scatter(group, piece, output).wait()
-    assert piece.tolist() == [2.0] * 3
+        collectives.reduce_scatter(group, local_shard, output).wait()
+    assert local_shard.tolist() == [2.0] * 3
     assert counts.order == [("all_gather", 24), ("reduce_scatter", 24)]
 
 
@@ -326,10 +328,10 @@ def test_pieces_of_less_than_256_kib_are_sent_in_gloos_thread(monkeypatch: pytes
     transport = Group.of(dist.new_group()).transport
     for number, num_in_thread in ((2**16 - 1, 2), (2**16, 0)):
         transport._backend = backend = Counted(transport._backend)
-        output, piece = torch.zeros(2 * number), torch.full((number,), 1.0 + dist.get_rank())
-        transport.all_gather_single(output, piece, None).wait()
-        transport.reduce_scatter_single(piece, output, None).wait()
-        assert piece[[0, -1]].tolist() == [2.0 * (1 + dist.get_rank())] * 2
+        output, local_shard = torch.zeros(2 * number), torch.full((number,), 1.0 + dist.get_rank())
+        transport.all_gather_single(output, local_shard, None).wait()
+        transport.reduce_scatter_single(local_shard, output, None).wait()
+        assert local_shard[[0, -1]].tolist() == [2.0 * (1 + dist.get_rank())] * 2
         assert backend.num_in_thread == num_in_thread
 
 
@@ -343,7 +345,7 @@ def test_the_switch_leaves_the_collectives_to_gloo() -> None:
     assert gloo.transport_between(process_group) is None
     group, output = world(), torch.zeros(4)
     assert group.transport is None
-    collectives.gather(group, output, torch.full((2,), float(group.rank))).wait()
+    collectives.all_gather(group, output, torch.full((2,), float(group.rank))).wait()
     assert output.tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
@@ -379,12 +381,12 @@ def test_where_torch_compares_collectives_there_are_collectives_to_compare() -> 
 def test_a_rank_that_never_comes_ends_it_after_the_time_limit_of_the_group() -> None:
     os.environ["MINIFSDP_TRANSPORT"] = "messages"
     group, new = (Group.of(dist.new_group([0, 1], timeout=timedelta(seconds=1))) for _ in range(2))
-    collectives.gather(group, torch.zeros(4), torch.zeros(2)).wait()
+    collectives.all_gather(group, torch.zeros(4), torch.zeros(2)).wait()
     group.chain.begin_epoch()
     if group.rank == 0:
-        promise = collectives.gather(group, torch.zeros(4), torch.zeros(2))
+        handle = collectives.all_gather(group, torch.zeros(4), torch.zeros(2))
         with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
-            promise.wait()
+            handle.wait()
         with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
             # The first all-gather of a size also uses messages.
-            collectives.gather(new, torch.zeros(4), torch.zeros(2)).wait()
+            collectives.all_gather(new, torch.zeros(4), torch.zeros(2)).wait()

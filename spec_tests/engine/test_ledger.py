@@ -147,7 +147,7 @@ def test_a_unit_that_fails_on_one_rank_leaves_its_name_to_nothing_that_is_sent_l
 
     if dist.get_rank() == 0:
         with monkeypatch.context() as patched, pytest.raises(MemoryError):
-            patched.setattr(unit.layout, "gather", fail)
+            patched.setattr(unit.layout, "all_gather", fail)
             unit.unshard()
     ledger.entries.clear()
     model.clip_grad_norm_(1.0)

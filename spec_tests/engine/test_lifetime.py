@@ -26,7 +26,7 @@ class SlowGPU:
         self.peak = 0
         self.pending: deque[SlowEvent] = deque()
 
-    def gather(self) -> None:
+    def all_gather(self) -> None:
         self.in_use += 1
         self.peak = max(self.peak, self.in_use)
 
@@ -55,9 +55,9 @@ def run_units(limiter: RateLimiter, gpu: SlowGPU, num_units: int) -> list[int]:
     """All-gathers and frees units one by one, as in forward. Returns the limiter's queue length after each step."""
     lengths = []
     for index in range(num_units):
-        limiter.admit(str(index))
+        limiter.throttle(str(index))
         lengths.append(len(limiter))
-        gpu.gather()
+        gpu.all_gather()
         limiter.released(gpu.free())
         lengths.append(len(limiter))
     return lengths
@@ -79,11 +79,11 @@ def test_the_cpu_waits_for_the_oldest_release_and_for_no_other() -> None:
     limiter, gpu = RateLimiter(True), SlowGPU()
     events = []
     for index in range(2):
-        limiter.admit(str(index))
-        gpu.gather()
+        limiter.throttle(str(index))
+        gpu.all_gather()
         events.append(gpu.free())
         limiter.released(events[-1])
-    limiter.admit("2")
+    limiter.throttle("2")
     assert [event.num_waits for event in events] == [1, 0]
     assert [event.is_done for event in events] == [True, False]
 
@@ -115,8 +115,8 @@ def test_a_wait_is_not_recorded_if_the_release_was_complete_already() -> None:
     limiter, gpu = RateLimiter(True), SlowGPU()
     with trace.record() as recorder:
         for index in range(5):
-            limiter.admit(str(index))
-            gpu.gather()
+            limiter.throttle(str(index))
+            gpu.all_gather()
             event = gpu.free()
             event.synchronize()
             limiter.released(event)
@@ -137,7 +137,7 @@ def test_the_number_in_flight_is_what_the_limiter_was_told(num_in_flight: int, n
 def test_frees_without_gathers_in_between_do_not_let_the_queue_grow() -> None:
     limiter, gpu = RateLimiter(True), SlowGPU()
     for _ in range(5):
-        gpu.gather()
+        gpu.all_gather()
         limiter.released(gpu.free())
         assert len(limiter) <= 2
 
@@ -150,7 +150,7 @@ def test_a_limiter_that_was_cleared_waits_for_nothing_before() -> None:
     limiter.clear()
     assert len(limiter) == 0
     with trace.record() as recorder:
-        limiter.admit("next")
+        limiter.throttle("next")
     assert recorder.events == []
 
 
@@ -177,13 +177,13 @@ def with_slow_releases(model: Any, gpu: SlowGPU) -> Any:
         return gpu.free()
 
     for unit in units_of(model):
-        really_gather = unit.layout.gather
+        really_gather = unit.layout.all_gather
 
-        def gather(lanes: Any, really_gather: Any = really_gather) -> Any:
-            gpu.gather()
-            return really_gather(lanes)
+        def all_gather(comm_streams: Any, really_gather: Any = really_gather) -> Any:
+            gpu.all_gather()
+            return really_gather(comm_streams)
 
-        unit.layout.gather = gather  # type: ignore[method-assign]
+        unit.layout.all_gather = all_gather  # type: ignore[method-assign]
     patched = pytest.MonkeyPatch()
     patched.setattr(lifetime, "release", slow_release)
     return patched

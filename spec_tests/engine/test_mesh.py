@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from minifsdp.engine import mesh
-from minifsdp.engine.mesh import Group, Mesh, default_group, node_groups, node_size
+from minifsdp.engine.mesh import Group, MeshGroups, default_group, node_groups, node_size
 from spec_tests.harness import device, ranks
 
 CPU = torch.device("cpu")
@@ -28,19 +28,19 @@ def group(*members: int, rank: int = 0) -> Group:
 @pytest.mark.parametrize(
     ("table", "num_shards", "index", "num_ranks", "is_first"),
     [
-        (Mesh.sharded(group(0, 1, 2, 3, rank=2)), 4, 2, 4, False),
-        (Mesh.sharded(group(0, 1, 2, 3, rank=0)), 4, 0, 4, True),
-        (Mesh.replicated(group(0, 1, 2, rank=1)), 1, 0, 3, False),
-        (Mesh.replicated(group(0, 1, 2, rank=0)), 1, 0, 3, True),
-        (Mesh.hybrid(group(2, 3, rank=0), group(0, 2, rank=1)), 2, 0, 4, False),
-        (Mesh.hybrid(group(0, 1, rank=1), group(1, 3, rank=0)), 2, 1, 4, False),
-        (Mesh.hybrid(group(0, 1, rank=0), group(0, 2, rank=0)), 2, 0, 4, True),
-        (Mesh.sharded(group(0)), 1, 0, 1, True),
-        (Mesh(None, None), 1, 0, 1, True),
+        (MeshGroups.sharded(group(0, 1, 2, 3, rank=2)), 4, 2, 4, False),
+        (MeshGroups.sharded(group(0, 1, 2, 3, rank=0)), 4, 0, 4, True),
+        (MeshGroups.replicated(group(0, 1, 2, rank=1)), 1, 0, 3, False),
+        (MeshGroups.replicated(group(0, 1, 2, rank=0)), 1, 0, 3, True),
+        (MeshGroups.hybrid(group(2, 3, rank=0), group(0, 2, rank=1)), 2, 0, 4, False),
+        (MeshGroups.hybrid(group(0, 1, rank=1), group(1, 3, rank=0)), 2, 1, 4, False),
+        (MeshGroups.hybrid(group(0, 1, rank=0), group(0, 2, rank=0)), 2, 0, 4, True),
+        (MeshGroups.sharded(group(0)), 1, 0, 1, True),
+        (MeshGroups(None, None), 1, 0, 1, True),
     ],
 )
 def test_a_mesh_knows_its_size_this_ranks_place_and_who_speaks_for_all(
-    table: Mesh, num_shards: int, index: int, num_ranks: int, is_first: bool
+    table: MeshGroups, num_shards: int, index: int, num_ranks: int, is_first: bool
 ) -> None:
     assert (table.num_shards, table.shard_index, table.num_ranks) == (num_shards, index, num_ranks)
     assert table.is_first is is_first
@@ -51,17 +51,17 @@ def test_a_mesh_knows_its_size_this_ranks_place_and_who_speaks_for_all(
 def test_a_mean_over_a_table_of_all_ranks_covers_every_one_of_them() -> None:
     rank = dist.get_rank()
     row, column = group(rank // 2 * 2, rank // 2 * 2 + 1), group(rank % 2, rank % 2 + 2)
-    assert Mesh.hybrid(row, column).covers(range(4))
-    assert not Mesh.sharded(row).covers(range(4))
+    assert MeshGroups.hybrid(row, column).covers(range(4))
+    assert not MeshGroups.sharded(row).covers(range(4))
 
 
 @pytest.mark.pure
 @pytest.mark.spec("CTOR-14")
 def test_a_row_or_a_column_of_one_is_none() -> None:
-    assert Mesh.sharded(group(5)) == Mesh(None, None)
-    assert Mesh.replicated(group(5)) == Mesh(None, None)
-    assert Mesh.hybrid(group(5), group(5, 7)) == Mesh(None, group(5, 7))
-    assert Mesh.hybrid(group(5, 6), group(5)) == Mesh(group(5, 6), None)
+    assert MeshGroups.sharded(group(5)) == MeshGroups(None, None)
+    assert MeshGroups.replicated(group(5)) == MeshGroups(None, None)
+    assert MeshGroups.hybrid(group(5), group(5, 7)) == MeshGroups(None, group(5, 7))
+    assert MeshGroups.hybrid(group(5, 6), group(5)) == MeshGroups(group(5, 6), None)
 
 
 @pytest.mark.pure
@@ -141,7 +141,7 @@ def test_ranks_of_one_node_are_a_row_and_equal_places_of_all_nodes_a_column() ->
     row, column = (Group.of(found) for found in node_groups(CPU))
     assert row.ranks == ((0, 1), (0, 1), (2, 3), (2, 3))[rank]
     assert column.ranks == ((0, 2), (1, 3), (0, 2), (1, 3))[rank]
-    table = Mesh.hybrid(row, column)
+    table = MeshGroups.hybrid(row, column)
     assert (table.num_shards, table.shard_index, table.num_ranks) == (2, rank % 2, 4)
     assert table.is_first is (rank == 0)
     # The groups work: a sum over the row and then over the column is the sum over all ranks.

@@ -29,7 +29,7 @@ def own(home: nn.Module, index: int, num_shards: int = 2, **options: Any) -> Ori
     row = torch.zeros(partition.padded_numel)
     row[: partition.numel] = torch.cat([p.detach().reshape(-1) for p in parameters])
     options.setdefault("keep_reduce_dtype", False)
-    return OriginalOwnership(parameters, row[partition.piece(index)].clone(), partition, index, **options)
+    return OriginalOwnership(parameters, row[partition.local_shard(index)].clone(), partition, index, **options)
 
 
 def row(*values: float) -> torch.Tensor:
@@ -224,5 +224,5 @@ def test_what_no_other_rank_has_a_part_of_is_shown_in_its_own_shape() -> None:
 def test_the_reduced_gradient_keeps_the_dtype_that_it_has() -> None:
     made = own(Unit(), 1, keep_reduce_dtype=True)
     made.add_reduced(row(1, 2, 3, 4, 0).bfloat16())
-    piece, present = made.reduced_gradient()
-    assert (piece.dtype, present) == (torch.bfloat16, [True, True])
+    local_shard, present = made.reduced_gradient()
+    assert (local_shard.dtype, present) == (torch.bfloat16, [True, True])

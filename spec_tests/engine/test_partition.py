@@ -32,9 +32,9 @@ def shapes_of(partition: Partition) -> list[torch.Size]:
 @given(partitions)
 def test_pieces_have_equal_size_and_cover_the_padded_row_exactly_once(partition: Partition) -> None:
     row = row_of(partition)
-    pieces = [row[partition.piece(index)] for index in range(partition.num_shards)]
-    assert {piece.numel() for piece in pieces} == {partition.shard_numel}
-    assert torch.equal(torch.cat(pieces), row)
+    local_shards = [row[partition.local_shard(index)] for index in range(partition.num_shards)]
+    assert {local_shard.numel() for local_shard in local_shards} == {partition.shard_numel}
+    assert torch.equal(torch.cat(local_shards), row)
 
 
 @pytest.mark.pure
@@ -53,10 +53,10 @@ def test_the_slices_of_all_pieces_rebuild_every_parameter_exactly(partition: Par
     parameters = partition.views(row, shapes_of(partition))
     rebuilt: list[list[torch.Tensor]] = [[] for _ in partition.numels]
     for index in range(partition.num_shards):
-        piece = row[partition.piece(index)]
-        for parts, part in zip(rebuilt, partition.slices_of_piece(index), strict=True):
+        local_shard = row[partition.local_shard(index)]
+        for parts, part in zip(rebuilt, partition.slices_of_local_shard(index), strict=True):
             assert 0 <= part.start <= part.stop <= partition.shard_numel
-            parts.append(piece[part])
+            parts.append(local_shard[part])
     for parameter, parts in zip(parameters, rebuilt, strict=True):
         assert torch.equal(torch.cat(parts), parameter)
 
@@ -69,11 +69,11 @@ def test_padding_is_never_inside_a_parameter(partition: Partition) -> None:
     for parameter in partition.views(row, shapes_of(partition)):
         assert (parameter > 0).all()
     for index in range(partition.num_shards):
-        piece = row[partition.piece(index)]
-        for part in partition.slices_of_piece(index):
-            assert (piece[part] > 0).all()
+        local_shard = row[partition.local_shard(index)]
+        for part in partition.slices_of_local_shard(index):
+            assert (local_shard[part] > 0).all()
     in_slices = sum(
-        part.stop - part.start for i in range(partition.num_shards) for part in partition.slices_of_piece(i)
+        part.stop - part.start for i in range(partition.num_shards) for part in partition.slices_of_local_shard(i)
     )
     assert in_slices == partition.numel
 
@@ -111,8 +111,8 @@ def test_the_example_of_the_essay_holds() -> None:
     partition = Partition((3, 4), 2)
     assert (partition.numel, partition.shard_numel, partition.padded_numel) == (7, 4, 8)
     assert partition.split_sizes == [3, 4, 1]
-    assert partition.slices_of_piece(0) == [slice(0, 3), slice(3, 4)]
-    assert [s.stop - s.start for s in partition.slices_of_piece(1)] == [0, 3]
+    assert partition.slices_of_local_shard(0) == [slice(0, 3), slice(3, 4)]
+    assert [s.stop - s.start for s in partition.slices_of_local_shard(1)] == [0, 3]
 
 
 @pytest.mark.pure

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from minifsdp import trace
 from minifsdp.engine import collectives
 from minifsdp.engine.collectives import Scaling
-from minifsdp.engine.lanes import Lanes
+from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.layout import Gradient
-from minifsdp.engine.mesh import Group, Mesh, default_group
+from minifsdp.engine.mesh import Group, MeshGroups, default_group
 from minifsdp.engine.reduce import ReducePlan, Reducer
 from spec_tests.harness import device, ranks
 
@@ -26,20 +26,20 @@ class Kept:
     offloads = has_gradient_hooks = False
 
     def __init__(self) -> None:
-        self.pieces: list[torch.Tensor] = []
+        self.local_shards: list[torch.Tensor] = []
 
     def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
         return gradient.parts[0].to(dtype)
 
-    def copy_to_host(self, piece: torch.Tensor) -> torch.Tensor:
-        return piece
+    def copy_to_host(self, local_shard: torch.Tensor) -> torch.Tensor:
+        return local_shard
 
-    def accept_gradient(self, gradient: Gradient, piece: torch.Tensor) -> None:
-        self.pieces.append(piece.clone())
+    def accept_gradient(self, gradient: Gradient, local_shard: torch.Tensor) -> None:
+        self.local_shards.append(local_shard.clone())
 
 
 def reducer() -> Reducer:
-    return Reducer(Lanes(device()))
+    return Reducer(CommStreams(device()))
 
 
 def reduced(plan: ReducePlan, whole: torch.Tensor) -> torch.Tensor:
@@ -48,19 +48,19 @@ def reduced(plan: ReducePlan, whole: torch.Tensor) -> torch.Tensor:
     one = reducer()
     one.reduce("unit", kept, plan, Gradient([whole]))
     one.finish()
-    (piece,) = kept.pieces
-    return piece
+    (local_shard,) = kept.local_shards
+    return local_shard
 
 
 def full(value: float, num: int = 4, dtype: torch.dtype = F32) -> torch.Tensor:
     return torch.full((num,), value, dtype=dtype, device=device())
 
 
-def two_by_two() -> Mesh:
+def two_by_two() -> MeshGroups:
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     rank = dist.get_rank()
-    return Mesh.hybrid(Group.of(rows[rank // 2]), Group.of(columns[rank % 2]))
+    return MeshGroups.hybrid(Group.of(rows[rank // 2]), Group.of(columns[rank % 2]))
 
 
 def world() -> Group:
@@ -75,8 +75,8 @@ def world() -> Group:
 def test_a_sharded_unit_gets_its_slice_of_the_mean() -> None:
     rank = dist.get_rank()
     whole = torch.tensor([1.0, 2, 3, 4], device=device()) * (rank + 1)
-    piece = reduced(ReducePlan.mean(Mesh.sharded(world()), F32), whole)
-    assert piece.tolist() == [[1.5, 3.0], [4.5, 6.0]][rank]
+    local_shard = reduced(ReducePlan.mean(MeshGroups.sharded(world()), F32), whole)
+    assert local_shard.tolist() == [[1.5, 3.0], [4.5, 6.0]][rank]
 
 
 @pytest.mark.spec("SHARD-11")
@@ -84,8 +84,8 @@ def test_a_sharded_unit_gets_its_slice_of_the_mean() -> None:
 def test_a_unit_that_is_not_sharded_gets_the_whole_mean_by_one_all_reduce() -> None:
     rank = dist.get_rank()
     with trace.record() as recorder:
-        piece = reduced(ReducePlan.mean(Mesh.replicated(world()), F32), full(rank + 1))
-    assert piece.tolist() == [1.5] * 4
+        local_shard = reduced(ReducePlan.mean(MeshGroups.replicated(world()), F32), full(rank + 1))
+    assert local_shard.tolist() == [1.5] * 4
     assert recorder.order() == ["AR unit"]
     assert recorder.events[0].ranks == (0, 1)
 
@@ -96,13 +96,13 @@ def test_a_hybrid_unit_is_scattered_over_its_row_and_all_reduced_over_its_column
     rank = dist.get_rank()
     mesh = two_by_two()
     with trace.record() as recorder:
-        piece = reduced(ReducePlan.mean(mesh, F32), full(rank + 1))
-    assert piece.tolist() == [2.5, 2.5], "the mean of 1, 2, 3 and 4"
+        local_shard = reduced(ReducePlan.mean(mesh, F32), full(rank + 1))
+    assert local_shard.tolist() == [2.5, 2.5], "the mean of 1, 2, 3 and 4"
     scattered, summed = recorder.events
     assert (scattered.kind, scattered.ranks) == ("RS", ((0, 1), (0, 1), (2, 3), (2, 3))[rank])
     assert (summed.kind, summed.ranks) == ("AR", ((0, 2), (1, 3), (0, 2), (1, 3))[rank])
     assert (scattered.num_bytes, summed.num_bytes) == (16, 8), "all-reduced is only the slice"
-    assert (scattered.lane, summed.lane) == ("reduce", "all_reduce")
+    assert (scattered.stream, summed.stream) == ("reduce", "all_reduce")
 
 
 @pytest.mark.spec("HYB-05")
@@ -110,15 +110,15 @@ def test_a_hybrid_unit_is_scattered_over_its_row_and_all_reduced_over_its_column
 def test_a_hybrid_unit_gets_the_slice_that_belongs_to_its_place_in_the_row() -> None:
     rank = dist.get_rank()
     whole = torch.arange(4.0, device=device()) + 10 * rank
-    piece = reduced(ReducePlan.mean(two_by_two(), F32), whole)
-    assert piece.tolist() == [[15.0, 16.0], [17.0, 18.0]][rank % 2]
+    local_shard = reduced(ReducePlan.mean(two_by_two(), F32), whole)
+    assert local_shard.tolist() == [[15.0, 16.0], [17.0, 18.0]][rank % 2]
 
 
 @ranks(1)
 def test_a_unit_of_one_rank_keeps_its_gradient_and_sends_nothing() -> None:
     with trace.record() as recorder:
-        piece = reduced(ReducePlan.mean(Mesh(None, None), F32), full(3))
-    assert piece.tolist() == [3.0] * 4
+        local_shard = reduced(ReducePlan.mean(MeshGroups(None, None), F32), full(3))
+    assert local_shard.tolist() == [3.0] * 4
     assert recorder.events == []
 
 
@@ -131,11 +131,11 @@ def test_a_unit_of_one_rank_keeps_its_gradient_and_sends_nothing() -> None:
 def test_gradients_travel_and_arrive_in_the_dtype_of_the_plan(dtype: torch.dtype) -> None:
     whole = full(dist.get_rank() + 1, dtype=BF16)
     with trace.record() as recorder:
-        piece = reduced(ReducePlan.mean(Mesh.sharded(world()), dtype), whole)
+        local_shard = reduced(ReducePlan.mean(MeshGroups.sharded(world()), dtype), whole)
     (event,) = recorder.events
-    assert (event.dtype, piece.dtype) == (dtype, dtype)
+    assert (event.dtype, local_shard.dtype) == (dtype, dtype)
     assert event.num_bytes == 4 * dtype.itemsize
-    assert piece.tolist() == [1.5, 1.5]
+    assert local_shard.tolist() == [1.5, 1.5]
 
 
 @pytest.mark.spec("MP-07")
@@ -143,7 +143,7 @@ def test_gradients_travel_and_arrive_in_the_dtype_of_the_plan(dtype: torch.dtype
 def test_a_sum_in_float32_keeps_what_a_sum_in_bfloat16_loses() -> None:
     # bfloat16 cannot represent 256 + 1: the next number after 256 is 258.
     whole = full(256.0 if dist.get_rank() == 0 else 1.0, dtype=BF16)
-    mesh = Mesh.sharded(world())
+    mesh = MeshGroups.sharded(world())
     assert reduced(ReducePlan.mean(mesh, F32), whole.clone()).tolist() == [128.5, 128.5]
     assert reduced(ReducePlan.mean(mesh, BF16), whole.clone()).tolist() == [128.0, 128.0]
 
@@ -152,16 +152,16 @@ def test_a_sum_in_float32_keeps_what_a_sum_in_bfloat16_loses() -> None:
 @ranks(4)
 def test_a_sum_in_float16_does_not_overflow_where_the_mean_does_not() -> None:
     whole = full(16384.0, dtype=F16)
-    piece = reduced(ReducePlan.mean(Mesh.sharded(world()), F16), whole)
-    assert piece.tolist() == [16384.0]
+    local_shard = reduced(ReducePlan.mean(MeshGroups.sharded(world()), F16), whole)
+    assert local_shard.tolist() == [16384.0]
 
 
 @pytest.mark.pure
 def test_a_plan_divides_by_all_ranks_of_the_mesh() -> None:
     anything: Any = None
     row, column = Group(anything, 4, 0, (0, 1, 2, 3)), Group(anything, 2, 0, (0, 4))
-    assert ReducePlan.mean(Mesh.hybrid(row, column), F32).scaling == Scaling(1.0, 8.0)
-    assert ReducePlan.mean(Mesh.hybrid(row, column), F16).scaling == Scaling(4.0, 2.0)
+    assert ReducePlan.mean(MeshGroups.hybrid(row, column), F32).scaling == Scaling(1.0, 8.0)
+    assert ReducePlan.mean(MeshGroups.hybrid(row, column), F16).scaling == Scaling(4.0, 2.0)
 
 
 # --- one in flight ---
@@ -169,18 +169,21 @@ def test_a_plan_divides_by_all_ranks_of_the_mesh() -> None:
 
 @ranks(2)
 def test_a_reduction_is_completed_by_the_next_and_the_last_one_by_finish() -> None:
-    plan = ReducePlan.mean(Mesh.sharded(world()), F32)
+    plan = ReducePlan.mean(MeshGroups.sharded(world()), F32)
     first, second, one = Kept(), Kept(), reducer()
     issued: Any = [first, second]
     one.reduce("first", issued[0], plan, Gradient([full(1)]))
-    assert first.pieces == [], "nobody needs it yet"
+    assert first.local_shards == [], "nobody needs it yet"
     one.reduce("second", issued[1], plan, Gradient([full(2)]))
-    assert len(first.pieces) == 1
-    assert second.pieces == []
+    assert len(first.local_shards) == 1
+    assert second.local_shards == []
     one.finish()
-    assert [piece.tolist() for piece in first.pieces + second.pieces] == [[1.0, 1.0], [2.0, 2.0]]
+    assert [local_shard.tolist() for local_shard in first.local_shards + second.local_shards] == [
+        [1.0, 1.0],
+        [2.0, 2.0],
+    ]
     one.finish()
-    assert len(second.pieces) == 1, "a second finish has nothing to do"
+    assert len(second.local_shards) == 1, "a second finish has nothing to do"
 
 
 class Work:
@@ -197,22 +200,22 @@ def test_on_the_cpu_a_reduction_is_waited_for_before_the_next_gradient_is_packed
 ) -> None:
     log: list[str] = []
 
-    def reduce_scatter(group: Group, piece: torch.Tensor, whole: torch.Tensor, *_: Any) -> Work:
+    def reduce_scatter(group: Group, local_shard: torch.Tensor, whole: torch.Tensor, *_: Any) -> Work:
         name = str(int(whole[0]))
         log.append(f"issue {name}")
-        piece.copy_(whole[: piece.numel()])
+        local_shard.copy_(whole[: local_shard.numel()])
         return Work(log, name)
 
     monkeypatch.setattr(collectives, "reduce_scatter", reduce_scatter)
     anything: Any = None
-    plan = ReducePlan(Mesh.sharded(Group(anything, 2, 0, (0, 1))), F32, Scaling(1.0, 2.0))
-    one, kept = Reducer(Lanes(torch.device("cpu"))), Kept()
+    plan = ReducePlan(MeshGroups.sharded(Group(anything, 2, 0, (0, 1))), F32, Scaling(1.0, 2.0))
+    one, kept = Reducer(CommStreams(torch.device("cpu"))), Kept()
     target: Any = kept
     for number in (1, 2, 3):
         one.reduce("unit", target, plan, Gradient([torch.full((4,), float(number))]))
     one.finish()
     assert log == ["issue 1", "wait 1", "issue 2", "wait 2", "issue 3", "wait 3"]
-    assert [piece.tolist() for piece in kept.pieces] == [[0.5, 0.5], [1.0, 1.0], [1.5, 1.5]]
+    assert [local_shard.tolist() for local_shard in kept.local_shards] == [[0.5, 0.5], [1.0, 1.0], [1.5, 1.5]]
 
 
 @ranks(2)
@@ -222,7 +225,7 @@ def test_a_gradient_that_goes_to_the_cpu_is_recorded_after_its_reduction() -> No
     target: Any = kept
     one = reducer()
     with trace.record() as recorder:
-        one.reduce("unit", target, ReducePlan.mean(Mesh.sharded(world()), F32), Gradient([full(1)]))
+        one.reduce("unit", target, ReducePlan.mean(MeshGroups.sharded(world()), F32), Gradient([full(1)]))
         one.finish()
     assert recorder.order() == ["RS unit", "D2H unit"]
     assert recorder.events[1].num_bytes == 8
@@ -230,7 +233,7 @@ def test_a_gradient_that_goes_to_the_cpu_is_recorded_after_its_reduction() -> No
 
 @ranks(2)
 def test_the_span_of_a_reduction_ends_when_it_was_waited_for() -> None:
-    plan = ReducePlan.mean(Mesh.sharded(world()), F32)
+    plan = ReducePlan.mean(MeshGroups.sharded(world()), F32)
     target: Any = Kept()
     one = reducer()
     with trace.record() as recorder:
@@ -249,12 +252,12 @@ def test_the_span_of_a_reduction_ends_when_it_was_waited_for() -> None:
 def test_a_hook_replaces_division_and_sum_and_gets_a_piece_to_fill_only_where_the_unit_is_sharded() -> None:
     seen: list[tuple[int, ...]] = []
 
-    def hook(whole: torch.Tensor, piece: torch.Tensor | None = None) -> None:
-        seen.append((whole.numel(),) if piece is None else (whole.numel(), piece.numel()))
-        (whole if piece is None else piece).fill_(7.0)
+    def hook(whole: torch.Tensor, local_shard: torch.Tensor | None = None) -> None:
+        seen.append((whole.numel(),) if local_shard is None else (whole.numel(), local_shard.numel()))
+        (whole if local_shard is None else local_shard).fill_(7.0)
 
-    sharded = ReducePlan.mean(Mesh.sharded(world()), F32)
-    replicated = ReducePlan.mean(Mesh.replicated(world()), F32)
+    sharded = ReducePlan.mean(MeshGroups.sharded(world()), F32)
+    replicated = ReducePlan.mean(MeshGroups.replicated(world()), F32)
     sharded.hook = replicated.hook = hook
     with trace.record() as recorder:
         assert reduced(sharded, full(1)).tolist() == [7.0, 7.0]

@@ -59,7 +59,7 @@ def test_the_unit_whose_forward_runs_first_with_no_other_around_it_is_the_root()
     model(draw(0))
     root, first, second = units_of(model)
     assert [unit.name for unit in (root, first, second)] == ["", "0", "1"]
-    assert [unit.policy.stays_for_backward for unit in (root, first, second)] == [True, False, False]
+    assert [unit.policy.keep_unsharded_for_backward for unit in (root, first, second)] == [True, False, False]
     tree = model._tree
     assert all(wrapper._tree is tree for wrapper in FSDP.fsdp_modules(model))
     assert tree.outermost is root
@@ -72,8 +72,8 @@ def test_all_units_of_a_tree_share_lanes_and_limiter_and_another_tree_has_its_ow
     one, other = sharded(), sharded()
     for model in (one, other):
         model(draw(0))
-        lanes, limiter = model._tree.lanes, model._tree.limiter
-        assert all(unit.lanes is lanes for unit in units_of(model))
+        comm_streams, limiter = model._tree.comm_streams, model._tree.limiter
+        assert all(unit.comm_streams is comm_streams for unit in units_of(model))
         assert all(unit.limiter is limiter for unit in units_of(model))
     assert one._tree.limiter is not other._tree.limiter
 
@@ -136,10 +136,10 @@ def test_a_part_that_was_a_root_is_none_any_more_and_frees_after_forward() -> No
     model = sharded()
     model[0](draw(3))
     unit = model[0]._unit
-    assert unit.policy.stays_for_backward
+    assert unit.policy.keep_unsharded_for_backward
     assert unit.name == ""
     model(draw(0))
-    assert not unit.policy.stays_for_backward
+    assert not unit.policy.keep_unsharded_for_backward
     assert unit.name == "0"
     assert not is_open(unit)
 

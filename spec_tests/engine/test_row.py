@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from minifsdp import MixedPrecisionPolicy, fully_shard
+from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.cut import Cut
-from minifsdp.engine.lanes import Lanes
 from minifsdp.engine.mesh import Group, default_group
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.precision import Precision
@@ -30,15 +30,15 @@ def values() -> list[torch.Tensor]:
 def row_of(group: Group | None, dims: tuple[int, ...] = (0, 0, 0), dtype: torch.dtype | None = None) -> Row:
     num, index = (1, 0) if group is None else (group.size, group.rank)
     cuts = [Cut(shape, dim, num) for shape, dim in zip(SHAPES, dims, strict=True)]
-    pieces = [cut.local_part(value, index) for cut, value in zip(cuts, values(), strict=True)]
-    return Row(cuts, pieces, group, Options(device(), Precision(dtype)))
+    local_shards = [cut.local_part(value, index) for cut, value in zip(cuts, values(), strict=True)]
+    return Row(cuts, local_shards, group, Options(device(), Precision(dtype)))
 
 
 def gathered(row: Row) -> None:
-    lane = Lanes(device()).gather
-    lane.follow()  # like a root, once per iteration
-    for promise in row.gather(lane):
-        promise.wait()
+    comm_stream = CommStreams(device()).all_gather
+    comm_stream.wait_compute()  # like a root, once per iteration
+    for handle in row.all_gather(comm_stream):
+        handle.wait()
     row.arrive()
 
 
@@ -64,7 +64,7 @@ def test_two_ranks_put_every_parameter_together() -> None:
 @ranks(4)
 def test_ranks_without_any_row_of_a_parameter_take_part() -> None:
     row = row_of(world())
-    assert row.pieces[2].shape == ((1, 4) if dist.get_rank() == 0 else (0, 4))
+    assert row.local_shards[2].shape == ((1, 4) if dist.get_rank() == 0 else (0, 4))
     check_whole(row)
 
 
@@ -72,7 +72,7 @@ def test_ranks_without_any_row_of_a_parameter_take_part() -> None:
 @ranks(2)
 def test_parameters_that_are_cut_along_different_dims_share_one_gather() -> None:
     row = row_of(world(), dims=(1, 0, 1))
-    assert torch.equal(row.pieces[0], values()[0].chunk(2, dim=1)[dist.get_rank()])
+    assert torch.equal(row.local_shards[0], values()[0].chunk(2, dim=1)[dist.get_rank()])
     check_whole(row)
 
 
@@ -81,7 +81,7 @@ def test_parameters_that_are_cut_along_different_dims_share_one_gather() -> None
 def test_the_leaves_have_the_compute_dtype_and_the_pieces_their_own() -> None:
     row = row_of(world(), dtype=torch.bfloat16)
     assert {leaf.dtype for leaf in row.leaves} == {torch.bfloat16}
-    assert {piece.dtype for piece in row.pieces} == {torch.float32}
+    assert {local_shard.dtype for local_shard in row.local_shards} == {torch.float32}
     check_whole(row)
 
 
@@ -115,7 +115,7 @@ def test_a_stamp_shows_a_change_of_any_piece() -> None:
     row = row_of(world())
     before = row.stamp()
     assert row.stamp() == before
-    row.pieces[1].add_(1)
+    row.local_shards[1].add_(1)
     assert row.stamp() != before
 
 
@@ -135,7 +135,7 @@ def test_a_row_at_rest_is_put_together_by_fewer_ranks(dims: tuple[int, ...]) -> 
         assert torch.equal(leaf, value)
     row.free()
     row.wake()
-    row.pieces[0].add_(1)
+    row.local_shards[0].add_(1)
     gathered(row)
     assert torch.equal(row.leaves[0], values()[0] + 1), "from the shards again"
 
@@ -144,7 +144,7 @@ def test_a_row_at_rest_is_put_together_by_fewer_ranks(dims: tuple[int, ...]) -> 
 def test_a_row_that_nobody_shares_and_nobody_casts_is_computed_on_where_it_is_stored() -> None:
     row = row_of(None)
     gathered(row)
-    assert row.leaves[0].data_ptr() == row.pieces[0].data_ptr()
+    assert row.leaves[0].data_ptr() == row.local_shards[0].data_ptr()
     row.free()
     for leaf, value in zip(row.leaves, values(), strict=True):
         assert torch.equal(leaf, value)
@@ -160,11 +160,11 @@ def test_a_row_that_nobody_shares_is_cast_into_memory_of_its_own() -> None:
 @ranks(2)
 def test_new_pieces_are_taken_into_the_same_memory_under_the_same_leaves() -> None:
     row, other = row_of(world()), row_of(world())
-    for piece in row.pieces:
-        piece.zero_()
-    before = row.leaves[0], row.pieces[0], row.pieces[0].data_ptr()
-    row.take(other.pieces)
-    assert (row.leaves[0], row.pieces[0], row.pieces[0].data_ptr()) == before
+    for local_shard in row.local_shards:
+        local_shard.zero_()
+    before = row.leaves[0], row.local_shards[0], row.local_shards[0].data_ptr()
+    row.take(other.local_shards)
+    assert (row.leaves[0], row.local_shards[0], row.local_shards[0].data_ptr()) == before
     check_whole(row)
 
 
@@ -183,13 +183,15 @@ def pair_of_rows() -> tuple[nn.Sequential, PerParameterLayout]:
 def test_new_pieces_of_another_dtype_bring_new_leaves() -> None:
     layers, layout = pair_of_rows()
     (before,) = layout._rows
-    pieces = [piece.double() for piece in before.pieces]
+    local_shards = [local_shard.double() for local_shard in before.local_shards]
     layers.double()
-    layout.notice_edits()
+    layout.accept_replacements()
     (row,) = layout._rows
     assert row.leaves[0] is not before.leaves[0]
-    assert row.pieces[0].dtype is torch.float64
-    assert all(torch.equal(piece, former) for piece, former in zip(row.pieces, pieces, strict=True))
+    assert row.local_shards[0].dtype is torch.float64
+    assert all(
+        torch.equal(local_shard, former) for local_shard, former in zip(row.local_shards, local_shards, strict=True)
+    )
 
 
 @pytest.mark.spec("FS2-08", "NEW-16")
@@ -208,7 +210,7 @@ def test_a_part_of_a_row_that_is_stored_in_another_dtype_is_computed_in_the_one_
     layers, layout = pair_of_rows()
     weight = layers[1].weight.full_tensor().detach()
     layers[1].double()
-    layout.notice_edits()
+    layout.accept_replacements()
     rest, part = layout._rows
     gathered(part)
     assert (rest.local.dtype, rest.leaves[0].dtype) == (torch.float32, torch.bfloat16)
@@ -224,8 +226,8 @@ def large_row(dtype: torch.dtype | None = None, first_dim: int = 0) -> tuple[Row
     group = world()
     wholes = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(LARGE)]
     cuts = [Cut(shape, dim, group.size) for shape, dim in zip(LARGE, (first_dim, 0, 0, 0), strict=True)]
-    pieces = [cut.local_part(whole, group.rank) for cut, whole in zip(cuts, wholes, strict=True)]
-    return Row(cuts, pieces, group, Options(torch.device("cpu"), Precision(dtype))), wholes
+    local_shards = [cut.local_part(whole, group.rank) for cut, whole in zip(cuts, wholes, strict=True)]
+    return Row(cuts, local_shards, group, Options(torch.device("cpu"), Precision(dtype))), wholes
 
 
 @pytest.mark.spec("WIRE-10")

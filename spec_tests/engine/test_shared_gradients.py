@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard, set_reduction_overlap
-from minifsdp.engine.lanes import Lane, current_stream
+from minifsdp.engine.comm_streams import CommStream, current_stream
 from spec_tests.harness import device, ranks
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
@@ -97,11 +97,11 @@ def test_a_gradient_that_shares_memory_with_another_one_changes_neither(
 def test_a_communication_hook_that_divides_in_place_changes_no_other_gradient(strategy: ShardingStrategy) -> None:
     wrapped = FSDP(Add(), sharding_strategy=strategy, device_id=device())
 
-    def divide(state: None, whole: Tensor, piece: Tensor | None = None) -> None:
+    def divide(state: None, whole: Tensor, local_shard: Tensor | None = None) -> None:
         whole.div_(2.0)
         dist.all_reduce(whole)
-        if piece is not None:
-            piece.copy_(whole.chunk(2)[dist.get_rank()])
+        if local_shard is not None:
+            local_shard.copy_(whole.chunk(2)[dist.get_rank()])
 
     wrapped.register_comm_hook(None, divide)
     x = batch(dist.get_rank()).requires_grad_()
@@ -249,11 +249,11 @@ def test_gradients_travel_in_the_dtype_to_which_the_model_was_converted() -> Non
 @pytest.mark.accelerator
 @ranks(2)
 def test_a_stream_that_is_entered_twice_is_left_twice() -> None:
-    lane, before = Lane("test", device()), current_stream(device())
-    with lane:
-        with lane:
+    comm_stream, before = CommStream("test", device()), current_stream(device())
+    with comm_stream:
+        with comm_stream:
             pass
-        assert current_stream(device()) == lane.stream
+        assert current_stream(device()) == comm_stream.stream
     assert current_stream(device()) == before
 
 

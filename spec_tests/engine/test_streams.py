@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minifsdp import CPUOffload, fully_shard
 from minifsdp.engine import collectives, lifetime
 from minifsdp.engine.collectives import Scaling
+from minifsdp.engine.comm_streams import COMPLETED, CommStream, CommStreams
 from minifsdp.engine.cut import Cut
 from minifsdp.engine.extension import ExtendedRow
 from minifsdp.engine.flat import FlatLayout
-from minifsdp.engine.lanes import NOTHING, Lane, Lanes
 from minifsdp.engine.layout import Gradient, owned_parameters
-from minifsdp.engine.mesh import Group, Mesh, default_group
+from minifsdp.engine.mesh import Group, MeshGroups, default_group
 from minifsdp.engine.ownership import assign_gradient
 from minifsdp.engine.precision import Precision, move
 from minifsdp.engine.reduce import ReducePlan, Reducer
@@ -71,7 +71,7 @@ def quiet_of(kind: type[Group], process_group: Any) -> Group:
 def test_collectives_that_return_nothing_can_be_waited_for() -> None:
     group, mine = quiet_of(Group, default_group()), torch.ones(2, device=device())
     whole = torch.zeros(4, device=device())
-    collectives.gather(group, whole, mine).wait()
+    collectives.all_gather(group, whole, mine).wait()
     assert whole.tolist() == [1.0] * 4
     collectives.reduce_scatter(group, mine, whole).wait()
     collectives.all_reduce(group, mine).wait()
@@ -105,12 +105,12 @@ def test_a_work_of_an_accelerator_is_waited_for_on_the_communication_stream_and_
         def wait(self) -> None:
             machine.note("Work")
 
-    real = Lane("gather", DEVICE)
+    real = CommStream("gather", DEVICE)
     recorded = real.stream.record_event
     real.stream.record_event = lambda: machine.note("event") or recorded()
-    with real as lane:
-        promise = lane.promise(Work())
-    promise.wait()
+    with real as comm_stream:
+        handle = comm_stream.handle(Work())
+    handle.wait()
     assert machine.log == ["gather: Work", "gather: event", "compute waits for gather"]
 
 
@@ -123,8 +123,8 @@ def test_every_stream_is_asked_for_by_its_device(machine: StandIn) -> None:
         record_stream, untyped_storage = mock.Mock(), mock.Mock()
 
     memory: Any = Memory()
-    lanes = machine.lanes()
-    lanes.gather.follow()
+    comm_streams = machine.comm_streams()
+    comm_streams.all_gather.wait_compute()
     lifetime.release(memory)
     assert machine.log == ["gather waits for compute"]
     assert memory.record_stream.call_args.args[0].name == "compute"
@@ -144,11 +144,11 @@ class Kept:
     def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> Tensor:
         return gradient.parts[0]
 
-    def copy_to_host(self, piece: Tensor) -> Tensor:
+    def copy_to_host(self, local_shard: Tensor) -> Tensor:
         self.machine.note("copy to the host")
-        return piece.clone()
+        return local_shard.clone()
 
-    def accept_gradient(self, gradient: Gradient, piece: Tensor) -> None:
+    def accept_gradient(self, gradient: Gradient, local_shard: Tensor) -> None:
         self.machine.note("accept")
 
 
@@ -157,16 +157,16 @@ class Noted(Scaling):
 
     machine: StandIn
 
-    def complete(self, piece: Tensor) -> None:
+    def complete(self, local_shard: Tensor) -> None:
         self.machine.note("divide")
 
 
 @pytest.fixture
-def plan(machine: StandIn, monkeypatch: pytest.MonkeyPatch) -> Callable[[Mesh], ReducePlan]:
+def plan(machine: StandIn, monkeypatch: pytest.MonkeyPatch) -> Callable[[MeshGroups], ReducePlan]:
     """Creates plans whose stages are logged."""
 
     def noted(what: str) -> Any:
-        return lambda *_: machine.note(what) or NOTHING
+        return lambda *_: machine.note(what) or COMPLETED
 
     monkeypatch.setattr(collectives, "reduce_scatter", noted("reduce-scatter"))
     monkeypatch.setattr(collectives, "all_reduce", noted("all-reduce"))
@@ -178,7 +178,7 @@ def reduce_once(machine: StandIn, plan: ReducePlan, **facts: Any) -> list[str]:
     """Runs one reduction, from its issue to the end of backward. Returns the log."""
     kept = Kept(machine)
     vars(kept).update(facts)
-    one, target = Reducer(machine.lanes(), kept.offloads), cast(Any, kept)
+    one, target = Reducer(machine.comm_streams(), kept.offloads), cast(Any, kept)
     one.reduce("unit", target, plan, Gradient([torch.ones(4)]))
     one.finish()
     return machine.log
@@ -193,11 +193,11 @@ def on_hook(*_: Any) -> None:
 @pytest.mark.proof("order only")
 @pytest.mark.parametrize(
     ("mesh", "hook"),
-    [(Mesh(None, None), None), (Mesh.sharded(PAIR), on_hook), (Mesh.replicated(PAIR), on_hook)],
+    [(MeshGroups(None, None), None), (MeshGroups.sharded(PAIR), on_hook), (MeshGroups.replicated(PAIR), on_hook)],
     ids=["one rank", "a hook of a sharded unit", "a hook of a replicated unit"],
 )
 def test_a_reduction_that_sends_nothing_itself_is_waited_for_all_the_same(
-    machine: StandIn, plan: Callable[[Mesh], ReducePlan], mesh: Mesh, hook: Any
+    machine: StandIn, plan: Callable[[MeshGroups], ReducePlan], mesh: MeshGroups, hook: Any
 ) -> None:
     one = plan(mesh)
     one.hook = hook
@@ -209,8 +209,8 @@ def test_a_reduction_that_sends_nothing_itself_is_waited_for_all_the_same(
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-09")
 @pytest.mark.proof("order only")
-def test_the_compute_stream_does_not_divide(machine: StandIn, plan: Callable[[Mesh], ReducePlan]) -> None:
-    assert reduce_once(machine, plan(Mesh.sharded(PAIR))) == [
+def test_the_compute_stream_does_not_divide(machine: StandIn, plan: Callable[[MeshGroups], ReducePlan]) -> None:
+    assert reduce_once(machine, plan(MeshGroups.sharded(PAIR))) == [
         "reduce waits for compute",
         "reduce: reduce-scatter",
         "reduce: divide",
@@ -223,9 +223,9 @@ def test_the_compute_stream_does_not_divide(machine: StandIn, plan: Callable[[Me
 @pytest.mark.spec("STREAM-16")
 @pytest.mark.proof("order only")
 def test_a_hook_writes_to_shards_between_the_gathers_before_it_and_those_after_it(
-    machine: StandIn, plan: Callable[[Mesh], ReducePlan]
+    machine: StandIn, plan: Callable[[MeshGroups], ReducePlan]
 ) -> None:
-    log = reduce_once(machine, plan(Mesh.sharded(PAIR)), has_gradient_hooks=True)
+    log = reduce_once(machine, plan(MeshGroups.sharded(PAIR)), has_gradient_hooks=True)
     assert log[-3:] == ["compute waits for gather", "compute: accept", "gather waits for compute"]
 
 
@@ -233,10 +233,10 @@ def test_a_hook_writes_to_shards_between_the_gathers_before_it_and_those_after_i
 @pytest.mark.spec("STREAM-16")
 @pytest.mark.proof("order only")
 def test_a_hook_that_writes_to_shards_on_the_cpu_comes_when_gathers_have_read_them(
-    machine: StandIn, plan: Callable[[Mesh], ReducePlan]
+    machine: StandIn, plan: Callable[[MeshGroups], ReducePlan]
 ) -> None:
     facts = {"offloads": True, "reads_gradient": True, "has_gradient_hooks": True}
-    log = reduce_once(machine, plan(Mesh.sharded(PAIR)), **facts)
+    log = reduce_once(machine, plan(MeshGroups.sharded(PAIR)), **facts)
     assert log[-6:-3] == ["CPU waits for an event of reduce", "CPU waits for gather", "compute: accept"]
 
 
@@ -244,9 +244,9 @@ def test_a_hook_that_writes_to_shards_on_the_cpu_comes_when_gathers_have_read_th
 @pytest.mark.spec("STREAM-09")
 @pytest.mark.proof("order only")
 def test_with_replicas_the_rest_runs_on_their_stream_and_nobody_else_waits_for_it_in_between(
-    machine: StandIn, plan: Callable[[Mesh], ReducePlan]
+    machine: StandIn, plan: Callable[[MeshGroups], ReducePlan]
 ) -> None:
-    assert reduce_once(machine, plan(Mesh.hybrid(PAIR, PAIR))) == [
+    assert reduce_once(machine, plan(MeshGroups.hybrid(PAIR, PAIR))) == [
         "reduce waits for compute",
         "reduce: reduce-scatter",
         "all_reduce waits for reduce",
@@ -261,11 +261,11 @@ def test_with_replicas_the_rest_runs_on_their_stream_and_nobody_else_waits_for_i
 @pytest.mark.spec("STREAM-09")
 @pytest.mark.proof("order only")
 def test_a_hook_with_a_stream_of_its_own_runs_between_the_division_and_the_compute_stream(
-    machine: StandIn, plan: Callable[[Mesh], ReducePlan]
+    machine: StandIn, plan: Callable[[MeshGroups], ReducePlan]
 ) -> None:
-    one = plan(Mesh.sharded(PAIR))
-    machine.lanes()  # This call uses three stream names; the fourth is for the user's stream.
-    one.after, one.after_lane = lambda _: machine.note("after"), machine.Stream(device=DEVICE, priority=0)
+    one = plan(MeshGroups.sharded(PAIR))
+    machine.comm_streams()  # This call uses three stream names; the fourth is for the user's stream.
+    one.after, one.after_stream = lambda _: machine.note("after"), machine.Stream(device=DEVICE, priority=0)
     machine._names = iter(["gather", "reduce", "all_reduce"])
     log = reduce_once(machine, one)
     assert log[2:] == [
@@ -282,9 +282,9 @@ def test_a_hook_with_a_stream_of_its_own_runs_between_the_division_and_the_compu
 @pytest.mark.spec("STREAM-06")
 @pytest.mark.proof("order only")
 def test_a_partial_sum_lives_until_the_compute_stream_has_waited_for_the_all_reduce_that_took_it_along(
-    machine: StandIn, plan: Callable[[Mesh], ReducePlan]
+    machine: StandIn, plan: Callable[[MeshGroups], ReducePlan]
 ) -> None:
-    one, reducer, kept = plan(Mesh.hybrid(PAIR, PAIR)), Reducer(machine.lanes()), Kept(machine)
+    one, reducer, kept = plan(MeshGroups.hybrid(PAIR, PAIR)), Reducer(machine.comm_streams()), Kept(machine)
     target: Any = kept
     one.all_reduces = False
     reducer.reduce("unit", target, one, Gradient([torch.ones(4)]))
@@ -304,12 +304,12 @@ def test_a_partial_sum_lives_until_the_compute_stream_has_waited_for_the_all_red
 @pytest.mark.spec("STREAM-10")
 @pytest.mark.proof("order only")
 def test_gradients_are_copied_to_the_host_on_the_stream_that_reduced_them_with_one_stop_at_the_end(
-    machine: StandIn, plan: Callable[[Mesh], ReducePlan]
+    machine: StandIn, plan: Callable[[MeshGroups], ReducePlan]
 ) -> None:
-    reducer, kept = Reducer(machine.lanes(), offloads=True), Kept(machine)
+    reducer, kept = Reducer(machine.comm_streams(), offloads=True), Kept(machine)
     kept.offloads = True
     target: Any = kept
-    for mesh in (Mesh.sharded(PAIR), Mesh.hybrid(PAIR, PAIR), Mesh(None, None)):
+    for mesh in (MeshGroups.sharded(PAIR), MeshGroups.hybrid(PAIR, PAIR), MeshGroups(None, None)):
         reducer.reduce("unit", target, plan(mesh), Gradient([torch.ones(4)]))
     assert [line for line in machine.log if "copy" in line] == [
         "reduce: copy to the host",
@@ -330,9 +330,9 @@ def test_gradients_are_copied_to_the_host_on_the_stream_that_reduced_them_with_o
 @pytest.mark.spec("STREAM-11")
 @pytest.mark.proof("order only")
 def test_before_the_host_reads_a_gradient_it_waits_for_that_copy_alone(
-    machine: StandIn, plan: Callable[[Mesh], ReducePlan]
+    machine: StandIn, plan: Callable[[MeshGroups], ReducePlan]
 ) -> None:
-    log = reduce_once(machine, plan(Mesh.sharded(PAIR)), offloads=True, reads_gradient=True)
+    log = reduce_once(machine, plan(MeshGroups.sharded(PAIR)), offloads=True, reads_gradient=True)
     assert log[-5:-2] == ["compute waits for reduce", "CPU waits for an event of reduce", "compute: accept"]
 
 
@@ -342,7 +342,7 @@ def test_before_the_host_reads_a_gradient_it_waits_for_that_copy_alone(
 def flat(*, keeps: bool = False, **options: Any) -> FlatLayout:
     module, precision = nn.Linear(3, 2), Precision(keep_reduce_dtype=keeps)
     parameters = owned_parameters([("", module)], set())
-    return FlatLayout(module, parameters, Mesh(None, None), torch.device("cpu"), precision, **options)
+    return FlatLayout(module, parameters, MeshGroups(None, None), torch.device("cpu"), precision, **options)
 
 
 @pytest.mark.pure
@@ -373,12 +373,12 @@ def test_a_unit_of_several_dtypes_or_without_pinned_memory_sends_nothing_ahead()
     layer = nn.Linear(4, 4, device=device())
     layer.bias = nn.Parameter(layer.bias.to(BF16))
     mixed, plain = units_of_two(layer), units_of_two(nn.Linear(4, 4, device=device()))
-    piece = torch.ones(10, dtype=BF16, device=device())
+    local_shard = torch.ones(10, dtype=BF16, device=device())
     mixed._pins = plain._pins = True
-    assert mixed.copy_to_host(piece) is piece
-    assert plain.copy_to_host(piece).dtype is F32
+    assert mixed.copy_to_host(local_shard) is local_shard
+    assert plain.copy_to_host(local_shard).dtype is F32
     plain._pins = False
-    assert plain.copy_to_host(piece) is piece
+    assert plain.copy_to_host(local_shard) is local_shard
 
 
 def units_of_two(layer: nn.Module) -> Any:
@@ -391,20 +391,20 @@ def units_of_two(layer: nn.Module) -> Any:
     return state.unit.layout
 
 
-class Following(Lane):
-    """A communication stream that counts the calls of `follow`."""
+class Following(CommStream):
+    """A communication stream that counts the calls of `wait_compute`."""
 
     num = 0
 
-    def follow(self, event: Any = None) -> None:
+    def wait_compute(self, event: Any = None) -> None:
         self.num += 1
 
 
 def num_follows(layout: Any) -> int:
-    lanes = Lanes(device())
-    lanes.gather = lane = Following("gather", device())
-    promise, num = layout.gather(lanes), lane.num
-    promise.wait()
+    comm_streams = CommStreams(device())
+    comm_streams.all_gather = comm_stream = Following("gather", device())
+    handle, num = layout.all_gather(comm_streams), comm_stream.num
+    handle.wait()
     layout.free()
     return num
 
@@ -428,7 +428,7 @@ def test_the_gather_follows_the_copy_of_a_tensor_that_was_put_in_place_of_anothe
     layout = units_of_two(layer)
     assert num_follows(layout) == 0
     layer.load_state_dict({name: value * 2 for name, value in layer.state_dict().items()}, assign=True)
-    layout.notice_edits()
+    layout.accept_replacements()
     assert num_follows(layout) == 1
     assert num_follows(layout) == 0
 
@@ -440,13 +440,13 @@ def test_a_gather_of_one_rank_is_waited_for(machine: StandIn) -> None:
     cut, value = Cut(torch.Size([4, 2]), 0, 1), torch.ones(4, 2)
     cast = Row([cut], [value], None, Options(torch.device("cpu"), Precision(BF16)))
     extended = ExtendedRow(cut, Int8Shards(value), None, Options(torch.device("cpu")), None, nn.Identity())
-    lane = machine.lanes().gather
+    comm_stream = machine.comm_streams().all_gather
     for row, num in ((cast, 1), (extended, 2)):
         machine.log.clear()
-        with lane:
-            promises = row.gather(lane)
-        for promise in promises:
-            promise.wait()
+        with comm_stream:
+            handles = row.all_gather(comm_stream)
+        for handle in handles:
+            handle.wait()
         row.arrive()
         assert machine.log == ["compute waits for gather"] * num
 
@@ -456,8 +456,8 @@ def aligned(group: Group | None, dtype: torch.dtype | None) -> Row:
     shapes = [torch.Size([3, 1]), torch.Size([5]), torch.Size([1, 7])]
     cuts = [Cut(shape, 0, 1 if group is None else group.size) for shape in shapes]
     values = [torch.empty(shape, device=meta) for shape in shapes]
-    pieces = [cut.local_part(value, 0) for cut, value in zip(cuts, values, strict=True)]
-    return Row(cuts, pieces, group, Options(meta, Precision(dtype)))
+    local_shards = [cut.local_part(value, 0) for cut, value in zip(cuts, values, strict=True)]
+    return Row(cuts, local_shards, group, Options(meta, Precision(dtype)))
 
 
 @pytest.mark.pure
@@ -485,7 +485,7 @@ def test_gaps_between_the_leaves_of_one_rank_stay_where_they_are_when_values_are
     values = [torch.arange(3.0), torch.arange(3.0, 8.0).view(5, 1)]
     cuts = [Cut(value.shape, 0, 1) for value in values]
     row = Row(cuts, values, None, Options(torch.device("cpu"), Precision(dtype)))
-    row.gather(Lanes(torch.device("cpu")).gather)
+    row.all_gather(CommStreams(torch.device("cpu")).all_gather)
     row.arrive()
     for leaf, value in zip(row.leaves, values, strict=True):
         assert torch.equal(leaf, value.to(leaf.dtype))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from minifsdp import trace
-from minifsdp.engine.lanes import Lanes
-from minifsdp.engine.mesh import Group, Mesh
+from minifsdp.engine.comm_streams import CommStreams
+from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.unit import Phase, State, Unit, UnitPolicy
@@ -24,7 +24,7 @@ class Log:
     """Replaces a layout, its handles and the limiter. It only records the calls."""
 
     offloads = False
-    gather_group: Any = None
+    all_gather_group: Any = None
 
     def __init__(self, *, has_promise: bool = True, has_memory: bool = True, fails: bool = False) -> None:
         self.calls: list[str] = []
@@ -32,14 +32,14 @@ class Log:
         self.dtype, self.num_bytes = torch.float32, 32
 
     # layout
-    def gather(self, lanes: Lanes) -> Any:
-        self.calls.append("gather")
+    def all_gather(self, comm_streams: CommStreams) -> Any:
+        self.calls.append("all_gather")
         if self.fails:
             raise ConnectionError("the wire is cut")
         return self if self.has_promise else None
 
-    def show_sharded(self) -> None:
-        self.calls.append("show_sharded")
+    def use_sharded_params(self) -> None:
+        self.calls.append("use_sharded_params")
 
     def free(self) -> Any:
         self.calls.append("free")
@@ -50,21 +50,21 @@ class Log:
         self.calls.append("wait")
 
     # limiter
-    def admit(self, name: str) -> None:
-        self.calls.append("admit")
+    def throttle(self, name: str) -> None:
+        self.calls.append("throttle")
 
     def released(self, event: Any) -> None:
         assert event == "event"
         self.calls.append("released")
 
 
-def make(log: Log, mesh: Mesh | None = None) -> Unit:
+def make(log: Log, mesh: MeshGroups | None = None) -> Unit:
     layout: Any = log
-    plan = ReducePlan.mean(mesh or Mesh(None, None), torch.float32)
-    log.gather_group = plan.mesh.shard
+    plan = ReducePlan.mean(mesh or MeshGroups(None, None), torch.float32)
+    log.all_gather_group = plan.mesh.shard
     unit = Unit(nn.Linear(2, 2), layout, plan, Precision(), UnitPolicy(reshard_after_forward=True))
     limiter: Any = log
-    unit.join(Lanes(CPU), limiter)
+    unit.join(CommStreams(CPU), limiter)
     unit.name = "block"
     return unit
 
@@ -82,15 +82,15 @@ def brought_to(state: State, log: Log) -> Unit:
 
 # state before, method, state after, and the calls of layout, handle and limiter in this order
 TABLE = [
-    (State.SHARDED, "unshard", State.GATHERING, ["admit", "gather"]),
+    (State.SHARDED, "unshard", State.GATHERING, ["throttle", "all_gather"]),
     (State.SHARDED, "wait", RuntimeError, []),
     (State.SHARDED, "reshard", State.SHARDED, []),
     (State.GATHERING, "unshard", State.GATHERING, []),
     (State.GATHERING, "wait", State.UNSHARDED, ["wait"]),
-    (State.GATHERING, "reshard", State.SHARDED, ["wait", "show_sharded", "free", "released"]),
+    (State.GATHERING, "reshard", State.SHARDED, ["wait", "use_sharded_params", "free", "released"]),
     (State.UNSHARDED, "unshard", State.UNSHARDED, []),
     (State.UNSHARDED, "wait", State.UNSHARDED, []),
-    (State.UNSHARDED, "reshard", State.SHARDED, ["show_sharded", "free", "released"]),
+    (State.UNSHARDED, "reshard", State.SHARDED, ["use_sharded_params", "free", "released"]),
 ]
 
 
@@ -151,8 +151,8 @@ def test_in_any_sequence_of_verbs_the_limiter_is_asked_before_each_gather_and_al
         if verb != "wait" or unit.state is not State.SHARDED:
             getattr(unit, verb)()
     unit.reshard()
-    one_life = ["admit", "gather", "wait", "show_sharded", "free", "released"]
-    assert log.calls == one_life * log.calls.count("gather")
+    one_life = ["throttle", "all_gather", "wait", "use_sharded_params", "free", "released"]
+    assert log.calls == one_life * log.calls.count("all_gather")
 
 
 @pytest.mark.pure
@@ -166,7 +166,7 @@ def test_a_unit_without_anything_to_wait_for_or_to_release_goes_through_the_same
         assert unit.state is State.UNSHARDED
         unit.reshard()
     assert unit.state is State.SHARDED
-    assert log.calls == ["admit", "gather", "show_sharded", "free"]
+    assert log.calls == ["throttle", "all_gather", "use_sharded_params", "free"]
     assert recorder.events == [], "nothing was sent and nothing was released, so there is nothing to record"
 
 
@@ -186,14 +186,14 @@ def test_a_gather_that_fails_leaves_the_unit_sharded() -> None:
 @pytest.mark.pure
 def test_the_trace_of_a_shared_unit_has_the_gather_as_a_span_and_the_free_as_a_moment() -> None:
     row: Any = Group(None, 2, 0, (4, 5))  # type: ignore[arg-type]
-    unit = make(Log(), Mesh.sharded(row))
+    unit = make(Log(), MeshGroups.sharded(row))
     with trace.record() as recorder:
         unit.unshard()
         unit.wait()
         unit.reshard()
     gathered, freed = recorder.events
     assert (gathered.kind, gathered.unit, gathered.ranks, gathered.num_bytes) == ("AG", "block", (4, 5), 32)
-    assert (gathered.lane, gathered.dtype) == ("gather", torch.float32)
+    assert (gathered.stream, gathered.dtype) == ("gather", torch.float32)
     assert gathered.end > gathered.start
     assert (freed.kind, freed.unit, freed.num_bytes, freed.ranks) == ("FREE", "block", 32, ())
     assert freed.end == freed.start
@@ -204,7 +204,7 @@ def test_a_shard_that_lives_on_the_cpu_is_recorded_as_copied_before_it_is_gather
     row: Any = Group(None, 2, 0, (4, 5))  # type: ignore[arg-type]
     log = Log()
     log.offloads = True
-    unit = make(log, Mesh.sharded(row))
+    unit = make(log, MeshGroups.sharded(row))
     with trace.record() as recorder:
         unit.unshard()
     copied, gathered = recorder.events
@@ -215,7 +215,7 @@ def test_a_shard_that_lives_on_the_cpu_is_recorded_as_copied_before_it_is_gather
 @pytest.mark.pure
 def test_a_span_of_an_earlier_recording_is_not_touched_by_a_later_one() -> None:
     row: Any = Group(None, 2, 0, (4, 5))  # type: ignore[arg-type]
-    unit = make(Log(), Mesh.sharded(row))
+    unit = make(Log(), MeshGroups.sharded(row))
     with trace.record() as earlier:
         unit.unshard()
         unit.wait()

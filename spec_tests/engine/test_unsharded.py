@@ -68,9 +68,9 @@ def test_it_follows_a_lender_that_was_given_other_memory() -> None:
     lender = torch.ones(4)
     tensor = Unsharded(4, torch.float32, CPU, lender)
     leaf = tensor.leaf
-    tensor.follow(lender)
+    tensor.wait_compute(lender)
     assert tensor.leaf.data_ptr() == lender.data_ptr()
     elsewhere = torch.full((4,), 7.0)
-    tensor.follow(elsewhere)
+    tensor.wait_compute(elsewhere)
     assert tensor.leaf is leaf, "hooks lie on it"
     assert tensor.leaf.data_ptr() == elsewhere.data_ptr()

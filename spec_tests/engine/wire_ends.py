@@ -20,13 +20,13 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     group = Group.of(dist.group.WORLD)
     output = torch.zeros(4)
-    collectives.gather(group, output, torch.ones(2)).wait()
+    collectives.all_gather(group, output, torch.ones(2)).wait()
     print(f"rank {group.rank}: {output.tolist()}, {type(group.transport).__name__}")
     sys.stdout.flush()
     if group.rank == 1:
         os._exit(0)
     try:
-        collectives.gather(group, output, torch.ones(2)).wait()
+        collectives.all_gather(group, output, torch.ones(2)).wait()
     except RuntimeError as error:
         print(f"rank 0: {type(error).__name__}")
     sys.stdout.flush()

@@ -151,7 +151,7 @@ class Job:
         shelf = Shelf(self.folder / "runs")
         self.iterate("first forward")
         save(shelf, self.training, **NOTES, full=False)
-        with self.striking_at(collectives, "gather", "gather"):
+        with self.striking_at(collectives, "all_gather", "gather"):
             self.iterate("compute")
         with self.striking_at(collectives, "reduce_scatter", "reduce"):
             self.iterate("")

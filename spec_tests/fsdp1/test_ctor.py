@@ -214,7 +214,7 @@ def public_values(model: FSDP) -> dict[str, Any]:
 def everything_recorded(model: FSDP) -> list[tuple[Any, ...]]:
     with trace.record() as recorder:
         iterate(model)
-    return [(e.kind, e.unit, e.num_bytes, e.ranks, e.dtype, e.lane) for e in recorder.events]
+    return [(e.kind, e.unit, e.num_bytes, e.ranks, e.dtype, e.stream) for e in recorder.events]
 
 
 # --- forward ---

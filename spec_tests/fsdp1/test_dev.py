@@ -41,7 +41,7 @@ def test_on_the_cpu_without_a_device_id_the_model_is_cut_there_and_only_its_buff
     # 1.13 moved the model to the accelerator for this, and back.
     model, modules = two_modules()
     with pytest.warns(UserWarning, match=r"rank 0: .*on the CPU.*cuda:1.*device_id"):
-        initial.cut_in_place(modules, ACCELERATOR, set(), sends=False)
+        initial.shard_in_place(modules, ACCELERATOR, set(), sends=False)
     # A shard moves after the parameter is sharded. A buffer is not sharded, so nothing else would move it later.
     assert [(id(tensor), device) for tensor, device in moved] == [(id(b), ACCELERATOR) for b in model.buffers()]
     assert len(moved) == 3
@@ -54,7 +54,7 @@ def test_many_units_say_it_in_the_same_words_so_that_it_is_shown_once(moved: Any
     said = set()
     for _ in range(2):
         with caught_warnings() as caught:
-            initial.cut_in_place(two_modules()[1], ACCELERATOR, set(), sends=False)
+            initial.shard_in_place(two_modules()[1], ACCELERATOR, set(), sends=False)
         said |= {str(warning.message) for warning in caught}
     assert len(said) == 1
 
@@ -76,7 +76,7 @@ def test_where_the_module_is_where_it_computes_nothing_is_said(place: str, sends
         modules = modules[:2]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        initial.cut_in_place(modules, device, ignored if place == "nothing left" else set(), sends=sends)
+        initial.shard_in_place(modules, device, ignored if place == "nothing left" else set(), sends=sends)
 
 
 @pytest.mark.spec("SYNC-04")
@@ -84,7 +84,7 @@ def test_where_the_module_is_where_it_computes_nothing_is_said(place: str, sends
 def test_values_on_the_cpu_cannot_be_sent_between_accelerators(moved: Any) -> None:
     _, modules = two_modules()
     with pytest.raises(ValueError, match=r"rank 0: .*cuda:1.*sync_module_states.*device_id"):
-        initial.cut_in_place(modules, ACCELERATOR, set(), sends=True)
+        initial.shard_in_place(modules, ACCELERATOR, set(), sends=True)
     assert moved == []
 
 

@@ -63,8 +63,8 @@ def is_exact(model: nn.Module, plain: nn.Module, *, records: bool = False) -> bo
 
 def full_gradient(model: Any) -> Tensor:
     """The sum of squares of all units' gradients, padding included."""
-    pieces = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
-    flat = torch.cat(pieces) if pieces else torch.empty(0, device=device())
+    local_shards = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+    flat = torch.cat(local_shards) if local_shards else torch.empty(0, device=device())
     gathered = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, flat)
     return torch.cat(gathered).double().square().sum()

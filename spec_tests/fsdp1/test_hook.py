@@ -84,9 +84,9 @@ def compress(dtype: torch.dtype, grad: Tensor, out: Tensor | None = None) -> Non
         dist.all_reduce(small)
         grad.copy_(small)
     else:
-        piece = small.new_empty(out.shape)
-        reduce_scatter(piece, small)
-        out.copy_(piece)
+        local_shard = small.new_empty(out.shape)
+        reduce_scatter(local_shard, small)
+        out.copy_(local_shard)
 
 
 # --- which reduction a hook replaces ---

@@ -317,8 +317,8 @@ def test_by_default_nothing_is_sent_and_each_rank_keeps_its_own_values(options: 
     for unit, flat in flat_parameters(model).items():
         rows = [row_of(unit, values) for values in both]
         other = 1 - dist.get_rank()
-        assert torch.equal(flat.detach(), piece(rows[dist.get_rank()]))
-        assert not torch.equal(flat.detach(), piece(rows[other]))
+        assert torch.equal(flat.detach(), local_shard(rows[dist.get_rank()]))
+        assert not torch.equal(flat.detach(), local_shard(rows[other]))
     assert_same(buffers_of(model), dict(expected.named_buffers()), bitwise=True)
 
 
@@ -332,7 +332,7 @@ def row_of(unit: str, values: dict[str, Tensor]) -> Tensor:
     return torch.cat([value.reshape(-1) for value in mine])
 
 
-def piece(row: Tensor) -> Tensor:
+def local_shard(row: Tensor) -> Tensor:
     return row.chunk(dist.get_world_size())[dist.get_rank()]
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from minifsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy, trace
 from minifsdp.engine import collectives
-from minifsdp.engine.lanes import Lane
+from minifsdp.engine.comm_streams import CommStream
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import Stack, seeded
 from spec_tests.models.running import Watch, Wire, batch, iterate, loss_of, said
@@ -275,10 +275,10 @@ def test_gathers_have_a_stream_of_their_own_and_all_of_them_the_same() -> None:
     plain = seeded()
     model = wrapped(plain)
     iterate(model)
-    lanes = {unit._unit.lanes for unit in FullyShardedDataParallel.fsdp_modules(model)}
-    assert len(lanes) == 1
-    (lanes_of_tree,) = lanes
-    streams = [lanes_of_tree.gather.stream, lanes_of_tree.reduce.stream]
+    comm_streams = {unit._unit.comm_streams for unit in FullyShardedDataParallel.fsdp_modules(model)}
+    assert len(comm_streams) == 1
+    (comm_streams_of_tree,) = comm_streams
+    streams = [comm_streams_of_tree.all_gather.stream, comm_streams_of_tree.reduce.stream]
     assert len({*streams, torch.get_device_module(device()).current_stream()}) == 3
 
 
@@ -286,24 +286,24 @@ def test_gathers_have_a_stream_of_their_own_and_all_of_them_the_same() -> None:
 def lanes_of_collectives() -> Iterator[set[tuple[str, str]]]:
     """Records the stream on which each kind of collective is issued while the context is open."""
     found: set[tuple[str, str]] = set()
-    inside, enter, leave = ["compute"], Lane.__enter__, Lane.__exit__
+    inside, enter, leave = ["compute"], CommStream.__enter__, CommStream.__exit__
 
-    def entering(lane: Lane) -> Lane:
-        inside.append(lane.name)
-        return enter(lane)
+    def entering(comm_stream: CommStream) -> CommStream:
+        inside.append(comm_stream.name)
+        return enter(comm_stream)
 
-    def leaving(lane: Lane, *error: Any) -> None:
+    def leaving(comm_stream: CommStream, *error: Any) -> None:
         inside.pop()
-        leave(lane, *error)
+        leave(comm_stream, *error)
 
     def issuing(kind: str, issue: Callable[..., Any], *arguments: Any) -> Any:
         found.add((kind, inside[-1]))
         return issue(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Lane, "__enter__", entering)
-        patch.setattr(Lane, "__exit__", leaving)
-        for kind in ("gather", "reduce_scatter"):
+        patch.setattr(CommStream, "__enter__", entering)
+        patch.setattr(CommStream, "__exit__", leaving)
+        for kind in ("all_gather", "reduce_scatter"):
             patch.setattr(collectives, kind, partial(issuing, kind, getattr(collectives, kind)))
         yield found
 
@@ -316,9 +316,11 @@ def test_gathers_and_reductions_are_issued_on_lanes_of_their_own_and_labelled_so
     iterate(model)
     with trace.record() as recorder, lanes_of_collectives() as issued:
         iterate(model)
-    lanes = {kind: {event.lane for event in recorder.events if event.kind == kind} for kind in ("AG", "F", "B", "RS")}
-    assert lanes == {"AG": {"gather"}, "F": {"compute"}, "B": {"compute"}, "RS": {"reduce"}}
-    assert issued == {("gather", "gather"), ("reduce_scatter", "reduce")}
+    comm_streams = {
+        kind: {event.stream for event in recorder.events if event.kind == kind} for kind in ("AG", "F", "B", "RS")
+    }
+    assert comm_streams == {"AG": {"gather"}, "F": {"compute"}, "B": {"compute"}, "RS": {"reduce"}}
+    assert issued == {("all_gather", "gather"), ("reduce_scatter", "reduce")}
 
 
 @pytest.mark.spec("PREF-14")

@@ -48,7 +48,7 @@ def test_a_layer_computes_with_what_was_rebuilt_from_eight_bits() -> None:
     layer = layer_of(Int8Shards)
     plain = seeded(lambda: nn.Linear(WIDTH, 4, bias=False))
     with torch.no_grad():
-        plain.weight.copy_(torch.cat([quantised(piece) for piece in plain.weight.chunk(2)]))
+        plain.weight.copy_(torch.cat([quantised(local_shard) for local_shard in plain.weight.chunk(2)]))
     for step in range(2):
         torch.testing.assert_close(layer(batch(step)), plain(batch(step)))
     layer.unshard()

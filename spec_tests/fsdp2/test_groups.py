@@ -146,13 +146,13 @@ def test_a_forward_may_run_only_some_of_the_modules_and_the_rest_come_later() ->
         expected: dict[str, Tensor] = {}
         for rank in range(2):
             plain.zero_grad()
-            pieces = plain(batch(step, rank)).split(1)
-            sum(loss_of(plain.head(piece)) for piece in pieces).backward()
+            local_shards = plain(batch(step, rank)).split(1)
+            sum(loss_of(plain.head(local_shard)) for local_shard in local_shards).backward()
             for name, parameter in plain.named_parameters():
                 expected[name] = expected.get(name, 0) + parameter.grad / 2
         model.zero_grad()
-        pieces = model(batch(step)).split(1)
-        sum(loss_of(model.head(piece)) for piece in pieces).backward()
+        local_shards = model(batch(step)).split(1)
+        sum(loss_of(model.head(local_shard)) for local_shard in local_shards).backward()
         assert_same(full_gradients(model), expected, bitwise=False)
 
 
@@ -364,8 +364,8 @@ def test_after_forward_modules_show_their_pieces_among_these_neighbours(rows: in
     assert shown is not owned and isinstance(shown, nn.Parameter) and shown.shape == whole.shape
     assert shown.placements == (Replicate(), Shard(dim))
     assert shown.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
-    pieces = whole.chunk(2, dim)
-    assert torch.equal(shown.to_local(), pieces[second] if second < len(pieces) else whole[:0])
+    local_shards = whole.chunk(2, dim)
+    assert torch.equal(shown.to_local(), local_shards[second] if second < len(local_shards) else whole[:0])
     assert torch.equal(shown.full_tensor(), whole)
     assert torch.equal(model.state_dict()["weight"].to_local(), owned.to_local())
     assert model.weight is owned

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from minifsdp import trace
-from minifsdp.engine.lanes import Lane
+from minifsdp.engine.comm_streams import CommStream
 from spec_tests.fsdp2 import subject
 from spec_tests.fsdp2.subject import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from spec_tests.fsdp2.test_counts import WHOLE
@@ -208,9 +208,11 @@ def test_the_next_iteration_and_no_other_waits_for_the_event_behind_the_optimize
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, usual)]
     given, followed = [step_event() if step < 2 else None for step in range(4)], []
     for step, event in enumerate(given):
-        with mock.patch.object(Lane, "follow", autospec=True, side_effect=Lane.follow) as follow:
+        with mock.patch.object(
+            CommStream, "wait_compute", autospec=True, side_effect=CommStream.wait_compute
+        ) as wait_compute:
             loss = loss_of(model(batch(step)))
-        followed.append([event for call in follow.call_args_list for event in call.args[1:] if event is not None])
+        followed.append([event for call in wait_compute.call_args_list for event in call.args[1:] if event is not None])
         loss.backward()
         iterate(usual, step)
         for optimizer in optimizers:
@@ -556,8 +558,10 @@ def test_several_roots_may_share_their_lanes() -> None:
         for mine, other in zip(stages, usual, strict=True):
             assert iterate(mine, step) == iterate(other, step)
             assert_same(full_gradients(mine), full_gradients(other))
-    lanes, usual_lanes = ([stage._get_fsdp_state().tree.lanes for stage in each] for each in (stages, usual))
-    assert lanes[0] is lanes[1]
+    comm_streams, usual_lanes = (
+        [stage._get_fsdp_state().tree.comm_streams for stage in each] for each in (stages, usual)
+    )
+    assert comm_streams[0] is comm_streams[1]
     assert usual_lanes[0] is not usual_lanes[1]
     with pytest.raises(ValueError, match="FSDPModule"):
         share_comm_ctx([stages[0], nn.Linear(2, 2)])

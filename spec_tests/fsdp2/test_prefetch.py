@@ -54,8 +54,8 @@ def test_in_forward_a_gather_is_issued_right_before_its_own_layer() -> None:
 def test_gathers_and_reductions_have_lanes_of_their_own() -> None:
     with trace.record() as recorder:
         iterate(sharded())
-    lanes = {event.kind: event.lane for event in recorder.events}
-    assert (lanes["AG"], lanes["RS"], lanes["F"]) == ("gather", "reduce", "compute")
+    comm_streams = {event.kind: event.stream for event in recorder.events}
+    assert (comm_streams["AG"], comm_streams["RS"], comm_streams["F"]) == ("gather", "reduce", "compute")
 
 
 @pytest.mark.spec("FS2-PREF-02")

@@ -81,9 +81,9 @@ class Composed(Side):
         return found
 
     def _cut(self, whole: Tensor) -> Tensor:
-        number, of_all = self.piece
-        pieces = whole.chunk(of_all)
-        return pieces[number] if number < len(pieces) else whole[:0]
+        number, of_all = self.local_shard
+        local_shards = whole.chunk(of_all)
+        return local_shards[number] if number < len(local_shards) else whole[:0]
 
     def saved_against(self, form: str, state: dict[str, Any], expected: dict[str, Tensor]) -> Pieces:
         if form == "full on rank 0" and self.rank != 0:

@@ -167,7 +167,7 @@ class Player:
         shards: dict[str, Any] = {name: mine for name, (mine, _) in self.side.parameters_against(self.twin).items()}
         everybody: list[Any] = [shards, shards]
         dist.all_gather_object(everybody, shards)
-        _, of_all = self.side.piece
+        _, of_all = self.side.local_shard
         values = dict(self.twin.net.named_parameters())
         with torch.no_grad():
             for name in shards:
@@ -280,8 +280,8 @@ class Player:
             self.twin._changed()
         return {"do": "nothing"} if is_lost else call
 
-    def _compare(self, pieces: Pieces, tolerance: Tolerance | None = None) -> None:
-        for name, (mine, expected) in pieces.items():
+    def _compare(self, local_shards: Pieces, tolerance: Tolerance | None = None) -> None:
+        for name, (mine, expected) in local_shards.items():
             chosen = tolerance or self.tolerance
             if not isinstance(mine, torch.Tensor) or expected is None or mine.shape != expected.shape:
                 self._note(f"differs: {name}: {_shown(mine)} here, {_shown(expected)} in one process")

@@ -103,7 +103,7 @@ class Side:
         return any(call.get("rank0_only", False) for call, _ in self.contexts)
 
     @property
-    def piece(self) -> tuple[int, int]:
+    def local_shard(self) -> tuple[int, int]:
         """The index of this rank's shard and the number of shards. With two replicas, each rank has all elements."""
         return (0, 1) if self.options.get("replicas") == 2 else (self.rank, 2)
 

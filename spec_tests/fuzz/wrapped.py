@@ -95,7 +95,7 @@ class Wrapped(Side):
 
     # --- shards ---
 
-    def _pieces(self, twin: Twin, which: str) -> Pieces:
+    def _local_shards(self, twin: Twin, which: str) -> Pieces:
         mine: dict[str, list[Tensor]] = {}
         for name, parameter in self.owned:
             name = name.replace("_fsdp_wrapped_module.", "")
@@ -120,15 +120,15 @@ class Wrapped(Side):
     def _cut(self, row: Tensor) -> Tensor:
         if self.options.get("strategy") == "NO_SHARD":
             return row
-        number, of_all = self.piece
+        number, of_all = self.local_shard
         size = -(-row.numel() // of_all)
         return row[size * number : size * (number + 1)]
 
     def parameters_against(self, twin: Twin) -> Pieces:
-        return self._pieces(twin, "parameter")
+        return self._local_shards(twin, "parameter")
 
     def gradients_against(self, twin: Twin) -> Pieces:
-        return self._pieces(twin, "gradient")
+        return self._local_shards(twin, "gradient")
 
     def saved_against(self, form: str, state: dict[str, Any], expected: dict[str, Tensor]) -> Pieces:
         if form == "local" or (form == "full on rank 0" and self.rank != 0):
@@ -146,9 +146,9 @@ class Wrapped(Side):
         return found
 
     def _rows(self, whole: Tensor, shape: torch.Size) -> Tensor:
-        number, of_all = self.piece
-        pieces = whole.chunk(of_all)
-        return pieces[number] if number < len(pieces) else whole.new_empty(shape)
+        number, of_all = self.local_shard
+        local_shards = whole.chunk(of_all)
+        return local_shards[number] if number < len(local_shards) else whole.new_empty(shape)
 
     def joined(self, name: str, shards: list[Tensor], twin: Twin) -> dict[str, Tensor]:
         whole = shards[0] if self.options.get("strategy") == "NO_SHARD" else torch.cat(shards)

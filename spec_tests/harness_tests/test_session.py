@@ -242,8 +242,8 @@ def test_a_test_that_is_gone_or_carries_the_row_no_more_proves_nothing(
 
 
 def test_every_test_module_imports_with_the_test_extra_alone(tmp_path: pathlib.Path) -> None:
-    absent = ("mkdocs", "markdown", "mkdocstrings", "transformers", "sklearn", "pytest_benchmark")
-    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({absent!r}))\n")
+    placeholder = ("mkdocs", "markdown", "mkdocstrings", "transformers", "sklearn", "pytest_benchmark")
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({placeholder!r}))\n")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     arguments = (
         "--collect-only",

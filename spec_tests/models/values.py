@@ -61,12 +61,12 @@ def flattened(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tens
 
 def chunked(model: nn.Module, tensors: Mapping[str, Tensor], num: int, index: int) -> dict[str, Tensor]:
     """By unit: the ``index``-th of ``num`` equal shards of the unit's tensors, padded with zeros at the end."""
-    pieces = {}
+    local_shards = {}
     for unit, row in flattened(model, tensors).items():
         size = -(-row.numel() // num)
         padded = torch.cat([row, row.new_zeros(num * size - row.numel())])
-        pieces[unit] = padded[index * size : (index + 1) * size]
-    return pieces
+        local_shards[unit] = padded[index * size : (index + 1) * size]
+    return local_shards
 
 
 def named(model: nn.Module) -> dict[str, Tensor]:

@@ -100,14 +100,14 @@ def test_the_sharded_dict_of_one_rank_has_that_ranks_rows_only() -> None:
 def test_a_full_dict_is_built_unit_by_unit() -> None:
     model = wrapped()
     sizes = []
-    gather = collectives.gather
+    all_gather = collectives.all_gather
 
-    def note(group: Any, output: torch.Tensor, piece: torch.Tensor) -> Any:
+    def note(group: Any, output: torch.Tensor, local_shard: torch.Tensor) -> Any:
         sizes.append(output.numel())
-        return gather(group, output, piece)
+        return all_gather(group, output, local_shard)
 
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    with FSDP.state_dict_type(model, FULL, config), mock.patch.object(collectives, "gather", note):
+    with FSDP.state_dict_type(model, FULL, config), mock.patch.object(collectives, "all_gather", note):
         state = model.state_dict()
     # Five all-gathers, one for each unit, and none of the whole model.
     assert sorted(sizes) == [42, 42, 42, 42, 56]

@@ -135,11 +135,11 @@ def from_numbers(numbers: Any, device: torch.device | str = "cpu") -> Tensor | N
     return None if numbers is None else torch.tensor(numbers[0], dtype=numbers[1], device=device).view(numbers[2])
 
 
-def _joined(pieces: list[Any]) -> tuple[Tensor, Tensor | None]:
-    values = torch.cat([value for value, _ in pieces])
-    if all(gradient is None for _, gradient in pieces):
+def _joined(local_shards: list[Any]) -> tuple[Tensor, Tensor | None]:
+    values = torch.cat([value for value, _ in local_shards])
+    if all(gradient is None for _, gradient in local_shards):
         return values, None
-    return values, torch.cat([torch.zeros_like(v) if gradient is None else gradient for v, gradient in pieces])
+    return values, torch.cat([torch.zeros_like(v) if gradient is None else gradient for v, gradient in local_shards])
 
 
 def split_by_name(chunks: Chunks, units: dict[str, Shapes]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -166,5 +166,8 @@ def _split(row: Tensor, shapes: Shapes) -> Iterable[tuple[str, Tensor]]:
     if padding < 0:
         raise AssertionError(f"{row.numel()} elements cannot hold {dict(shapes)}, {sum(sizes)} elements")
     # The remaining elements at the end are padding.
-    pieces = row.split([*sizes, padding])
-    return [(name, piece.view(shape)) for (name, shape), piece in zip(shapes.items(), pieces, strict=False)]
+    local_shards = row.split([*sizes, padding])
+    return [
+        (name, local_shard.view(shape))
+        for (name, shape), local_shard in zip(shapes.items(), local_shards, strict=False)
+    ]

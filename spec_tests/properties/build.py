@@ -411,12 +411,12 @@ def _lay_hook(kind: str, model: Any) -> None:
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _combine_and_halve(_: Any, gradient: Tensor, piece: Tensor | None = None) -> None:
-    if piece is None:
+def _combine_and_halve(_: Any, gradient: Tensor, local_shard: Tensor | None = None) -> None:
+    if local_shard is None:
         dist.all_reduce(gradient)
     else:
-        _reduce_scatter(piece, gradient)
-    (gradient if piece is None else piece).div_(2 * dist.get_world_size())
+        _reduce_scatter(local_shard, gradient)
+    (gradient if local_shard is None else local_shard).div_(2 * dist.get_world_size())
 
 
 def parameters_here(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

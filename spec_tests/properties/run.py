@@ -351,12 +351,12 @@ class _Run:
         parameters = dict(self.oracle.model.named_parameters())
         filled = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
         expected = self._expected(filled)
-        absent = self._without_gradient({name: p.grad is None for name, p in parameters.items()})
+        placeholder = self._without_gradient({name: p.grad is None for name, p in parameters.items()})
         for name, parameter in self.owned.items():
             what = f"gradient of {name!r} {when}"
             if parameter.grad is None:
                 self._compare(f"{what}, which is not there", torch.zeros_like(expected[name]), expected[name])
-            elif name in absent and self.d.clears:
+            elif name in placeholder and self.d.clears:
                 self.findings.append(f"{what} is there: {_local(parameter.grad)}, and nobody has computed any")
             else:
                 mine = _local(parameter.grad)
@@ -376,7 +376,7 @@ class _Run:
         autograd treats them as trained, so any of them may cause this.
         """
         if is_per_parameter(self.d):
-            return {name for name, absent in is_absent.items() if absent}
+            return {name for name, placeholder in is_absent.items() if placeholder}
         trained = {name: p.requires_grad for name, p in self.oracle.model.named_parameters()}
         units = {unit: names for unit, (_, names) in self.oracle.units.items() if all(is_absent[n] for n in names)}
         units = {unit: names for unit, names in units.items() if len({trained[name] for name in names}) == 1}
@@ -386,15 +386,15 @@ class _Run:
 
     def _expected(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
         """This rank's shards of full tensors, by the names of the parameters; 1-D, or per parameter."""
-        pieces: dict[str, Tensor] = {}
+        local_shards: dict[str, Tensor] = {}
         for unit, (node, names) in self.oracle.units.items():
             num, index = self._sharers(node)
             if is_per_parameter(self.d):
-                pieces.update({name: _chunk(whole[name], num, index) for name in names})
+                local_shards.update({name: _chunk(whole[name], num, index) for name in names})
             elif names:
                 rows = _cut([whole[name] for name in names], num, index)
-                pieces.update(zip(names, rows, strict=False) if self.d.originals else {unit: torch.cat(rows)})
-        return pieces
+                local_shards.update(zip(names, rows, strict=False) if self.d.originals else {unit: torch.cat(rows)})
+        return local_shards
 
     def _sharers(self, node: Node) -> tuple[int, int]:
         """The number of shards of a unit, and the index of this rank's shard."""
@@ -416,11 +416,11 @@ def _chunk(tensor: Tensor, num: int, index: int) -> Tensor:
 def _cut(tensors: list[Tensor], num: int, index: int) -> list[Tensor]:
     """Concatenates and splits the tensors: the part of each tensor that shard ``index`` contains, and its padding."""
     lengths = [tensor.numel() for tensor in tensors]
-    piece = -(-sum(lengths) // num)
-    padding = tensors[0].new_zeros(piece * num - sum(lengths))
-    parts, first = [], -index * piece
+    local_shard = -(-sum(lengths) // num)
+    padding = tensors[0].new_zeros(local_shard * num - sum(lengths))
+    parts, first = [], -index * local_shard
     for tensor in [*tensors, padding]:
         row = tensor.reshape(-1)
-        parts.append(row[max(0, -first) : max(0, min(row.numel(), piece - first))])
+        parts.append(row[max(0, -first) : max(0, min(row.numel(), local_shard - first))])
         first += row.numel()
     return parts

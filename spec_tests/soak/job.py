@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from minifsdp.engine import gloo, ledger
-from minifsdp.engine.lanes import Lanes
+from minifsdp.engine.comm_streams import CommStreams
 from spec_tests.soak import watch
 
 __all__ = ["LEAKS", "ROUND", "soak"]
@@ -39,7 +39,7 @@ LEAKS: dict[str, Callable[[], object]] = {
     "tensors": lambda: _kept.append(torch.zeros(1)),
     "descriptors": lambda: _kept.append(os.open(os.devnull, os.O_RDONLY)),
     "threads": lambda: threading.Thread(target=threading.Event().wait, args=(60,), daemon=True).start(),
-    "objects": lambda: _kept.append(Lanes(torch.device("cpu"))),
+    "objects": lambda: _kept.append(CommStreams(torch.device("cpu"))),
     "python_bytes": lambda: _kept.append(bytearray(40_000)),
     "resident_bytes": lambda: _kept.append(bytearray(1_500_000)),
     # Inserted by `soak`.

@@ -284,9 +284,9 @@ def originals_offload_after_an_error_in_backward() -> Any:
 def flat_hook() -> Any:
     model = flat()
 
-    def hook(_: Any, whole: Tensor, piece: Tensor) -> None:
-        piece.copy_(whole.view(2, -1)[0])
-        piece.div_(2)
+    def hook(_: Any, whole: Tensor, local_shard: Tensor) -> None:
+        local_shard.copy_(whole.view(2, -1)[0])
+        local_shard.div_(2)
 
     model.register_comm_hook(None, hook)
     return trained(model)
@@ -981,7 +981,7 @@ def each_with_a_hook_on_its_own_stream() -> Any:
     model = each()
     stream = torch.get_device_module(DEVICE).Stream()
     for part in [model, *blocks(model)]:
-        part.set_all_reduce_hook(lambda piece: piece.mul_(0.5), stream=stream)
+        part.set_all_reduce_hook(lambda local_shard: local_shard.mul_(0.5), stream=stream)
     return trained(model)
 
 

@@ -327,13 +327,13 @@ def test_the_current_stream_is_one_of_the_current_device_unless_a_device_is_name
 @pytest.mark.spec("SIM-04")
 @rank_among_invented(2)
 def test_a_synchronous_collective_runs_on_the_current_stream_and_returns_nothing() -> None:
-    piece, whole, side = zeros(4), zeros(8), module().Stream()
-    assert dist.all_gather_single(whole, piece) is None
+    local_shard, whole, side = zeros(4), zeros(8), module().Stream()
+    assert dist.all_gather_single(whole, local_shard) is None
     whole.sum()
     assert kinds() == []
     side.wait_stream(module().current_stream())
     with module().stream(side):
-        dist.all_gather_single(whole, piece)
+        dist.all_gather_single(whole, local_shard)
     whole.sum()
     assert kinds() == ["race"]
     assert not WORLD.stops
@@ -384,9 +384,9 @@ def test_real_ranks_exchange_real_values(async_op: bool) -> None:
     mean = torch.tensor([2.0 * rank, 4.0, 6.0, 8.0], device=device())
     dist.all_reduce(mean, op=dist.ReduceOp.AVG)
     assert mean.tolist() == [1, 4, 6, 8]
-    piece = zeros(2)
-    dist.reduce_scatter_single(piece, mean)
-    assert piece.tolist() == ([2, 8] if rank == 0 else [12, 16])
+    local_shard = zeros(2)
+    dist.reduce_scatter_single(local_shard, mean)
+    assert local_shard.tolist() == ([2, 8] if rank == 0 else [12, 16])
     objects: list[Any] = [None, None]
     dist.all_gather_object(objects, {"rank": rank})
     assert objects == [{"rank": 0}, {"rank": 1}]

@@ -45,30 +45,30 @@ def _stepper(parameter: Tensor) -> Callable[[Tensor], None]:
 # --- communication hooks of FSDP1 ---
 
 
-def _plain(_: Any, grad: Tensor, piece: Tensor | None = None) -> None:
-    if piece is None:
+def _plain(_: Any, grad: Tensor, local_shard: Tensor | None = None) -> None:
+    if local_shard is None:
         dist.all_reduce(grad)
     else:
-        dist.reduce_scatter_tensor(piece, grad)
+        dist.reduce_scatter_tensor(local_shard, grad)
 
 
-def _async(_: Any, grad: Tensor, piece: Tensor | None = None) -> None:
-    if piece is None:
+def _async(_: Any, grad: Tensor, local_shard: Tensor | None = None) -> None:
+    if local_shard is None:
         work = dist.all_reduce(grad, async_op=True)
     else:
-        work = dist.reduce_scatter_tensor(piece, grad, async_op=True)
+        work = dist.reduce_scatter_tensor(local_shard, grad, async_op=True)
     work.wait()
 
 
-def _low(state: Any, grad: Tensor, piece: Tensor | None = None) -> None:
+def _low(state: Any, grad: Tensor, local_shard: Tensor | None = None) -> None:
     low = grad.to(torch.bfloat16)
-    if piece is None:
+    if local_shard is None:
         dist.all_reduce(low)
         grad.copy_(low)
     else:
-        low_piece = torch.empty_like(piece, dtype=torch.bfloat16)
+        low_piece = torch.empty_like(local_shard, dtype=torch.bfloat16)
         dist.reduce_scatter_tensor(low_piece, low)
-        piece.copy_(low_piece)
+        local_shard.copy_(low_piece)
 
 
 HOOKS = {"plain": _plain, "async": _async, "low": _low}

@@ -277,7 +277,7 @@ def _with_overlap(model: nn.Module, job: Job) -> nn.Module:
 def _in_place(model: Tower, job: Job) -> nn.Module:
     policy = minifsdp.MixedPrecisionPolicy(param_dtype=job.compute, reduce_dtype=job.reduce)
     for pair in model.pairs:
-        minifsdp.fully_shard(pair, reshard_after_forward=job.rests_with or not job.keeps, mp_policy=policy)
+        minifsdp.fully_shard(pair, reshard_after_forward=job.reshards_to or not job.keeps, mp_policy=policy)
     # The root uses the default: it stays unsharded for its backward.
     return minifsdp.fully_shard(model, mp_policy=policy)
 

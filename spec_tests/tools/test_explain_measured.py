@@ -154,7 +154,7 @@ def test_of_a_hybrid_strategy_it_predicts_what_the_calculator_does(strategy: str
 @pytest.mark.spec("EXPLAIN-03")
 @ranks(4)
 def test_resting_on_fewer_ranks_is_predicted_as_the_calculator_does() -> None:
-    job = replace(JOB, num_shards=4, rests_with=2, per_parameter=True)
+    job = replace(JOB, num_shards=4, reshards_to=2, per_parameter=True)
     model = wrapped(job)
     said = minifsdp.explain(model)
     # For CPUs, `explain` also detects ``by_messages``, with more memory in flight.

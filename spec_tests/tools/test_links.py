@@ -61,7 +61,7 @@ def test_what_crosses_between_two_machines_of_two_is_what_was_priced(strategy: s
 @pytest.mark.spec("COST-15")
 @ranks(4)
 def test_what_rests_within_a_machine_is_gathered_there_for_backward() -> None:
-    job = job_on_four("FULL_SHARD", per_parameter=True, rests_with=2)
+    job = job_on_four("FULL_SHARD", per_parameter=True, reshards_to=2)
     found = sent_by_link(job, PER_MACHINE)
     assert measured(job) == found
     # In a ring of both machines, half of the hops are between machines. All-gathers for backward stay within one.

@@ -23,9 +23,9 @@ MILLI = 1e-3
 def step_of_two_units(zero: float = 50.0) -> list[Event]:
     """The root and one block, 100 ms long, in the order in which FSDP with prefetching records them."""
 
-    def span(kind: str, unit: str, start: float, end: float, num_bytes: int = 0, lane: str = "compute") -> Event:
-        ranks, dtype = ((0, 1), torch.float32) if lane != "compute" else ((), None)
-        return Event(kind, unit, zero + start * MILLI, zero + end * MILLI, num_bytes, ranks, dtype, lane)
+    def span(kind: str, unit: str, start: float, end: float, num_bytes: int = 0, stream: str = "compute") -> Event:
+        ranks, dtype = ((0, 1), torch.float32) if stream != "compute" else ((), None)
+        return Event(kind, unit, zero + start * MILLI, zero + end * MILLI, num_bytes, ranks, dtype, stream)
 
     return [
         span("AG", "", 0, 5, 64, "gather"),
@@ -140,11 +140,11 @@ def test_two_pictures_can_share_an_axis() -> None:
 
 
 def test_a_box_is_pale_from_where_its_data_was_there() -> None:
-    gather = Event("AG", "0", 1.0, 1.1, 8, (0, 1), torch.float32, "gather", 1.06)
-    picture = ET.fromstring(svg([[gather]], width=1128, seconds=0.1))
+    all_gather = Event("AG", "0", 1.0, 1.1, 8, (0, 1), torch.float32, "gather", 1.06)
+    picture = ET.fromstring(svg([[all_gather]], width=1128, seconds=0.1))
     pale = [rect for rect in picture.iter(f"{SVG}rect") if rect.get("class") == "there"]
     assert [(rect.get("x"), rect.get("width")) for rect in pale] == [("704.0", "399.5")]
-    assert any("pale" in text for text in texts(svg([[gather]])))
+    assert any("pale" in text for text in texts(svg([[all_gather]])))
     assert not any("pale" in text for text in texts(svg([step_of_two_units()])))
 
 
@@ -249,7 +249,7 @@ def test_spans_moments_and_memory_follow_the_trace_event_format() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), max_size=30))
 def test_no_thread_of_a_trace_ever_does_two_things_at_once(spans: list[tuple[int, int]]) -> None:
-    events = [Event("AG", str(n), start, start + length, 8, lane="gather") for n, (start, length) in enumerate(spans)]
+    events = [Event("AG", str(n), start, start + length, 8, stream="gather") for n, (start, length) in enumerate(spans)]
     items = [item for item in chrome_trace([events])["traceEvents"] if item["ph"] == "X"]
 
     assert len(items) == len(spans)

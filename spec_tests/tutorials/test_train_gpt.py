@@ -266,20 +266,20 @@ def test_the_process_group_is_there_inside_and_gone_afterwards_also_after_an_err
 
 @ranks(2)
 def test_the_counter_knows_the_calls_the_bytes_and_the_peak_of_a_known_sequence() -> None:
-    group, piece = dist.group.WORLD, torch.ones(100)  # 400 bytes
+    group, local_shard = dist.group.WORLD, torch.ones(100)  # 400 bytes
     with CollectiveCounter() as counter:
         group.allreduce([torch.ones(100)]).wait()
         first = torch.empty(200)
-        group._allgather_base(first, piece).wait()
+        group._allgather_base(first, local_shard).wait()
         held = weakref.ref(first.untyped_storage())
         del first  # Freed by dropping the last reference, like buffers of DDP and FSDP2,
         assert comes_true(lambda: held() is None)  # including the reference that gloo's thread holds.
         second, third = torch.empty(200), torch.empty(100)
-        dist.all_gather(list(second.chunk(2)), piece)  # 800 bytes, as a list of views of one tensor.
+        dist.all_gather(list(second.chunk(2)), local_shard)  # 800 bytes, as a list of views of one tensor.
         second.untyped_storage().resize_(0)  # Freed by resizing its storage to 0, as in FSDP1.
         group._allgather_base(third, torch.ones(50)).wait()
         group._reduce_scatter_base(torch.empty(100), torch.ones(200)).wait()
-        group.broadcast([piece]).wait()
+        group.broadcast([local_shard]).wait()
         dist.barrier()
 
     assert counter.num_calls == {"all-reduce": 1, "all-gather": 3, "reduce-scatter": 1, "broadcast": 1}

@@ -142,7 +142,7 @@ class Shelf:
         part = self.root / f".{final.name}.part"
         on_first_rank(lambda: self.root.mkdir(parents=True, exist_ok=True))
         with self._locked():
-            on_first_rank(lambda: self._make_room(part))  # 1.
+            on_first_rank(lambda: self._before_concat(part))  # 1.
             with _limits_named():
                 write(part)  # 2.
             dist.barrier()
@@ -183,7 +183,7 @@ class Shelf:
             if HIDDEN.fullmatch(left.name):
                 _remove(left)
 
-    def _make_room(self, part: Path) -> None:
+    def _before_concat(self, part: Path) -> None:
         self._tidy()
         part.mkdir()
 

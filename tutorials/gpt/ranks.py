@@ -168,16 +168,19 @@ def from_all_ranks(mine: Value) -> list[Value]:
     lengths = [int(length) for length in _all_gather(torch.tensor([message.numel()]))]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: message.numel()] = message
-    pieces = _all_gather(padded)
-    return [pickle.loads(bytes(piece[:length].tolist())) for piece, length in zip(pieces, lengths, strict=True)]
+    local_shards = _all_gather(padded)
+    return [
+        pickle.loads(bytes(local_shard[:length].tolist()))
+        for local_shard, length in zip(local_shards, lengths, strict=True)
+    ]
 
 
-def _all_gather(piece: Tensor) -> list[Tensor]:
+def _all_gather(local_shard: Tensor) -> list[Tensor]:
     # NCCL cannot send CPU tensors.
-    piece = piece.cuda() if dist.get_backend() == "nccl" else piece
-    pieces = [torch.empty_like(piece) for _ in range(dist.get_world_size())]
-    dist.all_gather(pieces, piece)
-    return [received.cpu() for received in pieces]
+    local_shard = local_shard.cuda() if dist.get_backend() == "nccl" else local_shard
+    local_shards = [torch.empty_like(local_shard) for _ in range(dist.get_world_size())]
+    dist.all_gather(local_shards, local_shard)
+    return [received.cpu() for received in local_shards]
 
 
 def require_equal(what: str, mine: str) -> None:

@@ -49,7 +49,7 @@ MUTANTS = [
     ),
     Mutant(
         "edited-slots-go-unnoticed",
-        "FlatLayout.notice_edits",
+        "FlatLayout.accept_replacements",
         "if dictionary.get(slot.name) is not shown[index]:",
         "if False:",
         "A parameter that was removed or replaced after wrapping is written over without a word.",
@@ -57,7 +57,7 @@ MUTANTS = [
     ),
     Mutant(
         "row-of-one-is-sharded",
-        "Mesh.sharded",
+        "MeshGroups.sharded",
         "return cls(group, None) if group.size > 1 else cls(None, None)",
         "return cls(group, None)",
         "A group of one rank is gathered from as if there were others.",
@@ -74,14 +74,14 @@ MUTANTS = [
     Mutant(
         "wrapped-container-is-silent",
         "check_options",
-        "if misuse.is_only_called_in_parts(module):",
+        "if validation.is_only_called_in_parts(module):",
         "if False:",
         "Nobody says that a list of modules is never called, so that its unit is never gathered.",
         "WRAP-19",
     ),
     Mutant(
         "no-prefetch-means-the-default",
-        "Cycle.pre_backward",
+        "IterationState.pre_backward",
         "if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:",
         "if self.backward_prefetch is not BackwardPrefetch.BACKWARD_POST:",
         "backward_prefetch=None prefetches all the same.",
@@ -322,7 +322,7 @@ MUTANTS = [
     Mutant(
         "flattened-before-is-initialised",
         "flattened_in",
-        "if parameter is not None and misuse.is_flattened(module, name)",
+        "if parameter is not None and validation.is_flattened(module, name)",
         "if False",
         "A unit that is wrapped again is moved and sent as if it were a parameter.",
         "CTOR-17",

@@ -138,7 +138,7 @@ MUTANTS = [
     Mutant(
         "rows-are-not-gathered",
         "gathered_rows",
-        "    collectives.gather(group, everybody.view(-1), mine.view(-1)).wait()\n",
+        "    collectives.all_gather(group, everybody.view(-1), mine.view(-1)).wait()\n",
         "    everybody.copy_(mine.repeat(group.size, *[1] * (mine.ndim - 1)))\n",
         "Loading a sharded dict takes this rank's rows for those of all.",
         "SD-SHARD-03",
@@ -187,7 +187,7 @@ MUTANTS = [
     Mutant(
         "local-dict-is-gathered",
         "write_unit",
-        "codec.local_piece(form)",
+        "codec.local_shard(form)",
         "full_row(codec.layout)",
         "A local state dict holds the whole row.",
         "SD-LOCAL-01 SD-LOCAL-02",
@@ -218,7 +218,7 @@ MUTANTS = [
     ),
     Mutant(
         "second-look-missing",
-        "Reading._piece",
+        "Reading._local_shard",
         "        agreement.refuse_together([], problems, OPENING)\n",
         "",
         "Problems that only the walk finds are told by one rank alone.",
@@ -235,8 +235,10 @@ MUTANTS = [
     Mutant(
         "written-past-the-version",
         "Ownership.overwrite",
-        "        with torch.no_grad():\n            self.shard.copy_(piece)\n        for parameter in self.parameters:",
-        "        self.shard.data.copy_(piece)\n        for parameter in self.parameters[int(self.hides_originals) :]:",
+        "        with torch.no_grad():\n            self.shard.copy_(local_shard)\n"
+        "        for parameter in self.parameters:",
+        "        self.shard.data.copy_(local_shard)\n"
+        "        for parameter in self.parameters[int(self.hides_originals) :]:",
         "A unit that is kept computes with what was there before loading.",
         "SD-FULL-08",
     ),

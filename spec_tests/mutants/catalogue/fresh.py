@@ -10,14 +10,14 @@ MUTANTS = [
     Mutant(
         "unsharded-parameters-after-an-evaluation",
         "Root.end_forward",
-        "                unit.layout.show_sharded()\n",
+        "                unit.layout.use_sharded_params()\n",
         "                pass\n",
         "Modules that keep their memory go on showing unsharded parameters after an evaluation.",
         "FRESH-01",
     ),
     Mutant(
         "root-is-kept-after-an-evaluation",
-        "Cycle._frees_after_forward",
+        "IterationState._frees_after_forward",
         "return unit.policy.reshard_after_evaluation and unit.policy.reshard_after_backward and not self.is_recorded",
         "return False",
         "The root of fully_shard stays unsharded after an evaluation, and the next one does not see an edit.",
@@ -49,7 +49,7 @@ MUTANTS = [
     ),
     Mutant(
         "kept-flat-units-are-always-stale",
-        "FlatLayout.gather",
+        "FlatLayout.all_gather",
         "self.steps.count, self.owner.stamp()",
         "-1, self.owner.stamp()",
         "A unit is gathered again for each forward.",
@@ -90,7 +90,7 @@ MUTANTS = [
     Mutant(
         "local-steps-are-refused",
         "check_reduced",
-        " and layout.gather_group is not None",
+        " and layout.all_gather_group is not None",
         "",
         "A step on gradients of this rank alone is refused also where nothing is sharded.",
         "FRESH-07",

@@ -41,7 +41,7 @@ MUTANTS = [
     ),
     Mutant(
         "two-doors",
-        "check_one_door",
+        "check_one_api",
         "if other != door:",
         "if False:",
         "Wrapper and fully_shard can be mixed in one model.",
@@ -58,8 +58,8 @@ MUTANTS = [
     Mutant(
         "replicas-over-the-shard-axis",
         "_table",
-        "Mesh.hybrid(shard=Group.of(mesh.get_group(1)), replicate=Group.of(mesh.get_group(0)))",
-        "Mesh.hybrid(shard=Group.of(mesh.get_group(0)), replicate=Group.of(mesh.get_group(1)))",
+        "MeshGroups.hybrid(shard=Group.of(mesh.get_group(1)), replicate=Group.of(mesh.get_group(0)))",
+        "MeshGroups.hybrid(shard=Group.of(mesh.get_group(0)), replicate=Group.of(mesh.get_group(1)))",
         "A mesh of two axes is taken as (shard, replicate).",
         "FS2-18",
     ),
@@ -105,16 +105,16 @@ MUTANTS = [
     ),
     Mutant(
         "forward-prefetch-is-forgotten",
-        "Cycle.pre_forward",
-        "for ahead in unit.policy.ahead_in_forward or ():",
+        "IterationState.pre_forward",
+        "for ahead in unit.policy.prefetch_in_forward or ():",
         "for ahead in ():",
         "set_modules_to_forward_prefetch has no effect.",
         "FS2-PREF-03",
     ),
     Mutant(
         "backward-prefetch-is-forgotten",
-        "Cycle._prefetch_backward",
-        "if unit.policy.ahead_in_backward is not None:",
+        "IterationState._prefetch_backward",
+        "if unit.policy.prefetch_in_backward is not None:",
         "if False:",
         "set_modules_to_backward_prefetch has no effect.",
         "FS2-PREF-04",
@@ -163,8 +163,8 @@ MUTANTS = [
     Mutant(
         "fully-shard-has-a-limiter",
         "FSDPState._find_tree",
-        "limit_gathers=False",
-        "limit_gathers=True",
+        "limit_all_gathers=False",
+        "limit_all_gathers=True",
         "The CPU waits for a freed unit before it asks for a third.",
         "FS2-26 MIG-14",
         "simulated",
@@ -172,7 +172,7 @@ MUTANTS = [
     Mutant(
         "the-cpu-waits-for-memory-of-gathers",
         "Row.arrive",
-        "self._lane.follow()",
+        "self._comm_stream.wait_compute()",
         "torch.get_device_module(self.device).synchronize()",
         "After a gather the CPU stops until its buffer has been copied out.",
         "FS2-26 MIG-14",
@@ -180,7 +180,7 @@ MUTANTS = [
     ),
     Mutant(
         "the-next-gather-begins-before-this-one-is-copied-out",
-        "Cycle.pre_backward",
+        "IterationState.pre_backward",
         "            unit.wait()\n",
         "            self._prefetch_backward(unit)\n            unit.wait()\n",
         "Two buffers lie in memory beside the parameters.",
@@ -213,7 +213,7 @@ MUTANTS = [
     ),
     Mutant(
         "computing-on-meta",
-        "PerParameterLayout.settle",
+        "PerParameterLayout.refresh_from_module",
         "if without:",
         "if False:",
         "A forward without values is not explained.",
@@ -221,7 +221,7 @@ MUTANTS = [
     ),
     Mutant(
         "extensions-send-views",
-        "ExtendedRow.gather",
+        "ExtendedRow.all_gather",
         "self._filled_up(tensor).to(self.device).contiguous()",
         "self._filled_up(tensor).to(self.device)",
         "What an extension gives to be sent must be contiguous.",
@@ -246,8 +246,8 @@ MUTANTS = [
     Mutant(
         "stale-optimizer-in-place-is-silent",
         "Entry.replace",
-        "misuse.note_taken(original, self.owned.path, is_replaced=True)",
-        "misuse.note_taken(original, self.owned.path, is_replaced=False)",
+        "validation.note_taken(original, self.owned.path, is_replaced=True)",
+        "validation.note_taken(original, self.owned.path, is_replaced=False)",
         "Nobody says that an optimizer holds parameters that fully_shard has replaced.",
         "FS2-OPT-01",
     ),
@@ -255,7 +255,7 @@ MUTANTS = [
         "gradients-without-gaps",
         "PerParameterLayout.accept_gradient",
         "start += entry.sharding.cut.chunk_numel",
-        "start += entry.piece.numel()",
+        "start += entry.local_shard.numel()",
         "On ranks with fewer rows gradients of later parameters are shifted.",
         "FS2-OPT-04 FS2-13 FS2-06",
     ),
@@ -301,7 +301,7 @@ MUTANTS = [
     ),
     Mutant(
         "data-of-dtensor-unnoticed",
-        "PerParameterLayout.notice_edits",
+        "PerParameterLayout.accept_replacements",
         "is_edited = True\n        if",
         "is_edited = is_edited\n        if",
         "parameter.data = ... is not noticed.",
@@ -406,8 +406,8 @@ MUTANTS = [
     Mutant(
         "pieces-are-joined-along-the-first-dim",
         "Row._concatenate",
-        "torch.cat(pieces, dim=cut.dim, out=leaf.data)",
-        "leaf.data.view(-1).copy_(torch.cat(pieces).view(-1))",
+        "torch.cat(local_shards, dim=cut.dim, out=leaf.data)",
+        "leaf.data.view(-1).copy_(torch.cat(local_shards).view(-1))",
         "Pieces of another dim are laid one behind the other.",
         "FS2-08",
     ),
@@ -454,7 +454,7 @@ MUTANTS = [
     Mutant(
         "stamp-of-the-address-alone",
         "Row.stamp",
-        "list(map(VERSION, self.pieces))",
+        "list(map(VERSION, self.local_shards))",
         "0",
         "A change in place of a local tensor goes unnoticed.",
         "FS2-19",
@@ -470,7 +470,7 @@ MUTANTS = [
     Mutant(
         "devices-may-differ-in-a-row",
         "Rows.take_over",
-        "if len({piece.device for piece in pieces}) > 1:",
+        "if len({local_shard.device for local_shard in local_shards}) > 1:",
         "if False:",
         "A unit that was converted to several devices passes.",
         "FS2-28",
@@ -478,14 +478,14 @@ MUTANTS = [
     Mutant(
         "places-of-the-former-row",
         "Rows._sort",
-        "row, place, row.pieces[place]",
-        "row, number, row.pieces[place]",
+        "row, place, row.local_shards[place]",
+        "row, number, row.local_shards[place]",
         "After half a conversion a parameter is looked up at its former place.",
         "FS2-28",
     ),
     Mutant(
         "late-methods-go-unnoticed",
-        "PerParameterLayout.settle",
+        "PerParameterLayout.refresh_from_module",
         "        self._take_over(is_edited=False)\n",
         "",
         "Methods of an extension that come after sharding are never called.",
@@ -525,7 +525,7 @@ MUTANTS = [
     ),
     Mutant(
         "gathers-are-recorded-nowhere",
-        "PerParameterLayout.gather_group",
+        "PerParameterLayout.all_gather_group",
         "next((row.group for row in self._rows if row.group is not None), None)",
         "None",
         "A gather is recorded nowhere.",
@@ -565,7 +565,7 @@ MUTANTS = [
     ),
     Mutant(
         "recomputed-from-rows",
-        "PerParameterLayout.show_again",
+        "PerParameterLayout.use_unsharded_params_again",
         "self._show(self._leaves)",
         "pass",
         "A recomputation in backward meets rows.",
@@ -582,7 +582,7 @@ MUTANTS = [
     Mutant(
         "gradients-keep-the-dtype-of-travel",
         "PerParameterLayout.accept_gradient",
-        "if part.dtype is not entry.piece.dtype:",
+        "if part.dtype is not entry.local_shard.dtype:",
         "if False:",
         "Gradients stay in the dtype in which they travelled.",
         "FS2-MP-02",
@@ -590,7 +590,7 @@ MUTANTS = [
     Mutant(
         "gathered-parts-do-not-stay",
         "Root.dissolve",
-        "if not keeps_gathered or not is_idle or self.is_busy:",
+        "if not keeps_unsharded or not is_idle or self.is_busy:",
         "if True:",
         "What was gathered by hand before the whole runs is freed.",
         "FS2-19",
@@ -598,7 +598,7 @@ MUTANTS = [
     Mutant(
         "unsharded-and-not-shown",
         "HandledState.wait",
-        "            self.unit.layout.show_unsharded()",
+        "            self.unit.layout.use_unsharded_params()",
         "            pass",
         "After unshard() the module still shows its rows.",
         "FS2-19",
@@ -630,7 +630,7 @@ MUTANTS = [
     Mutant(
         "lists-without-forward-pass",
         "_check_modules",
-        "len(modules) == 1 and misuse.is_only_called_in_parts(module)",
+        "len(modules) == 1 and validation.is_only_called_in_parts(module)",
         "False",
         "A list of modules is sharded, and never gathered.",
         "FS2-25",
@@ -662,7 +662,7 @@ MUTANTS = [
     Mutant(
         "switched-while-it-rests",
         "choose_reshard",
-        "unit.policy.resting.end()",
+        "unit.policy.post_forward_mesh.end()",
         "pass",
         "Who switches between forward and backward trains on with the values of this iteration.",
         "NEW-06",
@@ -725,7 +725,7 @@ MUTANTS = [
     ),
     Mutant(
         "recovery-drops-sums",
-        "Cycle.recover",
+        "IterationState.recover",
         "take_gradient(with_unreduced=False)",
         "take_gradient(with_unreduced=True)",
         "An error in forward drops what no_sync() has summed up.",
@@ -758,7 +758,7 @@ MUTANTS = [
     Mutant(
         "whole-values-stay-beside-a-shard",
         "Entry.replace",
-        "vars(original).keys() - vars(self.piece).keys()",
+        "vars(original).keys() - vars(self.local_shard).keys()",
         "vars(original)",
         "What a tensor class keeps on a parameter, the whole values, stays on its DTensor.",
         "FS2-EXT-01",
@@ -766,7 +766,7 @@ MUTANTS = [
     Mutant(
         "a-piece-of-its-own",
         "Entry.replace",
-        "        set_piece(self.parameter, self.piece)\n",
+        "        set_local_shard(self.parameter, self.local_shard)\n",
         "",
         "The local tensor of a fresh DTensor is not the one that is sent.",
         "FS2-EXT-01",

@@ -65,7 +65,7 @@ MUTANTS = [
     ),
     Mutant(
         "stream-context-is-not-a-stack",
-        "Lane.__exit__",
+        "CommStream.__exit__",
         "self._contexts.pop().__exit__(",
         "self._contexts[-1].__exit__(",
         "A stream that is entered twice is left to the wrong stream.",

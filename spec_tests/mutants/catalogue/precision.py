@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant(
         "low-precision-gradients-are-kept",
         "Ownership.add_reduced",
-        "piece.dtype is not self.shard.dtype and not self.keep_reduce_dtype",
+        "local_shard.dtype is not self.shard.dtype and not self.keep_reduce_dtype",
         "False",
         ".grad stays in the dtype of the reduction without being asked to.",
         "MP-11",

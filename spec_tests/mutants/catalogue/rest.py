@@ -73,15 +73,15 @@ MUTANTS = [
     ),
     Mutant(
         "inputs-that-reach-nobody-are-forgotten",
-        "Cycle.end_backward",
-        "if unit.phase is not Phase.POST_BACKWARD and self.triggers[unit].is_overdue():",
+        "IterationState.end_backward",
+        "if unit.phase is not Phase.POST_BACKWARD and self.backward_hooks[unit].is_overdue():",
         "if False:",
         "A fully sharded unit whose inputs ask for no gradient is never reduced.",
         "PAR-05 FS2-13",
     ),
     Mutant(
         "recomputation-finds-slices",
-        "Cycle.leave_forward",
+        "IterationState.leave_forward",
         "if graph_task() != NOT_IN_BACKWARD:",
         "if False:",
         "A unit that is computed again in backward is freed before its backward comes.",
@@ -106,9 +106,9 @@ MUTANTS = [
     Mutant(
         "offloaded-copies-are-not-averaged",
         "_end",
-        "        plan.scaling.complete(item.piece)",
+        "        plan.scaling.complete(item.local_shard)",
         "        if replicas is None or plan.mesh.shard is None or not item.layout.offloads:\n"
-        "            plan.scaling.complete(item.piece)",
+        "            plan.scaling.complete(item.local_shard)",
         "An offloaded gradient is not divided under hybrid sharding.",
         "PAR-08",
     ),
@@ -124,7 +124,7 @@ MUTANTS = [
     ),
     Mutant(
         "covered-by-row-and-column-alone",
-        "Mesh.covers",
+        "MeshGroups.covers",
         "self.num_ranks == dist.get_world_size() or known",
         "known",
         "A 2 x 2 mesh counts as less than the world, since no row and column has all ranks.",
@@ -133,8 +133,8 @@ MUTANTS = [
     Mutant(
         "scattered-bytes-of-a-piece",
         "_noted",
-        'item.whole if kind == "RS" else item.piece',
-        "item.piece",
+        'item.whole if kind == "RS" else item.local_shard',
+        "item.local_shard",
         "A reduce-scatter is said to send a piece only.",
         "COST-06",
     ),
@@ -324,7 +324,7 @@ MUTANTS = [
     ),
     Mutant(
         "summoned-until-something-runs",
-        "Cycle._leave_backward",
+        "IterationState._leave_backward",
         "if unit.phase is not Phase.SUMMONED:",
         "if True:",
         "The end of any iteration lets a unit forget that it is summoned.",
@@ -365,8 +365,8 @@ MUTANTS = [
     Mutant(
         "the-last-rank-owns-what-the-first-does",
         "_elements_in_row",
-        "partition.slices_of_piece(index) for index",
-        "partition.slices_of_piece(0) for index",
+        "partition.slices_of_local_shard(index) for index",
+        "partition.slices_of_local_shard(0) for index",
         "explain() tells of each rank what rank 0 stores.",
         "EXPLAIN-02",
     ),

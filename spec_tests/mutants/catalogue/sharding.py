@@ -9,7 +9,7 @@ __all__ = ["MUTANTS"]
 MUTANTS = [
     Mutant(
         "last-shard-is-cut-short",
-        "Partition.slices_of_piece",
+        "Partition.slices_of_local_shard",
         "min(max(first + numel, start), self.shard_numel)",
         "min(max(first + numel, start), self.shard_numel - (first + numel > self.shard_numel))",
         "A parameter that goes on in the next shard is one element short in this one.",
@@ -33,7 +33,7 @@ MUTANTS = [
     ),
     Mutant(
         "kept-after-backward",
-        "Cycle.post_backward",
+        "IterationState.post_backward",
         "elif unit.policy.reshard_after_backward:\n            unit.reshard()",
         "elif False:\n            unit.reshard()",
         "Units are freed only when the whole backward is over.",
@@ -41,8 +41,8 @@ MUTANTS = [
     ),
     Mutant(
         "root-is-freed-after-forward",
-        "Cycle._frees_after_forward",
-        "return not (unit.policy.stays_for_backward and unit.awaits_backward and self.is_recorded)",
+        "IterationState._frees_after_forward",
+        "return not (unit.policy.keep_unsharded_for_backward and unit.awaits_backward and self.is_recorded)",
         "return True",
         "The root is freed after its forward and gathered again at once.",
         "SHARD-05",
@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant(
         "sum-instead-of-mean",
         "Scaling.complete",
-        "piece.div_(self.after)",
+        "local_shard.div_(self.after)",
         "pass",
         "Gradients are the sum over the ranks, not the mean.",
         "SHARD-06 HYB-05",
@@ -65,7 +65,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicas-are-not-reduced",
-        "Mesh.replicated",
+        "MeshGroups.replicated",
         "return cls(None, group if group.size > 1 else None)",
         "return cls(None, None)",
         "NO_SHARD trains each rank on its own.",
@@ -98,8 +98,8 @@ MUTANTS = [
     Mutant(
         "pair-the-wrong-way-round",
         "choose_mesh",
-        "Mesh.hybrid(Group.of(pair[0]), Group.of(pair[1]))",
-        "Mesh.hybrid(Group.of(pair[1]), Group.of(pair[0]))",
+        "MeshGroups.hybrid(Group.of(pair[0]), Group.of(pair[1]))",
+        "MeshGroups.hybrid(Group.of(pair[1]), Group.of(pair[0]))",
         "The pair of process groups is taken as (replication, sharding).",
         "HYB-02",
     ),
@@ -177,7 +177,7 @@ MUTANTS = [
     ),
     Mutant(
         "originals-step-back-when-kept",
-        "FlatLayout.show_resting",
+        "FlatLayout.use_kept_params",
         "if not is_kept or self.hides_originals or self.mesh.shard is None:",
         "if True:",
         "After a forward of SHARD_GRAD_OP the sharded originals are in sight.",
@@ -265,7 +265,7 @@ MUTANTS = [
     ),
     Mutant(
         "hybrid-row-of-one-is-gathered",
-        "Mesh.hybrid",
+        "MeshGroups.hybrid",
         "shard if shard.size > 1 else None",
         "shard",
         "Under a hybrid strategy a row of one rank is gathered from.",
@@ -273,7 +273,7 @@ MUTANTS = [
     ),
     Mutant(
         "pieces-for-the-whole-world",
-        "Mesh.num_shards",
+        "MeshGroups.num_shards",
         "self.shard.size",
         "dist.get_world_size()",
         "A copy is cut into as many pieces as there are ranks in the world.",
@@ -281,7 +281,7 @@ MUTANTS = [
     ),
     Mutant(
         "pieces-by-number-in-the-world",
-        "Mesh.shard_index",
+        "MeshGroups.shard_index",
         "self.shard.rank",
         "dist.get_rank()",
         "A rank cuts the piece of its number in the world.",
@@ -289,7 +289,7 @@ MUTANTS = [
     ),
     Mutant(
         "mean-over-the-longer-axis",
-        "Mesh.num_ranks",
+        "MeshGroups.num_ranks",
         "self.num_shards * (1 if",
         "max(self.num_shards, 1 if",
         "The mean is taken over the longer axis of the mesh.",
@@ -321,7 +321,7 @@ MUTANTS = [
     ),
     Mutant(
         "complex-pieces-are-gathered-as-they-are",
-        "gather",
+        "all_gather",
         "if output.is_complex():",
         "if False:",
         "Complex parameters are sent as they are, which no backend can.",
@@ -329,7 +329,7 @@ MUTANTS = [
     ),
     Mutant(
         "last-slice-ends-with-the-values",
-        "Partition.piece",
+        "Partition.local_shard",
         "slice(index * self.shard_numel, (index + 1) * self.shard_numel)",
         "slice(index * self.shard_numel, min((index + 1) * self.shard_numel, self.numel))",
         "The slice of the last rank has no padding, and is shorter than the others.",
@@ -362,16 +362,16 @@ MUTANTS = [
     Mutant(
         "slice-keeps-the-row-alive",
         "Partition.laid_out",
-        "row[self.piece(index)].clone()",
-        "row[self.piece(index)]",
+        "row[self.local_shard(index)].clone()",
+        "row[self.local_shard(index)]",
         "A slice keeps the memory of the whole row.",
         "COST-02",
     ),
     Mutant(
         "views-are-copies",
         "Partition.views",
-        "piece.view(shape)",
-        "piece.clone().view(shape)",
+        "local_shard.view(shape)",
+        "local_shard.clone().view(shape)",
         "Full parameters are copies of their places in the row.",
         "SUMMON-07",
     ),
@@ -393,7 +393,7 @@ MUTANTS = [
     ),
     Mutant(
         "borrower-keeps-the-old-memory",
-        "Unsharded.follow",
+        "Unsharded.wait_compute",
         "if lender.data_ptr() != self.alias.data_ptr():",
         "if False:",
         "A unit that is not sharded computes with the memory that its shard had before.",
@@ -465,7 +465,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicas-count-as-gathered",
-        "FlatLayout.gather_group",
+        "FlatLayout.all_gather_group",
         "return self.mesh.shard",
         "return self.mesh.shard or self.mesh.replicate",
         "A unit that is not sharded says that it was gathered from its replicas.",
@@ -481,9 +481,9 @@ MUTANTS = [
     ),
     Mutant(
         "unshared-parameters-are-hidden",
-        "FlatLayout.show_sharded",
-        "if self._shown is not self.owner.stand_ins and not (self._now.is_borrowed and self.hides_originals):",
-        "if self._shown is not self.owner.stand_ins:",
+        "FlatLayout.use_sharded_params",
+        "if self._shown is not self.owner.placeholders and not (self._now.is_borrowed and self.hides_originals):",
+        "if self._shown is not self.owner.placeholders:",
         "Parameters that no rank shares are hidden between computations.",
         "CTOR-14",
     ),
@@ -497,7 +497,7 @@ MUTANTS = [
     ),
     Mutant(
         "closed-units-are-always-freed",
-        "Cycle._close",
+        "IterationState._close",
         "if unit.policy.reshard_after_backward:",
         "if True:",
         "The end of backward frees what is to be kept.",
@@ -553,7 +553,7 @@ MUTANTS = [
     ),
     Mutant(
         "former-shard-is-held",
-        "Unsharded.follow",
+        "Unsharded.wait_compute",
         "self.alias = self.leaf.data = lender",
         "self.leaf.former, self.alias, self.leaf.data = self.alias, lender, lender",
         "A unit that is not sharded holds the memory that its parameters had before.",

@@ -74,7 +74,7 @@ MUTANTS = [
     Mutant(
         "the-final-callback-does-nothing",
         "FrameworkNames._exec_order_data",
-        "self._current_tree().mend",
+        "self._current_tree().recover_after_error",
         "lambda: None",
         "Torch's final callback leaves units unsharded after a backward that has failed.",
         "START-09",

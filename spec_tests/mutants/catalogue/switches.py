@@ -34,7 +34,7 @@ MUTANTS = [
     Mutant(
         "rests-on-nothing",
         "Unit.reshard",
-        "if rests and resting is not None:",
+        "if to_smaller_mesh and post_forward_mesh is not None:",
         "if False:",
         "reshard_after_forward=2 frees as True does.",
         "NEW-05",
@@ -74,15 +74,15 @@ MUTANTS = [
     Mutant(
         "every-backward-is-the-last",
         "FSDPModule.set_is_last_backward",
-        "cycle.is_last_backward = is_last_backward",
-        "cycle.is_last_backward = True",
+        "iteration.is_last_backward = is_last_backward",
+        "iteration.is_last_backward = True",
         "set_is_last_backward(False) has no effect.",
         "NEW-07",
     ),
     Mutant(
         "partial-sums-are-dropped",
         "_add_partial",
-        "    item.piece.add_(item.partial)\n",
+        "    item.local_shard.add_(item.partial)\n",
         "",
         "What waits for its all-reduce is dropped.",
         "NEW-08",
@@ -146,8 +146,8 @@ MUTANTS = [
     Mutant(
         "unshard-in-backward-reaches-inner-groups",
         "FSDPModule.set_unshard_in_backward",
-        "_choose(self, recurse=False, gathers",
-        "_choose(self, recurse=True, gathers",
+        "_choose(self, recurse=False, unshards",
+        "_choose(self, recurse=True, unshards",
         "set_unshard_in_backward holds for inner groups, too.",
         "NEW-11",
     ),
@@ -187,8 +187,8 @@ MUTANTS = [
     Mutant(
         "lanes-are-not-shared",
         "share_comm_ctx",
-        "state.shared_lanes = lanes",
-        "state.shared_lanes = Lanes(state.device)",
+        "state.shared_comm_streams = comm_streams",
+        "state.shared_comm_streams = CommStreams(state.device)",
         "share_comm_ctx gives each root lanes of its own.",
         "NEW-17",
     ),
@@ -251,7 +251,7 @@ MUTANTS = [
     Mutant(
         "reshard-switch-keeps-small-group",
         "choose_reshard",
-        "reshard_after_evaluation=frees, resting=None)",
+        "reshard_after_evaluation=frees, post_forward_mesh=None)",
         "reshard_after_evaluation=frees)",
         "After set_reshard_after_forward(True) backward still gathers in the small group.",
         "NEW-05 NEW-06",
@@ -275,7 +275,7 @@ MUTANTS = [
     Mutant(
         "resting-pieces-alias-what-is-freed",
         "Row.rest",
-        "return source.pieces",
+        "return source.local_shards",
         "return [cut.local_part(leaf.data, group.rank) for cut, leaf in zip(cuts, self.leaves, strict=True)]",
         "Among a few ranks the rows are taken to be cut as among all.",
         "NEW-05",
@@ -291,8 +291,8 @@ MUTANTS = [
     Mutant(
         "rows-are-sorted-by-dtype-alone",
         "Rows._sort",
-        "piece.dtype, entry.sharding.table)",
-        "piece.dtype)",
+        "local_shard.dtype, entry.sharding.table)",
+        "local_shard.dtype)",
         "Parameters that are cut over other ranks travel with the rest.",
         "NEW-23",
     ),
@@ -306,7 +306,7 @@ MUTANTS = [
     ),
     Mutant(
         "resting-parameters-are-not-shown",
-        "PerParameterLayout.show_sharded",
+        "PerParameterLayout.use_sharded_params",
         "self._sharded if self._resting is None else self._resting",
         "self._sharded",
         "While a unit rests on a few ranks its modules show rows among all.",

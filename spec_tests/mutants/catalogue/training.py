@@ -18,7 +18,7 @@ MUTANTS = [
     Mutant(
         "summoned-changes-are-lost",
         "Summoned.hide",
-        "layout.owner.overwrite(self._row[piece])",
+        "layout.owner.overwrite(self._row[local_shard])",
         "pass",
         "writeback=True writes nothing back.",
         "SUMMON-07",
@@ -33,7 +33,7 @@ MUTANTS = [
     ),
     Mutant(
         "first-rank-of-each-shard-group-sees",
-        "Mesh.is_first",
+        "MeshGroups.is_first",
         "self.shard_index == 0 and (self.replicate is None or self.replicate.rank == 0)",
         "self.shard_index == 0",
         "Under a hybrid strategy each row of shards has a rank 0 of its own.",
@@ -67,14 +67,14 @@ MUTANTS = [
         "gradients-by-their-own-shard-only",
         "full_gradient_row",
         "    votes =",
-        "    row.zero_()[layout.partition.piece(layout.mesh.shard_index)] = piece\n    votes =",
+        "    row.zero_()[layout.partition.local_shard(layout.mesh.shard_index)] = local_shard\n    votes =",
         "Inside of with_grads=True each rank sees its own part of the gradients.",
         "SUMMON-15",
     ),
     Mutant(
         "changed-gradients-are-lost",
         "Summoned.hide",
-        "layout.owner.overwrite_gradient(self._gradients[0][piece], [one is not None for one in gradients])",
+        "layout.owner.overwrite_gradient(self._gradients[0][local_shard], [one is not None for one in gradients])",
         "pass",
         "A gradient that was changed in place while summoned is dropped.",
         "SUMMON-15",
@@ -98,7 +98,7 @@ MUTANTS = [
     Mutant(
         "broken-off-and-not-mended",
         "Wrapper._mend",
-        "self._tree.mend()",
+        "self._tree.recover_after_error()",
         "pass",
         "After a backward that raised, nothing can be saved or summoned.",
         "NEW-15",
@@ -386,7 +386,7 @@ MUTANTS = [
     ),
     Mutant(
         "aside-gradients-shown",
-        "OriginalOwnership.show_full",
+        "OriginalOwnership.use_full_params",
         "            original.grad = None\n",
         "",
         "Sharded gradients are shown beside full parameters.",
@@ -410,7 +410,7 @@ MUTANTS = [
     ),
     Mutant(
         "flat-parameter-among-the-full-ones",
-        "FlatOwnership.show_full",
+        "FlatOwnership.use_full_params",
         "        del self.home._parameters[FLAT_NAME]\n",
         "",
         "The flat parameter is listed beside the full ones.",
@@ -450,7 +450,7 @@ MUTANTS = [
     ),
     Mutant(
         "mended-while-it-runs",
-        "Root.mend",
+        "Root.recover_after_error",
         " and graph_task() == NOT_IN_BACKWARD",
         "",
         "A look at parameters inside of a backward breaks it off.",

@@ -6,7 +6,7 @@ from spec_tests.streams.engines import Break
 
 __all__ = ["BREAKS"]
 
-LANES, FLAT, ROW, PER_PARAMETER = "engine/lanes.py", "engine/flat.py", "engine/row.py", "engine/per_param.py"
+STREAMS, FLAT, ROW, PER_PARAMETER = "engine/comm_streams.py", "engine/flat.py", "engine/row.py", "engine/per_param.py"
 EXTENSION, UNIT, HOOKS, ROOT = "engine/extension.py", "engine/unit.py", "engine/hooks.py", "engine/root.py"
 SUMMONED = "engine/summoned.py"
 COMPARISON = "engine/comparison.py"
@@ -19,7 +19,7 @@ BREAKS = [
     # --- waiting for an all-gather ---
     Break(
         "promise-never-waits",
-        LANES,
+        STREAMS,
         "        current_stream(self._device).wait_event(self._event)\n",
         "        pass\n",
         "Waiting for a promise does nothing.",
@@ -27,42 +27,42 @@ BREAKS = [
     ),
     Break(
         "promise-is-the-work",
-        LANES,
+        STREAMS,
         "        if self.stream is None:\n            return work\n        work.wait()\n",
-        "        if work is NOTHING:\n            return work\n        work.wait()\n",
+        "        if work is COMPLETED:\n            return work\n        work.wait()\n",
         "Where the backend returns nothing, nothing is promised.",
         "flat_full",
     ),
     Break(
         "promise-recorded-on-the-compute-stream",
-        LANES,
-        "        return _EventPromise(self._device, self.stream.record_event())\n",
+        STREAMS,
+        "        return _EventHandle(self._device, self.stream.record_event())\n",
         "        main = torch.get_device_module(self._device).default_stream(self._device)\n"
-        "        return _EventPromise(self._device, main.record_event())\n",
+        "        return _EventHandle(self._device, main.record_event())\n",
         "The event of a promise is recorded on the compute stream, which has nothing to do with the gather.",
         "each_full",
     ),
     Break(
         "work-not-waited-for",
-        LANES,
-        "        work.wait()\n        return _EventPromise",
-        "        return _EventPromise",
+        STREAMS,
+        "        work.wait()\n        return _EventHandle",
+        "        return _EventHandle",
         "The Work of a backend with threads of its own is not waited for.",
         "flat_over_a_backend_with_threads",
     ),
     Break(
         "work-waited-for-too-late",
-        LANES,
-        "        work.wait()\n        return _EventPromise(self._device, self.stream.record_event())\n",
-        "        promise = _EventPromise(self._device, self.stream.record_event())\n"
-        "        work.wait()\n        return promise\n",
+        STREAMS,
+        "        work.wait()\n        return _EventHandle(self._device, self.stream.record_event())\n",
+        "        handle = _EventHandle(self._device, self.stream.record_event())\n"
+        "        work.wait()\n        return handle\n",
         "The event is recorded before the communication stream has waited for the Work.",
         "hybrid_over_a_backend_with_threads",
     ),
     Break(
         "unit-does-not-wait",
         UNIT,
-        "        if promise is not None:\n            promise.wait()\n",
+        "        if handle is not None:\n            handle.wait()\n",
         "",
         "A unit is said to be unsharded without waiting for its gather.",
         "flat_full",
@@ -70,67 +70,65 @@ BREAKS = [
     Break(
         "forward-does-not-wait",
         HOOKS,
-        "            ahead.unshard()\n        unit.wait()\n        unit.layout.show_unsharded()\n",
-        "            ahead.unshard()\n        unit.layout.show_unsharded()\n",
+        "            ahead.unshard()\n        unit.wait()\n        unit.layout.use_unsharded_params()\n",
+        "            ahead.unshard()\n        unit.layout.use_unsharded_params()\n",
         "Forward computes on parameters whose gather was issued and not waited for.",
         "flat_full",
     ),
     Break(
         "backward-does-not-wait",
         HOOKS,
-        "            unit.wait()\n            unit.layout.show_again()\n",
-        "            unit.layout.show_again()\n",
+        "            unit.wait()\n            unit.layout.use_unsharded_params_again()\n",
+        "            unit.layout.use_unsharded_params_again()\n",
         "Backward computes on parameters whose gather was issued and not waited for.",
         "flat_full",
     ),
     Break(
         "by-hand-does-not-wait",
         "fsdp2/by_hand.py",
-        "            self.unit.wait()\n            self.unit.layout.show_unsharded()\n",
-        "            self.unit.layout.show_unsharded()\n",
+        "            self.unit.wait()\n            self.unit.layout.use_unsharded_params()\n",
+        "            self.unit.layout.use_unsharded_params()\n",
         "unshard() by hand shows parameters that have not arrived.",
         "each_by_hand_and_read",
     ),
     Break(
         "rows-sorted-before-they-arrive",
         PER_PARAMETER,
-        "        for promise in promises:\n            promise.wait()\n        for row in self._rows:\n"
+        "        for handle in handles:\n            handle.wait()\n        for row in self._rows:\n"
         "            row.arrive()\n",
-        "        for row in self._rows:\n            row.arrive()\n        for promise in promises:\n"
-        "            promise.wait()\n",
+        "        for row in self._rows:\n            row.arrive()\n        for handle in handles:\n"
+        "            handle.wait()\n",
         "The copy out runs before the gather was waited for.",
         "each_full",
     ),
     Break(
         "only-groups-promise-flat",
         FLAT,
-        "            return lane.promise(NOTHING if group is None else collectives.gather(group, now.alias, piece, "
-        "self.name))\n",
-        "            work = NOTHING if group is None else collectives.gather(group, now.alias, piece, self.name)\n"
-        "            return lane.promise(work) if group is not None else work\n",
+        "            return comm_stream.handle(work)\n",
+        "            return comm_stream.handle(work) if group is not None else work\n",
         "In a world of one rank nobody waits for the cast of the parameters. Race 4 of the list.",
         "flat_alone_in_bf16",
     ),
     Break(
         "only-groups-promise-row",
         ROW,
-        "        return [lane.promise(NOTHING if group is None else collectives.gather(group, buffer, piece, name))]\n",
-        "        return [] if group is None else [lane.promise(collectives.gather(group, buffer, piece, name))]\n",
+        "        return [comm_stream.handle(work)]\n",
+        "        return [comm_stream.handle(work)] if group is not None else []\n",
         "The same with a DTensor for each parameter.",
         "each_alone_in_bf16",
     ),
     Break(
         "only-groups-promise-extension",
         EXTENSION,
-        "            promises.append(lane.promise(work))\n",
-        "            promises.append(work if self.group is None else lane.promise(work))\n",
+        "            handles.append(comm_stream.handle(work))\n",
+        "            handles.append(work if self.group is None else comm_stream.handle(work))\n",
         "The same for a parameter that decides what is sent.",
         "each_extended_alone",
     ),
     # --- waits of an all-gather for other work ---
     Break(
         "follow-does-nothing",
-        LANES,
+        STREAMS,
         "        self.stream.wait_event(compute_event(self._device) if event is None else event)\n",
         "        pass\n",
         "Communication streams never wait for the compute stream.",
@@ -138,7 +136,7 @@ BREAKS = [
     ),
     Break(
         "event-to-follow-ignored",
-        LANES,
+        STREAMS,
         "        self.stream.wait_event(compute_event(self._device) if event is None else event)\n",
         "        self.stream.wait_event(compute_event(self._device))\n",
         "An event that is given is not waited for; 'all so far', asked inside of the lane, is the lane's own.",
@@ -147,7 +145,7 @@ BREAKS = [
     Break(
         "gathers-before-the-optimizer",
         ROOT,
-        "        self.lanes.gather.follow(self.after_optimizer)\n",
+        "        self.comm_streams.all_gather.wait_compute(self.after_optimizer)\n",
         "",
         "The first gathers of an iteration do not wait for the optimizer step.",
         "flat_full",
@@ -163,8 +161,8 @@ BREAKS = [
     Break(
         "event-of-the-optimizer-ignored",
         ROOT,
-        "        self.lanes.gather.follow(self.after_optimizer)\n",
-        "        self.lanes.gather.follow()\n",
+        "        self.comm_streams.all_gather.wait_compute(self.after_optimizer)\n",
+        "        self.comm_streams.all_gather.wait_compute()\n",
         "Gathers wait for all that came after the optimizer, too.",
         "each_after_an_event",
         "overlap",
@@ -172,7 +170,7 @@ BREAKS = [
     Break(
         "by-hand-does-not-follow",
         "fsdp2/by_hand.py",
-        "            tree.lanes.gather.follow()\n",
+        "            tree.comm_streams.all_gather.wait_compute()\n",
         "",
         "unshard() by hand gathers without waiting for the optimizer step.",
         "each_by_hand",
@@ -183,7 +181,7 @@ BREAKS = [
         """\
         if self.owner.collect():
             # Copied on the compute stream. The communication stream must wait for that.
-            lanes.gather.follow()
+            comm_streams.all_gather.wait_compute()
 """,
         "        self.owner.collect()\n",
         "What was given by p.data is copied after the gather stream has followed. Race 5 of the list.",
@@ -202,7 +200,7 @@ BREAKS = [
         PER_PARAMETER,
         "        if self._has_copied:\n"
         "            # Copied on the compute stream; the communication stream has not waited since.\n"
-        "            lanes.gather.follow()\n",
+        "            comm_streams.all_gather.wait_compute()\n",
         "        if self._has_copied:\n",
         "What was assigned is copied after the event for which the gathers wait.",
         "each_assigned_after_an_event",
@@ -218,7 +216,7 @@ BREAKS = [
     Break(
         "gathers-before-it-rests",
         ROW,
-        "            lane.follow(self._rested_at)\n",
+        "            comm_stream.wait_compute(self._rested_at)\n",
         "            pass\n",
         "The gather of backward reads the larger piece before it was cut out.",
         "each_resting",
@@ -234,8 +232,9 @@ BREAKS = [
     Break(
         "always-follows",
         UNIT,
-        "        self._promise = self.layout.gather(self.lanes)\n",
-        "        self.lanes.gather.follow()\n        self._promise = self.layout.gather(self.lanes)\n",
+        "        self._handle = self.layout.all_gather(self.comm_streams)\n",
+        "        self.comm_streams.all_gather.wait_compute()\n"
+        "        self._handle = self.layout.all_gather(self.comm_streams)\n",
         "Each gather waits for all that the compute stream was given: right, and nothing overlaps.",
         "flat_full",
         "overlap",
@@ -243,7 +242,7 @@ BREAKS = [
     # --- the stream of an all-gather ---
     Break(
         "lanes-are-not-left",
-        LANES,
+        STREAMS,
         "            self._contexts.pop().__exit__(kind, error, trace)\n",
         "            pass\n",
         "What comes after a gather runs on the communication stream, too.",
@@ -251,7 +250,7 @@ BREAKS = [
     ),
     Break(
         "lanes-are-not-entered",
-        LANES,
+        STREAMS,
         "            self._contexts[-1].__enter__()\n",
         "",
         "What is issued on a communication stream runs on the compute stream.",
@@ -261,23 +260,24 @@ BREAKS = [
     Break(
         "memory-of-the-compute-stream",
         FLAT,
-        "        with lanes.gather as lane:\n            now.allocate()\n",
-        "        now.allocate()\n        with lanes.gather as lane:\n",
+        "        with comm_streams.all_gather as comm_stream:\n            now.allocate()\n",
+        "        now.allocate()\n        with comm_streams.all_gather as comm_stream:\n",
         "A gather writes into memory that belongs to the compute stream, without having followed it.",
         "flat_full",
     ),
     Break(
         "gather-on-the-compute-stream-flat",
         FLAT,
-        "        with lanes.gather as lane:\n            now.allocate()\n",
-        "        with lanes.gather:\n            now.allocate()\n        lane = lanes.gather\n        if True:\n",
+        "        with comm_streams.all_gather as comm_stream:\n            now.allocate()\n",
+        "        with comm_streams.all_gather:\n"
+        "            now.allocate()\n        comm_stream = comm_streams.all_gather\n        if True:\n",
         "Memory comes from the gather stream, and the gather runs on the compute stream.",
         "flat_full",
         "overlap",
     ),
     Break(
         "stream-of-another-device",
-        LANES,
+        STREAMS,
         "            self.stream = torch.get_device_module(device).Stream(device=device, priority=-1)\n",
         "            self.stream = torch.get_device_module(device).Stream(priority=-1)\n",
         "Communication streams are made on the current device, not on the unit's. Race 7 of the list.",
@@ -286,7 +286,7 @@ BREAKS = [
     ),
     Break(
         "current-stream-of-another-device",
-        LANES,
+        STREAMS,
         "    return torch.get_device_module(device).current_stream(device)\n",
         "    return torch.get_device_module(device).current_stream()\n",
         "Whoever waits is taken to be the current device's stream. Race 7 of the list.",
@@ -294,7 +294,7 @@ BREAKS = [
     ),
     Break(
         "default-stream-instead-of-the-current-one",
-        LANES,
+        STREAMS,
         "    return torch.get_device_module(device).current_stream(device)\n",
         "    return torch.get_device_module(device).default_stream(device)\n",
         "Forward is taken to run on the default stream, whatever the user has chosen.",
@@ -303,7 +303,7 @@ BREAKS = [
     Break(
         "prefetch-in-backward-forgotten",
         HOOKS,
-        "        if next_one is not None and next_one.awaits_backward and next_one.policy.gathers_in_backward:\n"
+        "        if next_one is not None and next_one.awaits_backward and next_one.policy.unshards_in_backward:\n"
         "            next_one.unshard()\n",
         "",
         "Backward does not ask for the next unit.",
@@ -354,16 +354,16 @@ BREAKS = [
     Break(
         "summons-without-waiting",
         SUMMONED,
-        "    collectives.gather(group, row, piece.to(layout.device)).wait()\n",
-        "    collectives.gather(group, row, piece.to(layout.device))\n",
+        "    collectives.all_gather(group, row, local_shard.to(layout.device)).wait()\n",
+        "    collectives.all_gather(group, row, local_shard.to(layout.device))\n",
         "summon_full_params shows a row that has not arrived, where the backend has threads.",
         "flat_over_a_backend_with_threads",
     ),
     Break(
         "summons-gradients-without-waiting",
         SUMMONED,
-        "    collectives.gather(group, row, piece.to(layout.device)).wait()\n",
-        "    collectives.gather(group, row, piece.to(layout.device))\n",
+        "    collectives.all_gather(group, row, local_shard.to(layout.device)).wait()\n",
+        "    collectives.all_gather(group, row, local_shard.to(layout.device))\n",
         "The same for full gradients.",
         "flat_gradients_over_a_backend_with_threads",
     ),
@@ -378,8 +378,8 @@ BREAKS = [
     Break(
         "compares-without-waiting",
         "fsdp2/initial.py",
-        "            collectives.gather(group, everybody, mine).wait()\n",
-        "            collectives.gather(group, everybody, mine)\n",
+        "            collectives.all_gather(group, everybody, mine).wait()\n",
+        "            collectives.all_gather(group, everybody, mine)\n",
         "Initial values are compared before they have arrived, where the backend has threads.",
         "each_compared_over_a_backend_with_threads",
     ),
@@ -403,7 +403,7 @@ BREAKS = [
     ),
     Break(
         "nothing-passed-yet",
-        LANES,
+        STREAMS,
         "    return current_stream(device).record_event()\n",
         "    return torch.get_device_module(device).Event()\n",
         "The event for all so far is one that was never recorded.",
@@ -412,7 +412,7 @@ BREAKS = [
     Break(
         "old-memory-borrowed",
         FLAT,
-        "            now.follow(shard)\n",
+        "            now.wait_compute(shard)\n",
         "",
         "A unit that nobody shares goes on computing on memory that its parameters have left.",
         "flat_new_data_not_sharded",

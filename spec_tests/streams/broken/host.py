@@ -9,8 +9,8 @@ __all__ = ["BREAKS"]
 REDUCE, FLAT, ROW, PER_PARAMETER = "engine/reduce.py", "engine/flat.py", "engine/row.py", "engine/per_param.py"
 LAYOUT = "engine/layout.py"
 
-FLAT_COPY = "        return piece.to(dtype).to(self.owner.shard.device, non_blocking=True)\n"
-EACH_COPY = "        return piece.to(dtypes.pop()).to(self._entries[0].piece.device, non_blocking=True)\n"
+FLAT_COPY = "        return local_shard.to(dtype).to(self.owner.shard.device, non_blocking=True)\n"
+EACH_COPY = "        return local_shard.to(dtypes.pop()).to(self._entries[0].local_shard.device, non_blocking=True)\n"
 HOOKED, GIVEN = "self.has_gradient_hooks", "any(p.grad is not None for p in self.local_parameters())"
 
 BREAKS = [
@@ -18,14 +18,14 @@ BREAKS = [
     Break(
         "shards-given-back-while-they-are-copied",
         "engine/root.py",
-        "            self.lanes.gather.synchronize()\n",
+        "            self.comm_streams.all_gather.synchronize()\n",
         "            pass\n",
         "After an evaluation the CPU may write to offloaded shards that are still copied to the device.",
         "each_offload_evaluated_and_changed",
     ),
     Break(
         "nobody-stops-for-the-gather-stream",
-        "engine/lanes.py",
+        "engine/comm_streams.py",
         "            self.stream.synchronize()\n",
         "            pass\n",
         "Stopping for a communication stream does not stop.",
@@ -35,7 +35,7 @@ BREAKS = [
     Break(
         "batches-answered-without-an-event",
         "batches.py",
-        'answer, event = number.to("cpu", non_blocking=True), lane.stream.record_event()\n'
+        'answer, event = number.to("cpu", non_blocking=True), comm_stream.stream.record_event()\n'
         "            # It is complete when the CPU has the result, so the watchdog sees a rank that waits for it.\n"
         "            work.wait_for(event.synchronize)\n",
         'answer = number.to("cpu", non_blocking=True)\n            work.wait_for(bool)\n',
@@ -53,7 +53,7 @@ BREAKS = [
     Break(
         "gradients-read-before-they-arrive",
         REDUCE,
-        "            current_stream(self._lanes.device).synchronize()\n",
+        "            current_stream(self._comm_streams.device).synchronize()\n",
         "            pass\n",
         "At the end of backward the CPU does not wait for the copies of the gradients.",
         "flat_offload",
@@ -69,7 +69,7 @@ BREAKS = [
     Break(
         "prefetched-in-vain-and-not-waited-for",
         REDUCE,
-        "            self._lanes.gather.join()\n",
+        "            self._comm_streams.all_gather.join()\n",
         "",
         "At the end of backward the CPU may write to a shard that was prefetched in vain.",
         "each_offload_prefetching_in_vain",
@@ -77,8 +77,8 @@ BREAKS = [
     Break(
         "steps-on-the-cpu-while-gathers-read",
         REDUCE,
-        "            gather.synchronize()\n",
-        "            gather.join()\n",
+        "            all_gather.synchronize()\n",
+        "            all_gather.join()\n",
         "A hook of the user's steps on the CPU while a gather that was prefetched reads the shard.",
         "originals_offload_used_twice_with_the_optimizer_in_backward",
     ),
@@ -101,8 +101,8 @@ BREAKS = [
     Break(
         "another-device-synchronized",
         REDUCE,
-        "            current_stream(self._lanes.device).synchronize()\n",
-        "            torch.get_device_module(self._lanes.device).current_stream().synchronize()\n",
+        "            current_stream(self._comm_streams.device).synchronize()\n",
+        "            torch.get_device_module(self._comm_streams.device).current_stream().synchronize()\n",
         "The CPU waits for the current device instead of the unit's. Race 7 of the list.",
         "originals_offload_on_another_device_after_an_error",
     ),
@@ -144,8 +144,9 @@ BREAKS = [
     Break(
         "copied-event-of-the-wrong-stream",
         REDUCE,
-        "                new.copied = lane.stream.record_event()\n",
-        "                new.copied = torch.get_device_module(self._lanes.device).default_stream().record_event()\n",
+        "                new.copied = comm_stream.stream.record_event()\n",
+        "                new.copied = "
+        "torch.get_device_module(self._comm_streams.device).default_stream().record_event()\n",
         "The event for the CPU is recorded on the compute stream, which does not copy.",
         "flat_offload_accumulating",
     ),
@@ -154,15 +155,15 @@ BREAKS = [
         REDUCE,
         """\
             _end(new)
-            new.ended = lane.promise()
-            if new.result is not None and new.result is not new.piece:
-                new.copied = lane.stream.record_event()
+            new.ended = comm_stream.handle()
+            if new.result is not None and new.result is not new.local_shard:
+                new.copied = comm_stream.stream.record_event()
 """,
         """\
-            copied = lane.stream.record_event()
+            copied = comm_stream.stream.record_event()
             _end(new)
-            new.ended = lane.promise()
-            if new.result is not None and new.result is not new.piece:
+            new.ended = comm_stream.handle()
+            if new.result is not None and new.result is not new.local_shard:
                 new.copied = copied
 """,
         "The event for the CPU is recorded before the copy.",
@@ -172,7 +173,7 @@ BREAKS = [
         "blocking-copies-flat",
         FLAT,
         FLAT_COPY,
-        "        return piece.to(dtype).to(self.owner.shard.device)\n",
+        "        return local_shard.to(dtype).to(self.owner.shard.device)\n",
         "Each unit's gradient stops the CPU. Point 10 of the list.",
         "flat_offload",
         "stops",
@@ -181,7 +182,7 @@ BREAKS = [
         "blocking-copies-each",
         PER_PARAMETER,
         EACH_COPY,
-        "        return piece.to(dtypes.pop()).to(self._entries[0].piece.device)\n",
+        "        return local_shard.to(dtypes.pop()).to(self._entries[0].local_shard.device)\n",
         "The same with a DTensor for each parameter.",
         "each_offload",
         "stops",
@@ -190,7 +191,7 @@ BREAKS = [
         "cast-on-the-host-flat",
         FLAT,
         FLAT_COPY,
-        "        return piece.to(self.owner.shard.device, non_blocking=True).to(dtype)\n",
+        "        return local_shard.to(self.owner.shard.device, non_blocking=True).to(dtype)\n",
         "The CPU casts a gradient that has not arrived.",
         "flat_offload_in_bf16",
     ),
@@ -198,15 +199,15 @@ BREAKS = [
         "cast-on-the-host-each",
         PER_PARAMETER,
         EACH_COPY,
-        "        return piece.to(self._entries[0].piece.device, non_blocking=True).to(dtypes.pop())\n",
+        "        return local_shard.to(self._entries[0].local_shard.device, non_blocking=True).to(dtypes.pop())\n",
         "The same with a DTensor for each parameter.",
         "each_offload_in_bf16",
     ),
     Break(
         "accepted-before-it-arrives",
         PER_PARAMETER,
-        "        piece = piece.to(self._entries[0].piece.device)\n",
-        "        piece = piece.to(self._entries[0].piece.device, non_blocking=True)\n",
+        "        local_shard = local_shard.to(self._entries[0].local_shard.device)\n",
+        "        local_shard = local_shard.to(self._entries[0].local_shard.device, non_blocking=True)\n",
         "Without pinned memory, too, the copy is not waited for.",
         "each_offload_not_pinned_accumulating",
     ),
@@ -214,18 +215,18 @@ BREAKS = [
         "one-copy-for-each-parameter",
         PER_PARAMETER,
         """\
-        piece = piece.to(self._entries[0].piece.device)
+        local_shard = local_shard.to(self._entries[0].local_shard.device)
         start = 0
         for number in gradient.numbers:
             entry = self._entries[number]
-            part = piece[start : start + entry.piece.numel()].view(entry.piece.shape)
+            part = local_shard[start : start + entry.local_shard.numel()].view(entry.local_shard.shape)
 """,
         """\
         start = 0
         for number in gradient.numbers:
             entry = self._entries[number]
-            part = piece[start : start + entry.piece.numel()].view(entry.piece.shape)
-            part = part.to(entry.piece.device)
+            part = local_shard[start : start + entry.local_shard.numel()].view(entry.local_shard.shape)
+            part = part.to(entry.local_shard.device)
 """,
         "Each parameter's gradient stops the CPU.",
         "each_offload_not_pinned",
@@ -262,8 +263,8 @@ BREAKS = [
     Break(
         "blocking-copy-of-the-shard-flat",
         FLAT,
-        "                piece.copy_(shard, non_blocking=True)\n",
-        "                piece.copy_(shard)\n",
+        "                local_shard.copy_(shard, non_blocking=True)\n",
+        "                local_shard.copy_(shard)\n",
         "The CPU waits for the copy of each offloaded shard.",
         "flat_offload",
         "stops",
@@ -271,8 +272,8 @@ BREAKS = [
     Break(
         "blocking-copy-of-the-shard-each",
         ROW,
-        "            mine.copy_(piece, non_blocking=True)\n",
-        "            mine.copy_(piece)\n",
+        "            mine.copy_(local_shard, non_blocking=True)\n",
+        "            mine.copy_(local_shard)\n",
         "The same with a DTensor for each parameter.",
         "each_offload",
         "stops",

@@ -48,15 +48,15 @@ BREAKS = [
     Break(
         "freed-before-its-last-use",
         HOOKS,
-        "            unit.wait()\n            unit.layout.show_again()\n",
-        "            unit.wait()\n            unit.layout.show_again()\n            unit.reshard()\n",
+        "            unit.wait()\n            unit.layout.use_unsharded_params_again()\n",
+        "            unit.wait()\n            unit.layout.use_unsharded_params_again()\n            unit.reshard()\n",
         "A unit is freed before its backward has computed.",
         "flat_full",
     ),
     Break(
         "buffer-given-back-at-once",
         ROW,
-        "        self._lane.follow()\n",
+        "        self._comm_stream.wait_compute()\n",
         "",
         "What has arrived is given back as soon as its copy out was issued.",
         "each_full",
@@ -66,8 +66,8 @@ BREAKS = [
         ROW,
         "            self._concatenate(sorted_by_rank, source)\n"
         "        # The buffer's memory returns to its stream, which must not reuse it before the copy is done.\n"
-        "        self._lane.follow()\n",
-        "            self._concatenate(sorted_by_rank, source)\n            self._lane.follow()\n",
+        "        self._comm_stream.wait_compute()\n",
+        "            self._concatenate(sorted_by_rank, source)\n            self._comm_stream.wait_compute()\n",
         "The communication stream waits only for rows with a parameter that is cut along another dim than the first.",
         "each_full",
     ),
@@ -83,7 +83,7 @@ BREAKS = [
         "copies-out-on-the-gather-stream",
         PER_PARAMETER,
         "            row.arrive()\n",
-        "            with row._lane:\n                row.arrive()\n",
+        "            with row._comm_stream:\n                row.arrive()\n",
         "Leaves get memory of the gather stream, are filled there, and are freed as if all were the compute stream's.",
         "each_full",
     ),
@@ -98,7 +98,7 @@ BREAKS = [
     Break(
         "extension-keeps-no-metadata",
         EXTENSION,
-        "            lane.follow(self._freed_at)\n",
+        "            comm_stream.wait_compute(self._freed_at)\n",
         "            pass\n",
         "What the class has given along is made anew while the compute stream reads it.",
         "each_extended_with_metadata",
@@ -117,7 +117,7 @@ BREAKS = [
         "packed-on-the-reduce-stream",
         REDUCE,
         "        whole = layout.pack(gradient, plan.dtype, is_written=is_written)\n",
-        "        self._lanes.reduce.follow()\n        with self._lanes.reduce:\n"
+        "        self._comm_streams.reduce.wait_compute()\n        with self._comm_streams.reduce:\n"
         "            whole = layout.pack(gradient, plan.dtype, is_written=is_written)\n",
         "Gradients of the compute stream are dropped while the reduce stream packs them.",
         "each_full",
@@ -125,25 +125,25 @@ BREAKS = [
     Break(
         "whole-dropped-at-once",
         REDUCE,
-        "                new.scattered = lane.promise(self._issue(new))\n",
-        "                new.scattered = lane.promise(self._issue(new))\n"
-        "            del whole\n            new.whole = new.piece\n",
+        "                new.scattered = comm_stream.handle(self._issue(new))\n",
+        "                new.scattered = comm_stream.handle(self._issue(new))\n"
+        "            del whole\n            new.whole = new.local_shard\n",
         "The unsharded gradient is dropped while the reduce-scatter reads it.",
         "flat_full",
     ),
     Break(
         "whole-dropped-without-waiting",
         REDUCE,
-        "        if last is not None and last.scattered is not NOTHING:\n            last.scattered.wait()\n",
-        "        if last is not None and last.scattered is not NOTHING:\n",
+        "        if last is not None and last.scattered is not COMPLETED:\n            last.scattered.wait()\n",
+        "        if last is not None and last.scattered is not COMPLETED:\n",
         "The unsharded gradient is dropped before the reduce-scatter has read it.",
         "each_full",
     ),
     Break(
         "partial-sum-dropped",
         REDUCE,
-        "(_, item.partial), item.plan.partial = item.plan.partial, None\n    item.piece.add_(item.partial)\n",
-        "(_, row), item.plan.partial = item.plan.partial, None\n    item.piece.add_(row)\n",
+        "(_, item.partial), item.plan.partial = item.plan.partial, None\n    item.local_shard.add_(item.partial)\n",
+        "(_, row), item.plan.partial = item.plan.partial, None\n    item.local_shard.add_(row)\n",
         "A partial sum is dropped while the all-reduce stream adds it. Race 6 of the list.",
         "each_hybrid_partial",
     ),
@@ -166,7 +166,7 @@ BREAKS = [
     Break(
         "piece-kept-while-it-is-on-the-host",
         REDUCE,
-        "                    new.piece = new.result\n",
+        "                    new.local_shard = new.result\n",
         "                    pass\n",
         "A piece stays on the device when its copy is on the way to the host.",
         "each_offload",
@@ -175,8 +175,8 @@ BREAKS = [
     Break(
         "piece-dropped-while-copied",
         REDUCE,
-        "        item.result = item.layout.copy_to_host(item.piece)\n",
-        "        item.result = item.piece = item.layout.copy_to_host(item.piece)\n",
+        "        item.result = item.layout.copy_to_host(item.local_shard)\n",
+        "        item.result = item.local_shard = item.layout.copy_to_host(item.local_shard)\n",
         "A reduced gradient is dropped while its copy to the host reads it: what torch shipped until PR 180665.",
         "each_hybrid_offload_in_bf16",
     ),
@@ -237,7 +237,7 @@ BREAKS = [
     Break(
         "never-freed-after-forward",
         HOOKS,
-        "            unit.reshard(rests=unit.awaits_backward and self.is_recorded)\n",
+        "            unit.reshard(to_smaller_mesh=unit.awaits_backward and self.is_recorded)\n",
         "            pass\n",
         "No unit is freed after its forward.",
         "flat_full_of_many_blocks",

@@ -11,11 +11,11 @@ REDUCE, HOOKS = "engine/reduce.py", "engine/hooks.py"
 ISSUE_END = """\
             new.scattered.wait()
             _end(new)
-            new.ended = lane.promise()
+            new.ended = comm_stream.handle()
 """
 
 ISSUED = """\
-            if lane.stream is not None:
+            if comm_stream.stream is not None:
                 self._issue_end(new)
 """
 
@@ -23,7 +23,7 @@ BREAKS = [
     Break(
         "reduces-before-backward",
         REDUCE,
-        "        self._lanes.reduce.follow()\n",
+        "        self._comm_streams.reduce.wait_compute()\n",
         "",
         "The reduce stream does not wait for the backward that makes the gradient.",
         "flat_full",
@@ -31,8 +31,10 @@ BREAKS = [
     Break(
         "follows-inside-of-the-lane",
         REDUCE,
-        "        self._lanes.reduce.follow()\n        try:\n            with self._lanes.reduce as lane:\n",
-        "        try:\n            with self._lanes.reduce as lane:\n                lane.follow()\n",
+        "        self._comm_streams.reduce.wait_compute()\n"
+        "        try:\n            with self._comm_streams.reduce as comm_stream:\n",
+        "        try:\n            with self._comm_streams.reduce as comm_stream:\n"
+        "                comm_stream.wait_compute()\n",
         "The reduce stream follows whoever is current when it is current itself: nobody.",
         "flat_full",
     ),
@@ -48,7 +50,7 @@ BREAKS = [
         "hook-not-waited-for",
         REDUCE,
         ISSUED,
-        ISSUED + "            if plan.hook is not None:\n                new.scattered = new.ended = NOTHING\n",
+        ISSUED + "            if plan.hook is not None:\n                new.scattered = new.ended = COMPLETED\n",
         "Nobody waits for a communication hook. Race 2 of the list.",
         "flat_hook",
     ),
@@ -56,7 +58,7 @@ BREAKS = [
         "last-reduction-not-waited-for",
         REDUCE,
         "        self._complete(last)\n",
-        "        if last is not None:\n            last.ended = NOTHING\n        self._complete(last)\n",
+        "        if last is not None:\n            last.ended = COMPLETED\n        self._complete(last)\n",
         "At the end of backward the last reduction is taken for complete.",
         "flat_full",
     ),
@@ -72,7 +74,7 @@ BREAKS = [
     Break(
         "stepped-in-backward-not-followed",
         REDUCE,
-        "        gather.follow()\n",
+        "        all_gather.wait_compute()\n",
         "",
         "A hook of the user's has stepped, and the unit is gathered once more in the same backward.",
         "each_used_often_with_the_optimizer_in_backward",
@@ -80,7 +82,7 @@ BREAKS = [
     Break(
         "steps-while-gathers-read",
         REDUCE,
-        "            gather.join()\n",
+        "            all_gather.join()\n",
         "            pass\n",
         "A hook of the user's steps while a gather that was prefetched reads the shard.",
         "originals_used_twice_with_the_optimizer_in_backward",
@@ -96,14 +98,14 @@ BREAKS = [
     Break(
         "optimizer-writes-while-gathers-read-forward",
         "engine/root.py",
-        "        self.lanes.gather.join()\n",
+        "        self.comm_streams.all_gather.join()\n",
         "",
         "The same after a forward that no backward follows.",
         "flat_loss_abandoned_with_a_block_left_out",
     ),
     Break(
         "joining-a-stream-does-nothing",
-        "engine/lanes.py",
+        "engine/comm_streams.py",
         "            current_stream(self._device).wait_stream(self.stream)\n",
         "            pass\n",
         "The compute stream never joins a communication stream.",
@@ -112,7 +114,7 @@ BREAKS = [
     Break(
         "promise-of-the-first-stage",
         REDUCE,
-        "            new.ended = lane.promise()\n",
+        "            new.ended = comm_stream.handle()\n",
         "",
         "Division and copies come after what is waited for.",
         "flat_full",
@@ -121,8 +123,8 @@ BREAKS = [
         "promise-before-the-last-stage",
         REDUCE,
         ISSUE_END,
-        "            new.scattered.wait()\n            promise = lane.promise()\n            _end(new)\n"
-        "            new.ended = promise\n",
+        "            new.scattered.wait()\n            handle = comm_stream.handle()\n            _end(new)\n"
+        "            new.ended = handle\n",
         "The event is recorded before the last stages are issued.",
         "flat_full",
     ),
@@ -130,15 +132,15 @@ BREAKS = [
         "all-reduce-before-the-reduce-scatter",
         REDUCE,
         ISSUE_END,
-        "            _end(new)\n            new.ended = lane.promise()\n",
+        "            _end(new)\n            new.ended = comm_stream.handle()\n",
         "The all-reduce stream does not wait for the reduce stream.",
         "each_hybrid",
     ),
     Break(
         "all-reduce-not-waited-for",
         REDUCE,
-        "            collectives.all_reduce(replicas, item.piece, item.name, item.gradient.numbers).wait()\n",
-        "            collectives.all_reduce(replicas, item.piece, item.name, item.gradient.numbers)\n",
+        "            collectives.all_reduce(replicas, item.local_shard, item.name, item.gradient.numbers).wait()\n",
+        "            collectives.all_reduce(replicas, item.local_shard, item.name, item.gradient.numbers)\n",
         "The division does not wait for the all-reduce, where the backend has threads.",
         "hybrid_over_a_backend_with_threads",
     ),
@@ -154,8 +156,9 @@ BREAKS = [
     Break(
         "ends-on-the-compute-stream",
         REDUCE,
-        "            if lane.stream is not None:\n                self._issue_end(new)\n",
-        "            if lane.stream is not None:\n                new.scattered.wait()\n                _end(new)\n",
+        "            if comm_stream.stream is not None:\n                self._issue_end(new)\n",
+        "            if comm_stream.stream is not None:\n"
+        "                new.scattered.wait()\n                _end(new)\n",
         "The compute stream waits for each reduction, and divides on itself.",
         "flat_full",
         "overlap",

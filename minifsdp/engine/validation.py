@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from minifsdp.engine.mesh import Mesh
+from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message
 
 # By identity: the name inside its unit of each parameter that a unit has taken, and the subset of these that no module
@@ -82,7 +82,7 @@ def is_flattened(module: nn.Module, name: str) -> bool:
     return _places.get(module, {}).get(name, "") is None
 
 
-def check_one_door(module: nn.Module, door: str) -> None:
+def check_one_api(module: nn.Module, door: str) -> None:
     """Checks that no submodule of ``module`` was sharded through another API, and records the API ``door``.
 
     Raises:
@@ -103,7 +103,7 @@ def is_only_called_in_parts(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
-def check_not_in_ddp(owned: Iterable[tuple[Iterable[nn.Parameter], Mesh]]) -> None:
+def check_not_in_ddp(owned: Iterable[tuple[Iterable[nn.Parameter], MeshGroups]]) -> None:
     """Checks that no DDP around the model would have to average sharded gradients. Called before a forward.
 
     A DDP is allowed if it ignores these parameters, or if FSDP averages gradients over all of its ranks anyway.

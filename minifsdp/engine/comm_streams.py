@@ -7,9 +7,9 @@ continues, and stops only where it needs the result (*wait*)::
     compute     ---- F0 ----|---- F1 ----|---- F2 ----
     all-gather       AG1 ---^    AG2 ---^                   ^ = the wait
 
-On CUDA a `Lane` is a stream, and a wait makes the compute stream wait for an event: the CPU does not stop. On the CPU a
-`Lane` is only a name. Collectives of gloo run in their own threads and return a ``Work``. Waiting for it stops the
-calling thread, but everything between issue and wait still overlaps. Both kinds of handle have one method,
+On CUDA a `CommStream` is a stream, and a wait makes the compute stream wait for an event: the CPU does not stop. On the
+CPU a `CommStream` is only a name. Collectives of gloo run in their own threads and return a ``Work``. Waiting for it
+stops the calling thread, but everything between issue and wait still overlaps. Both kinds of handle have one method,
 ``wait()``, and the rest of the engine does not distinguish them.
 
 Three rules keep the communication streams correct on CUDA:
@@ -42,7 +42,7 @@ import torch
 from minifsdp.engine import ledger
 
 
-class Promise(Protocol):
+class Handle(Protocol):
     """The handle of work that was issued and is complete when `wait` has returned."""
 
     def wait(self) -> Any:
@@ -50,7 +50,7 @@ class Promise(Protocol):
         ...
 
 
-class _Nothing:
+class _Completed:
     """A completed handle: nothing was issued, or the work is already ordered on the waiting stream."""
 
     __slots__ = ()
@@ -59,10 +59,10 @@ class _Nothing:
         return None
 
 
-NOTHING: Promise = _Nothing()
+COMPLETED: Handle = _Completed()
 
 
-class _EventPromise:
+class _EventHandle:
     """The handle of work on a CUDA stream: `wait` makes the current stream, nearly always the compute stream, wait."""
 
     __slots__ = ("_device", "_event")
@@ -88,7 +88,7 @@ def compute_event(device: torch.device) -> Any:
     return current_stream(device).record_event()
 
 
-class Lane:
+class CommStream:
     """A communication stream. ``with lane:`` issues the work inside on it; on the CPU this has no effect.
 
     Args:
@@ -107,7 +107,7 @@ class Lane:
             # High priority for collectives: they need little GPU time, and other work always waits for them.
             self.stream = torch.get_device_module(device).Stream(device=device, priority=-1)
 
-    def __enter__(self) -> Lane:
+    def __enter__(self) -> CommStream:
         if self.stream is not None:
             self._contexts.append(torch.get_device_module(self._device).stream(self.stream))
             self._contexts[-1].__enter__()
@@ -119,7 +119,7 @@ class Lane:
         if self.stream is not None:
             self._contexts.pop().__exit__(kind, error, trace)
 
-    def follow(self, event: Any = None) -> None:
+    def wait_compute(self, event: Any = None) -> None:
         """Rule 1: work issued on this stream from now on runs after all work issued on the compute stream.
 
         Args:
@@ -139,7 +139,7 @@ class Lane:
         if self.stream is not None:
             self.stream.synchronize()
 
-    def promise(self, work: Promise = NOTHING) -> Promise:
+    def handle(self, work: Handle = COMPLETED) -> Handle:
         """The handle of all work issued on this stream, ``work`` last. Call it inside of the ``with`` block.
 
         On the CPU this is the ``Work`` itself. On CUDA rule 2 requires an event, even without ``work``, because copies
@@ -149,16 +149,16 @@ class Lane:
         if self.stream is None:
             return work
         work.wait()
-        return _EventPromise(self._device, self.stream.record_event())
+        return _EventHandle(self._device, self.stream.record_event())
 
 
-class Lanes:
+class CommStreams:
     """The three communication streams of one root, on one device."""
 
-    __slots__ = ("all_reduce", "device", "gather", "reduce")
+    __slots__ = ("all_gather", "all_reduce", "device", "reduce")
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.gather = Lane("gather", device)
-        self.reduce = Lane("reduce", device)
-        self.all_reduce = Lane("all_reduce", device)
+        self.all_gather = CommStream("gather", device)
+        self.reduce = CommStream("reduce", device)
+        self.all_reduce = CommStream("all_reduce", device)

@@ -1,7 +1,7 @@
 """Detects where a unit's backward starts and ends, with tensor hooks and a pass-through autograd node.
 
 A unit's backward begins when the gradient of its output is computed. It ends when the gradients of its parameters are
-complete. How that can be detected depends on the layout, so there are two kinds of `Trigger`:
+complete. How that can be detected depends on the layout, so there are two kinds of `BackwardHooks`:
 
 1. *Leaf trigger.* If all parameters are views of one leaf, autograd accumulates into that leaf after every use of every
    parameter has contributed, even if the module was called several times. The layout registers one hook there, once.
@@ -9,7 +9,7 @@ complete. How that can be detected depends on the layout, so there are two kinds
    are computed, or, if no input needs a gradient, at the end of backward.
 2. *Inputs trigger.* With one leaf for each parameter, it is not known which of them get a gradient in this backward.
    So the inputs of the module pass through an autograd node. When autograd reaches this node, the backward of the unit
-   is done. If no input needs a gradient, the end of backward handles the unit (`Trigger.is_overdue`).
+   is done. If no input needs a gradient, the end of backward handles the unit (`BackwardHooks.is_overdue`).
 
 Three mechanisms:
 
@@ -44,10 +44,10 @@ from minifsdp.engine.unit import Phase, Unit
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 NOT_IN_BACKWARD = -1
 
-Tell = Callable[[Unit], None]
+UnitCallback = Callable[[Unit], None]
 
 
-class Trigger(ABC):
+class BackwardHooks(ABC):
     """Calls the backward hooks of one unit.
 
     Args:
@@ -57,9 +57,11 @@ class Trigger(ABC):
         close: called when its backward is over and it has no trainable parameters.
     """
 
-    def __init__(self, unit: Unit, pre_backward: Tell, post_backward: Tell, close: Tell) -> None:
+    def __init__(
+        self, unit: Unit, pre_backward: UnitCallback, post_backward: UnitCallback, close: UnitCallback
+    ) -> None:
         self._unit, self._post_backward, self._close = unit, post_backward, close
-        self._wire: Callable[[torch.Tensor], None] = lambda _: pre_backward(unit)
+        self._pre_backward: Callable[[torch.Tensor], None] = lambda _: pre_backward(unit)
 
     def watch_inputs(self, inputs: Any) -> Any:
         """Called before a forward; returns ``inputs`` as the unit's module must receive them."""
@@ -74,22 +76,22 @@ class Trigger(ABC):
         return False
 
 
-class LeafTrigger(Trigger):
+class LeafHooks(BackwardHooks):
     """1. The layout has the hook, see `Layout.on_gradient`. Only the end of a frozen unit must be detected here."""
 
     def watch_output(self, inputs: Any, output: Any) -> bool:
         """Registers the pre-backward hook, and hooks the inputs of a frozen unit."""
-        unit, is_laid = self._unit, lay_wires(output, self._wire)
-        if is_laid and not unit.layout.is_trained:
+        unit, is_registered = self._unit, register_pre_backward_hook(output, self._pre_backward)
+        if is_registered and not unit.layout.is_trained:
             # If the unit is used more than once, it stays unsharded for the other uses until the end of backward.
             unit.num_uses += 1
             hooked = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
             if hooked:
                 register_multi_grad_hook(hooked, lambda _: self._close(unit) if unit.num_uses == 1 else None)
-        return is_laid
+        return is_registered
 
 
-class InputsTrigger(Trigger):
+class InputsHooks(BackwardHooks):
     """2. The node at the inputs calls the post-backward hook. The end of backward handles the remaining cases."""
 
     def watch_inputs(self, inputs: Any) -> Any:
@@ -108,7 +110,7 @@ class InputsTrigger(Trigger):
 
     def watch_output(self, inputs: Any, output: Any) -> bool:
         """Registers the pre-backward hook, except on returned inputs: their gradients may come after the backward."""
-        return lay_wires(output, self._wire, apart_from=inputs)
+        return register_pre_backward_hook(output, self._pre_backward, apart_from=inputs)
 
     def is_overdue(self) -> bool:
         """Whether gradients remain to be reduced: no input needed a gradient, or autograd did not reach the inputs."""
@@ -120,20 +122,24 @@ class InputsTrigger(Trigger):
         )
 
 
-def trigger_for(
-    unit: Unit, pre_backward: Tell, post_backward: Tell, close: Tell, make_room: Callable[..., None] | None
-) -> Trigger:
+def backward_hooks_for(
+    unit: Unit,
+    pre_backward: UnitCallback,
+    post_backward: UnitCallback,
+    close: UnitCallback,
+    before_concat: Callable[..., None] | None,
+) -> BackwardHooks:
     """The trigger of ``unit``, of the kind that its layout supports.
 
     Args:
-        unit, pre_backward, post_backward, close: as for `Trigger`.
-        make_room: called before the parts of a flat gradient are concatenated, or ``None``.
+        unit, pre_backward, post_backward, close: as for `BackwardHooks`.
+        before_concat: called before the parts of a flat gradient are concatenated, or ``None``.
     """
-    leaf_tells = unit.layout.on_gradient(partial(post_backward, unit), make_room)
-    return (LeafTrigger if leaf_tells else InputsTrigger)(unit, pre_backward, post_backward, close)
+    has_leaf_hook = unit.layout.on_gradient(partial(post_backward, unit), before_concat)
+    return (LeafHooks if has_leaf_hook else InputsHooks)(unit, pre_backward, post_backward, close)
 
 
-def lay_wires(output: Any, notify: Callable[[torch.Tensor], None], *, apart_from: Any = ()) -> bool:
+def register_pre_backward_hook(output: Any, notify: Callable[[torch.Tensor], None], *, apart_from: Any = ()) -> bool:
     """Calls ``notify`` when the gradient of any tensor in ``output`` is computed, except those in ``apart_from``.
 
     Returns:
@@ -143,16 +149,16 @@ def lay_wires(output: Any, notify: Callable[[torch.Tensor], None], *, apart_from
     if not isinstance(output, torch.Tensor):
         left_out = {id(tensor) for tensor in tensors_in(apart_from)}
         tensors = [tensor for tensor in tensors_in(output) if id(tensor) not in left_out]
-    is_laid = False
+    is_registered = False
     for tensor in tensors:
         if not tensor.requires_grad:
             continue
-        is_laid = True
+        is_registered = True
         tensor.register_hook(notify)
         if tensor._base is not None and tensor._base.grad_fn is not None:
             # The caller may change a view in place. Autograd then bypasses the view and uses its base.
             tensor._base.register_hook(notify)
-    return is_laid
+    return is_registered
 
 
 class _Node(torch.autograd.Function):

@@ -32,7 +32,7 @@ from minifsdp.engine.messages import message
 from minifsdp.engine.precision import tensors_in
 
 
-class AbsentParameter(torch.Tensor):
+class PlaceholderParameter(torch.Tensor):
     """A tensor with a shape and without values. Any operation on it raises a ``RuntimeError`` that explains the fix.
 
     Args:
@@ -46,14 +46,14 @@ class AbsentParameter(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device, path: str) -> AbsentParameter:
+    def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device, path: str) -> PlaceholderParameter:
         """Creates a tensor without memory."""
-        absent: AbsentParameter = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        absent.path = path
-        return absent
+        placeholder: PlaceholderParameter = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        placeholder.path = path
+        return placeholder
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"AbsentParameter({self.path!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"PlaceholderParameter({self.path!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def _refuse(self, *args: Any, **options: Any) -> NoReturn:
         raise _absent(self.path, self.shape)
@@ -70,7 +70,7 @@ class AbsentParameter(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
-        missing = next(t for t in tensors_in((args, kwargs or {})) if isinstance(t, AbsentParameter))
+        missing = next(t for t in tensors_in((args, kwargs or {})) if isinstance(t, PlaceholderParameter))
         raise _absent(missing.path, missing.shape)
 
 

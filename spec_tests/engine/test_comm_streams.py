@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minifsdp.engine.lanes import Lane, Lanes
+from minifsdp.engine.comm_streams import CommStream, CommStreams
 
 CPU = torch.device("cpu")
 
@@ -20,24 +20,26 @@ class Work:
 
 @pytest.mark.pure
 def test_there_are_three_lanes_with_names_of_their_own() -> None:
-    lanes = Lanes(CPU)
-    assert [lane.name for lane in (lanes.gather, lanes.reduce, lanes.all_reduce)] == ["gather", "reduce", "all_reduce"]
-    assert lanes.device == CPU
+    comm_streams = CommStreams(CPU)
+    assert [
+        comm_stream.name for comm_stream in (comm_streams.all_gather, comm_streams.reduce, comm_streams.all_reduce)
+    ] == ["gather", "reduce", "all_reduce"]
+    assert comm_streams.device == CPU
 
 
 @pytest.mark.pure
 def test_on_the_cpu_the_promise_is_the_work_and_nobody_has_waited_for_it_yet() -> None:
-    lane, work = Lane("gather", CPU), Work()
-    with lane as entered:
-        promise = lane.promise(work)
-    lane.follow()
-    assert entered is lane
-    assert promise is work
-    assert lane.stream is None
+    comm_stream, work = CommStream("gather", CPU), Work()
+    with comm_stream as entered:
+        handle = comm_stream.handle(work)
+    comm_stream.wait_compute()
+    assert entered is comm_stream
+    assert handle is work
+    assert comm_stream.stream is None
     assert work.num_waits == 0
 
 
 @pytest.mark.pure
 def test_an_exception_passes_through_a_lane() -> None:
-    with pytest.raises(KeyError), Lane("gather", CPU):
+    with pytest.raises(KeyError), CommStream("gather", CPU):
         raise KeyError
