@@ -101,8 +101,8 @@ def padding() -> str:
     part = partition.part_in_parameter(2, 2)
     return (
         f"The flat parameter has {partition.numel} elements and is padded to {partition.padded_numel}, so each rank "
-        f"stores {partition.shard_numel}. Rank 2 has the elements {partition.piece(2).start} to "
-        f"{partition.piece(2).stop - 1} of the "
+        f"stores {partition.shard_numel}. Rank 2 has the elements {partition.local_shard(2).start} to "
+        f"{partition.local_shard(2).stop - 1} of the "
         f"flat parameter. In the last parameter, these are the elements **{part.start} to {part.stop - 1}**."
     )
 

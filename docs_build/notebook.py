@@ -5,7 +5,7 @@ their own, ``docs_build/notes/engine/unit.md`` for ``engine/unit.py``::
 
     ## Unit.unshard
 
-        self.limiter.admit(self.name)
+        self.limiter.throttle(self.name)
 
     The CPU may stop here, until an older unit has given its memory back.
 

@@ -115,7 +115,7 @@ class WatchedUnit(Watched):
         partition = getattr(self.layout, "partition", None)
         if partition is None:
             return super().pieces()
-        piece = partition.piece(self.layout.mesh.shard_index)
+        piece = partition.local_shard(self.layout.mesh.shard_index)
         return as_parts([(piece.start, min(piece.stop, partition.numel))], partition.numel)
 
     @contextmanager

@@ -89,7 +89,7 @@ def compute_event(device: torch.device) -> Any:
 
 
 class CommStream:
-    """A communication stream. ``with lane:`` issues the work inside on it; on the CPU this has no effect.
+    """A communication stream. ``with comm_stream:`` issues the work inside on it; on the CPU this has no effect.
 
     Args:
         name: for traces.

@@ -1,6 +1,6 @@
 """Converts the events to the format of the trace viewers chrome://tracing and ui.perfetto.dev.
 
-A rank is a process, a lane a thread (two if its spans overlap), the unsharded bytes a counter. Worked example: an
+A rank is a process, a track a thread (two if its spans overlap), the unsharded bytes a counter. Worked example: an
 all-gather of unit 0 from 0 to 2 ms on rank 1 is ``{"ph": "X", "name": "AG 0", "pid": 1, "ts": 0, "dur": 2000}``.
 
 *In torch:* the profiler writes such traces of every operator, in which the all-gather of block 3 is hard to find.
@@ -31,7 +31,7 @@ def chrome_trace(events_per_rank: EventsPerRank, *, origins: Sequence[float] | N
 
 
 def _items(rank: int, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
-    """All items of one rank: its name, its threads, the spans and moments by lane and row, and its memory."""
+    """All items of one rank: its name, its threads, the spans and moments by track and row, and its memory."""
     yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
     for number, stream in enumerate(STREAMS):
         on_stream = [event for event in events if event.stream == stream]

@@ -1,6 +1,6 @@
-"""Functions that pictures and traces share: lanes, rows, clocks, and the memory of unsharded parameters.
+"""Functions that pictures and traces share: tracks, rows, clocks, and the memory of unsharded parameters.
 
-Boxes of one lane may overlap in time (two all-gathers in flight). Each box then goes to the first free row of the lane,
+Boxes of one track may overlap in time (two all-gathers in flight). Each box then goes to the first free row of it,
 so that no box covers another one.
 
 **Clocks.** Each rank has its own clock, and the zeros of two ``perf_counter`` clocks are unrelated. If the caller

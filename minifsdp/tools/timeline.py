@@ -60,8 +60,8 @@ class _Sheet:
 
     Args:
         width: of the whole picture, in pixels.
-        seconds: the time from the left edge of the lanes to their right edge.
-        num_bytes: the number of unsharded bytes at the top of their lane.
+        seconds: the time from the left edge of the tracks to their right edge.
+        num_bytes: the number of unsharded bytes at the top of their track.
 
     Attributes:
         ground: bands and grid, drawn below all other shapes.
@@ -84,7 +84,7 @@ class _Sheet:
             self.shapes.append(_SHAPES.text(x, y + 16 * number, line, classes))
 
     def stream(self, y: float, height: float, *names: str) -> None:
-        """Draws the background of a lane, and its names to the left of it."""
+        """Draws the background of a track, and its names to the left of it."""
         self.ground.append(_SHAPES.band(_LEFT, y, self.width - _LEFT - _RIGHT, height))
         self.text(_LEFT - 10, y + 14, "soft end", *names)
 
@@ -112,11 +112,11 @@ def svg(
         events_per_rank: the events of rank 0, of rank 1, and so on.
         origins: each rank's clock, in seconds, at one shared moment; by default the time of its first event.
         title: a headline.
-        width: in pixels; the height follows from the number of lanes.
+        width: in pixels; the height follows from the number of tracks.
         seconds: the time that the width stands for, to compare several pictures; by default the time of the last event.
 
     Raises:
-        ValueError: the number of origins is not the number of ranks, or the width is too small for a lane.
+        ValueError: the number of origins is not the number of ranks, or the width is too small for a track.
     """
     if width < 2 * (_LEFT + _RIGHT):
         raise ValueError(message("timeline-width", width=width))
@@ -158,7 +158,7 @@ def _draw_heading(sheet: _Sheet, events: Sequence[Event], title: str, *captions:
 
 
 def _draw_rank(sheet: _Sheet, y: float, name: str, events: Sequence[Event], streams: Sequence[str]) -> float:
-    """Draws all lanes of one rank from ``y`` down; returns the position below them."""
+    """Draws all tracks of one rank from ``y`` down; returns the position below them."""
     sheet.text(20, y + 15, "rank", name)
     y += 24
     for stream in streams:

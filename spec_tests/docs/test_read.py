@@ -198,7 +198,7 @@ def test_a_break_stands_at_a_line_of_its_function() -> None:
 def test_the_break_of_the_limiter_stands_where_the_limiter_is_asked() -> None:
     lines = read_module("engine/unit.py").text.splitlines()
     found = {lines[line - 1].strip(): ones for line, ones in breaks_of("engine/unit.py").items()}
-    assert list(found["self.limiter.admit(self.name)"][0].red) == ["LIM-02"]
+    assert list(found["self.limiter.throttle(self.name)"][0].red) == ["LIM-02"]
 
 
 def links_to_rows(html: str) -> dict[str, set[str]]:

@@ -110,8 +110,8 @@ def test_what_is_shown_to_run_is_what_begins_or_what_has_ended() -> None:
     lines = read_module("engine/unit.py").text.splitlines()
     begun = running.line_of("engine/unit.py", "Unit.unshard", "self._event = trace.recorder.begin(", has_ended=False)
     ended = running.line_of("engine/unit.py", "Unit.wait", "trace.recorder.finish(event)", has_ended=True)
-    assert lines[begun - 1].strip() == "self._handle = self.layout.gather(self.streams)"
-    assert lines[ended - 1].strip() == "promise.wait()"
+    assert lines[begun - 1].strip() == "self._handle = self.layout.all_gather(self.comm_streams)"
+    assert lines[ended - 1].strip() == "handle.wait()"
     assert running.line_of("engine/unit.py", "Unit.wait", "what is there no more", has_ended=True) == 0
     assert running.only_records("engine/reduce.py", "_noted")
 

@@ -89,7 +89,7 @@ ROWS = {
 
 # Lines that order something on streams.
 ORDERS = re.compile(
-    r"\.(wait|wait_event|wait_stream|follow|record_stream|record_event|synchronize|promise)\(|\.join\(\)"
+    r"\.(wait|wait_event|wait_stream|wait_compute|record_stream|record_event|synchronize|handle)\(|\.join\(\)"
     "|non_blocking="
 )
 # Lines without a break, and the reasons.
