@@ -27,7 +27,7 @@ Issue = Callable[[int], tuple[Any, torch.Tensor, torch.Tensor]]
 def gather(number: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
     group, piece = Group.of(dist.group.WORLD), torch.full((number,), 1.0 + dist.get_rank())
     output = torch.empty(2 * number)
-    return collectives.gather(group, output, piece), output, torch.tensor([1.0, 2.0]).repeat_interleave(number)
+    return collectives.all_gather(group, output, piece), output, torch.tensor([1.0, 2.0]).repeat_interleave(number)
 
 
 def reduce_scatter(number: int) -> tuple[Any, torch.Tensor, torch.Tensor]:

@@ -50,5 +50,5 @@ def test_a_page_shows_the_script_without_its_mend_and_both_ranks() -> None:
     assert "def broken" in shown
     assert "def mended" not in shown
     assert shown.count('??? failure "What rank') == 2
-    assert "def mended" in failures.recover_after_error("optimizer_too_early")
-    assert "two_ranks" not in failures.recover_after_error("optimizer_too_early")
+    assert "def mended" in failures.mend("optimizer_too_early")
+    assert "two_ranks" not in failures.mend("optimizer_too_early")
