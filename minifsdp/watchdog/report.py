@@ -10,29 +10,40 @@ Worked example. Rank 0 waits in the all-gather of ``layers.2``, rank 1 has conti
     rank 0: all-gather of 'layers.2' in forward (train.py:88)
     rank 1: all-gather in state_dict (train.py:95)
 
-Only ranks in the same epoch of the same chain are compared, see ``engine/ledger.py``, and only by the identities of
-their collectives. A rank that issued fewer collectives, and equal ones so far, is late.
+Only ranks in the same epoch of the same sequence are compared, see ``engine/collective_log.py``, and only by the
+identities of their collectives. A rank that issued fewer collectives, and equal ones so far, is late.
+
+A killed rank leaves no exit record, and a missing answer is no proof: a stopped process does not answer either. But the
+operating system lists its processes. So each rank publishes its machine and process number, and if it does not answer,
+a rank on the same machine checks its process. If a machine is lost, the others wait until their timeout.
+
+The report is part of an error, and is written to a file, which ``python -m minifsdp.ledger`` draws.
 
 *In torch:* ``torchfrtrace`` compares the files of NCCL's flight recorder.
 
-Spec: LEDGER-02, LEDGER-05, LEDGER-14, HEALTHY-01.
+Spec: LEDGER-02, LEDGER-05, LEDGER-07, LEDGER-14, LEDGER-17, LEDGER-18, LEDGER-20, HEALTHY-01.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import CodeType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
-from minifsdp.engine import ledger
-from minifsdp.engine.ledger import Chain
+from minifsdp.engine.collective_log import CollectiveSequence, Entry, log
 from minifsdp.engine.messages import NOT_THE_PROGRAM, rank_of_this_process, way_out_of_main_thread
-from minifsdp.ledger.board import Line, State
 
-# The line that raised the error that ends this program.
-failed_at = ""
+State = dict[str, Any]
+Line = list[Any]  # sequence, epoch, number, what, where, iteration, bytes, identity
+Process = list[str]  # machine and number
+FOLDER = "MINIFSDP_LEDGER_DIR"
+_SYSTEM = Path("/proc")
 # Why other ranks cannot be asked.
 GONE = "The state of the other ranks is unknown: the host of the store, usually rank 0, has ended."
 SILENT = "The state of the other ranks is unknown: the store does not answer. Its host, usually rank 0, may be stopped."
@@ -43,70 +54,43 @@ ENDED_BY_LAUNCHER = "by SIGTERM"
 IN_ORDER = "at the end of its program"
 
 
-class Entry(NamedTuple):
-    """One record of the collective log.
-
-    Attributes:
-        kind: in words, ``"all-gather"``.
-        unit, parts: the unit, or ``None``; the numbers of its parameters that have a gradient.
-        num_bytes: of the larger of input and output.
-        iteration: of this rank.
-        identity: by which ranks are compared.
-        group, epoch, number: its position: the key of the group's chain, the epoch, and the number in it.
-        inside: the function that the program called; ``None`` if unknown.
-        code, line: innermost line of the program; ``None`` in a thread that the program has not started.
-    """
-
-    kind: str
-    unit: str | None
-    parts: tuple[int, ...]
-    num_bytes: int
-    iteration: int
-    identity: int
-    group: str
-    epoch: int
-    number: int
-    inside: CodeType | None
-    code: CodeType | None
-    line: int | None
-
-
-def state_of_this_rank(ended: str = "") -> State:
-    """The state of this rank: the line of its main thread, its last collective, the position of each chain.
+def state_of_this_rank(ended: str = "", failed_at: str = "") -> State:
+    """The state of this rank: the line of its main thread, its last collective, the position of each sequence.
 
     Args:
         ended: why its program has ended, if it has.
+        failed_at: the line that raised the error that ended it.
     """
-    waits_for, last = getattr(ledger.waiting, "about", ""), ledger.entries[-1] if ledger.entries else None
+    waits_for, last = getattr(log.waiting, "about", ""), log.entries[-1] if log.entries else None
     return {
         "rank": rank_of_this_process(),
         "ended": ended,
         "place": failed_at or _place_of_main_thread(),
-        "iteration": ledger.iteration,
+        "iteration": log.iteration,
         "last": _what(Entry(*last)) if last else "",
         "waits": waits_for,
-        "chains": {c.key: [[c.epoch, c.number, c.digest], c.last_epoch] for c in _chains()},
+        "sequences": {one.key: [[one.epoch, one.number, one.digest], one.last_epoch] for one in _sequences()},
     }
 
 
 def state_of_lost(rank: int) -> State:
     """The exit record of a rank whose process has ended without one."""
-    return {"rank": rank, "ended": LOST, "place": "", "iteration": 0, "last": "", "waits": "", "chains": {}}
+    return {"rank": rank, "ended": LOST, "place": "", "iteration": 0, "last": "", "waits": "", "sequences": {}}
 
 
 def lines_of_this_rank() -> list[Line]:
-    """The last collectives of this rank, of this epoch of each chain and of the one before."""
-    oldest = {chain.key: chain.epoch - 1 for chain in _chains()}
+    """The last collectives of this rank, of this epoch of each sequence and of the one before."""
+    oldest = {sequence.key: sequence.epoch - 1 for sequence in _sequences()}
     return [
         [e.group, e.epoch, e.number, _what(e), where(e.code, e.line), e.iteration, e.num_bytes, e.identity]
-        for e in itertools.starmap(Entry, tuple(ledger.entries))
+        for e in itertools.starmap(Entry, tuple(log.entries))
         if e.epoch >= oldest.get(e.group, e.epoch + 1)
     ]
 
 
-def _chains() -> list[Chain]:
-    """Copied in one step, because the main thread may create a chain at the same time."""
-    return list(ledger.chains.data.values())  # type: ignore[attr-defined]
+def _sequences() -> list[CollectiveSequence]:
+    """Copied in one step, because the main thread may create a sequence at the same time."""
+    return list(log.sequences.data.values())  # type: ignore[attr-defined]
 
 
 def _what(entry: Entry) -> str:
@@ -139,7 +123,7 @@ def _place_of_main_thread() -> str:
     return place if inside is code or name.startswith("_") else f"in {name}, {place}"
 
 
-def place_of(trace: TracebackType | None) -> str:
+def line_of(trace: TracebackType | None) -> str:
     """The line of the program that raised an error, and the function that it called."""
     place, inside = "outside of the program", None
     while trace is not None:
@@ -151,15 +135,17 @@ def place_of(trace: TracebackType | None) -> str:
     return f"in {called(inside)}, {place}" if inside else place
 
 
-def unlike(chain: Chain, epoch: int, states: Mapping[int, State | None]) -> tuple[int, list[int]]:
-    """Which ranks to compare, and in which epoch: one rank for each different position of the chain.
+def different_ranks(
+    sequence: CollectiveSequence, epoch: int, states: Mapping[int, State | None]
+) -> tuple[int, list[int]]:
+    """The epoch in which to compare the ranks, and one rank for each different position of the sequence.
 
     Args:
-        chain, epoch: the position; an earlier epoch is chosen if another rank is still there.
-        states: of all ranks. Only those of the chain's group count.
+        sequence, epoch: the position; an earlier epoch is chosen if another rank is still there.
+        states: of all ranks. Only those of the sequence's group count.
     """
-    of_group = {rank: state["chains"].get(chain.key) for rank, state in states.items() if state and rank in chain.ranks}
-    both_of = {rank: both for rank, both in of_group.items() if both}
+    of_group = [(rank, state) for rank in sequence.ranks if (state := states.get(rank))]
+    both_of = {rank: both for rank, state in of_group if (both := state["sequences"].get(sequence.key))}
     epoch = min([epoch, *(now[0] for now, _ in both_of.values())])
     first: dict[Any, int] = {}
     for rank, both in both_of.items():
@@ -169,15 +155,15 @@ def unlike(chain: Chain, epoch: int, states: Mapping[int, State | None]) -> tupl
 
 def has_issued(state: State, key: str, epoch: int, number: int) -> bool:
     """Whether a rank that has ended in order issued a collective before. One that failed may not have completed it."""
-    position = state["chains"].get(key)
+    position = state["sequences"].get(key)
     return state["ended"] == IN_ORDER and position is not None and position[0][:2] > [epoch, number]
 
 
 def divergence(key: str, epoch: int, lists: Mapping[int, list[Line]]) -> dict[int, Line]:
-    """The first position of a chain where ranks issued different collectives; empty if there is none.
+    """The first position of a sequence where ranks issued different collectives; empty if there is none.
 
     Args:
-        key, epoch: of the chain.
+        key, epoch: of the sequence.
         lists: the last collectives of the ranks to compare.
 
     Returns:
@@ -226,3 +212,64 @@ def _of_rank(state: State | None) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+# --- files ---
+
+
+def written(
+    states: Mapping[int, State | None], lists: Mapping[int, list[Line]], diverging: Mapping[int, Line], why: str = ""
+) -> str:
+    """The report. It is also written to a file, and the last line names the file."""
+    words = in_words(states, diverging, why)
+    if os.environ.get(FOLDER) == "off":
+        return words
+    try:
+        path = _write(json.dumps({"states": states, "lines": lists, "diverging": diverging}))
+    except OSError as error:
+        return f"{words}\n(could not be written to a file: {error})"
+    return f"{words}\nTo draw it: python -m minifsdp.ledger {path}"
+
+
+def _write(text: str) -> Path:
+    """A new file that only this user can read, in `FOLDER` or in a new folder. Texts of exceptions may hold secrets."""
+    folder = Path(os.environ.get(FOLDER) or tempfile.mkdtemp(prefix="minifsdp-"))
+    # Two jobs without an id, two lives of a job, and two reports of a process write to different files.
+    run, life = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    stem = f"minifsdp-ledger-{run}-{life}-rank{rank_of_this_process()}-{os.getpid()}"
+    names = (f"{stem}{f'-{number}' if number else ''}.json" for number in range(100))
+    for path in map(folder.joinpath, names):
+        with suppress(FileExistsError):
+            end = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(end, "w", encoding="utf-8") as file:
+                file.write(text)
+            return path
+    raise FileExistsError
+
+
+# --- processes of this machine ---
+
+
+def this_process() -> Process:
+    """Machine and number of this process; the machine is empty if unknown, as on systems other than Linux.
+
+    The machine is its boot ID and the PID namespace, which differs between two containers on one machine.
+    """
+    try:
+        boot = (_SYSTEM / "sys/kernel/random/boot_id").read_text().strip()
+        return [f"{boot} {(_SYSTEM / 'self/ns/pid').readlink()}", str(os.getpid())]
+    except OSError:
+        return ["", str(os.getpid())]
+
+
+def has_ended(process: Process) -> bool:
+    """Whether a process of this machine has ended, including a process that its parent has not reaped yet."""
+    machine, number = process
+    if not machine or machine != this_process()[0]:
+        return False
+    try:
+        # The state follows the process name in parentheses, which may itself contain parentheses.
+        state = (_SYSTEM / number / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state in "ZX"

@@ -17,7 +17,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from minifsdp.ledger.report import in_words
+from minifsdp.watchdog.report import in_words
 
 WIDTH = 44
 
@@ -33,9 +33,9 @@ def drawn(report: dict[str, Any], most: int) -> str:
     diverging = {int(rank): line for rank, line in report["diverging"].items()}
     columns = {int(rank): {tuple(line[:3]): line for line in lines} for rank, lines in report["lines"].items()}
     text = [in_words(states, diverging), ""]
-    places = sorted({place for column in columns.values() for place in column})[-most:]
-    for index, (group, epoch, number) in enumerate(places):
-        if index == 0 or places[index - 1][:2] != (group, epoch):
+    positions = sorted({position for column in columns.values() for position in column})[-most:]
+    for index, (group, epoch, number) in enumerate(positions):
+        if index == 0 or positions[index - 1][:2] != (group, epoch):
             heads = "".join(f"rank {rank}".ljust(WIDTH) for rank in columns)
             text.append(f"group {group}, epoch {epoch}".ljust(24) + heads)
         there = [column.get((group, epoch, number)) for column in columns.values()]
