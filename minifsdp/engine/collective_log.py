@@ -37,6 +37,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -171,6 +172,28 @@ class Entry(NamedTuple):
     code: CodeType | None
     line: int | None
 
+    @property
+    def what(self) -> str:
+        """In words, "all-gather of 'a' in forward"."""
+        if self.unit is None:
+            return f"{self.kind} in {called(self.inside)}"
+        some = f", its parameters {list(self.parts)}" if self.parts else ""
+        return f"{self.kind} of {self.unit!r}{some} in {called(self.inside)}"
+
+
+def where(code: CodeType | None, line: int | None) -> str:
+    """A line of the program, ``train.py:88``."""
+    return f"{Path(code.co_filename).name}:{line}" if code else "a thread of autograd"
+
+
+def called(code: CodeType | None) -> str:
+    """The function that the program called: ``forward``, ``backward``, ``state_dict``, ``Linear()``."""
+    if code is None:
+        return "a thread"
+    if code.co_name.endswith("_call_impl"):
+        return "forward"
+    return f"{code.co_qualname.split('.')[-2:][0]}()" if code.co_name == "__init__" else code.co_name
+
 
 class CollectiveLog:
     """The collectives of this process. There is one log, `log`. The watchdog thread reads it.
@@ -257,6 +280,12 @@ class CollectiveLog:
         """The watchdog's report about all ranks, on separate lines. Empty if it cannot help."""
         report = self.watchdog.ask(position) if self.watchdog is not None else ""
         return f"\n{report}" if report else ""
+
+    @property
+    def last_position(self) -> Position | None:
+        """The position for which the main thread waits, or the last one that it issued."""
+        waiting: Position | None = None if self.waiting is None else self.waiting.position
+        return waiting or self.latest
 
     def clear(self) -> None:
         """Called when the default process group was destroyed, and with it all other groups."""

@@ -28,14 +28,14 @@ import threading
 import time
 import weakref
 from functools import cache
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from minifsdp.engine.collective_log import log
-from minifsdp.engine.messages import MORE, message
+from minifsdp.engine.collective_log import called, log, where
+from minifsdp.engine.messages import MORE, NOT_THE_PROGRAM, message
 from minifsdp.engine.rank_checks import read_all
 from minifsdp.watchdog import report
 from minifsdp.watchdog.watchdog import LIMIT, TICK, Watchdog
@@ -96,7 +96,7 @@ def _leave_exit_record(watchdog: Watchdog) -> None:
     # Python keeps an uncaught exception here, whichever hook prints it. An interactive session keeps those before, too.
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
     if error is not None:
-        ended, watchdog.failed_at = f"by {type(error).__name__}: {error}", report.line_of(error.__traceback__)
+        ended, watchdog.failed_at = f"by {type(error).__name__}: {error}", _line_of(error.__traceback__)
     try:
         read_all()
     except RuntimeError as differs:
@@ -108,6 +108,18 @@ def _leave_exit_record(watchdog: Watchdog) -> None:
     if is_wrong:
         # The status shows that the results of the program are wrong.
         _StatusAtExit.replace(1)
+
+
+def _line_of(trace: TracebackType | None) -> str:
+    """The line of the program that raised an error, and the function that it called."""
+    place, inside = "outside of the program", None
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in NOT_THE_PROGRAM:
+            place, inside = where(trace.tb_frame.f_code, trace.tb_lineno), None
+        elif inside is None:
+            inside = trace.tb_frame.f_code
+        trace = trace.tb_next
+    return f"in {called(inside)}, {place}" if inside else place
 
 
 def _is_of_backend(error: BaseException) -> bool:

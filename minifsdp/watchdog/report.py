@@ -1,4 +1,4 @@
-"""The state of this rank, the position where two ranks diverge, and the text of a report.
+"""The states of all ranks: how they are exchanged, the position where two ranks diverge, and the text of a report.
 
 A report answers three questions: where is every rank, which rank is missing, and which collectives differ first?
 
@@ -17,11 +17,23 @@ A killed rank leaves no exit record, and a missing answer is no proof: a stopped
 operating system lists its processes. So each rank publishes its machine and process number, and if it does not answer,
 a rank on the same machine checks its process. If a machine is lost, the others wait until their timeout.
 
-The report is part of an error, and is written to a file, which ``python -m minifsdp.ledger`` draws.
+The ranks exchange states through the store of ``torch.distributed``, a dictionary that all ranks reach on a connection
+of its own. It works when collectives do not::
+
+    asked      3             number of questions so far; any rank increases it
+    host       0             1 as soon as the rank that hosts the store has exited
+    0/process  [...]         machine and process of rank 0
+    0/state    {...}         state of rank 0, and the number of the question that it answers
+    0/wanted   1             how often other ranks asked for the list of rank 0
+    0/list     {...}         the last collectives of rank 0, one line each
+
+A rank that needs the states of the others increases ``asked``. Every watchdog sees that within a tick and publishes its
+state, about one hundred bytes. A list is long, so a rank asks only for a few of them. A rank that ends publishes an
+*exit record*, a state that answers all questions.
 
 *In torch:* ``torchfrtrace`` compares the files of NCCL's flight recorder.
 
-Spec: LEDGER-02, LEDGER-05, LEDGER-07, LEDGER-14, LEDGER-17, LEDGER-18, LEDGER-20, HEALTHY-01.
+Spec: LEDGER-02, LEDGER-04, LEDGER-05, LEDGER-13, LEDGER-14, LEDGER-16, LEDGER-18, HEALTHY-01.
 """
 
 from __future__ import annotations
@@ -29,20 +41,25 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import CodeType, TracebackType
 from typing import Any
 
-from minifsdp.engine.collective_log import CollectiveSequence, Entry, log
-from minifsdp.engine.messages import NOT_THE_PROGRAM, rank_of_this_process, way_out_of_main_thread
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from minifsdp.engine.collective_log import CollectiveSequence, Entry, Position, called, log, where
+from minifsdp.engine.messages import rank_of_this_process, way_out_of_main_thread
 
 State = dict[str, Any]
 Line = list[Any]  # sequence, epoch, number, what, where, iteration, bytes, identity
 Process = list[str]  # machine and number
-FOLDER = "MINIFSDP_LEDGER_DIR"
+# The states of all ranks, the lists of some, and the collectives of these where they diverge.
+Findings = tuple[dict[int, State | None], dict[int, list[Line]], dict[int, Line]]
+EXIT_RECORD = 1 << 60  # the number of an answer to all questions
+HASTE = 0.05  # seconds between two reads while answers are expected
+_HOST = 0  # the rank that hosts the store, if no launcher does
 _SYSTEM = Path("/proc")
 # Why other ranks cannot be asked.
 GONE = "The state of the other ranks is unknown: the host of the store, usually rank 0, has ended."
@@ -67,7 +84,7 @@ def state_of_this_rank(ended: str = "", failed_at: str = "") -> State:
         "ended": ended,
         "place": failed_at or _place_of_main_thread(),
         "iteration": log.iteration,
-        "last": _what(Entry(*last)) if last else "",
+        "last": Entry(*last).what if last else "",
         "waits": waits_for,
         "sequences": {one.key: [[one.epoch, one.number, one.digest], one.last_epoch] for one in _sequences()},
     }
@@ -82,7 +99,7 @@ def lines_of_this_rank() -> list[Line]:
     """The last collectives of this rank, of this epoch of each sequence and of the one before."""
     oldest = {sequence.key: sequence.epoch - 1 for sequence in _sequences()}
     return [
-        [e.group, e.epoch, e.number, _what(e), where(e.code, e.line), e.iteration, e.num_bytes, e.identity]
+        [e.group, e.epoch, e.number, e.what, where(e.code, e.line), e.iteration, e.num_bytes, e.identity]
         for e in itertools.starmap(Entry, tuple(log.entries))
         if e.epoch >= oldest.get(e.group, e.epoch + 1)
     ]
@@ -93,27 +110,6 @@ def _sequences() -> list[CollectiveSequence]:
     return list(log.sequences.data.values())  # type: ignore[attr-defined]
 
 
-def _what(entry: Entry) -> str:
-    if entry.unit is None:
-        return f"{entry.kind} in {called(entry.inside)}"
-    some = f", its parameters {list(entry.parts)}" if entry.parts else ""
-    return f"{entry.kind} of {entry.unit!r}{some} in {called(entry.inside)}"
-
-
-def where(code: CodeType | None, line: int | None) -> str:
-    """A line of the program, ``train.py:88``."""
-    return f"{Path(code.co_filename).name}:{line}" if code else "a thread of autograd"
-
-
-def called(code: CodeType | None) -> str:
-    """The function that the program called: ``forward``, ``backward``, ``state_dict``, ``Linear()``."""
-    if code is None:
-        return "a thread"
-    if code.co_name.endswith("_call_impl"):
-        return "forward"
-    return f"{code.co_qualname.split('.')[-2:][0]}()" if code.co_name == "__init__" else code.co_name
-
-
 def _place_of_main_thread() -> str:
     inside, code, line = way_out_of_main_thread()
     if code is None or inside is None:
@@ -121,18 +117,6 @@ def _place_of_main_thread() -> str:
     place, name = where(code, line), called(inside)
     # A function whose name begins with an underscore is not called by the program, but for instance by a signal.
     return place if inside is code or name.startswith("_") else f"in {name}, {place}"
-
-
-def line_of(trace: TracebackType | None) -> str:
-    """The line of the program that raised an error, and the function that it called."""
-    place, inside = "outside of the program", None
-    while trace is not None:
-        if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in NOT_THE_PROGRAM:
-            place, inside = where(trace.tb_frame.f_code, trace.tb_lineno), None
-        elif inside is None:
-            inside = trace.tb_frame.f_code
-        trace = trace.tb_next
-    return f"in {called(inside)}, {place}" if inside else place
 
 
 def different_ranks(
@@ -151,12 +135,6 @@ def different_ranks(
     for rank, both in both_of.items():
         first.setdefault(next((tuple(at) for at in both if at[0] == epoch), None), rank)
     return epoch, list(first.values())
-
-
-def has_issued(state: State, key: str, epoch: int, number: int) -> bool:
-    """Whether a rank that has ended in order issued a collective before. One that failed may not have completed it."""
-    position = state["sequences"].get(key)
-    return state["ended"] == IN_ORDER and position is not None and position[0][:2] > [epoch, number]
 
 
 def divergence(key: str, epoch: int, lists: Mapping[int, list[Line]]) -> dict[int, Line]:
@@ -214,37 +192,26 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-# --- files ---
+def cannot_complete(
+    position: Position,
+    states: Mapping[int, State | None],
+    lists: Mapping[int, list[Line]],
+    diverging: Mapping[int, Line],
+    *,
+    on_cpu: bool,
+) -> bool:
+    """Whether two ranks diverge, or a rank has ended without the collective at ``position``.
 
-
-def written(
-    states: Mapping[int, State | None], lists: Mapping[int, list[Line]], diverging: Mapping[int, Line], why: str = ""
-) -> str:
-    """The report. It is also written to a file, and the last line names the file."""
-    words = in_words(states, diverging, why)
-    if os.environ.get(FOLDER) == "off":
-        return words
-    try:
-        path = _write(json.dumps({"states": states, "lines": lists, "diverging": diverging}))
-    except OSError as error:
-        return f"{words}\n(could not be written to a file: {error})"
-    return f"{words}\nTo draw it: python -m minifsdp.ledger {path}"
-
-
-def _write(text: str) -> Path:
-    """A new file that only this user can read, in `FOLDER` or in a new folder. Texts of exceptions may hold secrets."""
-    folder = Path(os.environ.get(FOLDER) or tempfile.mkdtemp(prefix="minifsdp-"))
-    # Two jobs without an id, two lives of a job, and two reports of a process write to different files.
-    run, life = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    stem = f"minifsdp-ledger-{run}-{life}-rank{rank_of_this_process()}-{os.getpid()}"
-    names = (f"{stem}{f'-{number}' if number else ''}.json" for number in range(100))
-    for path in map(folder.joinpath, names):
-        with suppress(FileExistsError):
-            end = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(end, "w", encoding="utf-8") as file:
-                file.write(text)
-            return path
-    raise FileExistsError
+    A process that ends in order on a CPU has sent everything that it issued. If it failed, it may not have. The kernels
+    of an accelerator end with the process.
+    """
+    sequence, epoch, number = position
+    ended = [state for rank in sequence.ranks if (state := states[rank]) and state["ended"]]
+    for state in ended:
+        now, _ = state["sequences"].get(sequence.key, ([-1, 0, 0], None))
+        if not (on_cpu and state["ended"] == IN_ORDER and now[:2] > [epoch, number]):
+            return True
+    return bool(diverging)
 
 
 # --- processes of this machine ---
@@ -273,3 +240,96 @@ def has_ended(process: Process) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return True
     return state in "ZX"
+
+
+class StoreChannel:
+    """The keys of this package in the store of one default process group. Only the watchdog thread may use it.
+
+    If the host of the store is stopped, calls do not return. If it has ended, they raise, also later ones, because each
+    further message would make C++ write a warning.
+
+    Args:
+        store: of the default group; referenced only through a copy.
+        meanwhile: called while this rank waits for other ranks, because they may be waiting for this rank.
+
+    Attributes:
+        rank, num_ranks: of this process, and of all.
+        is_gone: the host of the store has ended.
+        of_host: the exit record of the store's host, if it left one.
+    """
+
+    def __init__(self, store: Any, meanwhile: Callable[[], None]) -> None:
+        self._store = PrefixStore("minifsdp/ledger", store.clone() if hasattr(store, "clone") else store)
+        self.rank, self.num_ranks, self._meanwhile = dist.get_rank(), dist.get_world_size(), meanwhile
+        self.is_gone = self._is_open = False
+        self.of_host: State | None = None
+
+    def ask(self) -> int:
+        """Asks all ranks for their state; returns the number of the question."""
+        return int(self._call("add", "asked", 1))
+
+    def requests(self) -> tuple[int, int]:
+        """The number of questions so far, and how often other ranks asked for this rank's list."""
+        counts = ["asked", f"{self.rank}/wanted", "host"]
+        if not self._is_open:
+            # Reading a key that does not exist would block.
+            for count in counts:
+                self._call("add", count, 0)
+            self._call("set", f"{self.rank}/process", json.dumps(this_process()))
+            self._is_open = True
+        asked, wanted, has_left = map(int, self._call("multi_get", counts))
+        if has_left and self.of_host is None:
+            # Kept, because the store ends with its host.
+            self.of_host = self._read(f"{_HOST}/state")
+        return asked, wanted
+
+    def publish_state(self, number: int, state: State) -> None:
+        """Publishes a state, usually of this rank, as the answer to all questions up to ``number``."""
+        self._call("set", f"{state['rank']}/state", json.dumps({**state, "answers": number}))
+
+    def publish_list(self, number: int) -> None:
+        """Publishes this rank's last collectives for all requests up to ``number``."""
+        self._call("set", f"{self.rank}/list", json.dumps({"lines": lines_of_this_rank(), "answers": number}))
+
+    def announce_exit(self) -> None:
+        """Notifies all ranks that the host of the store exits; its exit record is already published."""
+        self._call("add", "host", 1)
+
+    def states(self, number: int, limit: float) -> dict[int, State | None]:
+        """The answer of each rank to question ``number``; ``None`` if there is none after ``limit`` seconds."""
+        return self._answers("state", dict.fromkeys(range(self.num_ranks), number), limit)
+
+    def lists(self, ranks: Iterable[int], limit: float) -> dict[int, list[Line]]:
+        """The last collectives of some ranks, without ranks that do not answer within ``limit`` seconds."""
+        wanted = {rank: int(self._call("add", f"{rank}/wanted", 1)) for rank in ranks}
+        return {rank: answer["lines"] for rank, answer in self._answers("list", wanted, limit).items() if answer}
+
+    def is_lost(self, rank: int) -> bool:
+        """Whether the process of a rank ran on this machine and has ended."""
+        return (process := self._read(f"{rank}/process")) is not None and has_ended(process)
+
+    def _answers(self, what: str, numbers: Mapping[int, int], limit: float) -> dict[int, State | None]:
+        found: dict[int, State | None] = dict.fromkeys(numbers)
+        until = time.monotonic() + limit
+        while True:
+            self._meanwhile()
+            for rank in [rank for rank, answer in found.items() if answer is None]:
+                answer = self._read(f"{rank}/{what}")
+                if answer is not None and answer["answers"] >= numbers[rank]:
+                    found[rank] = answer
+            if None not in found.values() or time.monotonic() > until:
+                return found
+            time.sleep(HASTE)
+
+    def _read(self, key: str) -> Any:
+        """The value of ``key``, or ``None``."""
+        return json.loads(self._call("get", key)) if self._call("check", [key]) else None
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        if self.is_gone:
+            raise ConnectionError
+        try:
+            return getattr(self._store, name)(*arguments)
+        except (RuntimeError, ValueError, OSError):
+            self.is_gone = True
+            raise

@@ -16,20 +16,7 @@ Worked example: rank 1 omits ``layers.2`` and continues with the all-gather of `
 ``layers.2``, and rank 1 for ``layers.3``. After two seconds the first rank that queries the other finds that they
 diverge and closes the group. Both raise.
 
-The ranks exchange states through the store of ``torch.distributed``, a dictionary that all ranks reach on a connection
-of its own. It works when collectives do not::
-
-    asked      3             number of questions so far; any rank increases it
-    host       0             1 as soon as the rank that hosts the store has exited
-    0/process  [...]         machine and process of rank 0
-    0/state    {...}         state of rank 0, and the number of the question that it answers
-    0/wanted   1             how often other ranks asked for the list of rank 0
-    0/list     {...}         the last collectives of rank 0, one line each
-
-A rank that needs the states of the others increases ``asked``. Every watchdog sees that within a tick and publishes its
-state, about one hundred bytes. A list is long, so a rank asks only for a few of them. A rank that ends publishes an
-*exit record*, a state that answers all questions. If a process was killed, another rank on its machine publishes the
-record. An exception in one look, for instance because the store's host has ended, ends that look, not the thread.
+An exception in one look, for instance because the store's host has ended, ends that look, not the thread.
 
 On an accelerator, collectives run after the CPU has continued. The main thread also counts as waiting if an event
 behind the last collective is not complete. The reason is printed immediately, and raised when the main thread issues
@@ -43,129 +30,28 @@ Spec: LEDGER-03, LEDGER-04, LEDGER-06, LEDGER-12 to LEDGER-16, LEDGER-18, LEDGER
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from minifsdp.engine.collective_log import Position, log
 from minifsdp.engine.gloo import close
 from minifsdp.engine.messages import message
+from minifsdp.ledger import written
 from minifsdp.watchdog import report
-from minifsdp.watchdog.report import Line, State
+from minifsdp.watchdog.report import EXIT_RECORD, HASTE, Findings, State, StoreChannel
 
 TICK = 0.25  # seconds between two looks at the store
-HASTE = 0.05  # the same for some time after a question, because more questions usually follow
 PATIENCE = 2.0  # seconds that the main thread may wait before this thread queries the others
 LIMIT = 2.0  # seconds that other ranks have to answer
-EXIT_RECORD = 1 << 60  # the number of an answer to all questions
-_HOST = 0  # the rank that hosts the store, if no launcher does
-
-# The states of all ranks, the lists of some, and the collectives of these where they diverge.
-Findings = tuple[dict[int, State | None], dict[int, list[Line]], dict[int, Line]]
-
-
-class StoreChannel:
-    """The keys of this package in the store of one default process group. Only the watchdog thread may use it.
-
-    If the host of the store is stopped, calls do not return. If it has ended, they raise, also later ones, because each
-    further message would make C++ write a warning.
-
-    Args:
-        store: of the default group; referenced only through a copy.
-        meanwhile: called while this rank waits for other ranks, because they may be waiting for this rank.
-
-    Attributes:
-        rank, num_ranks: of this process, and of all.
-        is_gone: the host of the store has ended.
-        of_host: the exit record of the store's host, if it left one.
-    """
-
-    def __init__(self, store: Any, meanwhile: Callable[[], None]) -> None:
-        self._store = PrefixStore("minifsdp/ledger", store.clone() if hasattr(store, "clone") else store)
-        self.rank, self.num_ranks, self._meanwhile = dist.get_rank(), dist.get_world_size(), meanwhile
-        self.is_gone = self._is_open = False
-        self.of_host: State | None = None
-
-    def ask(self) -> int:
-        """Asks all ranks for their state; returns the number of the question."""
-        return int(self._call("add", "asked", 1))
-
-    def requests(self) -> tuple[int, int]:
-        """The number of questions so far, and how often other ranks asked for this rank's list."""
-        counts = ["asked", f"{self.rank}/wanted", "host"]
-        if not self._is_open:
-            # Reading a key that does not exist would block.
-            for count in counts:
-                self._call("add", count, 0)
-            self._call("set", f"{self.rank}/process", json.dumps(report.this_process()))
-            self._is_open = True
-        asked, wanted, has_left = map(int, self._call("multi_get", counts))
-        if has_left and self.of_host is None:
-            # Kept, because the store ends with its host.
-            self.of_host = self._read(f"{_HOST}/state")
-        return asked, wanted
-
-    def publish_state(self, number: int, state: State) -> None:
-        """Publishes a state, usually of this rank, as the answer to all questions up to ``number``."""
-        self._call("set", f"{state['rank']}/state", json.dumps({**state, "answers": number}))
-
-    def publish_list(self, number: int) -> None:
-        """Publishes this rank's last collectives for all requests up to ``number``."""
-        self._call("set", f"{self.rank}/list", json.dumps({"lines": report.lines_of_this_rank(), "answers": number}))
-
-    def announce_exit(self) -> None:
-        """Notifies all ranks that the host of the store exits; its exit record is already published."""
-        self._call("add", "host", 1)
-
-    def states(self, number: int, limit: float) -> dict[int, State | None]:
-        """The answer of each rank to question ``number``; ``None`` if there is none after ``limit`` seconds."""
-        return self._answers("state", dict.fromkeys(range(self.num_ranks), number), limit)
-
-    def lists(self, ranks: Iterable[int], limit: float) -> dict[int, list[Line]]:
-        """The last collectives of some ranks, without ranks that do not answer within ``limit`` seconds."""
-        wanted = {rank: int(self._call("add", f"{rank}/wanted", 1)) for rank in ranks}
-        return {rank: answer["lines"] for rank, answer in self._answers("list", wanted, limit).items() if answer}
-
-    def is_lost(self, rank: int) -> bool:
-        """Whether the process of a rank ran on this machine and has ended."""
-        return (process := self._read(f"{rank}/process")) is not None and report.has_ended(process)
-
-    def _answers(self, what: str, numbers: Mapping[int, int], limit: float) -> dict[int, State | None]:
-        found: dict[int, State | None] = dict.fromkeys(numbers)
-        until = time.monotonic() + limit
-        while True:
-            self._meanwhile()
-            for rank in [rank for rank, answer in found.items() if answer is None]:
-                answer = self._read(f"{rank}/{what}")
-                if answer is not None and answer["answers"] >= numbers[rank]:
-                    found[rank] = answer
-            if None not in found.values() or time.monotonic() > until:
-                return found
-            time.sleep(HASTE)
-
-    def _read(self, key: str) -> Any:
-        """The value of ``key``, or ``None``."""
-        return json.loads(self._call("get", key)) if self._call("check", [key]) else None
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        if self.is_gone:
-            raise ConnectionError
-        try:
-            return getattr(self._store, name)(*arguments)
-        except (RuntimeError, ValueError, OSError):
-            self.is_gone = True
-            raise
 
 
 class Watchdog:
@@ -275,7 +161,7 @@ class Watchdog:
         if self._wanted:
             position = self._wanted.pop()
             try:
-                self._found = report.written(*self._find(position, self._channel.ask()))
+                self._found = written(*self._find(position, self._channel.ask()))
             finally:
                 self._is_found.set()
         self._answer()
@@ -321,7 +207,7 @@ class Watchdog:
         states: dict[int, State | None] = {channel.rank: report.state_of_this_rank(failed_at=self.failed_at)}
         if channel.of_host is not None:
             states[channel.of_host["rank"]] = channel.of_host
-        return report.written(states, {channel.rank: report.lines_of_this_rank()}, {}, why)
+        return written(states, {channel.rank: report.lines_of_this_rank()}, {}, why)
 
     def _is_stuck(self) -> bool:
         """Whether the main thread has waited for the same collective, or for the device, longer than expected."""
@@ -341,19 +227,19 @@ class Watchdog:
     def _examine(self) -> None:
         """3. The main thread waits: for a slow rank, or for a collective that cannot complete?"""
         self._patience *= 2
-        position, is_known = _last_position(), log.waiting is not None
+        position, is_known = log.last_position, log.waiting is not None
         if position is None:
             return
         # The answers to a question of another rank a moment ago are recent enough, unless they contain a proof.
         just_now = time.monotonic() - self._answered_at < 2 * TICK
         found = self._find(position, self._answered if just_now else self._channel.ask())
-        if not _cannot_complete(position, found, is_known):
+        if not report.cannot_complete(position, *found, on_cpu=is_known):
             self._print_once(position, found[0])
             return
         found = self._find(position, self._channel.ask())
-        if _cannot_complete(position, found, is_known) and _last_position() == position:
+        if report.cannot_complete(position, *found, on_cpu=is_known) and log.last_position == position:
             sequence = position[0]
-            log.fatal_error = message("waits-in-vain", ranks=list(sequence.ranks), report=report.written(*found))
+            log.fatal_error = message("waits-in-vain", ranks=list(sequence.ranks), report=written(*found))
             if not is_known:
                 # The device waits, but the main thread does not.
                 print(log.fatal_error, file=sys.stderr, flush=True)
@@ -372,7 +258,7 @@ class Watchdog:
         with suppress(Exception):
             # Other ranks, which get the signal as well, ask at the same time.
             self._publish_exit(report.ENDED_BY_LAUNCHER)
-            text = report.written(*self._find(_last_position(), self._channel.ask()))
+            text = written(*self._find(log.last_position, self._channel.ask()))
         with suppress(Exception):
             print(message("told-to-end", report=text or self._report_alone()), file=sys.stderr, flush=True)
         if self._is_host:
@@ -387,23 +273,3 @@ def _is_complete(event: Any) -> bool:
         return bool(event.query())
     with torch.get_device_module(device).device(device):
         return bool(event.query())
-
-
-def _last_position() -> Position | None:
-    """The position for which the main thread waits, or the last one that it issued."""
-    waiting = log.waiting
-    position: Position | None = log.latest if waiting is None else waiting.position
-    return position
-
-
-def _cannot_complete(position: Position, found: Findings, on_cpu: bool) -> bool:
-    """Whether two ranks diverge, or a rank has ended without the collective at ``position``.
-
-    A process that ends on a CPU has sent everything that it issued. The kernels of an accelerator end with the process.
-    """
-    sequence, epoch, number = position
-    states, _, diverging = found
-    ended = [state for rank in sequence.ranks if (state := states[rank]) and state["ended"]]
-    return bool(diverging) or any(
-        not (on_cpu and report.has_issued(state, sequence.key, epoch, number)) for state in ended
-    )
